@@ -44,8 +44,8 @@ class LanguageModel(Protocol):
     def step(
         self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: bool | None = None
     ) -> tuple[Any, Any]:
-        """Returns logits `[B, T, vocabulary]` of the next tokens `[B, T]`, and the caches with
-        these tokens appended; `valid [B, T]` is False for padding."""
+        """Appends `tokens [B, T]` to the caches; returns logits `[B, T, vocabulary]` and the new
+        caches. `valid [B, T]` is False for padding."""
         ...
 
 

@@ -102,8 +102,8 @@ def test_which_look_ups_are_made_before(name, shifted):
     if field is None or (shifted and field == "by_distance"):
         assert found is spec.score
         return
-    assert found.sites == ((field, 0),)
-    assert [x is None for x in found.operands] == [True, False]
+    assert found.sites == ((field.removeprefix("by_"), 0),)
+    assert not found.tables
     (got,) = getattr(found, field)
     if not shifted:
         q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
@@ -136,10 +136,10 @@ def test_an_operand_with_another_look_up_stays():
     ) -> Any:
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
-    spec = scored(scores.Score(function, ones(3), ones(12), ones(4)))
+    spec: Any = scored(scores.Score(function, ones(3), ones(12), ones(4)))
     found: Any = hoisted.replaced(spec, SHAPES).score
-    assert [x is None for x in found.operands] == [True, False, True]
-    assert found.sites == (("by_head", 0), ("by_head", 0), ("by_query", 0))
+    assert found.tables == (spec.score.operands[1],)
+    assert found.sites == (("head", 0), ("query", 0))
 
 
 def _in_a_branch(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
@@ -154,8 +154,19 @@ def _mapped(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
     return s + jax.vmap(lambda x: table[x])(h + jnp.arange(2, dtype=jnp.int32)).sum()
 
 
-@pytest.mark.parametrize("function", [_in_a_branch, _several, _mapped])
-def test_what_cannot_be_read_stays(function):
+@pytest.mark.parametrize(("function", "count"), [(_in_a_branch, 1), (_several, 2), (_mapped, 2)])
+def test_each_entry_that_is_looked_up_has_an_array(function, count):
+    spec = scored(scores.Score(function, ones(4)))
+    found: Any = hoisted.replaced(spec, SHAPES).score
+    assert found.sites == tuple(("head", n) for n in range(count))
+
+
+def test_what_is_made_of_an_operand_stays():
+    """Unless kernels read no more of it than an array for each look-up."""
+
+    def function(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        return s + jnp.sort(table)[(q + kv) % 4]
+
     spec = scored(scores.Score(function, ones(4)))
     assert hoisted.replaced(spec, SHAPES).score is spec.score
 

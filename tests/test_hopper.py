@@ -950,7 +950,6 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
         *given,
         shapes=shapes,
         transposed=transposed,
-        lines=[(given[0], "t"), (given[1], "s")],
         tables={0: entries},
     )
     i, j = np.meshgrid(rows, columns, indexing="ij")

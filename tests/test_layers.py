@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from jattn.functions import interval_rules, operations
+from jattn.kernels.cpu import text
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.tpu import tile_functions
+
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experiments"}
@@ -255,3 +260,10 @@ def test_there_is_no_drawer_for_odds_and_ends():
     for package in ("jattn", "experiments", "tests"):
         for module in modules(package):
             assert module.split(".")[-1] not in ("utils", "util", "helpers", "misc")
+
+
+def test_kernels_know_no_operation_that_nobody_else_does():
+    """One list has all operations; each kernel and the bounds know some of them."""
+    known = {*operations.ELEMENTWISE, "floor_divide", "remainder", "custom"}
+    tables = mosaic_interpreter._OPERATIONS, tile_functions._OPERATIONS, interval_rules.RULES
+    assert all(known >= set(table) for table in (*tables, *text._WRITTEN.values()))

@@ -158,7 +158,7 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
         started(4, "--run", str(killed), "--resume", "--mesh", "data=4")
     )
     assert (status, error) == (0, "")
-    assert f"goes on from the checkpoint after step {step}" in told
+    assert f"resuming from the checkpoint after step {step}" in told
     assert run.last_whole_step() == step + 6
 
 
@@ -183,7 +183,7 @@ def test_processes_that_nobody_tells_of_are_one_clear_line(tmp_path):
     run = ("--run", str(tmp_path / "run"))
     ((status, _, error),) = ended(started(1, *run, "--distributed"))
     assert status == 2 and error.count("\n") == 1
-    expected = "Slurm, Open MPI, Kubernetes or a TPU pod is expected to tell of them\n"
+    expected = "--distributed needs Slurm, Open MPI, Kubernetes or a TPU pod\n"
     assert error == f"error: the processes did not find each other: {expected}"
     code = f"""
 from experiments.runs import processes

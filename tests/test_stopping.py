@@ -304,7 +304,7 @@ def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert "best validation, after step 6: loss 2.0000" in printed
     assert "the parameters after step 6;" in printed
     assert cli.main(["train", "--run", run, "--resume"]) == 2
-    assert "has stopped early after step 12 already" in capsys.readouterr().err
+    assert "has already stopped early, after step 12" in capsys.readouterr().err
 
 
 def test_patience_and_average_are_checked():

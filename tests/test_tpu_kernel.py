@@ -145,11 +145,11 @@ def _of_all(score: Any, b: Any, h: Any, i: Any, j: Any, *operands: Any) -> Any:
         ),
         (
             {"score": scores.Score(_of_all, jnp.ones(500, jnp.float32))},
-            "reduce_sum of an array that is looked up",
+            "needs reduce_sum",
         ),
         ({"mask": lambda b, h, i, j: jnp.sort(jnp.stack([i, j]))[0] == i}, "needs "),
         ({"mask": lambda b, h, i, j: jnp.cumsum(jnp.stack([i, j]))[1] > 9}, "needs "),
-        ({"mask": lambda b, h, i, j: jnp.piecewise(i - j, [i < j], [1, 0]) > 0}, "of a vector"),
+        ({"mask": lambda b, h, i, j: jnp.piecewise(i - j, [i < j], [1, 0]) > 0}, "needs argmax"),
         ({"precision": "high"}, "expected the default precision or the highest"),
     ],
 )

@@ -713,7 +713,7 @@ def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
     evaluator = evaluation.Evaluator(
         parts.model, parts.texts.validation[:2], parts.source, parts.target
     )
-    with pytest.raises(Failure, match="the loss is no number"):
+    with pytest.raises(Failure, match="the loss is NaN"):
         evaluator.token_loss(params)
 
 
@@ -879,7 +879,7 @@ def test_pictures_say_what_each_word_reads(tmp_path, monkeypatch):
     seen = pictures.Seen(weights, ["a", "b"], ["<bos>", "c", "d"], ["c", "d", "<eos>"])
     pictures.draw_sentence(seen, tmp_path)
     titles = [figure.get_suptitle() for figure in figures]
-    assert "decoder self-attention: each word reads itself and those before it" in titles
+    assert "decoder self-attention: each word attends to itself and the words before it" in titles
 
 
 def test_losses_are_named_as_they_are_spoken(tmp_path, monkeypatch):
@@ -1033,9 +1033,9 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "read 300 pairs, kept 300" in printed and "validation: loss" in printed
     assert cli.main(["train", "--run", run, "--resume"]) == 2
-    assert "has made all its 2 steps already" in capsys.readouterr().err
+    assert "has already run all its 2 steps" in capsys.readouterr().err
     assert cli.main(["train", "--run", run, "--resume", "--set", "features=32"]) == 2
-    assert "was begun differently: features: 16, not 32" in capsys.readouterr().err
+    assert "was started differently: features: 16, not 32" in capsys.readouterr().err
     with (tmp_path / "train.de").open("a", encoding="utf-8") as file:
         file.write("der hund schläft .\n")
     assert cli.main(["train", "--run", run, "--resume"]) == 2
@@ -1067,7 +1067,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
-    assert "begins anew: there is no checkpoint yet" in capsys.readouterr().out
+    assert "starting from the beginning: there is no checkpoint yet" in capsys.readouterr().out
     whole, again = Run.open(directory), Run.open(tmp_path / "run")
     assert_same_run(whole, again)
     state, step = again.restore(jax.eval_shape(bench().init_state))
@@ -1106,7 +1106,7 @@ def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_pat
     assert killed.returncode == -signal.SIGKILL
     assert Run.open(tmp_path / "killed").steps() == [6]
     assert cli.main(["train", "--run", str(tmp_path / "killed"), "--resume"]) == 0
-    assert "goes on from the checkpoint after step 6" in capsys.readouterr().out
+    assert "resuming from the checkpoint after step 6" in capsys.readouterr().out
     assert_same_run(Run.open(demonstration[0]), Run.open(tmp_path / "killed"))
 
 

@@ -108,13 +108,13 @@ def floor_lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for floor in FLOORS:
         figures = [(floor.figure(row), row["case"]) for row in rows]
-        known = [(figure, case) for figure, case in figures if figure is not None]
-        if not known:
+        measured = [(figure, case) for figure, case in figures if figure is not None]
+        if not measured:
             lines.append(f"not measured  {floor}")
             continue
-        figure, case = min(known)
+        figure, case = min(measured)
         verdict = "reached      " if figure >= floor.least else "not reached  "
-        lines.append(f"{verdict} {floor}: {figure:.2f} in {case}, the least of {len(known)}")
+        lines.append(f"{verdict} {floor}: {figure:.2f} in {case}, the least of {len(measured)}")
     return lines
 
 
@@ -147,9 +147,9 @@ def _repeated(competitor: Calls) -> tuple[Runnable, int]:
     competitor.wait(competitor.start())  # compiles
     start = time.perf_counter()
     competitor.wait(competitor.start())
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     on_cpu = jax.default_backend() == "cpu"
-    calls = 1 if on_cpu else max(1, min(_MOST_CALLS, math.ceil(_TURN / took)))
+    calls = 1 if on_cpu else max(1, min(_MOST_CALLS, math.ceil(_TURN / seconds)))
 
     def run() -> None:
         last = None

@@ -120,13 +120,13 @@ _TITLES = (
 
 def line(row: Row) -> str:
     """Formats a row of the printed table."""
-    shown = lambda x, text: "-" if x is None else format(x, text)  # noqa: E731
+    formatted = lambda x, text: "-" if x is None else format(x, text)  # noqa: E731
     runs = "" if row.runs == "native" else f"  {row.runs}"
     return (
-        f"{row.name:<17} {row.T:>5} {row.skipped:>7.1%} {shown(row.flex_skipped, '.0%'):>5} "
+        f"{row.name:<17} {row.T:>5} {row.skipped:>7.1%} {formatted(row.flex_skipped, '.0%'):>5} "
         f"{row.forward:>8.2f} {row.both:>8.2f} {row.over_causal:>7.2f} "
-        f"{row.both_over_forward:>8.2f} {shown(row.flex, '.1f'):>6} "
-        f"{shown(row.flex_with_mask, '.0f'):>7}{runs}"
+        f"{row.both_over_forward:>8.2f} {formatted(row.flex, '.1f'):>6} "
+        f"{formatted(row.flex_with_mask, '.0f'):>7}{runs}"
     )
 
 

@@ -44,20 +44,20 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
     arguments.append(jnp.zeros(()) if parameter is None else jnp.asarray(parameter))
     if not backward:
         return compiled(attend, *arguments)
-    wanted = (0, 1, 2) if parameter is None else (0, 1, 2, 4)
-    return with_gradients(case, attend, arguments, wanted)
+    argnums = (0, 1, 2) if parameter is None else (0, 1, 2, 4)
+    return with_gradients(case, attend, arguments, argnums)
 
 
 def with_gradients(
-    case: Case, attend: Callable[..., Any], arguments: list[Any], wanted: tuple[int, ...]
+    case: Case, attend: Callable[..., Any], arguments: list[Any], argnums: tuple[int, ...]
 ) -> Runnable:
-    """Builds a weighted sum of `attend(*arguments)` and its gradients by the arguments `wanted`."""
+    """Builds a weighted sum of `attend(*arguments)` and its gradients by `argnums`."""
     weights = jnp.asarray(case.inputs(seed=1)[0])
 
     def loss(*arguments: Any) -> Any:
         return jnp.vdot(attend(*arguments[:-1]), arguments[-1])
 
-    return compiled(jax.value_and_grad(loss, wanted), *arguments, weights)
+    return compiled(jax.value_and_grad(loss, argnums), *arguments, weights)
 
 
 def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:

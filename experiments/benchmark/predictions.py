@@ -41,8 +41,8 @@ def _of_row(row: dict[str, Any], head: int, backward: bool) -> list[float]:
     ]
     per_cycle, teraflops = targets.H100.peak or (1, 0.0)
     bounds = []
-    for which in (0, 1):
-        cycles = sum(_products(x, head) / x.products_per_cycle[which] for x in loops)
+    for bound in (0, 1):
+        cycles = sum(_products(x, head) / x.products_per_cycle[bound] for x in loops)
         bounds.append(round((5 if backward else 2) / cycles * teraflops / per_cycle, 1))
     return bounds
 

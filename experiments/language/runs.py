@@ -49,8 +49,8 @@ class Run(Folder):
         if not path.exists():
             raise FileNotFoundError(f"run: expected a run's directory, found none at {directory}")
         check_plain(directory)
-        about = parsed(path.read_text("utf-8"))
-        match about:
+        content = parsed(path.read_text("utf-8"))
+        match content:
             case {
                 "format": "jattn-language-run",
                 "settings": dict() as settings,
@@ -68,13 +68,13 @@ class Run(Folder):
         """
         if self.directory.exists() and any(self.directory.iterdir()):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
-        about = {
+        content = {
             "format": _FORMAT,
             "settings": dataclasses.asdict(self.settings),
             "alphabet": self.characters.alphabet,
             "text": self.text,
         }
-        self.write("config.json", json.dumps(about, indent=2) + "\n")
+        self.write("config.json", json.dumps(content, indent=2) + "\n")
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint and removes the previous one."""

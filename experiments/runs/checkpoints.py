@@ -93,14 +93,14 @@ class Checkpoints(Folder):
 
     def _read(self, step: int, like: Any, prefix: str) -> Any:
         """Returns the tree `like` with its arrays replaced by the saved ones."""
-        wanted = {prefix + name: leaf for name, leaf in _named(like).items()}
+        leaves = {prefix + name: leaf for name, leaf in _named(like).items()}
         with _as_written(step), _manager(self._checkpoints, read_only=True) as manager:
             saved = manager.item_metadata(step).tree
-            _check_kinds({n: kind for n, kind in saved.items() if n.startswith(prefix)}, wanted)
-            as_numpy = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
-            arguments = ocp.args.PyTreeRestore(wanted, as_numpy, partial_restore=True)
+            _check_kinds({n: kind for n, kind in saved.items() if n.startswith(prefix)}, leaves)
+            as_numpy = dict.fromkeys(leaves, ocp.RestoreArgs(restore_type=np.ndarray))
+            arguments = ocp.args.PyTreeRestore(leaves, as_numpy, partial_restore=True)
             arrays = manager.restore(step, args=arguments)
-        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in leaves])
 
     def _drop(self, steps: Iterable[int]) -> None:
         """Deletes checkpoints, digests first, so that a partly deleted checkpoint is not whole."""
@@ -200,11 +200,11 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _check_kinds(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_kinds(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     wrong = [
-        f"{name}: {_kind(saved.get(name))}, not {_kind(wanted.get(name))}"
-        for name in sorted(wanted.keys() | saved.keys())
-        if _kind(saved.get(name)) != _kind(wanted.get(name))
+        f"{name}: {_kind(saved.get(name))}, not {_kind(expected.get(name))}"
+        for name in sorted(expected.keys() | saved.keys())
+        if _kind(saved.get(name)) != _kind(expected.get(name))
     ]
     if wrong:
         rest = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -16,13 +16,13 @@ from typing import Any
 
 
 class Unwritten(OSError):
-    """Error: something could not be written; the message says in one line what, and why."""
+    """The error of a file that cannot be written; the message says in one line which, and why."""
 
 
 @contextlib.contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Raises errors of the system within the context as `Unwritten`, which names `what`; if such
-    contexts are nested, the outermost."""
+    """Raises errors of the system within the context as `Unwritten`, whose message names the `what`
+    of the outermost context."""
     try:
         yield
     except (OSError, ValueError) as error:  # tensorstore raises errors of the system as ValueError

@@ -51,7 +51,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def _acquire(file: BinaryIO, directory: Path) -> None:
     if sys.platform == "win32":
-        warnings.warn(f"{directory}: locks are not known on this platform", stacklevel=2)
+        warnings.warn(f"{directory}: no file locks on this platform", stacklevel=2)
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

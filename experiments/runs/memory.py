@@ -37,8 +37,8 @@ def keep_freed_memory() -> bool:
 
     A training step allocates hundreds of megabytes and frees them at its end. By default they go
     back to the system, which clears them page by page in the next step: a sixth of its time.
-    For a gigabyte of heap, `madvise` requests large pages, because address translation with small
-    ones takes 4 to 9 % of a step. Without glibc nothing is changed.
+    For a gigabyte of heap, `madvise` requests large pages, where Linux leaves that to programs:
+    address translation with small pages takes 4 to 9 % of a step. Without glibc nothing changes.
     """
     try:
         libc = ctypes.CDLL(None)

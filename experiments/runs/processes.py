@@ -183,7 +183,7 @@ def _find_others(options: argparse.Namespace) -> None:
         counts = collections.Counter(device.process_index for device in jax.devices())
     except (RuntimeError, ValueError) as error:
         if options.distributed and "coordinator_address" in str(error):
-            error = "Slurm, Open MPI, Kubernetes or a TPU pod is expected to tell of them"
+            error = "--distributed needs Slurm, Open MPI, Kubernetes or a TPU pod"
         raise ValueError(f"the processes did not find each other: {error}") from None
     if len(set(counts.values())) > 1:
         numbers = ", ".join(str(counts[number]) for number in sorted(counts))

@@ -125,7 +125,7 @@ class Epochs:
         return self._steps
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yields the shuffled batches of an epoch from the step `start` on.
+        """Returns an iterator over the shuffled batches of an epoch, from the step `start` on.
 
         Skipped batches are not built, so that resuming inside an epoch costs nothing extra.
 
@@ -139,7 +139,7 @@ class Epochs:
         return (self._gather(shape, rows) for shape, rows in self._plan(epoch)[start:])
 
     def from_step(self, step: int) -> Iterator[Any]:
-        """Yields the batches of all epochs without end, from a step counted over all epochs.
+        """Returns an endless iterator over the batches of all epochs, from the step `step` on.
 
         Raises:
             ValueError: `step` is negative.
@@ -226,8 +226,8 @@ class Batches(Epochs):
             restore the order of the list.
         """
         for shape, rows in self._assemble(np.arange(len(self.pairs))):
-            places = np.where(rows >= 0, self.pairs.origin[rows], -1)
-            yield self._gather(shape, rows), places
+            indices = np.where(rows >= 0, self.pairs.origin[rows], -1)
+            yield self._gather(shape, rows), indices
 
     def _sides(self, buckets: int, multiple: int) -> list[tuple[int, int]]:
         """Returns S and T of each bucket, at least as wide as all buckets before it, because their
@@ -244,9 +244,9 @@ class Batches(Epochs):
         rest = order[:0]  # pairs that did not fill a batch of a narrower shape
         for number, shape in enumerate(self.shapes):
             rows = np.concatenate([rest, order[buckets == number]])
-            whole = len(rows) // shape.rows * shape.rows
-            batches += [(shape, part) for part in rows[:whole].reshape(-1, shape.rows)]
-            rest = rows[whole:]
+            full = len(rows) // shape.rows * shape.rows
+            batches += [(shape, part) for part in rows[:full].reshape(-1, shape.rows)]
+            rest = rows[full:]
         if len(rest):
             batches.append((self.shapes[-1], _filled_up(rest, self.shapes[-1].rows)))
         return batches
@@ -306,8 +306,8 @@ class PackedBatches(Epochs):
 
     def _assemble(self, order: np.ndarray) -> list[tuple[Shape, np.ndarray]]:
         (shape,) = self.shapes
-        whole = _filled_up(order, self._steps * shape.rows)
-        return [(shape, rows) for rows in whole.reshape(-1, shape.rows)]
+        filled = _filled_up(order, self._steps * shape.rows)
+        return [(shape, rows) for rows in filled.reshape(-1, shape.rows)]
 
     def _gather(self, shape: Shape, rows: np.ndarray) -> Packed:
         groups = [self._packed[row] if row >= 0 else self._packed[0][:0] for row in rows]
@@ -336,15 +336,15 @@ def _check_numbers(**numbers: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 
-def _choose_widths(lengths: np.ndarray, multiple: int, most: int) -> np.ndarray:
-    """Chooses the widths that need the least padding, by dynamic programming: at most `most`
-    multiples of `multiple`, the last at least as great as every length."""
+def _choose_widths(lengths: np.ndarray, multiple: int, max_widths: int) -> np.ndarray:
+    """Chooses the widths that need the least padding, by dynamic programming: at most
+    `max_widths` multiples of `multiple`, the last at least as great as every length."""
     candidates = np.unique(-(-lengths // multiple)) * multiple
     below = np.concatenate([[0], np.searchsorted(np.sort(lengths), candidates, side="right")])
     # cost[i]: the fewest places for all lengths up to candidate i, with the widths allowed so far.
     cost = below[1:] * candidates
     choices: list[np.ndarray] = []
-    for _ in range(min(most, len(candidates)) - 1):
+    for _ in range(min(max_widths, len(candidates)) - 1):
         narrower_cost = np.concatenate([[0], cost[:-1]])
         total = narrower_cost + (below[1:, None] - below[:-1]) * candidates[:, None]
         total[np.triu_indices(len(candidates), 1)] = np.iinfo(np.int64).max
@@ -365,17 +365,18 @@ def _rows(
             f"expected exactly one of tokens_per_batch and rows_per_batch, got {tokens} and {rows}"
         )
     # Rows beyond the number of pairs would always be empty.
-    most = -(-pairs // row_multiple) * row_multiple
+    max_rows = -(-pairs // row_multiple) * row_multiple
     if tokens is None:
         assert rows is not None
         if rows < 1 or rows % row_multiple:
             raise ValueError(
                 f"rows_per_batch must be a positive multiple of {row_multiple}, got {rows}"
             )
-        return [min(rows, most)] * len(widths)
+        return [min(rows, max_rows)] * len(widths)
     _check_numbers(tokens_per_batch=tokens)
     return [
-        min(max(tokens // int(width) // row_multiple, 1) * row_multiple, most) for width in widths
+        min(max(tokens // int(width) // row_multiple, 1) * row_multiple, max_rows)
+        for width in widths
     ]
 
 
@@ -439,6 +440,6 @@ def _padded(ragged: Ragged, rows: np.ndarray, width: int) -> tuple[np.ndarray, n
     """Returns the rows as int32 `[B, width]` and their lengths `[B]`; -1 selects an empty row."""
     begin = np.where(rows >= 0, ragged.offsets[rows], 0)
     lengths = np.where(rows >= 0, ragged.offsets[rows + 1] - begin, 0)
-    places = begin[:, None] + np.arange(width)
-    values = ragged.values[np.minimum(places, len(ragged.values) - 1)]
+    indices = begin[:, None] + np.arange(width)
+    values = ragged.values[np.minimum(indices, len(ragged.values) - 1)]
     return np.where(_within(lengths, width), values, np.int32(PAD)), lengths.astype(np.int32)

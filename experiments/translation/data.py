@@ -318,9 +318,9 @@ def clean(sentence: str) -> str:
 
 
 def _unusual_lines(pairs: Sequence[Pair], numbers: np.ndarray) -> np.ndarray:
-    """Returns the numbers of the lines whose longer side has more than 2n + 10 characters, where n
-    are those of the shorter side, after scaling by the text's median ratio. Characters compare
-    better than words, because German has fewer and longer words."""
+    """Returns the numbers of the lines whose longer side has more than 2n + 10 characters, if the
+    shorter has n, after scaling by the text's median ratio. Characters compare better than words,
+    because German has fewer and longer words."""
     lengths = np.array([(len(pair.source), len(pair.target)) for pair in pairs], np.float64)
     lengths[:, 0] *= np.median(lengths[:, 1] / lengths[:, 0])
     return numbers[lengths.max(1) > 2 * lengths.min(1) + 10]
@@ -352,11 +352,11 @@ def _held_out(pairs: Sequence[Pair]) -> set[str]:
     counts: dict[str, int] = {}
     for pair in pairs:
         counts[pair.source] = counts.get(pair.source, 0) + 1
-    most = max(1, min(_HELD_OUT_MOST, int(_HELD_OUT_SHARE * len(pairs))))
+    max_pairs = max(1, min(_HELD_OUT_MOST, int(_HELD_OUT_SHARE * len(pairs))))
     chosen: set[str] = set()
     taken = 0
     for sentence in sorted(counts, key=lambda s: hashlib.sha256(s.encode("utf-8")).digest()):
-        if chosen and taken + counts[sentence] > most:
+        if chosen and taken + counts[sentence] > max_pairs:
             break
         chosen.add(sentence)
         taken += counts[sentence]

@@ -107,7 +107,7 @@ class Translation(NamedTuple):
     log_prob: float
 
 
-_EMPTY = Translation(np.array([EOS], np.int32), 0.0, 0.0)  # the one of a sentence without words
+_EMPTY = Translation(np.array([EOS], np.int32), 0.0, 0.0)  # for sentences without words
 
 
 # ------------------------------------------------------------------------------------ translation
@@ -209,8 +209,8 @@ def translations(
 
 
 def longest_translation(source_length: Any) -> Any:
-    """Returns the greatest length of a translation, from the length of its source: 1.5 times the
-    length rounded up, and 8. A sentence has the same limit in every batch."""
+    """Returns the greatest length of a translation, 1.5 n + 8, where n is the length of its source,
+    rounded up to a multiple of 8. A sentence has the same limit in every batch."""
     rounded = -(-source_length // MULTIPLE) * MULTIPLE
     return rounded + rounded // 2 + 8
 

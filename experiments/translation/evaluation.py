@@ -177,7 +177,7 @@ class Evaluator:
             total += float(_total_loss(self._model, params, batch))
             tokens += int(batch.target_lengths.sum())
         if math.isnan(total):
-            raise Failure("the loss is no number (NaN); the model's training has diverged")
+            raise Failure("the loss is NaN; the model's training has diverged")
         return total / tokens
 
     def _translate(self, params: Params, report: Callable[[int], object]) -> list[np.ndarray]:

@@ -111,8 +111,8 @@ def _sorted(
     features: Array, projection: Projection, labels: Array, mask: Array
 ) -> tuple[_Rows, Array]:
     """Returns the sorted rows, and the number of chunks that hold unmasked positions."""
-    most = _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE) // len(projection.kernel)
-    size = max(1, min(max(most // _MULTIPLE, 1) * _MULTIPLE, len(labels)))
+    max_rows = _CHUNK.get(jax.default_backend(), _CHUNK_ELSEWHERE) // len(projection.kernel)
+    size = max(1, min(max(max_rows // _MULTIPLE, 1) * _MULTIPLE, len(labels)))
     order = jnp.argsort(~mask, stable=True)
 
     def chunked(x: Array) -> Array:

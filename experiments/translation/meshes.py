@@ -88,7 +88,7 @@ def check_mesh(sizes: Mapping[str, int], config: Config) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement of arrays on a device mesh; without a mesh all methods leave arrays in place.
+    """A placement of arrays on a device mesh; without a mesh, arrays stay where JAX puts them.
 
     Attributes:
         mesh: a mesh with the axes of `AXES`, or None for a single device.
@@ -140,8 +140,8 @@ class Placement:
         """
         if self.mesh is None:
             return batch
-        whole = filled_up(batch, self.num_shards[0], micro_batches)
-        return jax.tree.map(lambda x: self._put_as(x, self._batch_sharding(x)), whole)
+        filled = filled_up(batch, self.num_shards[0], micro_batches)
+        return jax.tree.map(lambda x: self._put_as(x, self._batch_sharding(x)), filled)
 
     def state(self, state: _Tree) -> _Tree:
         """Puts a tree of arrays on the devices: parameters, and the optimiser's arrays of the same

@@ -105,8 +105,8 @@ def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
     if best is not None:
         print(f"best validation, after step {best['step']:,}: {Scores.from_record(best)}")
     files = draw_curves(run)
-    drawn = ", ".join("/".join(file.parts[-2:]) for file in files)
-    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {drawn}")
+    names = ", ".join("/".join(file.parts[-2:]) for file in files)
+    print(f"in {run.directory}: {used(steps)}; metrics.jsonl, {names}")
     console.emit(
         "end",
         run=str(run.directory),

@@ -73,20 +73,19 @@ class Run(Checkpoints):
 
         Raises:
             FileNotFoundError: there is no run.
-            ValueError: `create` would not write these files, or there are links, pipes or devices
-                among them.
+            ValueError: a file is not as `create` writes it, or is a link, a pipe or a device.
         """
         directory = Path(directory)
         check_is_run(directory)
-        about = _read_json(directory / "config.json")
-        if not isinstance(about, dict) or set(about) != {"format", "config", "text"}:
+        saved = _read_json(directory / "config.json")
+        if not isinstance(saved, dict) or set(saved) != {"format", "config", "text"}:
             raise ValueError(f"{directory / 'config.json'}: expected what training writes there")
         return cls(
             directory,
-            Config.from_json(about["config"]),
+            Config.from_json(saved["config"]),
             Vocabulary.from_json((directory / "source.json").read_text("utf-8")),
             Vocabulary.from_json((directory / "target.json").read_text("utf-8")),
-            _origin(about["text"], directory / "config.json"),
+            _origin(saved["text"], directory / "config.json"),
         )
 
     def create(self) -> None:
@@ -100,8 +99,8 @@ class Run(Checkpoints):
             raise FileExistsError(f"run: {self.directory} exists already and is not empty")
         self.write("source.json", self.source.to_json())
         self.write("target.json", self.target.to_json())
-        about = {"format": _FORMAT, "config": asdict(self.config), "text": asdict(self.origin)}
-        self.write("config.json", json.dumps(about, indent=2) + "\n")
+        saved = {"format": _FORMAT, "config": asdict(self.config), "text": asdict(self.origin)}
+        self.write("config.json", json.dumps(saved, indent=2) + "\n")
 
     def check_same(self, other: "Run") -> None:
         """Checks that another run has the configuration and the text of this one.
@@ -115,7 +114,7 @@ class Run(Checkpoints):
         elif self.origin.fingerprint != other.origin.fingerprint:
             changed.append("the training text")
         if changed:
-            raise ValueError(f"{self.directory} was begun differently: {'; '.join(changed)}")
+            raise ValueError(f"{self.directory} was started differently: {'; '.join(changed)}")
 
     def save(self, state: Any, step: int) -> None:
         """Writes a checkpoint of a tree of arrays, and deletes all but the latest few and the best.
@@ -163,10 +162,10 @@ def is_run(directory: Path) -> bool:
     """
     path = inside(directory, "config.json")
     try:
-        about = _read_json(path)
+        saved = _read_json(path)
     except (OSError, ValueError):
         return False
-    return isinstance(about, dict) and about.get("format") == _FORMAT
+    return isinstance(saved, dict) and saved.get("format") == _FORMAT
 
 
 def check_is_run(directory: Path) -> None:
@@ -228,8 +227,8 @@ def _read_json(path: Path) -> Any:
     return parsed(path.read_text("utf-8"))
 
 
-def _origin(about: Any, path: Path) -> TextOrigin:
-    match about:
+def _origin(fields: Any, path: Path) -> TextOrigin:
+    match fields:
         case {
             "path": (str() | None) as text,
             "languages": [str(first), str(second)],

@@ -80,17 +80,17 @@ def read_texts(
     """
     if path is None:
         held_out = config.held_out
-        made = corpus.splits(
+        parts = corpus.splits(
             train=config.sentences if training else 0,
             validation=held_out,
             test=held_out,
             deeper=held_out,
             seed=config.seed,
         )
-        return Texts(made.train, made.validation, {"test": made.test, "deeper": made.deeper})
-    read = data.read_dataset(path, languages=languages, most_unpacked=most_unpacked)
-    tests = {"test": read.test} if read.test else {"validation": read.validation}
-    return Texts(read.train, read.validation, tests, list(read.reports.values()))
+        return Texts(parts.train, parts.validation, {"test": parts.test, "deeper": parts.deeper})
+    dataset = data.read_dataset(path, languages=languages, most_unpacked=most_unpacked)
+    tests = {"test": dataset.test} if dataset.test else {"validation": dataset.validation}
+    return Texts(dataset.train, dataset.validation, tests, list(dataset.reports.values()))
 
 
 def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
@@ -129,7 +129,7 @@ def total_loss(
 ) -> Array:
     """Returns the sum of the losses of a batch's target tokens.
 
-    `num_shards` is the number of device shards of the rows and of the positions.
+    `num_shards` gives the numbers of device shards of rows and of positions.
     """
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
@@ -291,7 +291,7 @@ def _global_norm(grads: Params) -> Array:
 
 
 class NonFiniteLoss(Failure):
-    """Error: the loss or the norm of its gradient is not finite; the message names the step."""
+    """The error of a loss or gradient norm that is not finite; the message names the step."""
 
 
 @dataclass
@@ -412,15 +412,15 @@ class _Window:
             self._metrics[-2].loss.block_until_ready()
 
     def close(self, rate: Any) -> dict[str, Any]:
-        """Returns the record of these steps: mean loss per token, target tokens per second, ...
+        """Returns the record of these steps, with the loss per token and the tokens per second.
 
         Raises:
             NonFiniteLoss: a loss or the norm of a gradient is not finite.
         """
         losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
-        bad = ~(np.isfinite(losses) & np.isfinite(norms))
-        if bad.any():
-            first_bad = int(bad.argmax())
+        invalid = ~(np.isfinite(losses) & np.isfinite(norms))
+        if invalid.any():
+            first_bad = int(invalid.argmax())
             raise NonFiniteLoss(
                 f"step {self._first + first_bad + 1}: the loss is {losses[first_bad]:g} and the "
                 f"norm of its gradient {norms[first_bad]:g}; training stopped"

@@ -100,9 +100,9 @@ class Vocabulary:
         """
         if minimum_count < 1:
             raise ValueError(f"minimum_count must be at least 1, got {minimum_count}")
-        most = 2**31 if size is None else max(size - len(SPECIALS), 0)
+        max_words = 2**31 if size is None else max(size - len(SPECIALS), 0)
         trainer = trainers.WordLevelTrainer(
-            vocab_size=most, min_frequency=minimum_count, show_progress=False
+            vocab_size=max_words, min_frequency=minimum_count, show_progress=False
         )
         learner = _tokenizer((), None, lower)
         learner.train_from_iterator(sentences, trainer)

@@ -31,15 +31,15 @@ def equinox_attention(model: _M) -> _M:
     """
     import equinox  # noqa: PLC0415  an optional dependency
 
-    theirs = equinox.nn.MultiheadAttention
+    layer_class = equinox.nn.MultiheadAttention
 
-    def is_theirs(x: Any) -> bool:
-        return type(x) is theirs
+    def is_layer(x: Any) -> bool:
+        return type(x) is layer_class
 
     def replace(x: Any) -> Any:
-        return _copied(x, _layer(theirs)) if is_theirs(x) else x
+        return _copied(x, _layer(layer_class)) if is_layer(x) else x
 
-    return jax.tree.map(replace, model, is_leaf=is_theirs)
+    return jax.tree.map(replace, model, is_leaf=is_layer)
 
 
 @functools.cache

@@ -11,37 +11,24 @@ from jax import lax
 from jattn.functions.nodes import Node, fold
 
 
+# Of JAX's primitives those that are computed entry by entry. Expressions have them under these
+# names; besides these there are `floor_divide`, `remainder` and what `nodes.Node` lists.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    convert_element_type cos cosh div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow
+    is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square sub tan tanh xor
+    """.split()
+)
+
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def is_reference(x: Any) -> bool:
     """Whether an operand is a reference to memory, as kernels have them, in place of an array."""
     return hasattr(x, "inside")
-
-
-def evaluated(
-    roots: Sequence[Node], scalars: Any, tables: Sequence[Any], known: Mapping[int, Any] = _NOTHING
-) -> list[Any]:
-    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
-    `known` the values of other nodes, by their ids."""
-
-    def value(node: Node, args: list[Any]) -> Any:
-        if id(node) in known:
-            return known[id(node)]
-        if node.op == "input":
-            return scalars[node.param]
-        if node.op == "const":
-            return jax.numpy.asarray(node.param, node.dtype)
-        if node.op != "look_up":
-            return apply(node, args)
-        table: Any = tables[node.param]  # pyright: ignore
-        if is_reference(table):
-            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
-        table = jax.numpy.asarray(table)
-        return table.at[tuple(args)].get(mode="clip") if args else table
-
-    found = fold(roots, value)
-    return [found[id(x)] for x in roots]
 
 
 def apply(node: Node, args: Sequence[Any]) -> Any:
@@ -52,9 +39,14 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
     if node.op == "unknown":
         raise NotImplementedError(f"functions of pairs have no operation {node.param}")
     shape = np.broadcast_shapes(*map(np.shape, args))
-    args = [jax.numpy.broadcast_to(x, shape) for x in args]
+    return compute(node, [jax.numpy.broadcast_to(x, shape) for x in args])
+
+
+def compute(node: Node, args: Sequence[Any]) -> Any:
+    """An operation on arrays of one shape, by JAX."""
     special: dict[str, Callable[..., Any]] = {
-        "convert_element_type": lambda x: x.astype(node.dtype),
+        "convert_element_type": lambda x: lax.convert_element_type(x, node.dtype),
+        "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, node.dtype),
         "integer_pow": lambda x: lax.integer_pow(x, node.param),  # pyright: ignore
         "round": lambda x: lax.round(x, node.param),  # pyright: ignore
         "reduce_precision": lambda x: lax.reduce_precision(x, *node.param),  # pyright: ignore
@@ -68,3 +60,32 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
         "not": lax.bitwise_not,
     }
     return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
+
+
+def evaluated(
+    roots: Sequence[Node],
+    scalars: Any,
+    tables: Sequence[Any],
+    known: Mapping[int, Any] = _NOTHING,
+    apply: Callable[[Node, list[Any]], Any] = apply,
+) -> list[Any]:
+    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
+    `known` the values of other nodes, by their ids; `apply` computes an operation."""
+
+    def value(node: Node, args: list[Any]) -> Any:
+        if id(node) in known:
+            return known[id(node)]
+        if node.op == "input":
+            return scalars[node.param]
+        if node.op == "const":
+            return np.asarray(node.param, node.dtype)
+        if node.op != "look_up":
+            return apply(node, args)
+        table: Any = tables[node.param]  # pyright: ignore
+        if is_reference(table):
+            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
+        table = jax.numpy.asarray(table)
+        return table.at[tuple(args)].get(mode="clip") if args else table
+
+    found = fold(roots, value)
+    return [found[id(x)] for x in roots]

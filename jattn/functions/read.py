@@ -30,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jattn._types import Shape
 from jattn.functions.nodes import Expression, Node, const
-from jattn.functions.operations import is_reference
+from jattn.functions.operations import ELEMENTWISE, is_reference
 
 
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
@@ -55,7 +55,7 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
 Place = int | Node  # where something stands along an axis
 
 
-class _Array(NamedTuple):
+class Entries(NamedTuple):
     """An array within a program: which node stands at a place, and where it does not depend on the
     scalars, how JAX evaluates it."""
 
@@ -65,8 +65,8 @@ class _Array(NamedTuple):
     evaluate: Callable[[], Any] | None = None
 
 
-def _scalar(node: Node) -> _Array:
-    return _Array((), node.dtype, lambda _: node)
+def _scalar(node: Node) -> Entries:
+    return Entries((), node.dtype, lambda _: node)
 
 
 def _as_node(place: Place) -> Node:
@@ -144,15 +144,6 @@ def called_program(equation: Any) -> ClosedJaxpr | None:
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
 
 
-_ELEMENTWISE = {
-    name: name
-    for name in """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
-    div eq erf erfc erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic
-    lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
-    """.split()
-} | {"add_any": "add"}
 _SAME = ("copy", "name", "optimization_barrier", "pvary", "reshard")
 _FOLDED = {
     "reduce_sum": "add",
@@ -174,7 +165,6 @@ _SHARED_BY_EQUALS: dict[str, Callable[..., Any]] = {
 }
 _CALLS = ("jit", "remat2", "closed_call")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls with their own derivatives
-_DIVISIONS = ("floor_divide", "remainder")
 
 
 @functools.cache
@@ -184,23 +174,10 @@ def _division(name: str, dtype: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), dtype)] * 2)
 
 
-def division_in(program: ClosedJaxpr) -> str | None:
-    """Which of these divisions of integers a program of two operands is, entry by entry."""
-    avals = [x.aval for x in program.jaxpr.invars]
-    if len(avals) != 2 or len(program.jaxpr.outvars) != 1 or program.consts:
-        return None
+def read_division(name: str, dtype: Any) -> Node:
+    """`floor_divide` or `remainder` of two inputs by the operations that JAX has for it."""
     reader = Reader()
-    inputs = [
-        _Array(x.shape, x.dtype, functools.partial(_as_input, reader.input(n, x.dtype)))
-        for n, x in enumerate(avals)
-    ]
-    (result,) = reader.run(program.jaxpr, inputs)
-    node = reader.shared(result.at((0,) * len(result.shape)))
-    return node.op if node.op in _DIVISIONS else None
-
-
-def _as_input(scalar: "_Array", _: Any) -> Node:
-    return scalar.at(())
+    return reader.division(name, reader.input(0, dtype), reader.input(1, dtype))
 
 
 class Reader:
@@ -213,11 +190,11 @@ class Reader:
         self._known: set[int] = set()  # ids of these nodes
         self._divides = False
 
-    def input(self, number: int, dtype: Any) -> _Array:
+    def input(self, number: int, dtype: Any) -> Entries:
         """A scalar argument."""
         return _scalar(Node("input", (), np.dtype(dtype), number))
 
-    def table(self, value: Any) -> _Array:
+    def table(self, value: Any) -> Entries:
         """An array from outside, or a reference to memory, of which JAX evaluates nothing."""
         shape, dtype = np.shape(value), _dtype(getattr(value, "dtype", type(value)))
         if not isinstance(dtype, np.dtype):
@@ -232,7 +209,7 @@ class Reader:
             held = (_held(place, size - 1) for place, size in zip(places, shape, strict=True))
             return self.node("look_up", map(_as_node, held), dtype, self._numbers[id(value)])
 
-        return _Array(shape, dtype, at, None if is_reference(value) else lambda: value)
+        return Entries(shape, dtype, at, None if is_reference(value) else lambda: value)
 
     def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
         """The node, or the one that is equal."""
@@ -270,19 +247,23 @@ class Reader:
         name = "floor_divide" if case.op == "div" else "remainder"
         if name == "remainder" and y.op == "select_n":
             y = y.args[1]  # or 1 where that is 0
-        self._divides = True  # the division itself ends with a selection
-        program = _division(name, node.dtype)
-        (result,) = self.run(program.jaxpr, [_scalar(x), _scalar(y)])
-        same = self.shared(result.at(()))
-        self._divides = False
+        same = self.division(name, _scalar(x), _scalar(y))
         is_same = same.op == node.op and all(map(operator.is_, same.args, node.args))
         return self.node(name, (x, y), node.dtype) if is_same else node
 
-    def run(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+    def division(self, name: str, x: Entries, y: Entries) -> Node:
+        """`x // y` or `x % y` by the operations of its program."""
+        self._divides = True  # the division itself ends with a selection
+        (result,) = self.closed(_division(name, x.dtype), [x, y])
+        node = self.shared(result.at(()))
+        self._divides = False
+        return node
+
+    def run(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
         """The results of a jaxpr of its constants and arguments."""
         known = dict(zip((*program.constvars, *program.invars), values, strict=True))
 
-        def value(x: Any) -> _Array:
+        def value(x: Any) -> Entries:
             return self.table(x.val) if hasattr(x, "val") else known[x]
 
         for equation in program.eqns:
@@ -296,11 +277,11 @@ class Reader:
             known |= dict(zip(equation.outvars, found, strict=True))
         return [value(x) for x in program.outvars]
 
-    def closed(self, program: Any, values: Sequence[_Array]) -> list[_Array]:
+    def closed(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
         """The results of a program with its constants."""
         return self.run(program.jaxpr, [*map(self.table, program.consts), *values])
 
-    def apply(self, equation: Any, values: list[_Array]) -> list[_Array]:
+    def apply(self, equation: Any, values: list[Entries]) -> list[Entries]:
         """The results of an equation, which JAX can evaluate where its operands are known."""
         is_known = all(x.evaluate for x in values)
         has_rule = operation(equation) in _WITH_RULES
@@ -312,23 +293,23 @@ class Reader:
                 operands = [x.evaluate() for x in values if x.evaluate]
                 return _evaluated(equation, operands)
 
-            def again(place: int) -> _Array:
+            def again(place: int) -> Entries:
                 aval = equation.outvars[place].aval
                 evaluate = lambda: evaluated()[place]  # noqa: E731
                 looked_up = lambda places: self.table(evaluate()).at(places)  # noqa: E731
                 at = found[place].at if found else looked_up
-                return _Array(aval.shape, _dtype(aval.dtype), at, evaluate)
+                return Entries(aval.shape, _dtype(aval.dtype), at, evaluate)
 
             return [again(place) for place in range(len(equation.outvars))]
         if found is None:
             return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
         return found
 
-    def unknown(self, aval: Any, name: str) -> _Array:
+    def unknown(self, aval: Any, name: str) -> Entries:
         dtype = _dtype(aval.dtype)
-        return _Array(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
+        return Entries(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
 
-    def interpret(self, equation: Any, values: list[_Array]) -> list[_Array] | None:
+    def interpret(self, equation: Any, values: list[Entries]) -> list[Entries] | None:
         """The results of an equation; None if it is not known."""
         name, params = operation(equation), equation.params
         program = called_program(equation)
@@ -344,7 +325,7 @@ class Reader:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
 
-    def call(self, equation: Any, program: ClosedJaxpr, values: list[_Array]) -> list[_Array]:
+    def call(self, equation: Any, program: ClosedJaxpr, values: list[Entries]) -> list[Entries]:
         """The results of the program that an equation calls."""
         name = operation(equation)
         results = self.closed(program, values)
@@ -352,7 +333,7 @@ class Reader:
             return results
         return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
 
-    def with_rule(self, equation: Any, n: int, result: _Array, values: list[_Array]) -> _Array:
+    def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
         """Result n of a call that has a derivative rule of its own, which its nodes keep."""
 
         def at(places: tuple[Place, ...]) -> Node:
@@ -364,17 +345,18 @@ class Reader:
             function = functools.partial(_entry_of_call, equation, n, places)
             return self.node("custom", (value, *entries), value.dtype, function)
 
-        return _Array(result.shape, result.dtype, at)
+        return Entries(result.shape, result.dtype, at)
 
     def array(
-        self, name: str, params: Any, values: list[_Array], result: Any
-    ) -> list[_Array] | None:
+        self, name: str, params: Any, values: list[Entries], result: Any
+    ) -> list[Entries] | None:
         """The one result of an operation; None if it is not known."""
-        if name in _ELEMENTWISE:
+        name = {"add_any": "add"}.get(name, name)
+        if name in ELEMENTWISE and (name != "bitcast_convert_type" or _is_alike(values[0], result)):
             param = _PARAMS[name](params) if name in _PARAMS else None
             if name == "reduce_precision" and _keeps_all_bits(result.dtype, **params):
                 return values
-            return [self.entries(_ELEMENTWISE[name], values, result, param)]
+            return [self.entries(name, values, result, param)]
         if name == "stop_gradient":
             return [self.entries("custom", values * 2, result, lax.stop_gradient)]
         if name == "one_minus_square":  # of newer versions of JAX
@@ -385,18 +367,18 @@ class Reader:
             return self.folded(_FOLDED[name], values[0], params["axes"], result)
         moved = getattr(self, f"_{name}", None)
         at = moved and moved(values, params, result)
-        return at and [_Array(result.shape, _dtype(result.dtype), at)]
+        return at and [Entries(result.shape, _dtype(result.dtype), at)]
 
-    def entries(self, op: str, values: list[_Array], result: Any, param: Any) -> _Array:
+    def entries(self, op: str, values: list[Entries], result: Any, param: Any) -> Entries:
         """An operation entry by entry; numbers go with arrays."""
 
         def at(places: tuple[Place, ...]) -> Node:
             args = (x.at(places if x.shape else ()) for x in values)
             return self.node(op, args, result.dtype, param)
 
-        return _Array(result.shape, _dtype(result.dtype), at)
+        return Entries(result.shape, _dtype(result.dtype), at)
 
-    def cond(self, branches: Any, values: list[_Array]) -> list[_Array]:
+    def cond(self, branches: Any, values: list[Entries]) -> list[Entries]:
         """Both branches, of which one is selected."""
         which, *operands = values
         found = [self.closed(x, operands) for x in branches]
@@ -408,7 +390,7 @@ class Reader:
             for each in zip(*found, strict=True)
         ]
 
-    def folded(self, op: str, x: _Array, axes: Any, result: Any) -> list[_Array] | None:
+    def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
         """A sum or the like of few entries, written out."""
         sizes = [x.shape[axis] for axis in axes]
         if not 0 < math.prod(sizes) <= _MOST_UNROLLED:
@@ -425,14 +407,14 @@ class Reader:
                 return value
             return self.node("custom", (value, *each), value.dtype, _SHARED_BY_EQUALS[op])
 
-        return [_Array(result.shape, _dtype(result.dtype), at)]
+        return [Entries(result.shape, _dtype(result.dtype), at)]
 
-    def unstacked(self, x: _Array, axis: int) -> list[_Array]:
+    def unstacked(self, x: Entries, axis: int) -> list[Entries]:
         """The parts of an array along an axis."""
         shape = (*x.shape[:axis], *x.shape[axis + 1 :])
 
-        def part(n: int) -> _Array:
-            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
+        def part(n: int) -> Entries:
+            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
 
         return [part(n) for n in range(x.shape[axis])]
 
@@ -482,7 +464,7 @@ class Reader:
         def at(places: tuple[Place, ...]) -> Node:
             place = places[axis]
 
-            def part(x: _Array, start: int) -> Node:
+            def part(x: Entries, start: int) -> Node:
                 own = _held(_plus(place, -start), x.shape[axis] - 1)
                 return x.at((*places[:axis], own, *places[axis + 1 :]))
 
@@ -502,9 +484,9 @@ class Reader:
     def _stack(self, values: Any, params: Any, result: Any) -> Any:
         axis = params["axis"]
 
-        def widened(x: _Array) -> _Array:
+        def widened(x: Entries) -> Entries:
             shape = (*x.shape[:axis], 1, *x.shape[axis:])
-            return _Array(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
+            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
 
         return self._concatenate([*map(widened, values)], {"dimension": axis}, result)
 
@@ -539,6 +521,10 @@ class Reader:
         return at
 
 
+def _is_alike(x: Entries, result: Any) -> bool:
+    return x.shape == result.shape and x.dtype.itemsize == result.dtype.itemsize
+
+
 def _fill(value: Any, dtype: Any) -> Any:
     """What stands where an index is beyond an array, as JAX has it."""
     dtype = np.dtype(dtype)
@@ -552,7 +538,7 @@ def _fill(value: Any, dtype: Any) -> Any:
     return math.nan
 
 
-def _of_same_order(x: _Array, shape: Shape) -> Any:
+def _of_same_order(x: Entries, shape: Shape) -> Any:
     """The entries of x in a shape with other axes of size 1."""
 
     def at(places: tuple[Place, ...]) -> Node:

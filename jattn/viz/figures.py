@@ -353,8 +353,8 @@ def _scale(array: np.ndarray) -> dict[str, Any]:
 
 def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
     axes.set_facecolor("0.8")  # shows through at masked pairs
-    shown = np.ma.masked_invalid(array)
-    return axes.imshow(shown, aspect="equal", interpolation="nearest", **scale)
+    visible_cells = np.ma.masked_invalid(array)
+    return axes.imshow(visible_cells, aspect="equal", interpolation="nearest", **scale)
 
 
 def _name_axes(

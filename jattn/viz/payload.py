@@ -254,9 +254,9 @@ def pooled(weights: np.ndarray, most: int) -> np.ndarray:
 def _thumbnails(models: tuple[np.ndarray, ...], blocks: Blocks) -> dict[str, Any]:
     """Makes thumbnails of all heads, for each model and for the difference of two models: numbers
     from −127 to 127, and a scale for each head."""
-    shown = [*models, models[0] - models[1]] if len(models) == 2 else list(models)
+    matrices = [*models, models[0] - models[1]] if len(models) == 2 else list(models)
     small = np.stack(
-        [[[pooled(head, _THUMBNAIL) for head in layer] for layer in model] for model in shown]
+        [[[pooled(head, _THUMBNAIL) for head in layer] for layer in model] for model in matrices]
     )
     scales = abs(small).max(axis=(-1, -2)) / 127
     numbers = np.rint(small / np.where(scales > 0, scales, 1)[..., None, None]).astype(np.int8)

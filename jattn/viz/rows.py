@@ -69,8 +69,8 @@ def weights_at(
     call = make(query, key, **options)
     shapes = call.shapes
     if lse is not None:
-        wanted = (*shapes.batch, shapes.N, shapes.T)
-        check_array("lse", lse, "[*B, N, T]", shape=wanted)
+        lse_shape = (*shapes.batch, shapes.N, shapes.T)
+        check_array("lse", lse, "[*B, N, T]", shape=lse_shape)
     return _weights(
         call,
         query,

@@ -118,12 +118,12 @@ def viewer(
     if checked_title("title", title) is None:
         raise TypeError("title: expected a string, got None")
     blocks = Blocks()
-    about = {
+    description = {
         "title": title,
         "models": _checked_models(models),
         "sentences": described(sentences, block, blocks),
     }
-    return Viewer(_page(about, blocks.texts))
+    return Viewer(_page(description, blocks.texts))
 
 
 def _sentences(weights: Any, tokens: Any, kv_tokens: Any, mask: Any, other: Any) -> list[Sentence]:

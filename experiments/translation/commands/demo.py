@@ -31,12 +31,13 @@ def demo(options: argparse.Namespace, console: Console) -> None:
     for name, result in evaluations.items():
         scores = result.scores
         print(f"{name}: {scores.exact_match:.1%} of {scores.sentences:,} sentences exactly right")
-    print(f"all in {time.perf_counter() - began:.0f} s")
+    print(f"finished in {time.perf_counter() - began:.0f} s")
     advise(trained.run)
 
 
 def _shown(evaluations: Mapping[str, Evaluation]) -> list[tuple[Pair, str]]:
-    """Returns five pairs with their translations, all from one set or one of them from the last."""
+    """Returns five pairs with their translations: four from the first set and one from the last, or
+    all from the only set."""
     first, *rest = [_examples(result) for result in evaluations.values()]
     return [*first[:4], rest[-1][0]] if rest else first[:5]
 

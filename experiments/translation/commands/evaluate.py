@@ -28,12 +28,12 @@ def evaluate(options: argparse.Namespace, console: Console) -> None:
 def tests_of(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
     """Reads the pairs to evaluate on: those that the options name, or else the run's held-out
     pairs."""
-    most = options.max_unpacked
+    max_unpacked = options.max_unpacked
     if options.data is not None and str(options.data.resolve()) != run.origin.path:
         languages = options.languages or run.origin.languages
-        return read_tests(options.data, languages, most_unpacked=most)
+        return read_tests(options.data, languages, most_unpacked=max_unpacked)
     path, languages = run.origin.path, run.origin.languages
-    return read_texts(run.config, path, languages, training=False, most_unpacked=most).tests
+    return read_texts(run.config, path, languages, training=False, most_unpacked=max_unpacked).tests
 
 
 def evaluate_on(
@@ -48,7 +48,8 @@ def evaluate_on(
             results[name] = evaluator(trained.params, report=bar.update)
         print(table(name, results[name].scores), flush=True)
         if evaluator.cut:
-            print(f"  {evaluator.cut} sides were cut to max_length={run.config.max_length} tokens")
+            limit = run.config.max_length
+            print(f"  {evaluator.cut} sides were truncated to max_length={limit} tokens")
         settings = {"search": search.to_json(), "steps": trained.steps, "cut": evaluator.cut}
         figures[name] = settings | results[name].scores.to_json()
         console.emit("evaluation", set=name, **figures[name])

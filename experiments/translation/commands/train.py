@@ -80,7 +80,7 @@ def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
             state = _resumed(run, state, loop.total_steps)
     reporting.announce(console, run, model, loop)
     if evaluator.cut:
-        print(f"{evaluator.cut} validation sides are cut to {config.max_length} tokens")
+        print(f"{evaluator.cut} validation sides are truncated to {config.max_length} tokens")
     processes.advise(_how_to_go_on(run))
     with _advising_to_resume(run), processes.noticing_losses():
         loop.run(placement.state(state))
@@ -136,15 +136,15 @@ def _resumed(run: Run, state: training.State, total: int) -> training.State:
     if run.has_checkpoint():
         state, saved_step = run.restore(state)
     if saved_step >= total:
-        raise ValueError(f"{run.directory} has made all its {total} steps already")
+        raise ValueError(f"{run.directory} has already run all its {total} steps")
     if processes.leads():
         run.forget_metrics_after(saved_step)
     if _has_stopped(run):
-        raise ValueError(f"{run.directory} has stopped early after step {saved_step} already")
+        raise ValueError(f"{run.directory} has already stopped early, after step {saved_step}")
     if saved_step:
-        print(f"goes on from the checkpoint after step {saved_step}")
+        print(f"resuming from the checkpoint after step {saved_step}")
     else:
-        print("begins anew: there is no checkpoint yet")
+        print("starting from the beginning: there is no checkpoint yet")
     return state
 
 

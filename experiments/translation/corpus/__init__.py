@@ -89,7 +89,7 @@ def generate(
 
 
 def splits(*, train: int, validation: int, test: int, deeper: int, seed: int) -> Splits:
-    """Generates disjoint splits; held-out pairs do not depend on the number of training pairs."""
+    """Generates disjoint splits; only the training split depends on `train`."""
     held_out = validation + test
     pairs = generate(held_out + train, seed=seed)
     nested = generate(deeper, seed=seed, constructions=DEEPER, exclude={p.source for p in pairs})

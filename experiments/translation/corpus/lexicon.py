@@ -64,7 +64,7 @@ class Determiner:
 THE = Determiner(DER, AFTER_DER, ("the", "the"), ("the", "the"))
 THIS = Determiner(DIESER, AFTER_DER, ("this", "these"), ("this", "these"))
 A = Determiner(EIN, AFTER_EIN, ("a", ""), ("a", ""))
-NO = Determiner(KEIN, AFTER_KEIN, ("no", "no"), ("a", "any"))  # does not buy a book, any books
+NO = Determiner(KEIN, AFTER_KEIN, ("no", "no"), ("a", "any"))  # "does not buy a book", "any books"
 DEFINITE = (THE, THIS)
 ANY = (THE, THE, A, THIS)
 

@@ -77,15 +77,15 @@ class Draw:
         for role in verb.selects:
             while role not in arguments:
                 if role == "adj":
-                    drawn = self.pick(predicates(arguments["nom"]))
+                    candidate = self.pick(predicates(arguments["nom"]))
                 else:
                     allowed = determiners.get(
                         role, lex.DEFINITE if verb is lex.BE and negated else lex.ANY
                     )
-                    drawn = self.argument(verb.selects[role], role, allowed, pronouns)
+                    candidate = self.argument(verb.selects[role], role, allowed, pronouns)
                 references = [phrase.reference for phrase in arguments.values()]
-                if drawn.reference is None or drawn.reference not in references:
-                    arguments[role] = drawn
+                if candidate.reference is None or candidate.reference not in references:
+                    arguments[role] = candidate
         time = None
         if verb is lex.BE:  # without modal verbs and time expressions
             mode = lex.PRESENT if mode.german else mode

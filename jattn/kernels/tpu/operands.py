@@ -2,7 +2,7 @@
 
 What runs along T or S comes cut to the tile; numbers of a batch row and head, and arrays that
 functions look up, lie in scalar memory. In a kernel `SpecOperands.run` calls a function with the
-tile; it computes on arrays of two axes, see `two_axes`.
+tile; it computes on arrays of two axes, see `tile_functions`.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jattn._pytree import axis_names
 from jattn.kernels.common import slicing
-from jattn.kernels.tpu import two_axes
+from jattn.kernels.tpu import tile_functions
 from jattn.spec import Spec, Tiling
 
 
@@ -125,12 +125,12 @@ class _Part(NamedTuple):
         if self.by_head_behind:  # [buckets, N]
             heads = self.own[1]
             own = at.h if heads > 1 else 0
-            return two_axes.LookUp(self.at_tile, self.dtype, lambda x: read(x * heads + own))
+            return tile_functions.LookUp(self.at_tile, self.dtype, lambda x: read(x * heads + own))
         place = (at.b if self.outer[0] > 1 else 0) * self.outer[1]
         start = (place + (at.h if self.outer[1] > 1 else 0)) * size
         if size == 1 and not self.looked_up:
             return read(start)
-        return two_axes.LookUp(self.at_tile, self.dtype, lambda x: read(start + x))
+        return tile_functions.LookUp(self.at_tile, self.dtype, lambda x: read(start + x))
 
     @property
     def expected(self) -> jax.ShapeDtypeStruct:
@@ -201,4 +201,4 @@ class SpecOperands:
             spans = (slicing.span_in_kernel(*x) for x in pairs)
             return function(slicing.Tile(spec, b, h, *spans), *operands)
 
-        return two_axes.run(here, given, expected)
+        return tile_functions.run(here, given, expected, self._tiling)

@@ -1,7 +1,7 @@
 """Values that score functions look up, looked up before: kernels read them by tile.
 
 A user's function may index its operands, in FlexAttention's way (Dong et al. 2024):
-`score * gate[h] + by_key[b, kv] + table[h, q - kv + 5]`. `expressions` tell on which of the batch
+`score * gate[h] + by_key[b, kv] + table[h, q - kv + 5]`. Its expression tells on which of the batch
 row b, the head h, the query q and the key kv an index depends. Where q and kv do not meet in it, or
 meet in their distance alone, there are few different entries. They are gathered in one array for
 each look-up, which runs along T, S, neither or the distances. Kernels sum its gradient, and that of
@@ -13,26 +13,25 @@ An operand of which an index is of another kind stays as it is.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import eval_jaxpr
-from jax.extend.core import get_opaque_trace_state
-from jax.interpreters import partial_eval
+import numpy as np
 from jaxtyping import Array
 
 from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
-from jattn.functions import dependence
+from jattn.functions import dependence, nodes, operations
 from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
 from jattn.functions.read import read
 from jattn.kernels.gpu.mosaic.tile import by_distance
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 from jattn.spec import Shapes, Spec
+
+
+_INPUTS = (np.float32, *[np.int32] * 4)  # a score, b, h, q and kv
 
 
 def replaced(spec: Spec, shapes: Shapes) -> Spec:
@@ -56,21 +55,19 @@ def positions_are_places(spec: Spec) -> bool:
 
 @pytree_dataclass
 class Hoisted(scores.ScoreFunction):
-    """A function some of whose operands have an array for each look-up instead.
+    """A function with an array for each look-up in some of its operands.
 
-    `sites` says of these look-ups, in the order in which the function makes them, in which field
-    the values are, and which there. `operands` are the leaves of the function's, None for those
-    that have gone, whose shapes are in `gone`. `function` is its structure as a pytree.
+    `result` is its expression, in which look-up n is input `KEY + 1 + n`. `sites` says in which
+    field the values of each look-up are, and which there. `tables` are the operands that stay.
     """
 
-    operands: tuple[Any, ...]
+    tables: tuple[Any, ...]
     by_head: Any = array_field("*B N")
     by_query: Any = array_field("*B N T")
     by_key: Any = array_field("*B N S")
     by_distance: Any = array_field("#N distances")  # `GatherRef`s in kernels
+    result: Node = static_field()
     sites: tuple[tuple[str, int], ...] = static_field()
-    gone: tuple[Any, ...] = static_field()
-    function: Any = static_field()
     before: int = static_field()  # the distance kv − q of the first values is −before
 
     def evaluate(self, score, b, h, rows, columns):
@@ -81,197 +78,105 @@ class Hoisted(scores.ScoreFunction):
         return per_query(score, b, h, *at, self.by_query, self.by_key)
 
     def _scalar(self, score, b, h, q, kv, by_query, by_key):
-        along = {"by_head": self.by_head, "by_query": by_query, "by_key": by_key}
+        along = {"head": self.by_head, "query": by_query, "key": by_key}
+        distance = (kv - q) + self.before  # compiled in this order it needs fewer registers
 
-        def run(*scalars: Any) -> Any:
-            sites = iter(self.sites)
-            # Compiled in this order it needs fewer registers.
-            distance = (scalars[KEY] - scalars[QUERY]) + self.before
+        def value(kind: str, which: int) -> Any:
+            if kind == "distance":
+                return self.by_distance[which].inside(distance)
+            return along[kind][which]
 
-            def entry(*_: Any) -> Any:
-                field, which = next(sites)
-                if field == "by_distance":
-                    return self.by_distance[which].inside(distance)
-                return along[field][which]
-
-            pairs = enumerate(zip(self.operands, self.gone, strict=True))
-            given = [x if like is None else _seen(i, like, entry) for i, (x, like) in pairs]
-            return jax.tree.unflatten(self.function, given)._scalar(*scalars)
-
-        return _live(run, score, b, h, q, kv)
-
-
-def _live(function: Callable[..., Any], *scalars: Any) -> Any:
-    """The result, without operations on which it does not depend: some of those that make an index
-    kernels refuse, and others ask them for slower instructions that are more exact."""
-    program = jax.make_jaxpr(function)(*scalars)
-    live, _ = partial_eval.dce_jaxpr(program.jaxpr, [True], instantiate=True)
-    return eval_jaxpr(live, program.consts, *scalars)[0]
+        inputs = score, b, h, q, kv, *(value(*site) for site in self.sites)
+        return operations.evaluated([self.result], inputs, self.tables)[0]
 
 
 def depends_on_score(function: Callable[..., Any]) -> bool:
     """Of a function of score, b, h, q and kv."""
-    program = jax.make_jaxpr(function)(jnp.float32(0), *[jnp.int32(0)] * 4)
-    return partial_eval.dce_jaxpr(program.jaxpr, [True])[1][SCORE]
-
-
-# --- which look-ups ------------------------------------------------------------------------------
-
-
-_FIELDS = {
-    "by_head": {BATCH_ROW, HEAD},
-    "by_query": {BATCH_ROW, HEAD, QUERY},
-    "by_key": {BATCH_ROW, HEAD, KEY},
-    "by_distance": {HEAD, QUERY, KEY},
-}
-
-
-class Site(NamedTuple):
-    """A look-up: of which operand, and at which place. `on` are the inputs on which the place
-    depends, `field` is where `Hoisted` has the values, None where it has none."""
-
-    operand: int
-    place: tuple[Node, ...]
-    on: frozenset[int]
-    field: str | None
-
-
-class _Unreadable(Exception):
-    """A look-up of several entries, or in a function that one of JAX traces, as `lax.cond` does."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Elsewhere:
-    """In place of an array in memory: `entry(number, place)` gives its entries."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: Any
-    entry: Callable[[int, tuple[Array, ...]], Any]
-
-    def __getitem__(self, place: tuple[Array, ...]) -> Any:
-        return self.entry(self.number, place)
-
-
-def _seen(number: int, like: Any, entry: Callable[..., Any]) -> GatherRef:
-    return GatherRef(_Elsewhere(number, like.shape, like.dtype, entry), (None,) * len(like.shape))
-
-
-def _is_table(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 0 and leaf.size > 0
-
-
-def _look_ups(score: scores.Score, *scalars: Any) -> list[tuple[int, tuple[Array, ...]]]:
-    """The operand and the place of each look-up, in the order in which the function makes them."""
-    leaves, structure = jax.tree.flatten(score)
-    outside, found = get_opaque_trace_state(), []
-
-    def entry(number: int, place: tuple[Array, ...]) -> Array:
-        if get_opaque_trace_state() != outside or any(x.shape for x in place):
-            raise _Unreadable
-        found.append((number, place))
-        return leaves[number][place]
-
-    given = [_seen(i, x, entry) if _is_table(x) else x for i, x in enumerate(leaves)]
-    jax.tree.unflatten(structure, given)._scalar(*scalars)
-    return found
-
-
-def sites(score: scores.Score, positions_are_places: bool) -> list[Site] | None:
-    """The look-ups of a prepared function in float operands; None where they cannot be read."""
-    made: list[tuple[int, int]] = []
-
-    def places(*scalars: Any) -> list[Array]:
-        found = _look_ups(score, *scalars)
-        made.extend((number, len(place)) for number, place in found)
-        return [x for _, place in found for x in place]
-
-    try:
-        expression = read(places, [jnp.float32, *[jnp.int32] * 4])
-    except _Unreadable:
-        return None
-    depends, results = dependence.of_nodes(expression.results), iter(expression.results)
-    found = []
-    for operand, axes in made:
-        place = tuple(next(results) for _ in range(axes))
-        each = [depends[id(x)] for x in place]
-        inputs = frozenset().union(*(x.on for x in each))
-        by_distance = positions_are_places and all(x.growth == 0 for x in each)
-        found.append(Site(operand, place, inputs, _field(inputs, by_distance)))
-    return found
-
-
-def _field(on: frozenset[int], by_distance: bool) -> str | None:
-    """That of values for all inputs on which a place depends."""
-    found = next((field for field, inputs in _FIELDS.items() if on <= inputs), None)
-    return None if found == "by_distance" and not by_distance else found
-
-
-# --- their values --------------------------------------------------------------------------------
+    (result,) = read(function, _INPUTS).results
+    return SCORE in dependence.of_nodes([result])[id(result)].on
 
 
 def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
     """The function with arrays for its look-ups, in operands of which it makes no others."""
-    leaves = jax.tree.leaves(score)
-    found = sites(score, positions_are_places(spec)) if any(map(_is_table, leaves)) else None
-    if found is None:
+    leaves, structure = jax.tree.flatten(score)
+
+    def scalar(*arguments: Any) -> Any:
+        given, operands = arguments[: len(_INPUTS)], arguments[len(_INPUTS) :]
+        return jax.tree.unflatten(structure, operands)._scalar(*given)
+
+    expression = read(scalar, _INPUTS, leaves)
+    depends = dependence.of_nodes(expression.results)
+    look_ups = [x for x in expression.nodes if x.op == "look_up" and _is_float_table(x, expression)]
+    kinds = [_kind(depends[id(x)], positions_are_places(spec)) for x in look_ups]
+    stay = {x.param for x, kind in zip(look_ups, kinds, strict=True) if kind == "pair"}
+    hoisted = {
+        id(x): (x, kind) for x, kind in zip(look_ups, kinds, strict=True) if x.param not in stay
+    }
+    # What stays and may be differentiated must be an operand itself.
+    made = any(all(expression.tables[n] is not leaf for leaf in leaves) for n in stay)  # pyright: ignore
+    if made or not hoisted:
         return score
-    stay = {x.operand for x in found if x.field is None}
-    gone = [_is_table(x) and i not in stay for i, x in enumerate(leaves)]
-    if not any(gone):
-        return score
-    arrays: dict[str, list[Array]] = {field: [] for field in _FIELDS}
-    known: dict[Any, tuple[str, int]] = {}
-    for number, (operand, place, _, field) in enumerate(found):
-        if field is not None and gone[operand] and (operand, place) not in known:
-            known[operand, place] = field, len(arrays[field])
-            arrays[field].append(_values(score, number, found[number], spec, shapes))
-    pairs = [*zip(leaves, gone, strict=True)]
+    arrays: dict[str, list[Array]] = {kind: [] for kind in ("head", "query", "key", "distance")}
+    sites = []
+    for node, kind in hoisted.values():
+        sites.append((kind, len(arrays[kind])))
+        arrays[kind].append(_values(node, kind, expression.tables, spec, shapes))
+    result, tables = _cut(expression, [*hoisted])
     return Hoisted(
-        operands=tuple(None if has_gone else x for x, has_gone in pairs),
-        **{field: tuple(values) for field, values in arrays.items()},
-        sites=tuple(known[x.operand, x.place] for x in found if gone[x.operand]),
-        gone=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if y else None for x, y in pairs),
-        function=jax.tree.structure(score),
+        tables=tables,
+        **{f"by_{kind}": tuple(values) for kind, values in arrays.items()},
+        result=result,
+        sites=tuple(sites),
         before=shapes.T - 1,
     )
 
 
-def _values(score: scores.Score, number: int, site: Site, spec: Spec, shapes: Shapes) -> Array:
+def _is_float_table(node: Node, expression: nodes.Expression) -> bool:
+    table: Any = expression.tables[node.param]  # pyright: ignore
+    return jnp.issubdtype(table.dtype, jnp.floating) and table.ndim > 0 and table.size > 0
+
+
+def _kind(on: dependence.Dependence, positions_are_places: bool) -> str:
+    by_distance = positions_are_places and BATCH_ROW not in on.on
+    return "pair" if on.kind == "distance" and not by_distance else on.kind
+
+
+def _cut(expression: nodes.Expression, look_ups: Sequence[int]) -> tuple[Node, tuple[Any, ...]]:
+    """The result with inputs in place of look-ups, and the tables that it still reads."""
+    numbers = {look_up: KEY + 1 + n for n, look_up in enumerate(look_ups)}
+
+    def cut(node: Node, _: Any) -> Node | None:
+        known = id(node) in numbers
+        return Node("input", (), node.dtype, numbers[id(node)]) if known else None
+
+    (result,) = nodes.replaced(expression.results, cut)
+    left = sorted({x.param for x in nodes.in_order([result]) if x.op == "look_up"})  # pyright: ignore
+
+    def renumbered(node: Node, args: list[Node]) -> Node | None:
+        is_look_up = node.op == "look_up"
+        param: Any = node.param
+        return Node("look_up", tuple(args), node.dtype, left.index(param)) if is_look_up else None
+
+    (result,) = nodes.replaced([result], renumbered)
+    return result, tuple(expression.tables[n] for n in left)  # pyright: ignore
+
+
+def _values(node: Node, kind: str, tables: list[Any], spec: Spec, shapes: Shapes) -> Array:
     """What a look-up finds for all batch rows, heads, queries, keys or distances, with size 1 for
     those on which it does not depend."""
-    fixed = jax.tree.map(lax.stop_gradient, score)
-
-    def place(*at: Any) -> tuple[Array, ...]:
-        return _look_ups(fixed, jnp.zeros((), jnp.float32), *at)[number][1]
-
-    at = jnp.vectorize(place)(*_all(site, spec, shapes))
-    table = jax.tree.leaves(score)[site.operand]
-    values = table[at]
-    if site.field == "by_distance":
-        return values[0]
-    return values[..., 0] if site.field == "by_head" else values
-
-
-def _all(site: Site, spec: Spec, shapes: Shapes) -> list[Array]:
-    """b, h, q and kv of all those places, with three axes each: batch rows, heads and others."""
-    zero = jnp.zeros((1, 1, 1), jnp.int32)
-    b, h = (
-        jnp.arange(size, dtype=jnp.int32).reshape(shape) if x in site.on else zero
-        for x, size, shape in ((BATCH_ROW, shapes.B, (-1, 1, 1)), (HEAD, shapes.N, (1, -1, 1)))
-    )
-    if site.field == "by_distance":
+    if kind == "distance":
         distance = jnp.arange(shapes.T + shapes.S - 1, dtype=jnp.int32) - (shapes.T - 1)
-        first, second = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
-        return [b, h, first[None, None], second[None, None]]
-    q, kv = (
-        _positions(own, size)[:, None] if x in site.on else zero
-        for x, own, size in (
-            (QUERY, spec.q_positions, shapes.T),
-            (KEY, spec.kv_positions, shapes.S),
-        )
-    )
-    return [b, h, q, kv]
+        q, kv = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
+    else:
+        q = _positions(spec.q_positions, shapes.T)[:, None]
+        kv = _positions(spec.kv_positions, shapes.S)[:, None]
+    b, h = (jnp.arange(size, dtype=jnp.int32) for size in (shapes.B, shapes.N))
+    inputs = {BATCH_ROW: b[:, None, None], HEAD: h[:, None], QUERY: q, KEY: kv}
+    (values,) = operations.evaluated([node], inputs, tables)
+    values = values.reshape((1,) * (3 - values.ndim) + values.shape)
+    if kind == "distance":
+        return values[0]
+    return values[..., 0] if kind == "head" else values
 
 
 def _positions(own: Array | None, size: int) -> Array:

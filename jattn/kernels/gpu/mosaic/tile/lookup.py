@@ -19,15 +19,15 @@ from jaxtyping import Array
 from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 
 
-_lookup = Primitive("lookup")
+lookup_p = Primitive("lookup")
 
 
-@_lookup.def_abstract_eval
+@lookup_p.def_abstract_eval
 def _(place: Any, *, which: int, dtype: Any) -> Any:
     return ShapedArray(place.shape, dtype)
 
 
-batching.defvectorized(_lookup)
+batching.defvectorized(lookup_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Table:
         place = jnp.zeros((), jnp.int32)
         for x, size in zip(index, self.shape, strict=True):
             place = place * np.int32(size) + x
-        return _lookup.bind(place, which=self.which, dtype=self.dtype)
+        return lookup_p.bind(place, which=self.which, dtype=self.dtype)
 
     def seen(self, selected: tuple[Any, ...], boolean: bool) -> GatherRef:
         """What a function sees of it, with the index of each axis that is already selected."""

@@ -72,7 +72,6 @@ class RegisterTile(NamedTuple):
             transposed=unit.transposed,
             held=register_layout(unit),
             runs=(mosaic_interpreter.Run(row, at[2]), mosaic_interpreter.Run(column, at[3])),
-            lines=[(at[2], "t"), (at[3], "s"), *((x.value, x.axes) for x in values if x)],
             below=[*zip(at, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
             tables={
                 i: functools.partial(look_up, unit, x.memory)

@@ -82,23 +82,13 @@ class SpecRefs(kernel_refs.SpecRefs):
     def run_example(self, function: Callable[..., Any], operands: Any) -> Any:
         """A function of the operands of `example`, in registers."""
         given = jax.tree.map(jnp.squeeze, operands)
-        known = self._known(given)
-        return mosaic_interpreter.run(function, *given, **known, shapes=types(operands))
-
-    def _known(self, operands: Any) -> dict[str, Any]:
-        """What `mosaic_interpreter.run` is told of such operands without axes of size 1."""
-        parts, _, _, rows, columns, _ = operands
-        lines = [(rows, "t"), (columns, "s")]
-        for x, array, letters in zip(parts, self.arrays, self.letters, strict=True):
-            sizes = zip(letters, array.shape, strict=False)
-            axes = "".join(x.lower() for x, size in sizes if x in ("T", "S") and size > 1)
-            lines.append((x, axes))
 
         def zeros(dtype: Any, at: Array, axes: str) -> Array:
             return jnp.zeros(at.shape, dtype)
 
         tables = {i: functools.partial(zeros, x.dtype) for i, (x, _) in self.tables.items()}
-        return {"lines": lines, "tables": tables}
+        shapes = types(operands)
+        return mosaic_interpreter.run(function, *given, tables=tables, shapes=shapes)
 
     def differs_by_key(self) -> bool:
         """Whether a tile reads numbers for each of its keys."""

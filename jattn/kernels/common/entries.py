@@ -1,0 +1,122 @@
+"""A function of a tile as an expression of one of its pairs, which kernels write in operations of
+their own.
+
+What `jattn.tile` makes of a tile, and the derivative that JAX takes of it, are functions of arrays
+that broadcast, with axes of size 1. Of these kernels need the entry of one row and one column: each
+number in it then depends on the row, on the column, on both or on neither.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jattn.functions.nodes import Node, values
+from jattn.functions.operations import is_reference
+from jattn.functions.read import Entries, Reader, operation
+
+
+class TileFunction(NamedTuple):
+    """The entries of a function's results, what they look numbers up in, and the types of the
+    results.
+
+    Inputs of the entries are pairs: an argument's number, and along which axes of the tile "ts" the
+    entry of it is taken. Argument −1 is the place along the axis.
+    """
+
+    results: list[Node]
+    tables: list[Any]
+    out: Any
+
+
+class _TileReader(Reader):
+    """Reads programs of arrays `[t, s]`, `[t]` and `[s]` at one row and one column; `known` names
+    more primitives that are computed entry by entry.
+
+    A sum or the like along an axis of `tile`, a shape, is a node of that name, whose `param` are
+    the axes and the shape.
+    """
+
+    def __init__(self, known: dict[Any, str], tile: tuple[int, ...]):
+        super().__init__()
+        self.known, self.tile = known, tile
+        self.places = [self.shared(Node("input", (), np.dtype(np.int32), (-1, x))) for x in "ts"]
+
+    def argument(self, number: int, aval: Any) -> Entries:
+        """An argument, of which a tile has all entries."""
+
+        def at(places: tuple[Any, ...]) -> Node:
+            wide = [x for x, size in zip(places, aval.shape, strict=True) if size != 1]
+            axes = [axis for x in wide for axis, y in zip("ts", self.places, strict=True) if x is y]
+            if len(axes) < len(wide) or axes != sorted(set(axes), reverse=True):
+                raise NotImplementedError("another part of an array than a tile has")
+            return self.node("input", (), aval.dtype, (number, "".join(axes)))
+
+        return Entries(aval.shape, aval.dtype, at)
+
+    def result(self, x: Entries) -> Node:
+        """Its entry. What has one axis may run along either."""
+        if len(x.shape) != 1:
+            return self.shared(x.at(self._at(x.shape, self.places)))
+        try:
+            return self.shared(x.at(self._at(x.shape, self.places)))
+        except NotImplementedError:
+            return self.shared(x.at(self._at(x.shape, self.places[1:])))
+
+    @staticmethod
+    def _at(shape: tuple[int, ...], places: list[Node]) -> tuple[Any, ...]:
+        return tuple(0 if n == 1 else x for n, x in zip(shape, places, strict=False))
+
+    def interpret(self, equation: Any, values: list[Entries]) -> list[Entries] | None:
+        name = self.known.get(equation.primitive)
+        if name is None:
+            return super().interpret(equation, values)
+        aval = equation.outvars[0].aval
+        return [self.entries(name, values, aval, equation.params.get("which"))]
+
+    def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
+        return result  # derivatives have been taken
+
+    def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
+        wide = [axis for axis in axes if x.shape[axis] != 1]
+        if x.shape != self.tile or not wide or op not in ("add", "max", "min"):
+            is_of_tile = any(x.shape[axis] in self.tile for axis in wide)
+            return None if is_of_tile else super().folded(op, x, axes, result)
+        param = "".join("ts"[axis] for axis in sorted(wide)), x.shape
+
+        def at(places: tuple[Any, ...]) -> Node:
+            rest = iter(places)
+            kept = (0 if axis in axes else next(rest) for axis in range(2))
+            each = (self.places[axis] if axis in wide else x for axis, x in enumerate(kept))
+            return self.node(f"reduce_{op}", (x.at(tuple(each)),), result.dtype, param)
+
+        return [Entries(result.shape, x.dtype, at)]
+
+
+def read(
+    function: Callable[..., Any], arguments: Any, expected: Any, known: dict[Any, str]
+) -> TileFunction:
+    """`function(*arguments)`, traced for the types `expected`, at one row and one column.
+
+    Arguments that are references to memory are looked up. `known` names primitives of which the
+    entries of results depend on those of operands alone.
+
+    Raises NotImplementedError for what is not computed entry by entry.
+    """
+    program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
+    if any(math.prod(np.shape(x)) > 1 for x in program.consts):
+        raise NotImplementedError("a captured array")
+    effect = next((operation(x) for x in program.eqns if x.effects), None)
+    if effect is not None:
+        raise NotImplementedError(effect)
+    shapes = [x.shape for x in (*program.in_avals, *program.out_avals) if x.ndim == 2]
+    reader = _TileReader(known, max(shapes, key=math.prod, default=()))
+    leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
+    given = [
+        reader.table(x) if is_reference(x) else reader.argument(number, aval)
+        for number, (x, aval) in enumerate(zip(leaves, program.in_avals, strict=True))
+    ]
+    results = reader.run(program.jaxpr, [*map(reader.table, program.consts), *given])
+    return TileFunction(values([*map(reader.result, results)]), reader.tables, out)
