@@ -58,8 +58,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
         np.testing.assert_allclose(*both, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("name", MASKS)
 def test_linen_with_gradients(name):
     def loss(fn: Any, params: Any) -> Any:

@@ -462,8 +462,7 @@ LACKING = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("kind", LACKING)
 def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
     """Before it is loaded here another process has to find all functions in it."""

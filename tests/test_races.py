@@ -58,7 +58,7 @@ CASES = [Case(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
 
 
 def slow(case: Case) -> Any:
-    return () if case == CASES[0] else pytest.mark.exhaustive
+    return pytest.mark.slow if case == CASES[0] else pytest.mark.exhaustive
 
 
 each_case = pytest.mark.parametrize(
@@ -130,7 +130,6 @@ def reference(head: int) -> Any:
     return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
-@pytest.mark.slow
 @each_case
 def test_kernels_have_no_races(case):
     """And compute what they should, of tiles of all kinds, which fill each place more than once."""
@@ -177,7 +176,6 @@ def race(case: Case, machine: Mistaken) -> str | None:
     return None
 
 
-@pytest.mark.slow
 @each_kernel
 def test_whatever_is_left_out_is_a_race(case, kernel):
     """Waits for each barrier, arrivals there, and all other waits and fences."""
@@ -187,7 +185,6 @@ def test_whatever_is_left_out_is_a_race(case, kernel):
     assert [x for x in sorted(did) if race(case, Mistaken(kernel, omits=x)) is None] == []
 
 
-@pytest.mark.slow
 @each_kernel
 def test_as_many_as_arrive_pass_a_barrier(case, kernel):
     passes = right(case).machine.passes[kernel]
