@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn import integers
 from jattn._explicit import as_operand, cuts_of, left_to_xla
-from jattn._types import AnyArray
+from jattn._types import AnyArray, Tree
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
 from jattn.nn.variables import lasting_functions
@@ -41,7 +41,7 @@ class LanguageModel(Protocol):
         ...
 
     def step(
-        self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: bool | None = None
+        self, tokens: Any, caches: Tree, *, valid: Any = None, deterministic: bool | None = None
     ) -> tuple[Any, Any]:
         """Logits `[B, T, vocabulary]` of further tokens `[B, T]`, and the grown caches; `valid
         [B, T]` is False for padding."""
@@ -72,7 +72,7 @@ def generate(
     stop: int | Sequence[int] = (),
     pad: int = 0,
     valid: Bool[AnyArray, "B T"] | None = None,
-    caches: Any = None,
+    caches: Tree = None,
     callback: Callable[[np.ndarray], object] | None = None,
 ) -> Generated:
     """Goes on from a prompt: `tokens [B, max_tokens]` and `lengths [B]`.
@@ -148,32 +148,32 @@ class _State(NamedTuple):
     active: Array  # [B], which rows have not ended
     tokens: Array  # [B, max_tokens]
     lengths: Array  # [B]
-    caches: Any
+    caches: Tree
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _written(
-    definition: Any,
+    definition: nnx.GraphDef,
     options: _Options,
-    variables: Any,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
     sampling: _Sampling | None,
 ) -> Generated:
     """All of it in one program."""
 
-    def cuts(variables: Any, prompt: Array, *_: Any) -> Generated:
+    def cuts(variables: Tree, prompt: Array, *_: Any) -> Generated:
         rows = cuts_of(prompt)[0]
         specs: Any = PartitionSpec(rows, None), PartitionSpec(rows)
         return Generated(*specs)
 
     @left_to_xla(cuts)
     def run(
-        variables: Any,
+        variables: Tree,
         prompt: Array,
         valid: Array | None,
-        caches: Any,
+        caches: Tree,
         sampling: _Sampling | None,
     ) -> Generated:
         model = nnx.merge(definition, variables)
@@ -194,10 +194,10 @@ def _written(
 def _stepwise(
     definition: nnx.GraphDef,
     options: _Options,
-    variables: nnx.State,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
     sampling: _Sampling | None,
     callback: Callable[[np.ndarray], object],
 ) -> Generated:
@@ -217,17 +217,17 @@ def _stepwise(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begun(
-    definition: Any,
+    definition: nnx.GraphDef,
     options: _Options,
-    variables: Any,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
 ) -> _State:
-    def begin(variables: Any, prompt: Array, valid: Array | None, caches: Any) -> _State:
+    def begin(variables: Tree, prompt: Array, valid: Array | None, caches: Tree) -> _State:
         return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
 
-    def cuts(variables: Any, prompt: Array, *_: Any) -> Any:
+    def cuts(variables: Tree, prompt: Array, *_: Any) -> Any:
         """What has a row for each of the prompt is cut like it."""
         rows, B = cuts_of(prompt)[0], len(prompt)
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
@@ -237,9 +237,13 @@ def _begun(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advanced(
-    definition: Any, options: _Options, variables: Any, state: _State, sampling: _Sampling | None
+    definition: nnx.GraphDef,
+    options: _Options,
+    variables: Tree,
+    state: _State,
+    sampling: _Sampling | None,
 ) -> _State:
-    def advance(state: _State, variables: Any, sampling: _Sampling | None) -> _State:
+    def advance(state: _State, variables: Tree, sampling: _Sampling | None) -> _State:
         return _advance(nnx.merge(definition, variables), state, sampling, options)
 
     alike = left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
@@ -247,7 +251,7 @@ def _advanced(
 
 
 def _begin(
-    model: LanguageModel, prompt: Array, valid: Array | None, caches: Any, options: _Options
+    model: LanguageModel, prompt: Array, valid: Array | None, caches: Tree, options: _Options
 ) -> _State:
     """The state after all of the prompt but each row's last token."""
     B, T = prompt.shape
@@ -391,7 +395,7 @@ def _check_valid(valid: Any, prompt: Any) -> None:
         raise ValueError("valid: expected a token in every row of the prompt, got none in some")
 
 
-def _check_room(caches: Any, tokens: int) -> None:
+def _check_room(caches: Tree, tokens: int) -> None:
     """Raises for what holds no arrays, and where caches of the library are known to be too small
     for so many more tokens."""
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):

@@ -8,7 +8,6 @@ al. 2023, "DeepSpeed Ulysses"). Derivatives are those of the exchanges.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def gathered_attend(
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
     key, value = (_gathered(x, axes, 1) for x in (key, value))
 
-    def one(letters: str, leaf: Any) -> Any:
+    def one(letters: str, leaf: Array) -> Array:
         axis = axis_of("S", letters, leaf.ndim)
         if axis is None:
             return leaf
@@ -97,7 +96,7 @@ def all_to_all_attend(
 def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
     """The spec with arrays along T and S whole, and those along N cut to this device's share."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def one(letters: str, leaf: Array) -> Array:
         heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
         heads = None if heads is None or leaf.shape[heads] == 1 else heads
         rows = None if rows is None or leaf.shape[rows] != T else rows

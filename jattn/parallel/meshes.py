@@ -5,7 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.parallel.axes import Axes, AxisName
 from jattn.spec import Shapes
 
@@ -51,7 +53,7 @@ def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
 
 
 def partition(
-    letters: str, leaf: Any, along: dict[str, Any], batch_axis: AxisName | None, batch: int
+    letters: str, leaf: Array, along: dict[str, Any], batch_axis: AxisName | None, batch: int
 ) -> P:
     """How an array of a spec is cut: `along` these axes by its letters, with `batch` leading axes
     of which the first is cut."""
@@ -67,7 +69,7 @@ def partition(
     return P(*own)
 
 
-def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
+def typed(mesh: Any, cuts: Tree, arrays: Tree) -> Tree:
     """The arrays, cut as `jax.shard_map` will cut them, by `cuts`, where the axes of the mesh are
     part of types.
 
@@ -79,7 +81,7 @@ def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
     if not explicit:
         return arrays
 
-    def one(cut: P, tree: Any) -> Any:
+    def one(cut: P, tree: Array) -> Array:
         own = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
         sharding = NamedSharding(mesh, own)
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)

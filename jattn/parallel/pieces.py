@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from jattn._types import Tree
 from jattn.kernels import registry
 from jattn.kernels.common import lowering, vjp
 from jattn.spec import Shapes, Spec
@@ -20,8 +21,8 @@ _OF_PIECES = ("native", "blockwise")
 
 
 def run(
-    which: str, like: Any, implementation: str | None, spec: Spec, *operands: Any, shapes: Shapes
-) -> Any:
+    which: str, like: Tree, implementation: str | None, spec: Spec, *operands: Tree, shapes: Shapes
+) -> Tree:
     """One of the functions of `AttentionVJP`, by name, of the first kernel that can compute a
     piece, or of the one that is named.
 

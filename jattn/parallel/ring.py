@@ -12,7 +12,7 @@ that part travels which others need.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import Index, LogSumExp, Output, Tree, accumulation
 from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery, row_dots
 from jattn.kernels.common.place import Place, at_place
@@ -41,13 +41,13 @@ class Hops(NamedTuple):
     times: int
     sources: tuple[int, ...]
 
-    def send(self, tree: Any, axes: Axes) -> Any:
+    def send(self, tree: Tree, axes: Axes) -> Tree:
         """What arrives; zeros where nobody sends."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
 
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
-    def send_all(self, tree: Any, axes: Axes) -> Any:
+    def send_all(self, tree: Tree, axes: Axes) -> Tree:
         """What arrives when all devices send: gradients have to come home from wherever the last
         device is that needed their shard."""
         return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
@@ -111,7 +111,7 @@ def travels(letters: str) -> bool:
     return "S" in named and "T" not in named
 
 
-def _key_axis(letters: str, leaf: Any) -> int | None:
+def _key_axis(letters: str, leaf: Array) -> int | None:
     """The axis along S of an array along T and S, of which each shard of keys has a part."""
     axis = axis_of("S", letters, leaf.ndim)
     has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
@@ -121,7 +121,7 @@ def _key_axis(letters: str, leaf: Any) -> int | None:
 _QUERIES, _KEYS = "T N _", "S N _"  # the letters of queries, keys and values, and their gradients
 
 
-def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
+def _part(letters: str, leaf: Array, start: Index, size: int) -> Array:
     """A run of keys of an array along S; arrays of size 1 there as they are."""
     axis: Any = axis_of("S", letters, leaf.ndim)
     if leaf.shape[axis] in (1, size):
@@ -138,17 +138,17 @@ class KVShard(NamedTuple):
     arrays: list[Array]
 
     @classmethod
-    def of(cls, spec: Spec, key: Array, value: Array, first: Any = 0) -> "KVShard":
+    def of(cls, spec: Spec, key: Array, value: Array, first: Index = 0) -> "KVShard":
         """What a device starts with: its own keys, from the first one that goes round."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         arrays = [_part(*x, first, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
 
-    def cut(self, spec: Spec, first: Any) -> Spec:
+    def cut(self, spec: Spec, first: Index) -> Spec:
         """The spec with its arrays along S cut to this shard, which begins at key `first`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
-        def one(letters: str, leaf: Any) -> Any:
+        def one(letters: str, leaf: Array) -> Array:
             if travels(letters):
                 return next(arrays)
             axis = _key_axis(letters, leaf)
@@ -204,7 +204,7 @@ class Ring(NamedTuple):
     keys: int
     implementation: str | None
     round: Round = Round()
-    begin: Any = 0
+    begin: Index = 0
 
     def runs(self) -> Iterator[tuple["Ring", int, int]]:
         """The runs of a shard's keys: what stays on each device before the part that travels, this
@@ -219,13 +219,19 @@ class Ring(NamedTuple):
         yield self._replace(route=stays, begin=part.stop), self.keys - part.stop, 1
 
     def each_chunk(
-        self, spec: Spec, query: Array, key: Array, value: Array, body: Any, state: Any
-    ) -> Any:
+        self,
+        spec: Spec,
+        query: Array,
+        key: Array,
+        value: Array,
+        body: Callable[..., Any],
+        state: Tree,
+    ) -> Tree:
         """`state` after `body(ring, kv, state)` of each chunk of a shard's keys, with the ring of
         that chunk. `key` and `value` have all heads."""
         for run, size, count in self.runs():
 
-            def one(i: Any, state: Any, run: Ring = run, size: int = size) -> Any:
+            def one(i: Index, state: Tree, run: Ring = run, size: int = size) -> Tree:
                 begin = run.begin + i * size
                 cut = functools.partial(self.round.cut, keys=(begin, size))
                 kv = self.axes.vary(KVShard.of(spec, cut(key), cut(value), begin), query)
@@ -234,15 +240,15 @@ class Ring(NamedTuple):
             state = _repeat(count if size else 0, one, state)
         return state
 
-    def shard(self, distance: Any) -> Any:
+    def shard(self, distance: Index) -> Array:
         """Which shard this device holds when all have travelled this `distance` from home."""
         return (self.axes.place - distance) % self.axes.devices
 
-    def first(self, distance: Any) -> Any:
+    def first(self, distance: Index) -> Array:
         """Where the keys that this device holds begin among all, as the shards lie."""
         return self.shard(distance) * self.keys + self.begin
 
-    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
+    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
         """The spec of this device's queries and of the shard that it holds."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
         axes, first, (share, shares) = self.axes, self.first(distance), self.round
@@ -260,7 +266,7 @@ class Ring(NamedTuple):
         own = at_place(kv.cut(spec, first), place)
         return dataclasses.replace(own, partial=True)
 
-    def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
+    def if_needed(self, shard: Array, compute: Callable[..., Any], otherwise: Tree) -> Tree:
         """`compute()`; `otherwise` where none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
@@ -268,12 +274,12 @@ class Ring(NamedTuple):
         return lax.cond(wanted, compute, lambda: otherwise)
 
     def forward(
-        self, spec: Spec, query: Array, kv: KVShard, distance: Any, state: tuple[Any, Any, Any]
+        self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
         """`(out, normalizer, all_finite)` with what a shard of keys adds."""
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
-        def compute() -> Any:
+        def compute() -> Tree:
             own = self.piece(spec, query, kv, distance)
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
             operands = (own, query, kv.key, kv.value)
@@ -289,7 +295,7 @@ class Ring(NamedTuple):
         spec: Spec,
         per_query: PerQuery,
         kv: KVShard,
-        distance: Any,
+        distance: Index,
         finite: Array,
         so_far: Gradients,
     ) -> Gradients:
@@ -326,7 +332,7 @@ class Ring(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def _repeat(count: int, body: Any, state: Any) -> Any:
+def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
     """`body(i, state)` for i below `count`; without a loop where that is one."""
     if count <= 1:
         return body(0, state) if count else state
@@ -335,14 +341,14 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
     )
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
+def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
     """What all shards add to `state`. While one is computed, the next is being sent."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+        def body(i: Array, carried: Tree, distance: int = distance, this: Hops = this) -> Tree:
             kv, state = carried
             next_shard = this.send(kv, ring.axes)
             return next_shard, ring.forward(
@@ -372,7 +378,7 @@ def _backward(
     if not hops:
         return total
 
-    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Any) -> Gradients:
+    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Index) -> Gradients:
         arrived = hop.send_all(total.with_shard, ring.axes)
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
@@ -380,7 +386,7 @@ def _backward(
 
     for this, then in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, this: Hops = this) -> Any:
+        def body(i: Array, carried: Tree, distance: int = distance, this: Hops = this) -> Tree:
             kv, total = carried
             next_shard = this.send(kv, ring.axes)
             return next_shard, added(this, total, kv, distance + (i + 1) * this.distance)
@@ -401,18 +407,18 @@ class Call(NamedTuple):
     ring: Ring
     rounds: int
 
-    def zeros(self, query: Array, value: Array, beside: Any) -> Any:
+    def zeros(self, query: Array, value: Array, beside: Tree) -> Tree:
         """`(out, normalizer, all_finite)` of no keys."""
         dtype = accumulation(query.dtype)
         row = jnp.zeros(query.shape[:3], dtype)
         out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
         return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
 
-    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         """`(out, normalizer, all_finite)` of this device's queries and all keys."""
         arrays = spec, query, key, value
 
-        def compute(round: Round, total: Any) -> Any:
+        def compute(round: Round, total: Tree) -> Tree:
             spec, query, ring = round.cut_spec(arrays[0]), round.cut(arrays[1]), self.ring
             body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
             state = self.zeros(query, value, arrays)
@@ -434,12 +440,12 @@ class Call(NamedTuple):
             spec, per_query = round.cut_spec(arrays[0]), jax.tree.map(round.cut, arrays[1])
             query, ring = per_query.query, self.ring._replace(round=round)
 
-            def zeros(key: Any, value: Any, spec: Spec) -> Gradients:
+            def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
                 d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
                 d_params = map(jnp.zeros_like, parameters(spec))
                 return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
 
-            def body(ring: Ring, kv: KVShard, state: Any) -> Any:
+            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
                 total, local = state
                 so_far = zeros(kv.key, kv.value, kv.cut(spec, ring.begin))._replace(local=local)
                 found = _backward(ring, spec, per_query, kv, finite, so_far)
@@ -470,14 +476,14 @@ def attend(
     call = Call(Ring(axes, route, S, implementation), count)
 
     @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, ...]:
         return run_forward(params, spec, *qkv)[0]
 
-    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
         out, normalizer, finite = call.forward(with_parameters(spec, params), *qkv)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
-    def run_backward(residuals: Any, cotangents: Any) -> Any:
+    def run_backward(residuals: Tree, cotangents: tuple[Array, ...]) -> Tree:
         params, spec, query, key, value, out, normalizer, finite = residuals
         d_out, d_lse = cotangents
         delta = row_dots(d_out, out) - d_lse

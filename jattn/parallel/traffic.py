@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of
@@ -91,7 +93,7 @@ def exchanges(
             )
     found: list[Exchange] = []
 
-    def look(query: Any, key: Any, value: Any) -> None:
+    def look(query: Array, key: Array, value: Array) -> None:
         shapes = check_shapes(query, key, value)
         for name, size in (("query", shapes.T), ("key", shapes.S)):
             placement.check_divisible(name, size, devices, order)
@@ -108,7 +110,7 @@ class _Call(NamedTuple):
 
     spec: Spec
     shapes: Shapes
-    dtype: Any
+    dtype: DTypeLike
     devices: int
     order: str
 

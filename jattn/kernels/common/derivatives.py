@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.kernels.common import lowering, partition
 from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.softmax import Normalizer
@@ -41,10 +42,10 @@ class Inputs(NamedTuple):
     The same class holds their tangents or cotangents; None stands for 0.
     """
 
-    params: Any
-    query: Any
-    key: Any
-    value: Any
+    params: Tree
+    query: Array
+    key: Array
+    value: Array
 
 
 class Residuals(NamedTuple):
@@ -54,11 +55,11 @@ class Residuals(NamedTuple):
     query's dtype: a kernel may have stored that apart from the digits that it lacks.
     """
 
-    out: Any
-    rounded: Any
+    out: Tree
+    rounded: Array
     normalizer: Normalizer
     all_finite: Any
-    kept: Any
+    kept: Tree
 
     def finite(self) -> "Residuals":
         """The residuals as derivatives read them and programs keep them: `jax_debug_infs` finds no
@@ -69,7 +70,7 @@ class Residuals(NamedTuple):
 class Results(NamedTuple):
     """out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
-    out: Any
+    out: Tree
     lse: Any
 
 
@@ -96,11 +97,11 @@ class PerQuery(NamedTuple):
     `maximum` and `log_total` are those of the `Normalizer`, but 0 in place of −inf.
     """
 
-    query: Any
-    d_out: Any
-    maximum: Any
-    log_total: Any
-    delta: Any
+    query: Array
+    d_out: Array
+    maximum: Array
+    log_total: Array
+    delta: Array
 
     @classmethod
     def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
@@ -133,9 +134,9 @@ class TangentInputs(NamedTuple):
     The query and its tangent, and the output of the forward function.
     """
 
-    query: Any
-    tangent: Any
-    out: Any
+    query: Array
+    tangent: Array
+    out: Tree
 
 
 class DerivativeFunctions(NamedTuple):
@@ -172,7 +173,7 @@ class Attention(NamedTuple):
         def value(spec: Spec, inputs: Inputs) -> Results:
             return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
-        def rule(operands: Any, tangents: Any) -> tuple[Results, Results]:
+        def rule(operands: Tree, tangents: Tree) -> tuple[Results, Results]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
@@ -191,7 +192,7 @@ class Attention(NamedTuple):
         def value(spec: Spec, inputs: Inputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Any, tangents: Any) -> tuple[Residuals, Residuals]:
+        def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             d_out, d_lse = self._jvp(spec, inputs, residuals.finite(), tangents[1])
@@ -382,7 +383,7 @@ class _Tangents(NamedTuple):
 
     inputs: Inputs
     results: Results
-    operand: Any
+    operand: Tree
 
     def derivative_of(
         self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
@@ -411,19 +412,19 @@ def filled(tangents: Any, like: Any) -> Any:
     return jax.tree.unflatten(structure, map(one, leaves, given))
 
 
-def where_given(tangents: Any) -> Any:
+def where_given(tangents: Tree) -> Tree:
     """True where a tangent is given: a rule that outlives a trace may not hold its arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 
-def wanted(found: Any, given: Any) -> Any:
+def wanted(found: Tree, given: Tree) -> Tree:
     """What was found where something is given, else None."""
     where, structure = jax.tree.flatten(given, is_leaf=_is_none)
     one = lambda x, y: x if y is not None else None  # noqa: E731
     return jax.tree.unflatten(structure, map(one, jax.tree.leaves(found), where))
 
 
-def _cast(gradients: Any, inputs: Inputs) -> Inputs:
+def _cast(gradients: Tree, inputs: Inputs) -> Inputs:
     """Gradients in the dtypes of the inputs."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
 

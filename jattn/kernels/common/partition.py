@@ -26,8 +26,10 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jattn._pytree import axis_names
+from jattn._types import Tree
 from jattn.kernels.common.place import Place, at_place
 from jattn.spec import Spec, parameter_letters, parameters
 
@@ -85,7 +87,7 @@ class Partitioned(NamedTuple):
     choose: Callable[..., Callable[..., Any]] | None = None
     query_and_key: Callable[..., tuple[Any, Any]] = _first_and_second
 
-    def __call__(self, platform: str, spec: Any, *operands: Any) -> Any:
+    def __call__(self, platform: str, spec: Tree, *operands: Tree) -> Tree:
         share = _share.get()
         if share is None:
             return self.function(platform, spec, *operands)
@@ -98,7 +100,7 @@ class Partitioned(NamedTuple):
         return function(*operands)
 
 
-def by_key(key: Any) -> Dims:
+def by_key(key: Array) -> Dims:
     """A key head that is the only one serves all query heads, wherever these are."""
     return ("B", "S", "K" if key.shape[2] > 1 else "", "")
 
@@ -107,8 +109,8 @@ def partitioned(
     which: str,
     function: Callable[..., Any],
     choose: Callable[..., Any],
-    like: Any,
-    operands: Any,
+    like: Tree,
+    operands: Tree,
 ) -> Callable[..., Any]:
     """A function of an `AttentionVJP`, by its name, as one that is cut where its operands are."""
     spec, per_query, key, _, *rest = operands  # whether all is finite, weights that were kept
@@ -125,7 +127,7 @@ def partitioned(
 
 
 def partitioned_on_cache(
-    function: Callable[..., Any], spec: Spec, query: Any, cache: Any
+    function: Callable[..., Any], spec: Spec, query: Array, cache: Tree
 ) -> Callable[..., Any]:
     """A function of these as one that is cut where they are, but not along tokens; its results are
     `out [B, T, N, V]` and a normalizer."""
@@ -166,12 +168,12 @@ def of_parameters(spec: Spec) -> tuple[Dims, ...]:
     return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
 
 
-def _of_tree(tree: Any, kept: str = "BTN") -> list[Dims]:
+def _of_tree(tree: Tree, kept: str = "BTN") -> list[Dims]:
     pairs = zip(jax.tree.leaves(axis_names(tree)), jax.tree.leaves(tree), strict=True)
     return [_dims(letters, leaf, kept) for letters, leaf in pairs]
 
 
-def _dims(letters: str, leaf: Any, kept: str = "BTN") -> Dims:
+def _dims(letters: str, leaf: Array, kept: str = "BTN") -> Dims:
     """Of an array of a cache, or of a prepared spec, whose batch axis is one. (How keys are cut
     does not spread to arrays along S, which may be arrays along T too.)"""
     named = [x.lstrip("*") for x in letters.replace("#", "").split()]
@@ -236,7 +238,7 @@ def _sharing(share: _Share) -> Iterator[None]:
 
 
 def _refusal(
-    function: Callable[..., Any], platform: str, letters: Letters, operands: Any
+    function: Callable[..., Any], platform: str, letters: Letters, operands: Tree
 ) -> str | None:
     """Why a function cannot be cut along queries; None if it can."""
 
@@ -301,8 +303,8 @@ def cut(
     on_one_device: Callable[..., Any],
     platform: str,
     letters: Letters,
-    operands: Any,
-    like: Any,
+    operands: Tree,
+    like: Tree,
 ) -> Callable[..., Any]:
     """`function(platform, *flat)` as a call `(*flat)` that is partitioned.
 
@@ -344,21 +346,21 @@ def cut(
     rule = _rule(Letters(words, letters.results), sizes)
     call.def_partition(partition=partition, sharding_rule=rule)
 
-    def on_all_devices(*flat: Any) -> tuple[Any, ...]:
+    def on_all_devices(*flat: Array) -> tuple[Any, ...]:
         pairs = zip(flat, keys, strict=True)
         return call(*(jax.random.key_data(x) if is_key else x for x, is_key in pairs))
 
     return on_all_devices
 
 
-def _with_key(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _with_key(words: jax.Array, like: Any) -> jax.Array:
     """The random keys whose words an operand is, if it has the type of keys."""
     if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return words
     return jax.random.wrap_key_data(words, impl=str(like.dtype._impl.name))
 
 
-def _sizes(letters: Letters, operands: Any) -> dict[str, int]:
+def _sizes(letters: Letters, operands: Tree) -> dict[str, int]:
     """The size of each letter."""
     return {
         letter: size
@@ -429,7 +431,7 @@ def _idle(
     )
 
 
-def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
+def shared_tokens(query: Array, key: Array, value: Array) -> str | None:
     """How devices share the tokens of these arrays `[*B, tokens, heads, ...]` under `jit`; None
     where no sharding cuts them."""
     typed = [jax.typeof(x) if isinstance(x, Tracer) else x for x in (query, key, value)]

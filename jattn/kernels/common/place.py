@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from jattn import masks, scores, undecided
 from jattn._pytree import is_static, number, pytree_dataclass
+from jattn._types import Index, Tree
 from jattn.integers import is_below
 from jattn.masks import And, Mask, Not, Or, Span
 from jattn.scores import ScoreFunction, Then
@@ -105,7 +106,7 @@ def _asks(function: masks.Predicate | scores.Score, place: Place) -> bool:
     floats = [x.dtype for x in jax.tree.leaves(function) if jnp.issubdtype(x.dtype, jnp.floating)]
     score = jnp.zeros((), floats[0] if floats else jnp.float32)  # they have the dtype of scores
 
-    def scalar(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def scalar(b: Index, h: Index, q: Array, kv: Index) -> Array:
         if isinstance(function, scores.Score):
             return function._scalar(score, b, h, q, kv)
         return function._scalar(b, h, q, kv)
@@ -118,7 +119,7 @@ def _told(function: masks.Predicate | scores.Score, place: Place) -> tuple[Any, 
     whole call. (Bounds of the user's own are left out: the function says the same.)"""
     fn, before = function.fn, 1 if isinstance(function, scores.Score) else 0
 
-    def told(*arguments: Any) -> Any:
+    def told(*arguments: Array) -> Array:
         first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:before], arguments[before:]
         return fn(*first, b + of_b, h + of_h, q, kv, *operands)
 
@@ -134,7 +135,7 @@ def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
 def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
     """Lengths as ids: those of queries and keys are equal where both are within."""
 
-    def ids(places: Array, length: Any, outside: int) -> Array:
+    def ids(places: Array, length: Tree, outside: int) -> Array:
         if length is None:
             return jnp.zeros((1, len(places)), jnp.int32)
         lengths = number(length) if is_static(length) else jnp.reshape(length, (-1, 1))
@@ -192,7 +193,9 @@ class _MovedScore(ScoreFunction):
         return self.inner.evaluate(score, *_at(self.origin, b, h, rows, columns))
 
 
-def _at(origin: Origin, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Span, Span]:
+def _at(
+    origin: Origin, b: Index, h: Index, rows: Span, columns: Span
+) -> tuple[Any, Any, Span, Span]:
     if origin.q is not None:
         rows = Span(rows.positions, origin.q)
     if origin.kv is not None:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jattn import dropout, masks, tile
 from jattn._pytree import axis_names, axis_of
-from jattn._types import Shape, Size
+from jattn._types import Index, Shape, Size
 from jattn.kernels.common.tile_schedule import Run
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: Run) -> "Tile":
+    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: Run) -> "Tile":
         own = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(own.q_positions, row, rows)
         return cls(own, b, h, span, _span(own.kv_positions, run.start, run.size))
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
     def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
         """Scores, and the function from their cotangent to those of products and parameters."""
 
-        def modify(products: Array, params: Any) -> Array:
+        def modify(products: Array, params: list[Array]) -> Array:
             here = self._replace(spec=with_parameters(self.spec, params))
             return here.modify(products, masked)
 
@@ -83,16 +83,16 @@ class Tile(NamedTuple):
         return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
-def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
+def _axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
     """The axes of an array of one head along T and S, unless they broadcast."""
     named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
-def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
+def slice_tile(spec: Spec, row: Index, rows: int, column: Index, columns: int) -> Spec:
     """The spec of one head with its arrays along T and S cut to a tile."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def one(letters: str, leaf: Any) -> Array:
         for axis, letter in _axes(letters, leaf):
             start, size = (row, rows) if letter == "T" else (column, columns)
             leaf = take(leaf, start, size, axis)
@@ -101,22 +101,22 @@ def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Sp
     return jax.tree.map(one, axis_names(spec), spec)
 
 
-def slice_batch(spec: Spec, first: Any, rows: Size) -> Spec:
+def slice_batch(spec: Spec, first: Array, rows: Size) -> Spec:
     """The spec with its arrays along B cut to some batch rows."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def one(letters: str, leaf: Any) -> Array:
         batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
     return jax.tree.map(one, axis_names(spec), spec)
 
 
-def _span(positions: Any, start: Any, size: int) -> Span:
+def _span(positions: Array | None, start: Index, size: int) -> Span:
     places = start + jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
-def span_in_kernel(positions: Any, places: Array) -> Span:
+def span_in_kernel(positions: Array | None, places: Array) -> Span:
     """Of a tile whose places are given. Positions are one where T or S is 1.
 
     Never one object for both: positions that are known to be consecutive invite slicing by
@@ -129,7 +129,7 @@ def span_in_kernel(positions: Any, places: Array) -> Span:
 def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
     """The spec with its arrays along T and S as long as that; the last entry is repeated."""
 
-    def one(letters: str, leaf: Any) -> Any:
+    def one(letters: str, leaf: Any) -> Array:
         for letter, size in (("T", T), ("S", S)):
             axis = axis_of(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
@@ -205,14 +205,14 @@ def pad_to(x: Array, size: int) -> Array:
     return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
+def take(x: Array, start: Index, size: Size, axis: int = 0) -> Array:
     """A run of `size` along an axis; the array itself if it is no longer than that."""
     if x.shape[axis] == size:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def add_at(x: Array, value: Array, start: Any, axis: int) -> Array:
+def add_at(x: Array, value: Array, start: Index, axis: int) -> Array:
     """x with `value` added to a run along an axis."""
     starts: list[Any] = [0] * x.ndim
     starts[axis] = start
@@ -255,13 +255,13 @@ def _join_leaf(stacked: Array, leaf: Array, letters: str) -> Array:
 
 
 def add_params(
-    totals: list[Array], parts: list[Array], letters: list[str], b: Any, h: Any
+    totals: list[Array], parts: list[Array], letters: list[str], b: Array, h: Array
 ) -> list[Array]:
     """Gradients of parameters with one head's added at its batch row and head."""
     return [_add_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
 
 
-def _add_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
+def _add_param(total: Array, part: Array, letters: str, b: Array, h: Array) -> Array:
     named = letters.replace("#", "").split()
     start: list[Any] = [0] * total.ndim
     for name, index in (("*B", b), ("N", h)):

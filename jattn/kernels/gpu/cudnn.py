@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import integers, masks, scores
 from jattn._pytree import is_static, number
+from jattn._types import Tree
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, fallback_if_nonfinite
@@ -48,7 +49,7 @@ class Flags(NamedTuple):
 
 
 @functools.singledispatch
-def as_cudnn(mask: Any) -> Flags:
+def as_cudnn(mask: Tree) -> Flags:
     """cuDNN's flags for a mask; raises NotImplementedError with the reason."""
     raise NotImplementedError(f"cuDNN has no flag for {type(mask).__name__}")
 

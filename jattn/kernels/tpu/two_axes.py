@@ -14,8 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.expressions import called_program, operation
 
 
@@ -33,18 +36,18 @@ MOST_LOOKED_UP = 64  # entries among which a tile looks up one for each of its p
 class LookUp:
     """An array `[...]` that numbers are read of: `read(place)` gives one by its row-major place."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, read: Callable[[Any], Any]):
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, read: Callable[[Any], Any]):
         self.shape, self.dtype, self.read = shape, jnp.dtype(dtype), read
 
-    def astype(self, dtype: Any) -> "LookUp":
+    def astype(self, dtype: DTypeLike) -> "LookUp":
         return LookUp(self.shape, dtype, lambda place: self.read(place).astype(dtype))
 
-    def from_(self, start: Any, shape: tuple[int, ...]) -> "LookUp":
+    def from_(self, start: int, shape: tuple[int, ...]) -> "LookUp":
         """A part with another shape whose entries follow one another from `start` on."""
         return LookUp(shape, self.dtype, lambda place: self.read(start + place))
 
 
-def run(function: Callable[..., Any], arguments: Any, expected: Any) -> Any:
+def run(function: Callable[..., Any], arguments: Tree, expected: Tree) -> Tree:
     """`function(*arguments)`, traced for the types `expected`, on arrays of two axes.
 
     Results broadcast to what the function gives, with two axes likewise.
@@ -57,7 +60,7 @@ def run(function: Callable[..., Any], arguments: Any, expected: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
-def _evaluate(program: Any, consts: Any, values: list[Any]) -> list[Any]:
+def _evaluate(program: Any, consts: list[Array], values: list[Any]) -> list[Any]:
     if any(math.prod(jnp.shape(x)) > 1 for x in consts):
         raise NotImplementedError("a captured array")
     known = dict(zip(program.constvars, (jnp.reshape(x, ()) for x in consts), strict=True))
@@ -115,7 +118,7 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(x, shape)
 
 
-def _elementwise(equation: Any, values: list[Any]) -> Array:
+def _elementwise(equation: JaxprEqn, values: list[Any]) -> Array:
     shape = jnp.broadcast_shapes(*map(jnp.shape, values))
     values = [_spread(x, shape) for x in values]
     match operation(equation):
