@@ -17,7 +17,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jattn._pytree import array_field, number, pytree_dataclass
-from jattn._types import Indices
+from jattn._types import Index, Indices, Tree
 from jattn.masks import Span, span
 from jattn.spec import Shapes, Spec
 
@@ -41,7 +41,7 @@ def key_words(key: Array | tuple[Array, ...]) -> tuple[UInt32[Array, ""], ...]:
     return tuple(words.reshape(-1).astype(jnp.uint32))
 
 
-def seed(key: Any, b: Any, h: Any) -> UInt32[Array, ""]:
+def seed(key: Tree, b: Index, h: Index) -> UInt32[Array, ""]:
     """Returns a hash of (key, b, h), from which the dropout of one head is computed."""
     first, *rest = key_words(key)
     seed = _mix(first)
@@ -56,7 +56,7 @@ def threshold(rate: float) -> int:
 
 
 def keep(
-    key: Any, rate: float, b: Any, h: Any, q_places: Indices, kv_places: Indices
+    key: Tree, rate: float, b: Index, h: Index, q_places: Indices, kv_places: Indices
 ) -> Bool[Array, "t s"]:
     """Returns which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
 
@@ -136,7 +136,7 @@ def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
         _places, spec, rows=span(shapes.T, None), columns=span(shapes.S, None)
     )
 
-    def head_hash(b: Any, h: Any) -> Array:
+    def head_hash(b: Array, h: Array) -> Array:
         b, h, places, _ = places_of(b, h)
         head_seed = seed(spec.dropout_key, b, h)
         return _row_hash(head_seed, places) if rows else head_seed
@@ -154,7 +154,7 @@ def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
 
 
 def drop(
-    spec: Spec, weights: Float[Array, "t s"], b: Any, h: Any, rows: Span, columns: Span
+    spec: Spec, weights: Float[Array, "t s"], b: Index, h: Index, rows: Span, columns: Span
 ) -> Float[Array, "t s"]:
     """Applies dropout to weights: kept weights are scaled by 1 / (1 − rate), dropped ones are 0."""
     if spec.dropout_rate == 0:
@@ -163,7 +163,7 @@ def drop(
     return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
 
 
-def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, "t s"]:
+def keeps(spec: Spec, b: Index, h: Index, rows: Span, columns: Span) -> Bool[Array, "t s"]:
     """Returns which weights the dropout of a spec keeps."""
     key, rate = spec.dropout_key, spec.dropout_rate
     if isinstance(key, Hashes):
@@ -174,7 +174,7 @@ def keeps(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> Bool[Array, 
     return keep(key, rate, *_places(spec, b, h, rows, columns))
 
 
-def _places(spec: Spec, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:
+def _places(spec: Spec, b: Index, h: Index, rows: Span, columns: Span) -> tuple[Any, Any, Any, Any]:
     """Returns batch row, head and places in the whole call, of which this may be a piece."""
     if spec.origin is None:
         return b, h, rows.places, columns.places

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import as_operand, cuts_of, left_to_xla
-from jattn._types import AnyArray
+from jattn._types import AnyArray, Tree
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
 from jattn.functions import integers
@@ -42,7 +42,7 @@ class LanguageModel(Protocol):
         ...
 
     def step(
-        self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: bool | None = None
+        self, tokens: Any, caches: Tree, *, valid: Any = None, deterministic: bool | None = None
     ) -> tuple[Any, Any]:
         """Appends `tokens [B, T]` to the caches; returns logits `[B, T, vocabulary]` and the new
         caches. `valid [B, T]` is False for padding."""
@@ -73,7 +73,7 @@ def generate(
     stop: int | Sequence[int] = (),
     pad: int = 0,
     valid: Bool[AnyArray, "B T"] | None = None,
-    caches: Any = None,
+    caches: Tree = None,
     callback: Callable[[np.ndarray], object] | None = None,
 ) -> Generated:
     """Continues a prompt: returns `tokens [B, max_tokens]` and `lengths [B]`.
@@ -149,32 +149,32 @@ class _State(NamedTuple):
     active: Array  # [B], True for rows that have not ended
     tokens: Array  # [B, max_tokens]
     lengths: Array  # [B]
-    caches: Any
+    caches: Tree
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _written(
-    definition: Any,
+    definition: nnx.GraphDef,
     options: _Options,
-    variables: Any,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
     sampling: _Sampling | None,
 ) -> Generated:
     """Generates all tokens in one compiled program."""
 
-    def cuts(variables: Any, prompt: Array, *_: Any) -> Generated:
+    def cuts(variables: Tree, prompt: Array, *_: Any) -> Generated:
         rows = cuts_of(prompt)[0]
         specs: Any = PartitionSpec(rows, None), PartitionSpec(rows)
         return Generated(*specs)
 
     @left_to_xla(cuts)
     def run(
-        variables: Any,
+        variables: Tree,
         prompt: Array,
         valid: Array | None,
-        caches: Any,
+        caches: Tree,
         sampling: _Sampling | None,
     ) -> Generated:
         model = nnx.merge(definition, variables)
@@ -195,10 +195,10 @@ def _written(
 def _stepwise(
     definition: nnx.GraphDef,
     options: _Options,
-    variables: nnx.State,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
     sampling: _Sampling | None,
     callback: Callable[[np.ndarray], object],
 ) -> Generated:
@@ -218,17 +218,17 @@ def _stepwise(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begun(
-    definition: Any,
+    definition: nnx.GraphDef,
     options: _Options,
-    variables: Any,
+    variables: Tree,
     prompt: Array,
     valid: Array | None,
-    caches: Any,
+    caches: Tree,
 ) -> _State:
-    def begin(variables: Any, prompt: Array, valid: Array | None, caches: Any) -> _State:
+    def begin(variables: Tree, prompt: Array, valid: Array | None, caches: Tree) -> _State:
         return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
 
-    def cuts(variables: Any, prompt: Array, *_: Any) -> Any:
+    def cuts(variables: Tree, prompt: Array, *_: Any) -> Any:
         """Shards every array whose first axis has the prompt's size B as the prompt is sharded."""
         rows, B = cuts_of(prompt)[0], len(prompt)
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
@@ -238,9 +238,13 @@ def _begun(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advanced(
-    definition: Any, options: _Options, variables: Any, state: _State, sampling: _Sampling | None
+    definition: nnx.GraphDef,
+    options: _Options,
+    variables: Tree,
+    state: _State,
+    sampling: _Sampling | None,
 ) -> _State:
-    def advance(state: _State, variables: Any, sampling: _Sampling | None) -> _State:
+    def advance(state: _State, variables: Tree, sampling: _Sampling | None) -> _State:
         return _advance(nnx.merge(definition, variables), state, sampling, options)
 
     alike = left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
@@ -248,7 +252,7 @@ def _advanced(
 
 
 def _begin(
-    model: LanguageModel, prompt: Array, valid: Array | None, caches: Any, options: _Options
+    model: LanguageModel, prompt: Array, valid: Array | None, caches: Tree, options: _Options
 ) -> _State:
     """Returns the state after the prompt except for each row's last token."""
     B, T = prompt.shape
@@ -393,7 +397,7 @@ def _check_valid(valid: Any, prompt: Any) -> None:
         raise ValueError("valid: expected a token in every row of the prompt, got none in some")
 
 
-def _check_room(caches: Any, tokens: int) -> None:
+def _check_room(caches: Tree, tokens: int) -> None:
     """Raises TypeError if `caches` has leaves that are not arrays, and ValueError if caches of the
     library are known to be too small for another `tokens` tokens."""
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn._debugging import may_be_minus_infinity
@@ -55,7 +56,7 @@ class Normalizer(NamedTuple):
         return self._replace(maximum=jnp.where(self.maximum == -jnp.inf, 0, self.maximum))
 
 
-def _lowest(dtype: Any) -> float:
+def _lowest(dtype: DTypeLike) -> float:
     """Returns a shift with which a row without keys stays 0 instead of −inf − (−inf)."""
     return float(jnp.finfo(dtype).min)
 
@@ -84,7 +85,7 @@ def weights(
     return jnp.where(scores == -jnp.inf, 0, unmasked) if masked else unmasked
 
 
-def empty(rows: int, width: int, dtype: Any) -> Partial:
+def empty(rows: int, width: int, dtype: DTypeLike) -> Partial:
     """Returns the identity: the contribution of no keys."""
     return Partial(
         jnp.full((rows,), _lowest(dtype), dtype),

@@ -9,7 +9,6 @@ differentiates the exchanges.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ def gathered_attend(
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
     key, value = (_gathered(x, axes, 1) for x in (key, value))
 
-    def gather_leaf(letters: str, leaf: Any) -> Any:
+    def gather_leaf(letters: str, leaf: Array) -> Array:
         axis = axis_of("S", letters, leaf.ndim)
         if axis is None:
             return leaf
@@ -110,7 +109,7 @@ def all_to_all_attend(
 def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
     """Returns the spec with whole arrays along T and S, and this device's share along N."""
 
-    def exchange_leaf(letters: str, leaf: Any) -> Any:
+    def exchange_leaf(letters: str, leaf: Array) -> Array:
         heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
         heads = None if heads is None or leaf.shape[heads] == 1 else heads
         rows = None if rows is None or leaf.shape[rows] != T else rows

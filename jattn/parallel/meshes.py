@@ -5,7 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.parallel.axes import Axes, AxisName
 from jattn.spec import Shapes
 
@@ -50,7 +52,7 @@ def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
 
 
 def partition(
-    letters: str, leaf: Any, along: dict[str, Any], batch_axis: AxisName | None, batch: int
+    letters: str, leaf: Array, along: dict[str, Any], batch_axis: AxisName | None, batch: int
 ) -> P:
     """Returns the sharding of an array of a spec: `along` maps its letters to mesh axes, and the
     first of `batch` leading axes is sharded over `batch_axis`."""
@@ -66,7 +68,7 @@ def partition(
     return P(*entries)
 
 
-def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
+def typed(mesh: Any, cuts: Tree, arrays: Tree) -> Tree:
     """Reshards the arrays as `jax.shard_map` will, by `cuts`, if the mesh has explicit axes.
 
     `jax.make_mesh` makes such meshes, under which `jax.shard_map` rejects arrays that are not
@@ -77,7 +79,7 @@ def typed(mesh: Any, cuts: Any, arrays: Any) -> Any:
     if not explicit:
         return arrays
 
-    def reshard_tree(cut: P, tree: Any) -> Any:
+    def reshard_tree(cut: P, tree: Array) -> Array:
         spec = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels import registry
 from jattn.kernels.common import lowering
@@ -22,12 +23,12 @@ _OF_PIECES = ("native", "blockwise")
 
 def run(
     select: Select,
-    like: Any,
+    like: Tree,
     implementation: str | None,
     spec: Spec,
-    *operands: Any,
+    *operands: Tree,
     shapes: Shapes,
-) -> Any:
+) -> Tree:
     """Runs a function of the named kernel, or of the first kernel that can compute a piece.
 
     Raises NotImplementedError if the named kernel cannot.

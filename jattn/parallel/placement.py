@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import masks
 from jattn._pytree import pytree_dataclass
-from jattn._types import AnyArray
+from jattn._types import AnyArray, Tree
 from jattn.checks import check_choice, check_size, shown
 from jattn.functions.integers import is_integer
 from jattn.masks import And, Mask, Not, Or
@@ -32,7 +32,7 @@ def runs(devices: int, order: str) -> Int[np.ndarray, "devices runs"]:
     return np.stack([first, 2 * devices - 1 - first], axis=1)
 
 
-def check_order(order: Any) -> None:
+def check_order(order: str) -> None:
     """Raises ValueError for an unknown order."""
     check_choice("order", order, ORDERS)
 
@@ -47,7 +47,7 @@ def check_divisible(name: str, size: int, devices: int, order: str) -> None:
         )
 
 
-def local_places(index: Any, size: int, devices: int, order: str) -> Int[Array, " size"]:
+def local_places(index: Array, size: int, devices: int, order: str) -> Int[Array, " size"]:
     """Returns the places in the sequence of the `size` tokens that device `index` holds."""
     of_device = jnp.asarray(runs(devices, order), jnp.int32)[index]
     length = size // of_device.shape[0]
@@ -81,7 +81,7 @@ def shard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguo
     return _taken(x, devices, axis, order, back=False)
 
 
-def unshard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguous") -> Any:
+def unshard_tokens(x: Tree, devices: int, *, axis: int = -1, order: str = "contiguous") -> Tree:
     """Restores the order of tokens before `shard_tokens`, with the same arguments and errors."""
     return _taken(x, devices, axis, order, back=True)
 
@@ -101,7 +101,7 @@ def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     if not jax.tree.leaves(x):
         raise TypeError(f"x: expected an array or a tree of arrays, got {shown(x)}")
 
-    def reordered(leaf: Any) -> Any:
+    def reordered(leaf: AnyArray) -> AnyArray | None:
         if not isinstance(leaf, AnyArray):
             raise TypeError(f"x: expected an array or a tree of arrays, got {type(leaf).__name__}")
         if not -leaf.ndim <= axis < leaf.ndim:

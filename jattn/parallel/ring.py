@@ -12,7 +12,7 @@ them; only the part of a shard that other devices need is sent.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import Index, LogSumExp, Output, Tree, accumulation
 from jattn.call import Call
 from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery, row_dots
@@ -42,13 +42,13 @@ class Hops(NamedTuple):
     times: int
     sources: tuple[int, ...]
 
-    def send(self, tree: Any, axes: Axes) -> Any:
+    def send(self, tree: Tree, axes: Axes) -> Tree:
         """Returns what this device receives; zeros if no device sends to it."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
 
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
-    def send_all(self, tree: Any, axes: Axes) -> Any:
+    def send_all(self, tree: Tree, axes: Axes) -> Tree:
         """Returns what this device receives if all devices send.
 
         Gradients need this: they return home from wherever the last device is that needed their
@@ -118,7 +118,7 @@ def travels(letters: str) -> bool:
     return "S" in named and "T" not in named
 
 
-def _key_axis(letters: str, leaf: Any) -> int | None:
+def _key_axis(letters: str, leaf: Array) -> int | None:
     """Returns the S axis of an array along T and S, which is sliced for each shard; else None."""
     axis = axis_of("S", letters, leaf.ndim)
     has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
@@ -128,7 +128,7 @@ def _key_axis(letters: str, leaf: Any) -> int | None:
 _QUERIES, _KEYS = "T N _", "S N _"  # the letters of queries, keys and values, and their gradients
 
 
-def _part(letters: str, leaf: Array, start: Any, size: int) -> Array:
+def _part(letters: str, leaf: Array, start: Index, size: int) -> Array:
     """Slices a run of keys from an array along S; arrays of size 1 there stay unchanged."""
     axis: Any = axis_of("S", letters, leaf.ndim)
     if leaf.shape[axis] in (1, size):
@@ -144,17 +144,17 @@ class KVShard(NamedTuple):
     arrays: list[Array]
 
     @classmethod
-    def of(cls, spec: Spec, key: Array, value: Array, first: Any = 0) -> "KVShard":
+    def of(cls, spec: Spec, key: Array, value: Array, first: Index = 0) -> "KVShard":
         """Returns the shard with which a device starts: its own keys, from key `first` on."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         arrays = [_part(*x, first, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
 
-    def cut(self, spec: Spec, first: Any) -> Spec:
+    def cut(self, spec: Spec, first: Index) -> Spec:
         """Returns the spec with arrays along S sliced to this shard, from key `first` on."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
-        def sliced(letters: str, leaf: Any) -> Any:
+        def sliced(letters: str, leaf: Array) -> Array:
             if travels(letters):
                 return next(arrays)
             axis = _key_axis(letters, leaf)
@@ -211,7 +211,7 @@ class Ring(NamedTuple):
     keys: int
     implementation: str | None
     round: Round = Round()
-    begin: Any = 0
+    begin: Index = 0
 
     def runs(self) -> Iterator[tuple["Ring", int, int]]:
         """Yields the runs of a shard's keys, each as its ring, the number of keys of a chunk, and
@@ -226,15 +226,21 @@ class Ring(NamedTuple):
         yield self._replace(route=no_hops, begin=part.stop), self.keys - part.stop, 1
 
     def each_chunk(
-        self, spec: Spec, query: Array, key: Array, value: Array, body: Any, state: Any
-    ) -> Any:
+        self,
+        spec: Spec,
+        query: Array,
+        key: Array,
+        value: Array,
+        body: Callable[..., Any],
+        state: Tree,
+    ) -> Tree:
         """Folds `body(ring, kv, state)` over the chunks of a shard's keys, each with its own ring.
 
         `key` and `value` have all heads.
         """
         for run, size, count in self.runs():
 
-            def compute_chunk(i: Any, state: Any, run: Ring = run, size: int = size) -> Any:
+            def compute_chunk(i: Index, state: Tree, run: Ring = run, size: int = size) -> Tree:
                 begin = run.begin + i * size
                 cut = functools.partial(self.round.cut, keys=(begin, size))
                 kv = self.axes.vary(KVShard.of(spec, cut(key), cut(value), begin), query)
@@ -243,15 +249,15 @@ class Ring(NamedTuple):
             state = _repeat(count if size else 0, compute_chunk, state)
         return state
 
-    def shard(self, distance: Any) -> Any:
+    def shard(self, distance: Index) -> Array:
         """Returns the index of the shard on this device after all have moved by `distance`."""
         return (self.axes.place - distance) % self.axes.devices
 
-    def first(self, distance: Any) -> Any:
+    def first(self, distance: Index) -> Array:
         """Returns the index of this device's first key among all, in the order of the shards."""
         return self.shard(distance) * self.keys + self.begin
 
-    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Any) -> Spec:
+    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
         """Returns the spec of this device's queries and of the shard that it holds."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
         axes, first, (share, shares) = self.axes, self.first(distance), self.round
@@ -269,7 +275,7 @@ class Ring(NamedTuple):
         piece_spec = at_place(kv.cut(spec, first), place)
         return dataclasses.replace(piece_spec, partial=True)
 
-    def if_needed(self, shard: Any, compute: Any, otherwise: Any) -> Any:
+    def if_needed(self, shard: Array, compute: Callable[..., Any], otherwise: Tree) -> Tree:
         """Returns `compute()`, or `otherwise` if none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
@@ -277,12 +283,12 @@ class Ring(NamedTuple):
         return lax.cond(wanted, compute, lambda: otherwise)
 
     def forward(
-        self, spec: Spec, query: Array, kv: KVShard, distance: Any, state: tuple[Any, Any, Any]
+        self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
         """Returns `(out, normalizer, all_finite)` after adding a shard's contribution."""
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
-        def compute() -> Any:
+        def compute() -> Tree:
             piece_spec = self.piece(spec, query, kv, distance)
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
             operands = (piece_spec, query, kv.key, kv.value)
@@ -298,7 +304,7 @@ class Ring(NamedTuple):
         spec: Spec,
         per_query: PerQuery,
         kv: KVShard,
-        distance: Any,
+        distance: Index,
         finite: Array,
         so_far: Gradients,
     ) -> Gradients:
@@ -335,7 +341,7 @@ class Ring(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def _repeat(count: int, body: Any, state: Any) -> Any:
+def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
     """Applies `body(i, state)` for i in range(count); without a loop if `count` is at most 1."""
     if count <= 1:
         return body(0, state) if count else state
@@ -344,14 +350,14 @@ def _repeat(count: int, body: Any, state: Any) -> Any:
     )
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Any) -> Any:
+def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
     """Adds the contributions of all shards to `state`, while the next shard is being sent."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
     state = ring.forward(spec, query, kv, distance, state)
     for hop, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, hop: Hops = hop) -> Any:
+        def body(i: Array, carried: Tree, distance: int = distance, hop: Hops = hop) -> Tree:
             kv, state = carried
             next_shard = hop.send(kv, ring.axes)
             return next_shard, ring.forward(
@@ -381,7 +387,7 @@ def _backward(
     if not hops:
         return total
 
-    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Any) -> Gradients:
+    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Index) -> Gradients:
         arrived = hop.send_all(total.with_shard, ring.axes)
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
@@ -389,7 +395,9 @@ def _backward(
 
     for current, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Any, carried: Any, distance: int = distance, current: Hops = current) -> Any:
+        def body(
+            i: Array, carried: Tree, distance: int = distance, current: Hops = current
+        ) -> Tree:
             kv, total = carried
             next_shard = current.send(kv, ring.axes)
             return next_shard, added(current, total, kv, distance + (i + 1) * current.distance)
@@ -410,18 +418,18 @@ class RingCall(NamedTuple):
     ring: Ring
     rounds: int
 
-    def zeros(self, query: Array, value: Array, beside: Any) -> Any:
+    def zeros(self, query: Array, value: Array, beside: Tree) -> Tree:
         """Returns `(out, normalizer, all_finite)` for no keys."""
         dtype = accumulation(query.dtype)
         row = jnp.zeros(query.shape[:3], dtype)
         out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
         return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
 
-    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
         arrays = spec, query, key, value
 
-        def compute(round: Round, total: Any) -> Any:
+        def compute(round: Round, total: Tree) -> Tree:
             spec, query, ring = round.cut_spec(arrays[0]), round.cut(arrays[1]), self.ring
             body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
             state = self.zeros(query, value, arrays)
@@ -443,12 +451,12 @@ class RingCall(NamedTuple):
             spec, per_query = round.cut_spec(arrays[0]), jax.tree.map(round.cut, arrays[1])
             query, ring = per_query.query, self.ring._replace(round=round)
 
-            def zeros(key: Any, value: Any, spec: Spec) -> Gradients:
+            def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
                 d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
                 d_params = map(jnp.zeros_like, parameters(spec))
                 return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
 
-            def body(ring: Ring, kv: KVShard, state: Any) -> Any:
+            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
                 total, local = state
                 so_far = zeros(kv.key, kv.value, kv.cut(spec, ring.begin))._replace(local=local)
                 chunk = _backward(ring, spec, per_query, kv, finite, so_far)
@@ -479,14 +487,14 @@ def attend(
     ring = RingCall(Ring(axes, route, S, call.implementation), count)
 
     @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, ...]:
         return run_forward(params, spec, *qkv)[0]
 
-    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Any:
+    def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
         out, normalizer, finite = ring.forward(with_parameters(spec, params), *qkv)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
-    def run_backward(residuals: Any, cotangents: Any) -> Any:
+    def run_backward(residuals: Tree, cotangents: tuple[Array, ...]) -> Tree:
         params, spec, query, key, value, out, normalizer, finite = residuals
         d_out, d_lse = cotangents
         delta = row_dots(d_out, out) - d_lse

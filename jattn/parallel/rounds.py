@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn._pytree import axis_names, axis_of
+from jattn._types import Index, Tree
 from jattn.kernels.common import slicing
 from jattn.spec import Shapes, Spec
 
@@ -52,16 +53,18 @@ _HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
 class Round(NamedTuple):
     """The heads that go around together: number `share` of `shares` equal shares."""
 
-    share: Any = 0
+    share: Index = 0
     shares: int = 1
 
     @staticmethod
-    def axis(letters: str, leaf: Any) -> int | None:
+    def axis(letters: str, leaf: Array) -> int | None:
         """Returns the axis of an array along which each head has its own part, or None."""
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
-    def cut(self, x: Array, axis: int | None = _HEADS, keys: Any = None) -> Array:
+    def cut(
+        self, x: Array, axis: int | None = _HEADS, keys: tuple[Index, int] | None = None
+    ) -> Array:
         """Slices an array to its share of heads, and to the `keys` (first, number) if given.
 
         An array that all heads share is returned unchanged.
@@ -87,7 +90,7 @@ class Round(NamedTuple):
         start = self.share * part.shape[_HEADS]
         return lax.dynamic_update_slice_in_dim(total, part, start, _HEADS)
 
-    def add(self, letters: str, total: Array, part: Array, first_key: Any = 0) -> Array:
+    def add(self, letters: str, total: Array, part: Array, first_key: Index = 0) -> Array:
         """Adds this round's result, for its heads and a run of keys, to `total`."""
         start: list[Any] = [0] * total.ndim
         for letter, first in (("N", None), ("S", first_key)):
@@ -97,12 +100,12 @@ class Round(NamedTuple):
         return slicing.add_block(total, part.astype(total.dtype), start)
 
 
-def run(rounds: int, compute: Any, total: Any) -> Any:
+def run(rounds: int, compute: Callable[..., Any], total: Tree) -> Tree:
     """Folds `compute(round, total)` over all rounds."""
     if rounds == 1:
         return compute(Round(), total)
 
-    def body(i: Any, total: Any) -> Any:
+    def body(i: Array, total: Tree) -> Tree:
         return compute(Round(lax.convert_element_type(i, jnp.int32), rounds), total)
 
     return lax.fori_loop(0, rounds, body, total)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jattn._advised import advised
 from jattn._pytree import axis_names, axis_of
@@ -92,7 +93,7 @@ def exchanges(
             )
     exchanged: list[Exchange] = []
 
-    def collect(query: Any, key: Any, value: Any) -> None:
+    def collect(query: Array, key: Array, value: Array) -> None:
         call = make(query, key, value, lse=return_lse, **options).prepared()
         shapes = call.shapes
         for name, size in (("query", shapes.T), ("key", shapes.S)):

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jattn import masks, tuning
 from jattn._pytree import leading, select_head
+from jattn._types import AnyArray, Index, Ref, Tree
 from jattn.kernels.common import tile_schedule
 from jattn.spec import Spec, Tiling
 
@@ -54,7 +55,7 @@ class BlockMask(NamedTuple):
         ends = jnp.stack([full, jnp.broadcast_to(visited, full.shape)], axis=-1)
         return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
 
-    def longest_first(self, heads: int) -> Any:
+    def longest_first(self, heads: int) -> AnyArray | None:
         """Returns the blocks `[B, heads, n]` of each of `heads`, by falling number of tiles.
 
         B and heads have size 1 if all are equal. None if all blocks visit the same number.
@@ -70,12 +71,12 @@ class BlockMask(NamedTuple):
 
     def fold(
         self,
-        memory: Any,
+        memory: Ref,
         at: tuple[Any, Any, Any],
         step: Callable[..., Any],
-        state: Any,
+        state: Tree,
         part: tuple[Any, int] = (0, 1),
-    ) -> Any:
+    ) -> Tree:
         """Folds `step(j, masked, state)` over the tiles that block `at` (b, h, i) visits.
 
         `part` selects one of several equal parts of them.
@@ -85,14 +86,14 @@ class BlockMask(NamedTuple):
 
     def fold_ahead(
         self,
-        memory: Any,
+        memory: Ref,
         at: tuple[Any, Any, Any],
         fetch: Callable[[Any, Any], None],
-        turn: Any,
+        turn: Array,
         step: Callable[..., Any],
-        state: Any,
+        state: Tree,
         part: tuple[Any, int] = (0, 1),
-    ) -> Any:
+    ) -> Tree:
         """Folds like `fold`, with copies that start one step ahead.
 
         `fetch(j, turn)` starts to copy the data of block j. It is called for the first block before
@@ -101,19 +102,19 @@ class BlockMask(NamedTuple):
         """
         run = _Run.of(memory, at, part)
 
-        def fetch_at(place: Any, turn: Any) -> None:
+        def fetch_at(place: Any, turn: Array) -> None:
             lax.cond(place < run.stop, lambda: fetch(run.block(place), turn), lambda: None)
 
-        def ahead(j: Any, masked: bool, place: Any, state: Any) -> Any:
+        def ahead(j: Array, masked: bool, place: Array, state: Tree) -> Tree:
             return step(j, masked, functools.partial(fetch_at, place + 1), state)
 
         fetch_at(run.start, turn)
         return self._over(run, ahead, state)
 
-    def _over(self, run: "_Run", step: Callable[..., Any], state: Any) -> Any:
+    def _over(self, run: "_Run", step: Callable[..., Any], state: Tree) -> Tree:
         """Folds `step(j, masked, place, state)` over a run."""
 
-        def visit(masked: bool, place: Any, state: Any) -> Any:
+        def visit(masked: bool, place: Array, state: Tree) -> Tree:
             return step(run.block(place), masked, place, state)
 
         if masks.FULL in self.kinds:
@@ -131,30 +132,30 @@ class _Run(NamedTuple):
 
     order: Any
     at: tuple[Any, Any, Any]
-    start: Any
-    stop: Any
-    full: Any
+    start: AnyArray
+    stop: AnyArray
+    full: AnyArray
 
     @classmethod
-    def of(cls, memory: Any, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
+    def of(cls, memory: Ref, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
         order, ends = memory
         full, visited = (ends[(*clamped(ends, *at[:2]), at[2], x)] for x in (0, 1))
         part_size = lax.div(visited + part[1] - 1, np.int32(part[1]))
         start, stop = (jnp.minimum(x * part_size, visited) for x in (part[0], part[0] + 1))
         return cls(order, at, start, stop, full)
 
-    def block(self, place: Any) -> Any:
+    def block(self, place: Array) -> Array:
         if self.order is None:
             return place
         return self.order[(*clamped(self.order, *self.at[:2]), self.at[2], place)]
 
 
-def clamped(x: Any, *index: Any) -> tuple[Any, ...]:
+def clamped(x: Any, *index: Index) -> tuple[Any, ...]:
     """Returns indices of the first axes of an array in which axes of size 1 broadcast."""
     return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
 
 
-def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
+def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
     """Returns for each block of queries the keys that it visits, or with `by_key` the other way
     round, from tile maps `[B, N, n, m]`."""
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
@@ -168,7 +169,7 @@ def of(kinds: Any, *, by_key: bool = False) -> BlockMask:
     return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
-def of_heads(kinds: Any, own: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
+def of_heads(kinds: AnyArray, own: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
     """Returns for each tile, in the order of rows, the heads that visit it, all with the mask.
 
     `kinds` are tile maps `[B or 1, N or 1, n, m]`. There are `own` batch rows and heads with
@@ -184,7 +185,7 @@ def of_heads(kinds: Any, own: tuple[int, int], shared: tuple[int, int]) -> Block
     return block_mask._replace(kinds=(masks.MIXED,))
 
 
-def of_diagonals(kinds: Any, step: int, batch: int) -> BlockMask:
+def of_diagonals(kinds: AnyArray, step: int, batch: int) -> BlockMask:
     """Returns for each diagonal of tiles the (b, i) that visit it, all with the mask.
 
     `kinds` are tile maps `[B or 1, N or 1, n, m]`. Diagonals begin at the last queries and the

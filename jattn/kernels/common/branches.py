@@ -10,12 +10,12 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jattn._pytree import closure_converted
-from jattn._types import Size
+from jattn._types import Size, Tree
 
 
 def unbatched_cond(
-    ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any
-) -> Any:
+    ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Tree
+) -> Tree:
     """`lax.cond` that stays a branch under `vmap`: one decision, `yes` only if all examples are ok.
 
     The branches may close over traced arrays; these become operands, because `vmap` may be applied
@@ -27,15 +27,15 @@ def unbatched_cond(
     return _decided(ok, yes, no, arrays, *arguments)
 
 
-def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Any) -> Any:
+def _decided(ok: Array, yes: Callable[..., Any], no: Callable[..., Any], *arguments: Tree) -> Tree:
     """`unbatched_cond` for branches that close over nothing traced."""
 
     @custom_vmap
-    def decide(ok: Array, arguments: Any) -> Any:
+    def decide(ok: Array, arguments: Tree) -> Tree:
         return lax.cond(ok, yes, no, *arguments)
 
     @decide.def_vmap
-    def decide_for_all(size: Size, mapped: Any, ok: Array, arguments: Any) -> Any:
+    def decide_for_all(size: Size, mapped: Tree, ok: Array, arguments: Tree) -> Tree:
         axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped[1])
         all_yes, all_no = (jax.vmap(f, axes, axis_size=size) for f in (yes, no))
         results = _decided(jnp.all(ok), all_yes, all_no, *arguments)

@@ -13,8 +13,10 @@ import jax
 from jax._src.custom_partitioning import _sharding_callbacks as functions_by_name
 from jax.interpreters import mlir
 
+from jattn._types import Tree
 
-def digest(run: Callable[..., Any], platform: str, operands: Any, *others: Any) -> str | None:
+
+def digest(run: Callable[..., Any], platform: str, operands: Tree, *others: Any) -> str | None:
     """Returns a digest of the program of `run(*operands)` on one device, and of the reprs of
     `others`; None if nothing is cached. `operands` have types and shapes."""
     if not getattr(jax.config, "jax_compilation_cache_dir", None) or platform == "other":
@@ -25,7 +27,7 @@ def digest(run: Callable[..., Any], platform: str, operands: Any, *others: Any) 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def rename(context: Any, results: Any, digest: str) -> None:
+def rename(context: Any, results: Tree, digest: str) -> None:
     """Renames the call with these results to a name that is the same in other processes."""
     call = results[0].owner
     if call.name != "stablehlo.custom_call" or "backend_config" not in call.attributes:

@@ -14,8 +14,10 @@ from jax._src import checkify
 from jax._src.core import Primitive
 from jax.core import eval_jaxpr
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
 from jattn._debugging import as_operation, may_be_minus_infinity
+from jattn._types import Tree
 
 
 _call = Primitive("jattn_attention")
@@ -30,11 +32,11 @@ def with_derivative(
     derivative(operands, tangents) -> (results, their tangents), with None for a tangent that is 0.
     """
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: Tree) -> Tree:
         flat, structure = jax.tree.flatten(operands)
         like: Any = None
 
-        def on_leaves(*flat: Any) -> list[Any]:
+        def on_leaves(*flat: Array) -> list[Any]:
             nonlocal like
             results, like = jax.tree.flatten(function(*jax.tree.unflatten(structure, flat)))
             return results
@@ -50,7 +52,7 @@ def with_derivative(
     return run
 
 
-def compile_and_run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+def compile_and_run(primitive: Primitive, *operands: Tree, **params: Any) -> Any:
     """Runs one operation outside of any program, compiled even under `jax_disable_jit`.
 
     Its results may be those of queries without keys.
@@ -66,7 +68,7 @@ def register_eager_run(primitive: Primitive) -> None:
     checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
 
 
-def none_for_zero(tangents: Any) -> list[Any]:
+def none_for_zero(tangents: Tree) -> list[Any]:
     """Returns tangents in the form that rules take: None for tangents that are 0."""
     return [None if _is_zero(x) else x for x in tangents]
 
@@ -75,26 +77,30 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
 
 
-def _run(program: Any, *operands: Any) -> list[Any]:
+def _run(program: Any, *operands: Array) -> list[Any]:
     return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
 
-def _lower(context: Any, *values: Any, program: Any, rule: Any) -> Any:
+def _lower(context: Any, *values: Any, program: Any, rule: Callable[..., Any]) -> Tree:
     return mlir.lower_fun(functools.partial(_run, program))(context, *values)
 
 
 @_call.def_effectful_abstract_eval
-def _types(*_: Any, program: Any, rule: Any) -> Any:
+def _types(*_: Any, program: Any, rule: Callable[..., Any]) -> Tree:
     return list(program.out_avals), program.effects
 
 
-def _jvp(operands: Any, tangents: Any, *, program: Any, rule: Any) -> Any:
+def _jvp(
+    operands: tuple[Array, ...], tangents: Tree, *, program: Any, rule: Callable[..., Any]
+) -> Tree:
     results, out_tangents = rule(list(operands), none_for_zero(tangents))
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, [y if x is None else x for x, y in zip(out_tangents, zeros, strict=True)]
 
 
-def _batch(operands: Any, axes: Any, *, program: Any, rule: Any) -> Any:
+def _batch(
+    operands: tuple[Array, ...], axes: Tree, *, program: Any, rule: Callable[..., Any]
+) -> Tree:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     mapped = jax.vmap(functools.partial(_run, program), tuple(axes), axis_size=size)
     results = _call.bind(

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.kernels.common import lowering, partition
 from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.softmax import Normalizer
@@ -41,10 +42,10 @@ class Inputs(NamedTuple):
     The same class holds their tangents or cotangents; None stands for 0.
     """
 
-    params: Any
-    query: Any
-    key: Any
-    value: Any
+    params: Tree
+    query: Array
+    key: Array
+    value: Array
 
 
 class Residuals(NamedTuple):
@@ -54,11 +55,11 @@ class Residuals(NamedTuple):
     query's dtype: a kernel may have stored it separately from its rounding errors.
     """
 
-    out: Any
-    rounded: Any
+    out: Tree
+    rounded: Array
     normalizer: Normalizer
     all_finite: Any
-    kept: Any
+    kept: Tree
 
     def finite(self) -> "Residuals":
         """Returns the residuals in the form that derivatives read and programs keep: without −inf
@@ -69,7 +70,7 @@ class Residuals(NamedTuple):
 class Results(NamedTuple):
     """The results out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
-    out: Any
+    out: Tree
     lse: Any
 
 
@@ -96,11 +97,11 @@ class PerQuery(NamedTuple):
     `maximum` and `log_total` are those of the `Normalizer`, with 0 in place of −inf.
     """
 
-    query: Any
-    d_out: Any
-    maximum: Any
-    log_total: Any
-    delta: Any
+    query: Array
+    d_out: Array
+    maximum: Array
+    log_total: Array
+    delta: Array
 
     @classmethod
     def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
@@ -134,9 +135,9 @@ class TangentInputs(NamedTuple):
     They are the query, its tangent, and the output of the forward function.
     """
 
-    query: Any
-    tangent: Any
-    out: Any
+    query: Array
+    tangent: Array
+    out: Tree
 
 
 class DerivativeFunctions(NamedTuple):
@@ -173,7 +174,7 @@ class Attention(NamedTuple):
         def value(spec: Spec, inputs: Inputs) -> Results:
             return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
-        def rule(operands: Any, tangents: Any) -> tuple[Results, Results]:
+        def rule(operands: Tree, tangents: Tree) -> tuple[Results, Results]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
@@ -192,7 +193,7 @@ class Attention(NamedTuple):
         def value(spec: Spec, inputs: Inputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Any, tangents: Any) -> tuple[Residuals, Residuals]:
+        def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             d_out, d_lse = self._jvp(spec, inputs, residuals.finite(), tangents[1])
@@ -388,7 +389,7 @@ class _Tangents(NamedTuple):
 
     inputs: Inputs
     results: Results
-    operand: Any
+    operand: Tree
 
     def derivative_of(
         self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
@@ -417,19 +418,19 @@ def filled(tangents: Any, like: Any) -> Any:
     return jax.tree.unflatten(structure, map(zero_for_none, leaves, leaves_like))
 
 
-def where_given(tangents: Any) -> Any:
+def where_given(tangents: Tree) -> Tree:
     """Returns True for each given tangent; a rule that outlives a trace may not hold arrays."""
     return jax.tree.map(lambda x: True, tangents)
 
 
-def wanted(values: Any, like: Any) -> Any:
+def wanted(values: Tree, like: Tree) -> Tree:
     """Returns the values for which `like` has a leaf, and None for the others."""
     wanted_leaves, structure = jax.tree.flatten(like, is_leaf=_is_none)
     pick = lambda x, y: x if y is not None else None  # noqa: E731
     return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
 
 
-def _cast(gradients: Any, inputs: Inputs) -> Inputs:
+def _cast(gradients: Tree, inputs: Inputs) -> Inputs:
     """Casts gradients to the dtypes of the inputs."""
     return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
 

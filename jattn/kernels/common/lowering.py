@@ -20,8 +20,10 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jaxtyping import Array
 
 from jattn._explicit import left_again
+from jattn._types import Tree
 from jattn.kernels.common import cached_programs, partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
 
@@ -104,14 +106,14 @@ for _primitive in (_operation, _on_mesh):
 prim_requires_devices_during_lowering.add(_operation)
 
 
-def _stage(*flat: Any, **how: Any) -> Any:
+def _stage(*flat: Array, **how: Any) -> list[Array]:
     """Binds the operation to these operands."""
     meshes = (jax.typeof(x).sharding.mesh for x in flat)
     is_typed = any(not x.empty and not x.manual_axes for x in meshes)
     return (_on_mesh if is_typed else _operation).bind(*flat, **how)
 
 
-def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) -> Any:
+def platform_dependent(function: Callable[..., Any], like: Tree, *operands: Tree) -> Tree:
     """Computes `function(platform, *operands)`, for the platform that the program is lowered for.
 
     Args:
@@ -124,7 +126,7 @@ def platform_dependent(function: Callable[..., Any], like: Any, *operands: Any) 
     return _bind(function, like, operands, None)
 
 
-def linear(function: Callable[..., Any], like: Any, rules: Linear, *operands: Any) -> Any:
+def linear(function: Callable[..., Any], like: Tree, rules: Linear, *operands: Tree) -> Tree:
     """`platform_dependent` for a function that is linear in its last operand.
 
     The `rules` give it derivatives in every mode.
@@ -148,8 +150,8 @@ def linear(function: Callable[..., Any], like: Any, rules: Linear, *operands: An
 
 
 def _bind(
-    function: Callable[..., Any], like: Any, operands: tuple[Any, ...], linear: _Flat | None
-) -> Any:
+    function: Callable[..., Any], like: Tree, operands: tuple[Any, ...], linear: _Flat | None
+) -> Tree:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
     leaves = _stage(
@@ -162,7 +164,7 @@ def _bind(
     return jax.tree.unflatten(results, leaves)
 
 
-def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Any:
+def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Tree:
     return jax.tree.leaves(function(platform, *jax.tree.unflatten(structure, flat)))
 
 
@@ -170,16 +172,16 @@ def _lower(
     platform: str,
     context: Any,
     *values: Any,
-    function: Any,
-    like: Any,
+    function: Callable[..., Any],
+    like: Tree,
     settings: _Settings,
     linear: Any,
-) -> Any:
+) -> Tree:
     """Traces the function and writes its operations into the program."""
 
     exported = context.module_context.lowering_parameters.for_export
 
-    def run(*flat: Any) -> Any:
+    def run(*flat: Array) -> Tree:
         # Each device of a `shard_map` runs this, so that the axes over which arrays vary no longer
         # matter; with the check Pallas would require each kernel to declare them.
         with settings.restored(), _lowering(exported), check_varying(False):
@@ -214,7 +216,7 @@ def _letters(function: Any) -> partition.Letters | None:
     return letters and letters.mapped(axes)
 
 
-def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
+def _types(*operands: Any, like: Tree, **_: Any) -> list[Any]:
     """Returns the results' types, which vary over the operands' axes within `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
@@ -230,8 +232,14 @@ def _types(*operands: Any, like: Any, **_: Any) -> list[Any]:
 
 
 def _batch(
-    operands: Any, axes: Any, *, function: Any, like: Any, settings: _Settings, linear: Any
-) -> Any:
+    operands: Any,
+    axes: Any,
+    *,
+    function: Callable[..., Any],
+    like: Tree,
+    settings: _Settings,
+    linear: _Flat | None,
+) -> Tree:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     if linear:
         # Each example gets its own last operands, so that each has its own cotangent.
@@ -262,13 +270,15 @@ def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
     return _Flat(linear.last, transpose, derivative)
 
 
-def _mapped(function: Any, axes: Any, size: int, platform: str, *flat: Any) -> Any:
+def _mapped(
+    function: Callable[..., Any], axes: Tree, size: int, platform: str, *flat: Array
+) -> Tree:
     # If the operation is partitioned, `flat` has a share of the examples only.
     size = next((x.shape[a] for x, a in zip(flat, axes, strict=True) if a is not None), size)
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> Any:
+def _jvp(operands: Tree, tangents: Tree, *, linear: _Flat | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
     results = _stage(*operands, linear=linear, **how)
@@ -281,7 +291,7 @@ def _jvp(operands: Any, tangents: Any, *, linear: _Flat | None, **how: Any) -> A
     return results, _stage(*operands[:n], *last, linear=linear, **how)
 
 
-def _transpose(cotangents: Any, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
+def _transpose(cotangents: Tree, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
     arguments = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
     results = linear.transpose(*left_again(arguments))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jattn._types import Tree
 from jattn.kernels.common import lowering
 from jattn.kernels.common.custom_derivative import with_derivative
 from jattn.kernels.common.derivatives import filled, wanted, where_given
@@ -23,7 +24,7 @@ def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
     derivatives.
     """
 
-    def rule(operands: Any, tangents: Any) -> tuple[Any, Any]:
+    def rule(operands: Tree, tangents: Tree) -> tuple[Any, Any]:
         constants, inputs = operands
         results = run(constants, inputs)
         return results, _tangents(function, results, constants, inputs, tangents[1])
@@ -33,28 +34,32 @@ def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
 
 def _tangents(
-    function: Callable[[Any, Any], Any], results: Any, constants: Any, inputs: Any, tangents: Any
-) -> Any:
+    function: Callable[[Any, Any], Any],
+    results: Tree,
+    constants: Tree,
+    inputs: Tree,
+    tangents: Tree,
+) -> Tree:
     """Computes the tangents of the function's results as one operation.
 
     It is linear in the tangents of the inputs, of which None stands for 0.
     """
     nonzero = where_given(tangents)
 
-    def push(constants: Any, operands: Any) -> Any:
+    def push(constants: Any, operands: Tree) -> Any:
         inputs, tangents = operands
         of_inputs = functools.partial(function, constants)
         return jax.jvp(of_inputs, (inputs,), (filled(tangents, inputs),))[1]
 
-    def pull(constants: Any, operands: Any) -> Any:
+    def pull(constants: Tree, operands: Tree) -> Tree:
         inputs, cotangents = operands
         _, vjp = jax.vjp(functools.partial(function, constants), inputs)
         return vjp(cotangents)[0]
 
-    def run(_: str, constants: Any, *operands: Any) -> Any:
+    def run(_: str, constants: Any, *operands: Tree) -> Any:
         return push(constants, operands)
 
-    def transpose(rest: Any, cotangents: Any) -> Any:
+    def transpose(rest: Tree, cotangents: Tree) -> Tree:
         constants, inputs = rest
         return wanted(as_one_operation(pull)(constants, (inputs, cotangents)), nonzero)
 

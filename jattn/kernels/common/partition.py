@@ -26,8 +26,10 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jattn._pytree import axis_names
+from jattn._types import Tree
 from jattn.kernels.common.place import Place, at_place
 from jattn.spec import Spec, parameter_letters, parameters
 
@@ -88,7 +90,7 @@ class Partitioned(NamedTuple):
     choose: Callable[..., Callable[..., Any]] | None = None
     query_and_key: Callable[..., tuple[Any, Any]] = _first_and_second
 
-    def __call__(self, platform: str, spec: Any, *operands: Any) -> Any:
+    def __call__(self, platform: str, spec: Tree, *operands: Tree) -> Tree:
         share = _share.get()
         if share is None:
             return self.function(platform, spec, *operands)
@@ -101,7 +103,7 @@ class Partitioned(NamedTuple):
         return function(*operands)
 
 
-def by_key(key: Any) -> Dims:
+def by_key(key: Array) -> Dims:
     """Returns the letters of keys or values; a single key head is not sharded, as all query heads
     read it."""
     return ("B", "S", "K" if key.shape[2] > 1 else "", "")
@@ -110,8 +112,8 @@ def by_key(key: Any) -> Dims:
 def partitioned(
     function: Callable[..., Any],
     choose: Callable[..., Any],
-    like: Any,
-    operands: Any,
+    like: Tree,
+    operands: Tree,
     backward: bool,
 ) -> "Partitioned":
     """Partitions a function of an `AttentionVJP`, `backward` or another, like its operands."""
@@ -126,7 +128,7 @@ def partitioned(
 
 
 def partitioned_on_cache(
-    function: Callable[..., Any], spec: Spec, query: Any, cache: Any
+    function: Callable[..., Any], spec: Spec, query: Array, cache: Tree
 ) -> Callable[..., Any]:
     """Partitions a function of a spec, queries and a cache like these, but not along tokens.
 
@@ -169,12 +171,12 @@ def of_parameters(spec: Spec) -> tuple[Dims, ...]:
     return tuple(map(_dims, parameter_letters(spec), parameters(spec)))
 
 
-def _of_tree(tree: Any, cuttable: str = "BTN") -> list[Dims]:
+def _of_tree(tree: Tree, cuttable: str = "BTN") -> list[Dims]:
     pairs = zip(jax.tree.leaves(axis_names(tree)), jax.tree.leaves(tree), strict=True)
     return [_dims(letters, leaf, cuttable) for letters, leaf in pairs]
 
 
-def _dims(letters: str, leaf: Any, cuttable: str = "BTN") -> Dims:
+def _dims(letters: str, leaf: Array, cuttable: str = "BTN") -> Dims:
     """Returns the letters of an array of a cache, or of a prepared spec with one batch axis.
 
     The sharding of keys does not extend to arrays along S, which may also be arrays along T.
@@ -243,7 +245,7 @@ def _sharing(share: _Share) -> Iterator[None]:
 
 
 def _refusal(
-    function: Callable[..., Any], platform: str, letters: Letters, operands: Any
+    function: Callable[..., Any], platform: str, letters: Letters, operands: Tree
 ) -> str | None:
     """Returns why a function cannot be sharded along queries; None if it can."""
 
@@ -310,8 +312,8 @@ def cut(
     on_one_device: Callable[..., Any],
     platform: str,
     letters: Letters,
-    operands: Any,
-    like: Any,
+    operands: Tree,
+    like: Tree,
 ) -> Callable[..., Any]:
     """Returns `function(platform, *flat)` as a partitioned call `(*flat)`.
 
@@ -353,21 +355,21 @@ def cut(
     rule = _rule(Letters(words, letters.results), sizes)
     call.def_partition(partition=partition, sharding_rule=rule)
 
-    def on_all_devices(*flat: Any) -> tuple[Any, ...]:
+    def on_all_devices(*flat: Array) -> tuple[Any, ...]:
         pairs = zip(flat, keys, strict=True)
         return call(*(jax.random.key_data(x) if is_key else x for x, is_key in pairs))
 
     return on_all_devices
 
 
-def _with_key(words: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _with_key(words: jax.Array, like: Any) -> jax.Array:
     """The random keys whose words an operand is, if it has the type of keys."""
     if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return words
     return jax.random.wrap_key_data(words, impl=str(like.dtype._impl.name))
 
 
-def _sizes(letters: Letters, operands: Any) -> dict[str, int]:
+def _sizes(letters: Letters, operands: Tree) -> dict[str, int]:
     """Returns the size of each letter."""
     return {
         letter: size
@@ -440,7 +442,7 @@ def _idle(
     )
 
 
-def shared_tokens(query: Any, key: Any, value: Any) -> str | None:
+def shared_tokens(query: Array, key: Array, value: Array) -> str | None:
     """Describes how devices share the tokens of arrays `[*B, tokens, heads, ...]` under `jit`.
 
     None if no sharding splits the tokens.

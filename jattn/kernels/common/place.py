@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jattn import masks, scores
 from jattn._pytree import is_static, number, pytree_dataclass
+from jattn._types import Index, Tree
 from jattn.functions import dependence
 from jattn.functions.integers import is_below
 from jattn.masks import And, Mask, Not, Or, Span
@@ -107,7 +108,7 @@ def _depends(function: masks.Predicate | scores.Score, place: Place) -> bool:
     floats = [x.dtype for x in jax.tree.leaves(function) if jnp.issubdtype(x.dtype, jnp.floating)]
     score = jnp.zeros((), floats[0] if floats else jnp.float32)  # they have the dtype of scores
 
-    def scalar(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def scalar(b: Index, h: Index, q: Array, kv: Index) -> Array:
         if isinstance(function, scores.Score):
             return function._scalar(score, b, h, q, kv)
         return function._scalar(b, h, q, kv)
@@ -123,7 +124,7 @@ def _with_offsets(function: masks.Predicate | scores.Score, place: Place) -> tup
     """
     fn, n_scores = function.fn, 1 if isinstance(function, scores.Score) else 0
 
-    def with_offsets(*arguments: Any) -> Any:
+    def with_offsets(*arguments: Array) -> Array:
         first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:n_scores], arguments[n_scores:]
         return fn(*first, b + of_b, h + of_h, q, kv, *operands)
 
@@ -139,7 +140,7 @@ def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
 def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
     """Returns lengths as segment ids, equal if query and key are both within their length."""
 
-    def ids(places: Array, length: Any, outside: int) -> Array:
+    def ids(places: Array, length: Tree, outside: int) -> Array:
         if length is None:
             return jnp.zeros((1, len(places)), jnp.int32)
         lengths = number(length) if is_static(length) else jnp.reshape(length, (-1, 1))
@@ -197,7 +198,9 @@ class _MovedScore(ScoreFunction):
         return self.inner.evaluate(score, *_at(self.origin, b, h, rows, columns))
 
 
-def _at(origin: Origin, b: Any, h: Any, rows: Span, columns: Span) -> tuple[Any, Any, Span, Span]:
+def _at(
+    origin: Origin, b: Index, h: Index, rows: Span, columns: Span
+) -> tuple[Any, Any, Span, Span]:
     if origin.q is not None:
         rows = Span(rows.positions, origin.q)
     if origin.kv is not None:

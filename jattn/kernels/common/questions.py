@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from jaxtyping import Array
+
 from jattn._pytree import pytree_dataclass, static_field
 from jattn.spec import Spec
 
@@ -26,5 +28,5 @@ class Rows(NamedTuple):
     greatest: Any
     place: Any
     distance: Any
-    on_keys: Any
-    above: Any
+    on_keys: Array | None
+    above: Array | None

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from jattn._explicit import varied_like
+from jattn._types import Tree
 
 
 _input = Primitive("reverse_only")
@@ -46,7 +47,7 @@ mlir.register_lowering(_tangent, refuse)
 batching.primitive_batchers[_tangent] = refuse
 
 
-def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
+def inputs(arrays: Iterable[Array], others: Tree = ()) -> list[Array]:
     """Returns `arrays` as operands of a function whose derivative rule is for reverse mode only.
 
     A forward-mode derivative by one of them raises NotImplementedError. `others` is a tree of all
@@ -60,7 +61,7 @@ def inputs(arrays: Iterable[Array], others: Any = ()) -> list[Array]:
     return [_input.bind(x) for x in varied_like(operands, others)]
 
 
-def varying_alike(operands: Any) -> tuple[Any, Any]:
+def varying_alike(operands: Tree) -> tuple[Any, Any]:
     """Returns a tree of operands that all vary over the same axes of a mesh, within `shard_map`,
     and their `manual_axis_type`, with which results of Pallas's calls are declared."""
     alike = varied_like(operands, ())

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jattn import dropout, masks, tile
 from jattn._pytree import axis_names, axis_of
-from jattn._types import Shape, Size
+from jattn._types import Index, Shape, Size
 from jattn.kernels.common.tile_schedule import Run
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Any, h: Any, row: Any, rows: int, run: Run) -> "Tile":
+    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: Run) -> "Tile":
         tile_spec = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(tile_spec.q_positions, row, rows)
         return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
     def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
         """Returns scores, and the map of their cotangent to those of products and parameters."""
 
-        def modify(products: Array, params: Any) -> Array:
+        def modify(products: Array, params: list[Array]) -> Array:
             changed = self._replace(spec=with_parameters(self.spec, params))
             return changed.modify(products, masked)
 
@@ -83,16 +83,16 @@ class Tile(NamedTuple):
         return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
-def _axes(letters: str, leaf: Any) -> list[tuple[int, str]]:
+def _axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
     """Returns the axes along T and S of an array of one head, except those that broadcast."""
     named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
-def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Spec:
+def slice_tile(spec: Spec, row: Index, rows: int, column: Index, columns: int) -> Spec:
     """Returns the spec of one head with its arrays along T and S sliced to a tile."""
 
-    def sliced(letters: str, leaf: Any) -> Any:
+    def sliced(letters: str, leaf: Any) -> Array:
         for axis, letter in _axes(letters, leaf):
             start, size = (row, rows) if letter == "T" else (column, columns)
             leaf = take(leaf, start, size, axis)
@@ -101,22 +101,22 @@ def slice_tile(spec: Spec, row: Any, rows: int, column: Any, columns: int) -> Sp
     return jax.tree.map(sliced, axis_names(spec), spec)
 
 
-def slice_batch(spec: Spec, first: Any, rows: Size) -> Spec:
+def slice_batch(spec: Spec, first: Array, rows: Size) -> Spec:
     """Returns the spec with its arrays along B sliced to some batch rows."""
 
-    def sliced(letters: str, leaf: Any) -> Any:
+    def sliced(letters: str, leaf: Any) -> Array:
         batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
     return jax.tree.map(sliced, axis_names(spec), spec)
 
 
-def _span(positions: Any, start: Any, size: int) -> Span:
+def _span(positions: Array | None, start: Index, size: int) -> Span:
     places = start + jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
-def span_in_kernel(positions: Any, places: Array) -> Span:
+def span_in_kernel(positions: Array | None, places: Array) -> Span:
     """Returns the span of a tile at these places. If T or S is 1, there is one position.
 
     Positions and places are never the same object, which would mark positions as consecutive: that
@@ -130,7 +130,7 @@ def span_in_kernel(positions: Any, places: Array) -> Span:
 def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
     """Pads the spec's arrays along T and S to these lengths by repeating the last entry."""
 
-    def padded(letters: str, leaf: Any) -> Any:
+    def padded(letters: str, leaf: Any) -> Array:
         for letter, size in (("T", T), ("S", S)):
             axis = axis_of(letter, letters, leaf.ndim)
             if axis is not None and 1 < leaf.shape[axis] < size:
@@ -206,14 +206,14 @@ def pad_to(x: Array, size: int) -> Array:
     return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def take(x: Array, start: Any, size: Size, axis: int = 0) -> Array:
+def take(x: Array, start: Index, size: Size, axis: int = 0) -> Array:
     """Slices a run of `size` along an axis; returns the array itself if it has that size."""
     if x.shape[axis] == size:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def add_at(x: Array, value: Array, start: Any, axis: int) -> Array:
+def add_at(x: Array, value: Array, start: Index, axis: int) -> Array:
     """Adds `value` to a run of x along an axis."""
     starts: list[Any] = [0] * x.ndim
     starts[axis] = start
@@ -256,13 +256,13 @@ def _join_leaf(stacked: Array, leaf: Array, letters: str) -> Array:
 
 
 def add_params(
-    totals: list[Array], parts: list[Array], letters: list[str], b: Any, h: Any
+    totals: list[Array], parts: list[Array], letters: list[str], b: Array, h: Array
 ) -> list[Array]:
     """Adds one head's gradients of parameters to the totals, at its batch row and head."""
     return [_add_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
 
 
-def _add_param(total: Array, part: Array, letters: str, b: Any, h: Any) -> Array:
+def _add_param(total: Array, part: Array, letters: str, b: Array, h: Array) -> Array:
     named = letters.replace("#", "").split()
     start: list[Any] = [0] * total.ndim
     for name, index in (("*B", b), ("N", h)):

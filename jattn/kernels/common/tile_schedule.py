@@ -16,10 +16,13 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks, tuning
+from jattn._types import AnyArray, Index, Tree
 from jattn.spec import Spec, Tiling
 
 
-def kinds(spec: Spec, T: int, S: int, tiling: Tiling, b: Any = None, h: Any = None) -> Any:
+def kinds(
+    spec: Spec, T: int, S: int, tiling: Tiling, b: Array | None = None, h: Array | None = None
+) -> AnyArray:
     """Returns the tile map of one head, or, if b and h are None, a map that holds for all heads."""
     box = masks.Tile.grid(
         masks.extents(T, tiling.block_q, spec.q_positions),
@@ -33,7 +36,7 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling, b: Any = None, h: Any = No
 class Run(NamedTuple):
     """Consecutive tiles of keys of one kind, computed together as one wide tile."""
 
-    start: Any
+    start: Index
     size: int
     masked: bool
 
@@ -50,7 +53,7 @@ class Schedule(NamedTuple):
     runs: list[list[Run]] | None
     tiles: list[tuple[int, bool, Any, Any]]
 
-    def of(self, i: Any) -> list[Run]:
+    def of(self, i: Index) -> list[Run]:
         """Returns the runs of query block i; an empty list if they are not known."""
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
@@ -69,8 +72,8 @@ def widest(tiling: Tiling) -> int:
 
 def schedule(
     spec: Spec,
-    b: Any,
-    h: Any,
+    b: Array,
+    h: Array,
     T: int,
     S: int,
     tiling: Tiling,
@@ -128,14 +131,14 @@ def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
     return runs
 
 
-def where_true(xp: Any, which: Any) -> tuple[Any, Any]:
+def where_true(xp: Any, which: AnyArray) -> tuple[Any, Any]:
     """Returns the True columns of bool `[n, m]`, first in each row, and their number."""
     order = xp.argsort(~which, axis=1, stable=True).astype(np.int32)
     count = which.sum(axis=1).astype(np.int32)
     return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
 
 
-def visit(schedule: Schedule, i: Any, step: Callable[[Run, Any], Any], state: Any) -> Any:
+def visit(schedule: Schedule, i: Index, step: Callable[[Run, Any], Any], state: Tree) -> Tree:
     """Folds `step(run, state)` over the runs that block i visits."""
     state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
     for width, masked, order, count in schedule.tiles:
@@ -146,7 +149,9 @@ def visit(schedule: Schedule, i: Any, step: Callable[[Run, Any], Any], state: An
     return state
 
 
-def _visit_one(step: Any, order: Array, size: int, masked: bool, place: Any, state: Any) -> Any:
+def _visit_one(
+    step: Callable[..., Any], order: Array, size: int, masked: bool, place: Array, state: Tree
+) -> Tree:
     return step(Run(order[place] * size, size, masked), state)
 
 
@@ -185,7 +190,7 @@ def map_blocks(
     n: int,
     block: Callable[[Any], Any],
     over_blocks: Callable[..., Any] = lax.map,
-) -> Any:
+) -> Tree:
     """Returns `block(i)` for all n blocks, stacked: computed sequentially, or by `over_blocks`."""
     if schedule.unrolled(n):
         parts = [block(np.int32(i)) for i in range(n)]
@@ -198,14 +203,14 @@ def join(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def fold_blocks(schedule: Schedule, n: int, block: Callable[[Any, Any], Any], total: Any) -> Any:
+def fold_blocks(schedule: Schedule, n: int, block: Callable[[Any, Any], Any], total: Tree) -> Tree:
     """Folds `block(i, total)` over all n blocks of queries."""
     if schedule.unrolled(n):
         return functools.reduce(lambda total, i: block(np.int32(i), total), range(n), total)
     return repeat(0, n, block, total)
 
 
-def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+def repeat(start: Index, stop: Index, body: Callable[[Any, Any], Any], state: Tree) -> Tree:
     """`lax.fori_loop` with an int32 index, even if 64-bit types are enabled."""
     as_int32 = lambda i, state: body(lax.convert_element_type(i, jnp.int32), state)  # noqa: E731
     return lax.fori_loop(jnp.int32(start), jnp.int32(stop), as_int32, state)

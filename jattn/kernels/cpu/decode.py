@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn import masks, scores, tile, tuning
 from jattn._pytree import is_static, leading, number
-from jattn._types import accumulation
+from jattn._types import Tree, accumulation
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import few_queries, lowering, slicing, tile_schedule
@@ -44,7 +45,7 @@ def pays(spec: Spec, shapes: Shapes) -> bool:
     return unavailable(shapes.dtype) is None
 
 
-def unavailable(dtype: Any) -> str | None:
+def unavailable(dtype: DTypeLike) -> str | None:
     """Why it cannot run here now, for queries of a dtype."""
     return library.unavailable("decode", accumulation(dtype))
 
@@ -61,7 +62,7 @@ class PagedKV(NamedTuple):
     by_token: bool = False
 
 
-def _functions(tree: Any, kind: Any) -> bool:
+def _functions(tree: Tree, kind: Any) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return any(isinstance(x, kind) for x in leaves)
 
@@ -74,7 +75,7 @@ def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile
     B = shapes.B if by_any or math.prod(batch) > 1 else 1
     N = N if by_any or heads > 1 or spec.score is not None else 1
 
-    def head(spec: Spec, b: Any, h: Any, _: Array) -> Array:
+    def head(spec: Spec, b: Array, h: Array, _: Array) -> Array:
         here = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.Run(0, S, True))
         return jnp.broadcast_to(one(here), (T, S))
 
@@ -92,7 +93,7 @@ def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
     return _over_all(dataclasses.replace(spec, score=None), shapes, bool, one)
 
 
-def _added(spec: Spec, shapes: Shapes, dtype: Any) -> Float[Array, "b n T S"]:
+def _added(spec: Spec, shapes: Shapes, dtype: DTypeLike) -> Float[Array, "b n T S"]:
     """What the score function adds; of size 0 if nothing."""
     if spec.score is None:
         return jnp.zeros((1, 1, 1, 0), dtype)
@@ -135,7 +136,7 @@ def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> Pa
     return PagedKV(key, value, by_token=True)
 
 
-def readable(dtype: Any, query_dtype: Any) -> bool:
+def readable(dtype: DTypeLike, query_dtype: DTypeLike) -> bool:
     """Whether it reads keys of a dtype: that of sums, or bfloat16 for sums in float32."""
     sums = accumulation(query_dtype)
     return dtype == sums or (dtype == jnp.bfloat16 and sums == jnp.float32)

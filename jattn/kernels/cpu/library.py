@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jattn import tuning
 from jattn.kernels.common.unbuilt import Unbuilt
@@ -69,7 +70,7 @@ _lock = threading.RLock()
 _lock_of_rules = threading.Lock()
 
 
-def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
+def unavailable(function: str, dtype: DTypeLike, *, wait: bool = False) -> str | None:
     """Why there is no such function for float32 or float64; None where there is, then for good.
 
     With `wait` it waits until that is known.
@@ -79,14 +80,14 @@ def unavailable(function: str, dtype: Any, *, wait: bool = False) -> str | None:
     return library.wait(None if wait else max(0.0, left)).reason
 
 
-def target(function: str, dtype: Any) -> str:
+def target(function: str, dtype: DTypeLike) -> str:
     """The name under which XLA finds a function; Unbuilt where its library cannot be built."""
     if reason := unavailable(function, dtype, wait=True):
         raise Unbuilt(reason)
     return _name(function, np.dtype(dtype).name, tuning.current().cpu_tiles)
 
 
-def kept(function: str, dtype: Any) -> Path | None:
+def kept(function: str, dtype: DTypeLike) -> Path | None:
     """The file from which other processes will load it; None if they must build it again."""
     return _library(function, dtype).wait().kept
 
@@ -99,7 +100,7 @@ _rules: dict[tuple[str, str], Any] = {}  # their libraries by text and dtype
 _failures: dict[tuple[str, str], str] = {}  # or why there is none
 
 
-def rule_unavailable(text: str, dtype: Any) -> str | None:
+def rule_unavailable(text: str, dtype: DTypeLike) -> str | None:
     """Why a rule could not be compiled, if that was tried, or cannot be loaded any more."""
     key = text, np.dtype(dtype).name
     if key not in _rules and len(_rules) >= MOST_RULES:
@@ -110,7 +111,7 @@ def rule_unavailable(text: str, dtype: Any) -> str | None:
     return _failures.get(key)
 
 
-def add_rule(text: str, dtype: Any, modifies: bool, keeps: bool) -> int:
+def add_rule(text: str, dtype: DTypeLike, modifies: bool, keeps: bool) -> int:
     """The number of a rule that was generated, for the kernel's attribute `rule`. It is compiled
     where this machine has not done so yet, in about a second.
 
@@ -167,7 +168,7 @@ def _name(function: str, dtype: str, tiles: str) -> str:
     return f"{name} (run python -m jattn.build{' --float64' * (dtype == 'float64')})"
 
 
-def _library(function: str, dtype: Any) -> _Library:
+def _library(function: str, dtype: DTypeLike) -> _Library:
     """The library of a function, whose loading begins with the first call that asks."""
     key = (_SOURCES[function], np.dtype(dtype).name, tuning.current().cpu_tiles)
     with _lock:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn import dropout, tile, tuning
 from jattn._pytree import is_static, number, select_head
-from jattn._types import accumulation
+from jattn._types import AnyArray, Tree, accumulation
 from jattn.call import Call
 from jattn.kernels.common import lowering, tile_schedule
 from jattn.kernels.common.derivatives import PerQuery
@@ -122,7 +123,7 @@ def _distances(shapes: Shapes) -> Array:
     return shapes.S - 1 - jnp.arange(size, dtype=jnp.int32)
 
 
-def _diagonals(spec: Spec, shapes: Shapes, dtype: Any) -> Array:
+def _diagonals(spec: Spec, shapes: Shapes, dtype: DTypeLike) -> Array:
     """What is added to scores, `[1, N, d]`; of size 0 if nothing."""
     if not rules.as_terms(spec.score).by_distance:
         return jnp.zeros((1, 1, 0), dtype)
@@ -230,7 +231,7 @@ def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[Tiling, Array]:
         chunk //= 2
     tiling = Tiling(row, chunk)
 
-    def one(b: Any, h: Any) -> Any:
+    def one(b: Array | None, h: Array | None) -> AnyArray:
         own = b if rule.by_row else None, h if rule.by_head else None
         found = select_head(spec, *(0 if x is None else x for x in own))
         kinds = tile_schedule.kinds(found, shapes.T, shapes.S, tiling, *own)
@@ -243,7 +244,7 @@ def _tile_map(spec: Spec, shapes: Shapes, rule: Rule) -> tuple[Tiling, Array]:
     return tiling, every(jnp.arange(rows, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32))
 
 
-def _is_read(dtype: Any, spec: Spec) -> bool:
+def _is_read(dtype: DTypeLike, spec: Spec) -> bool:
     """Whether the kernel reads numbers of a dtype as they are. It multiplies those of bfloat16 as
     such where the machine can, which is not the highest precision."""
     highest = spec.precision in ("highest", jax.lax.Precision.HIGHEST)
@@ -297,7 +298,7 @@ def _forward(
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
 
 
-def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Any:
+def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Tree:
     given, scale = per_query.query, spec.scale
     spec, query = static_scale(spec, given)
     shapes = Shapes.of(query, value)

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jattn import masks, scores
 from jattn._pytree import is_static, number, select_head
+from jattn._types import Index, Tree
 from jattn.functions import integers
 from jattn.masks import Span
 
@@ -43,13 +45,13 @@ class Runs(NamedTuple):
     Integers or int32 arrays `[1 or B, 1 or T]`; ids are a pair `[1 or B, T]`, `[1 or B, S]`.
     """
 
-    start: Any
-    stop: Any
+    start: Index
+    stop: Index
     ids: tuple[Any, Any] | None = None
 
 
 @functools.singledispatch
-def as_runs(mask: Any, place: QueryBlock) -> Runs:
+def as_runs(mask: Tree, place: QueryBlock) -> Runs:
     """What a mask leaves; raises NotImplementedError with the reason."""
     raise NotImplementedError(f"{type(mask).__name__} does not leave one run of keys to a query")
 
@@ -85,7 +87,7 @@ def _(mask: masks.Window, place: QueryBlock) -> Runs:
     return Runs(start, S if right is None else _until(q, right, S))
 
 
-def _by_row(length: Any) -> Any:
+def _by_row(length: Tree) -> Index:
     length = integers.clamped(number(length))  # no place is beyond
     return length if is_static(length) else length.reshape(length.size, 1)
 
@@ -145,7 +147,7 @@ class Terms(NamedTuple):
 
 
 @functools.singledispatch
-def as_terms(score: Any) -> Terms:
+def as_terms(score: Tree) -> Terms:
     """What a score function does; raises NotImplementedError with the reason."""
     raise NotImplementedError(f"it has no {type(score).__name__}")
 
@@ -168,18 +170,18 @@ def _(score: scores.SoftCap) -> Terms:
 
 @as_terms.register(scores.Alibi)
 @as_terms.register(scores.RelativeBias)
-def _(score: Any) -> Terms:
+def _(score: Tree) -> Terms:
     return Terms(by_distance=True)
 
 
 _CHUNK = 16  # distances whose gradients are summed before those of other chunks are added
 
 
-def along_diagonals(score: Any, N: int, distances: Any, dtype: Any) -> Array:
+def along_diagonals(score: Tree, N: int, distances: Array, dtype: DTypeLike) -> Array:
     """What a function by distance adds, `[N, d]` for distances kv − q `[d]`, whole chunks."""
     zero = jnp.zeros(1, jnp.int32)
 
-    def one(score: Any, h: Any, distances: Any) -> Float[Array, " d"]:
+    def one(score: Tree, h: Array, distances: Array) -> Float[Array, " d"]:
         selected = select_head(score, 0, h)
         rows, columns = Span(zero, zero + 0), Span(distances, distances + 0)
         return selected.evaluate(jnp.zeros((1, _CHUNK), dtype), 0, h, rows, columns)[0]

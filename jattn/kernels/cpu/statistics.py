@@ -2,10 +2,10 @@
 rows and columns of weights in place of the product with values."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn import masks
@@ -71,7 +71,7 @@ def _positions(given: Array | None) -> Array:
     return jnp.atleast_2d(given.astype(jnp.int32))[:, None, :]
 
 
-def _marks(asked: Question, dtype: Any) -> Array:
+def _marks(asked: Question, dtype: DTypeLike) -> Array:
     """1 for the keys asked for, `[B or 1, 1, S]`; of size 0 if they are not the same for all
     queries, or nobody asks."""
     if asked.keys is None or not isinstance(asked.keys.mask, masks.Padding):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn import masks, scores
 from jattn._pytree import is_static, number
+from jattn._types import Tree
 from jattn.call import Call
 from jattn.functions import integers
 from jattn.kernels.common.derivatives import PerQuery
@@ -51,7 +52,7 @@ class Flags(NamedTuple):
 
 
 @functools.singledispatch
-def as_cudnn(mask: Any) -> Flags:
+def as_cudnn(mask: Tree) -> Flags:
     """cuDNN's flags for a mask; raises NotImplementedError with the reason."""
     raise NotImplementedError(f"cuDNN has no flag for {type(mask).__name__}")
 

@@ -5,7 +5,6 @@ the cotangents of their scores; nothing larger than the gradient itself is ever 
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import masks, softmax
+from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.tpu import operands, programs
 from jattn.kernels.tpu.operands import Place
 from jattn.spec import parameter_letters, parameters, with_parameters
 
 
-def of(problem: programs.Problem, which: int, rows: Any, k: Array, v: Array) -> Array | None:
+def of(
+    problem: programs.Problem, which: int, rows: list[Array], k: Array, v: Array
+) -> Array | None:
     """The gradient of a parameter `[B or 1, N or 1, T, S]` in its own shape, in float32; None if it
     is another."""
     leaf = parameters(problem.spec)[which]
@@ -32,11 +34,11 @@ def of(problem: programs.Problem, which: int, rows: Any, k: Array, v: Array) -> 
     shared = [1 if n > 1 else size for n, size in zip(own, (shapes.B, shapes.N), strict=True)]
     grid = (*own, shapes.T // t, shapes.S // s, math.prod(shared))
 
-    def place(_: Any, b: Any, h: Any, i: Any, j: Any, step: Any) -> Place:
+    def place(_: Tree, b: Array, h: Array, i: Array, j: Array, step: Array) -> Place:
         each = jnp.int32(shared[1])
         return Place(b + lax.div(step, each), h + lax.rem(step, each), i, j)
 
-    def kernel(kinds: Any, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(kinds: Tree, leaves: Ref, arrays: Ref, results: Ref, scratch: Ref) -> None:
         *rows_refs, k_ref, v_ref = arrays
         (total,) = scratch
         index = list(map(pl.program_id, range(5)))
@@ -67,7 +69,13 @@ def of(problem: programs.Problem, which: int, rows: Any, k: Array, v: Array) -> 
 
 
 def _at_tile(
-    problem: programs.Problem, which: int, leaves: Any, at: Place, rows: Any, k: Array, v: Array
+    problem: programs.Problem,
+    which: int,
+    leaves: Ref,
+    at: Place,
+    rows: list[Array],
+    k: Array,
+    v: Array,
 ) -> Array:
     """What a tile adds."""
     q, d_out, *statistics = rows

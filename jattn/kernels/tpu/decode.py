@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from jattn import masks, tuning
+from jattn._types import Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
@@ -163,8 +164,8 @@ class Steps(NamedTuple):
     the pool each piece of a row lies, −1 where it is not read; and `[1]` how many steps there are.
     In a kernel these lie in scalar memory. A row that sees nothing has one empty step."""
 
-    rows: Any
-    blocks: Any
+    rows: Tree
+    blocks: Tree
     kinds: Any
     places: Any
     count: Any
@@ -218,9 +219,9 @@ class _Memory(NamedTuple):
     keys: Any
     values: Any
     arrived: Any  # semaphores
-    maximum: Any
-    total: Any
-    weighted: Any
+    maximum: Ref
+    total: Ref
+    weighted: Ref
 
     @classmethod
     def shapes(cls, shapes: Shapes, layout: Layout) -> "_Memory":
@@ -256,7 +257,9 @@ class _Kernel(NamedTuple):
         """Those of a product: the queries of a group's heads."""
         return self.shapes.G * _padded(self.shapes.T)
 
-    def __call__(self, steps: Steps, leaves: Any, arrays: Any, results: Any, memory: Any) -> None:
+    def __call__(
+        self, steps: Steps, leaves: Ref, arrays: Ref, results: Ref, memory: _Memory
+    ) -> None:
         query, *pools = arrays
         step, last = pl.program_id(0), steps.count[0] - 1
         slot, b = lax.rem(step, jnp.int32(2)), steps.rows[step]
@@ -295,12 +298,19 @@ class _Kernel(NamedTuple):
             self._finish(memory, slot, results)
 
     def _visit(
-        self, leaves: Any, query: Any, memory: Any, slot: Any, at: Place, masked: bool, exact: bool
-    ) -> Any:
+        self,
+        leaves: Ref,
+        query: Ref,
+        memory: _Memory,
+        slot: Array,
+        at: Place,
+        masked: bool,
+        exact: bool,
+    ) -> Array:
         """Adds a block to what rows have summed; whether its weighted values are all finite."""
         headroom, (of_keys, of_values) = programs.headroom(self.layout.S), self.layout.axes
 
-        def one(kv: Any, marks: Array) -> Array:
+        def one(kv: Array, marks: Array) -> Array:
             q, k, v = query[kv], memory.keys[slot, kv], memory.values[slot, kv]
             products = programs.dot(q, k, (1, 1 - of_keys), self.spec)
             if exact:  # NaN where a value is not finite
@@ -321,7 +331,7 @@ class _Kernel(NamedTuple):
         marks = jnp.zeros((self.rows, self.shapes.V), jnp.float32)
         return jnp.sum(tile_schedule.repeat(0, self.shapes.K, one, marks)) == 0
 
-    def _modified(self, leaves: Any, kv: Any, at: Place, products: Array, masked: bool) -> Array:
+    def _modified(self, leaves: Ref, kv: Array, at: Place, products: Array, masked: bool) -> Array:
         """Scores `[R, block]` of a group, whose heads may have masks and scores of their own."""
         T, found = _padded(self.shapes.T), []
         for g in range(self.shapes.G):
@@ -331,8 +341,8 @@ class _Kernel(NamedTuple):
             found.append(jnp.broadcast_to(score, part.shape))
         return jnp.concatenate(found, axis=0)
 
-    def _finish(self, memory: Any, slot: Any, results: Any) -> None:
-        def one(kv: Any, _: Any) -> Any:
+    def _finish(self, memory: _Memory, slot: Array, results: Ref) -> None:
+        def one(kv: Array, _: Array) -> int:
             maximum, total, weighted = (x[slot, kv] for x in memory.sums)
             headroom = programs.headroom(self.layout.S)
             out, *both = programs.all_keys(maximum, total, weighted, headroom)
@@ -349,21 +359,21 @@ class _Copies(NamedTuple):
 
     layout: Layout
     steps: Steps
-    pools: Any
+    pools: Tree
     memory: _Memory
 
-    def start(self, step: Any, slot: Any) -> None:
+    def start(self, step: Array, slot: Array) -> None:
         self._each(step, slot, lambda copy: copy.start())
 
-    def wait(self, step: Any, slot: Any) -> None:
+    def wait(self, step: Array, slot: Array) -> None:
         self._each(step, slot, lambda copy: copy.wait())
 
-    def _each(self, step: Any, slot: Any, do: Callable[[Any], None]) -> None:
+    def _each(self, step: Array, slot: Array, do: Callable[[Any], None]) -> None:
         pltpu = importlib.import_module("jax.experimental.pallas.tpu")
         in_block, in_page, size = self.layout.in_block, self.layout.in_page, self.layout.piece
         first = self.steps.rows[step] * self.layout.pieces + self.steps.blocks[step] * in_block
 
-        def one(piece: Any, _: Any) -> Any:
+        def one(piece: Array, _: Array) -> int:
             place = self.steps.places[first + piece]
 
             @pl.when(place >= 0)
@@ -432,14 +442,14 @@ def _launch(
     leaves, memory = len(kernel.rules.arrays), _Memory.shapes(kernel.shapes, kernel.layout)
     results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
 
-    def place(step: Any, *lists: Any) -> Place:
+    def place(step: Array, *lists: Ref) -> Place:
         own = Steps(*lists)
         return Place(own.rows[step], 0, 0, own.blocks[step])
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape[1:]), lambda *at: (place(*at).b, 0, 0, 0))
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         own, refs = Steps(*refs[: len(steps)]), refs[len(steps) :]
         first, second = leaves + 3, leaves + 3 + len(results)
         parts = refs[:leaves], refs[leaves:first], refs[first:second]

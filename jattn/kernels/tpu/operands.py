@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn._pytree import axis_names
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.tpu import tile_functions
 from jattn.spec import Spec, Tiling
@@ -28,10 +30,10 @@ LANES = 128  # of a register: along them lies the last axis of an array
 class Place(NamedTuple):
     """Where a tile is: batch row, head, block of queries and block of keys."""
 
-    b: Any
-    h: Any
-    i: Any
-    j: Any
+    b: Index
+    h: Index
+    i: Index
+    j: Index
 
 
 def column(row: Array) -> Array:
@@ -52,11 +54,11 @@ class _Part(NamedTuple):
     own: tuple[int, ...]
     at_tile: tuple[int, ...]
     along: tuple[bool, bool]
-    dtype: Any
+    dtype: DTypeLike
     looked_up: bool  # by functions, which may index it as they like
 
     @classmethod
-    def of(cls, leaf: Any, letters: str, tiling: Tiling) -> "_Part":
+    def of(cls, leaf: Array, letters: str, tiling: Tiling) -> "_Part":
         names = letters.replace("#", "").split() or [""] * leaf.ndim
         sizes = dict(zip(names, leaf.shape, strict=True))
         own = [(x, n) for x, n in zip(names, leaf.shape, strict=True) if x not in ("*B", "N")]
@@ -97,7 +99,7 @@ class _Part(NamedTuple):
             tpu = importlib.import_module("jax.experimental.pallas.tpu")
             return pl.BlockSpec(memory_space=tpu.SMEM)
 
-        def index(*at: Any) -> tuple[Any, ...]:
+        def index(*at: Ref) -> tuple[Any, ...]:
             b, h, i, j = place(*at)
             outer = b if self.outer[0] > 1 else 0, h if self.outer[1] > 1 and not every else 0
             return *outer, *((i, j) if all(self.along) else (0, i if self.along[0] else j))
@@ -108,7 +110,7 @@ class _Part(NamedTuple):
     def block_shape(self, tiling: Tiling) -> tuple[int, int]:
         return (tiling.block_q, tiling.block_kv) if all(self.along) else (1, tiling[self.along[1]])
 
-    def value(self, ref: Any, at: Place) -> Any:
+    def value(self, ref: Ref, at: Place) -> Tree:
         """In a kernel: what a tile is given, on two axes."""
         if self.in_blocks:
             every = len(ref.shape) > 2
@@ -117,7 +119,7 @@ class _Part(NamedTuple):
                 found = found.astype(jnp.int32) != 0
             return found if self.along[1] else column(found)
 
-        def read(place: Any) -> Any:
+        def read(place: Index) -> Array:
             found = ref[place]
             return found != 0 if self.dtype == bool else found
 
@@ -170,7 +172,7 @@ class SpecOperands:
         """How the arrays are cut for a program whose tile `place(*indices)` gives."""
         return [part.block(self._tiling, place, self._every_head) for part in self._parts]
 
-    def traced(self, function: Callable[..., Any], *operands: Array) -> Any:
+    def traced(self, function: Callable[..., Any], *operands: Array) -> Tree:
         """`run` at the first tile, outside of a kernel."""
         refs = [
             jnp.zeros(part.block_shape(self._tiling), x.dtype) if part.in_blocks else x
@@ -179,7 +181,7 @@ class SpecOperands:
         zero = jnp.zeros((), jnp.int32)
         return self.run(function, refs, Place(zero, zero, zero, zero), *operands)
 
-    def run(self, function: Callable[..., Any], refs: Any, at: Place, *operands: Any) -> Any:
+    def run(self, function: Callable[..., Any], refs: Tree, at: Place, *operands: Array) -> Tree:
         """`function(tile, *operands)`. Operands are `[t, s]`, or `[t, 1]` for what the function
         sees as `[t]`; so are the results."""
         values = [part.value(x, at) for part, x in zip(self._parts, refs, strict=True)]
@@ -195,7 +197,9 @@ class SpecOperands:
         expected = [x.expected for x in self._parts], number, number, *places, *seen
         given = values, at.b, at.h, rows, columns, *operands
 
-        def here(leaves: Any, b: Any, h: Any, rows: Any, columns: Any, *operands: Any) -> Any:
+        def here(
+            leaves: list[Array], b: Array, h: Array, rows: Array, columns: Array, *operands: Array
+        ) -> Tree:
             spec = jax.tree.unflatten(self._treedef, leaves)
             pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
             spans = (slicing.span_in_kernel(*x) for x in pairs)

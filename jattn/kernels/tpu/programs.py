@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile, tuning
+from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask, reverse_mode, slicing
 from jattn.kernels.tpu import operands
 from jattn.kernels.tpu.operands import Place
@@ -48,7 +50,7 @@ class Problem(NamedTuple):
     interpret: bool
 
     @classmethod
-    def of(cls, platform: str, spec: Spec, rows: Any, key: Any, value: Any) -> Any:
+    def of(cls, platform: str, spec: Spec, rows: Tree, key: Array, value: Array) -> Tree:
         """And the padded call, its `[B, N, T, ·]` and `[B, N, 1, T]`, and its `[B, K, S, ·]`."""
         tiling = choose_tiling(Shapes.of(rows[0], value))
         call = slicing.Call.of(tiling, head_width, spec, rows, key, value)
@@ -63,17 +65,17 @@ class Problem(NamedTuple):
 class Visits(NamedTuple):
     """The lists of tiles that blocks visit, in a kernel's scalar memory."""
 
-    order: Any
-    ends: Any
+    order: Ref
+    ends: Ref
 
-    def tile(self, b: Any, h: Any, block: Any, step: Any) -> Any:
+    def tile(self, b: Array, h: Array, block: Array, step: Array) -> Array:
         """Which tile a block visits at a step. Behind the last tile it is the last again, so
         that nothing is fetched."""
         row = *block_mask.clamped(self.order, b, h), block
         last = jnp.maximum(self.ends[(*row, 1)] - 1, 0)
         return self.order[(*row, jnp.minimum(step, last))]
 
-    def kind(self, b: Any, h: Any, block: Any, step: Any) -> tuple[Any, Any]:
+    def kind(self, b: Array, h: Array, block: Array, step: Array) -> tuple[Any, Any]:
         """Whether it visits at this step a tile that needs no mask, or one that does."""
         row = *block_mask.clamped(self.order, b, h), block
         full, visited = self.ends[(*row, 0)], self.ends[(*row, 1)]
@@ -85,7 +87,7 @@ class Block(NamedTuple):
     of queries (or of keys), whole along all other axes."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     block: int
     keys: bool
     axis: int = 2
@@ -94,7 +96,7 @@ class Block(NamedTuple):
         sizes = list(self.shape[2:])
         sizes[self.axis - 2] = self.block
 
-        def index(*at: Any) -> tuple[Any, ...]:
+        def index(*at: Ref) -> tuple[Any, ...]:
             b, h, i, j = place(*at)
             inner = [0, 0]
             inner[self.axis - 2] = j if self.keys else i
@@ -111,11 +113,11 @@ class Whole(NamedTuple):
     own: tuple[int, int]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         return jnp.float32
 
     def spec(self, place: Callable[..., Any], group: int, tiling: Tiling) -> pl.BlockSpec:
-        def index(*at: Any) -> tuple[Any, ...]:
+        def index(*at: Ref) -> tuple[Any, ...]:
             outer = at[:2]  # the first axes of the grid
             _, _, i, j = place(*at)
             return *outer, i, j
@@ -130,7 +132,7 @@ def launch(
     place: Callable[..., Any],
     kernel: Callable[..., None],
     visits: block_mask.BlockMask,
-    arrays: Any,
+    arrays: Tree,
     results: Sequence[Block | Whole],
     scratch: list[tuple[int, ...]],
 ) -> list[Array]:
@@ -144,11 +146,11 @@ def launch(
     )
     leaves = len(problem.rules.arrays)
 
-    def at(*indices: Any) -> Any:
+    def at(*indices: Ref) -> Place:
         *here, order, ends = indices
         return place(Visits(order, ends), *here)
 
-    def body(order: Any, ends: Any, *refs: Any) -> None:
+    def body(order: Ref, ends: Ref, *refs: Ref) -> None:
         first, second = leaves + len(inputs), leaves + len(inputs) + len(results)
         kernel(
             Visits(order, ends),
@@ -176,7 +178,7 @@ def launch(
     return list(call(*flat))
 
 
-def block_of(x: Any, tiling: Tiling, keys: bool) -> Block:
+def block_of(x: Array, tiling: Tiling, keys: bool) -> Block:
     axis = 3 if x.shape[2] == 1 else 2  # statistics of rows
     return Block(x.shape, x.dtype, tiling[keys], keys, axis)
 
@@ -259,7 +261,7 @@ def at_tile(
 
 
 def d_products_and_weights(
-    problem: Problem, leaves: Any, at: Place, masked: bool, rows: Any, k: Array, v: Array
+    problem: Problem, leaves: Tree, at: Place, masked: bool, rows: list[Array], k: Array, v: Array
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ, and the weights after dropout. With weights p and dp = d_out vᵀ, that
     of the scores is p (dp − delta)."""

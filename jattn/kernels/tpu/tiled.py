@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._types import Ref, Tree
 from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.derivatives import PerQuery
@@ -93,7 +95,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
     """What mask or score function do that a tile cannot, found by tracing them for one."""
     tiling = choose_tiling(shapes)
 
-    def one_tile(leaves: Any) -> Any:
+    def one_tile(leaves: list[Array]) -> Tree:
         spec = jax.tree.unflatten(structure, leaves)
         T, S = shapes.T, shapes.S
         spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
@@ -101,7 +103,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
         if rules.scalar_entries > _MOST_SCALARS:
             raise NotImplementedError(f"{rules.scalar_entries} numbers in scalar memory")
 
-        def modify(here: slicing.Tile, products: Array) -> Any:
+        def modify(here: slicing.Tile, products: Array) -> Tree:
             score, pull = jax.vjp(lambda x: here.modify(x, True), products)
             return score, pull(score)
 
@@ -120,7 +122,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
 
 
 def _forward(
-    problem: Problem, q: Array, k: Array, v: Array, dtype: Any, statistics: bool
+    problem: Problem, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
 ) -> list[Array]:
     """Output `[B, N, T, V]` in a dtype and, if asked for, maximum and log of the sum
     `[B, N, 1, T]`."""
@@ -128,7 +130,7 @@ def _forward(
     (visits, steps), rows = lists(problem), tiling.block_q
     headroom = programs.headroom(shapes.S)
 
-    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
         q_ref, k_ref, v_ref = arrays
         maximum, total, weighted = scratch
         b, h, i, step = map(pl.program_id, range(4))
@@ -174,12 +176,12 @@ def _forward(
     )
 
 
-def _d_queries(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> Array:
+def _d_queries(problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike) -> Array:
     """The gradient `[B, N, T, H]`."""
     shapes, (block, _) = problem.shapes, problem.tiling
     visits, steps = lists(problem)
 
-    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
         *rows_refs, k_ref, v_ref = arrays
         (total,) = scratch
         b, h, i, step = map(pl.program_id, range(4))
@@ -214,17 +216,19 @@ def _d_queries(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> A
     )[0]
 
 
-def _d_keys(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> list[Array]:
+def _d_keys(
+    problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike
+) -> list[Array]:
     """The gradients `[B, K, S, H]` and `[B, K, S, V]`; the steps go through a group's heads."""
     shapes, (_, block) = problem.shapes, problem.tiling
     visits, steps = lists(problem, by_key=True)
 
-    def split(kv: Any, step: Any) -> tuple[Any, Any]:
+    def split(kv: Array, step: Array) -> tuple[Any, Any]:
         """The head, and its step."""
         each = jnp.int32(steps)
         return kv * shapes.G + lax.div(step, each), lax.rem(step, each)
 
-    def kernel(visits_at: Visits, leaves: Any, arrays: Any, results: Any, scratch: Any) -> None:
+    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
         *rows_refs, k_ref, v_ref = arrays
         b, kv, j, step = map(pl.program_id, range(4))
         h, own = split(kv, step)
@@ -251,7 +255,7 @@ def _d_keys(problem: Problem, rows: Any, k: Array, v: Array, dtype: Any) -> list
             for result, total in zip(results, scratch, strict=True):
                 result[...] = total[...].astype(dtype)
 
-    def place(visits: Visits, b: Any, kv: Any, j: Any, step: Any) -> Place:
+    def place(visits: Visits, b: Array, kv: Array, j: Array, step: Array) -> Place:
         h, own = split(kv, step)
         return Place(b, h, visits.tile(b, h, j, own), j)
 
@@ -316,7 +320,7 @@ def _backward_pass(
 
 
 def _d_parameters(
-    problem: Problem, call: slicing.Call, spec: Spec, rows: Any, k: Array, v: Array
+    problem: Problem, call: slicing.Call, spec: Spec, rows: list[Array], k: Array, v: Array
 ) -> list[Array]:
     """Each written tile by tile if it runs along T and S; the others are summed by XLA, which can
     scatter."""

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn import softmax, tile, tuning
 from jattn._pytree import select_head
-from jattn._types import accumulation
+from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import PerQuery
@@ -86,7 +87,7 @@ class BlockLoop(NamedTuple):
         scores = heads * tile_schedule.widest(tiling)
         return cls(max(1, tuning.current().scores_together // scores), False)
 
-    def map(self, function: Callable[[Any], Any], indices: Array) -> Any:
+    def map(self, function: Callable[[Any], Any], indices: Array) -> Tree:
         """As `lax.map`. A single block is not mapped, so that its loops end when it is done."""
         n = len(indices)
         together = max(x for x in range(1, min(self.batched, n) + 1) if n % x == 0)
@@ -127,15 +128,15 @@ def products(here: slicing.Tile, q: Array, k: Array, values: Values) -> Array:
     return found if values.nonfinite is None else found + values.nonfinite[None, :]
 
 
-def _scores(here: slicing.Tile, q: Array, k: Array, values: Values, masked: bool) -> Any:
+def _scores(here: slicing.Tile, q: Array, k: Array, values: Values, masked: bool) -> Tree:
     """Scores of a tile, and their cotangent's way to products and parameters."""
     return here.modified(products(here, q, k, values), masked)
 
 
 def _forward_head(
     spec: Spec,
-    b: Any,
-    h: Any,
+    b: Array,
+    h: Array,
     q: Array,
     k: Array,
     v: Array,
@@ -152,7 +153,7 @@ def _forward_head(
     values = values._replace(finite=values.finite * factor)
     spec, q, _ = scaled(spec, q)
 
-    def block(i: Any) -> tuple[Array, Normalizer]:
+    def block(i: Index) -> tuple[Array, Normalizer]:
         q_i = slicing.take(q, i * rows, rows)
 
         def step(run: tile_schedule.Run, state: softmax.Partial | None) -> softmax.Partial:
@@ -184,7 +185,7 @@ class _Gradients(NamedTuple):
     query: Float[Array, "T H"]
     key: Float[Array, "H S"]
     value: Float[Array, "V S"]
-    params: Any
+    params: Tree
 
 
 class _Operands(NamedTuple):
@@ -195,8 +196,8 @@ class _Operands(NamedTuple):
     """
 
     spec: Spec
-    b: Any
-    h: Any
+    b: Index
+    h: Index
     q: Float[Array, "T H"]
     q_finite: Float[Array, "T H"]
     d_out: Float[Array, "T V"]
@@ -208,7 +209,9 @@ class _Operands(NamedTuple):
     values: Values
 
     @classmethod
-    def of(cls, spec: Spec, b: Any, h: Any, per_query: Any, k: Array, v: Array) -> "_Operands":
+    def of(
+        cls, spec: Spec, b: Array, h: Array, per_query: tuple[Array, ...], k: Array, v: Array
+    ) -> "_Operands":
         q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
         q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (q, k))
@@ -216,7 +219,7 @@ class _Operands(NamedTuple):
         rows = (q, q_finite, d_out, maximum, log_total, delta)
         return cls(spec, b, h, *rows, k, k_finite, values)
 
-    def at(self, row: Any, rows: int, run: tile_schedule.Run) -> tuple[Array, Array, Any]:
+    def at(self, row: Index, rows: int, run: tile_schedule.Run) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
 
         With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
@@ -234,8 +237,8 @@ class _Operands(NamedTuple):
 
 def backward_head(
     spec: Spec,
-    b: Any,
-    h: Any,
+    b: Array,
+    h: Array,
     per_query: Any,
     k: Array,
     v: Array,
@@ -257,10 +260,10 @@ def backward_head(
     q_transposed, d_transposed = head.q_finite.T, d_out.T
     letters = parameter_letters(spec)
 
-    def block(i: Any, total: _Gradients) -> _Gradients:
+    def block(i: Index, total: _Gradients) -> _Gradients:
         qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_transposed, d_transposed))
 
-        def step(run: tile_schedule.Run, state: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Tree) -> Tree:
             dq_i, dk, dv, d_params = state
             d_products, weights, d_here = head.at(i * rows, rows, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
@@ -299,9 +302,9 @@ def _of_pairs(
 
 def _backward_blocks(
     spec: Spec,
-    b: Any,
-    h: Any,
-    per_query: Any,
+    b: Array,
+    h: Array,
+    per_query: tuple[Array, ...],
     k: Array,
     v: Array,
     tiling: Tiling,
@@ -332,13 +335,13 @@ def _backward_blocks(
 
 
 def _gradients_of_queries(
-    head: _Operands, rows: int, S: int, by_query: tile_schedule.Schedule, i: Array | int
+    head: _Operands, rows: int, S: int, by_query: tile_schedule.Schedule, i: Index
 ) -> tuple[Array, list[Array]]:
     """Gradients of a block of queries, and what it adds to those of parameters."""
     spec = head.spec
     letters = parameter_letters(spec)
 
-    def step(run: tile_schedule.Run, state: Any) -> Any:
+    def step(run: tile_schedule.Run, state: Tree) -> Tree:
         dq_i, d_params = state
         d_products, _, d_here = head.at(i * rows, rows, run)
         k_j = slicing.take(head.k_finite, run.start, run.size)
@@ -356,12 +359,12 @@ def _gradients_of_queries(
 
 
 def _gradients_of_keys(
-    head: _Operands, columns: int, by_key: tile_schedule.Schedule, j: Array | int
+    head: _Operands, columns: int, by_key: tile_schedule.Schedule, j: Index
 ) -> tuple[Array, Array]:
     """Gradients of a block of keys and of their values."""
     spec = head.spec
 
-    def step(run: tile_schedule.Run, state: Any) -> Any:
+    def step(run: tile_schedule.Run, state: tuple[Array, ...]) -> tuple[Array, ...]:
         dk_j, dv_j = state
         keys = tile_schedule.Run(j * columns, columns, run.masked)
         d_products, weights, _ = head.at(run.start, run.size, keys)
@@ -382,14 +385,14 @@ def _gradients_of_keys(
 # ---------------------------------------------------------------------------------------------
 
 
-def take_head(x: Array, b: Any, h: Any, size: int) -> Array:
+def take_head(x: Array, b: Array, h: Array, size: int) -> Array:
     """Head (b, h) of `[B, T, N, ...]`, padded to whole tiles."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     one = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
     return slicing.pad_to(one.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def write_head(total: Array, x: Array, b: Any, h: Any, row: Any = 0) -> Array:
+def write_head(total: Array, x: Array, b: Array, h: Array, row: Any = 0) -> Array:
     """`[B, T, N, ...]` with the rows x `[t, ...]` of head (b, h) written from `row` on."""
     start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
     one = x[: total.shape[1], ...]
@@ -433,11 +436,11 @@ class Problem(NamedTuple):
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
 
-def forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Tree:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, head after head."""
     shapes, (T, S) = problem.shapes, problem.padded
 
-    def body(n: Any, total: Any) -> Any:
+    def body(n: Array, total: Tree) -> Tree:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
         q = take_head(query, b, h, T)
         k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))
@@ -449,7 +452,7 @@ def forward_loop(spec: Spec, query: Array, key: Array, value: Array, problem: Pr
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
 
 
-def _no_results(shapes: Shapes, T: int, dtype: Any) -> tuple[Array, Normalizer]:
+def _no_results(shapes: Shapes, T: int, dtype: DTypeLike) -> tuple[Array, Normalizer]:
     """Where the results of T queries of all heads are put."""
     rows = jnp.zeros((shapes.B, T, shapes.N), accumulation(dtype))
     return jnp.zeros((*rows.shape, shapes.V), dtype), Normalizer(rows, rows)
@@ -476,12 +479,14 @@ def _forward_band(
     batched = min(n, tuning.current().band_blocks)
     turns = -(-n // batched)
 
-    def piece(head: Callable[..., Any], i: Any, spec: Spec, b: Any, h: Any, *qkv: Array) -> Any:
+    def piece(
+        head: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
+    ) -> Any:
         run = tile_schedule.Run(starts[i], band.width, True)
         here = slicing.Tile.at(spec, b, h, i * band.rows, band.rows, run)
         return head(here.spec, b, h, (here.rows, here.columns), *qkv)
 
-    def run(head: Callable[..., Any], *operands: Any, over_batch: Any = jax.vmap) -> Any:
+    def run(head: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:
         axes = (0, None, None, None, 0, 0, 0)
         return over_batch(functools.partial(piece, head), axes)(*operands)
 
@@ -508,20 +513,20 @@ def _forward_band(
     return jax.tree.map(lambda x: x[:, : shapes.T], found)
 
 
-def _pieces(x: Array, b: Any, starts: Array, h: Any, size: int) -> Array:
+def _pieces(x: Array, b: Index, starts: Array, h: Index, size: int) -> Array:
     """`[n, size, H]`: runs of tokens of head (b, h) of `[B, T, N, H]`."""
 
-    def one(start: Any) -> Array:
+    def one(start: Index) -> Array:
         return lax.dynamic_slice(x, (b, start, h, np.int32(0)), (1, size, 1, x.shape[3]))
 
     return jax.vmap(one)(starts).reshape(-1, size, x.shape[3])
 
 
-def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Any:
+def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Problem) -> Tree:
     """`(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
     shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
-    def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
+    def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Tree:
         q, k, v = slicing.pad_to(q, T), slicing.pad_to(k, S), slicing.pad_to(v, S)
         results = _forward_head(spec, b, h, q, k, v, problem.tiling, block_loop)
         return jax.tree.map(lambda x: x[: shapes.T], results)
@@ -529,17 +534,19 @@ def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, problem: Pr
     return tile.over_heads(one, spec, (query,), (key, value), out_axes=1)
 
 
-def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: Problem) -> Any:
+def backward_loop(
+    spec: Spec, per_head: PerQuery, key: Array, value: Array, problem: Problem
+) -> Tree:
     """Gradients of params, query, key and value, head after head; `per_head` is a `PerQuery`."""
     shapes, (T, S) = problem.shapes, problem.padded
     letters, inputs = parameter_letters(spec), (per_head[0], key, value)
 
-    def body(n: Any, total: Any) -> Any:
+    def body(n: Array, total: Tree) -> Tree:
         b, kv = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.K))
         k, v = (take_head(x, b, kv, S) for x in (key, value))
         params, d_query, d_key, d_value = total
 
-        def of_head(g: Any, state: Any) -> Any:
+        def of_head(g: Array, state: Tree) -> Tree:
             params, d_query, *sums = state
             h = kv * shapes.G + g
             per_query = tuple(take_head(x, b, h, T) for x in per_head)
@@ -565,11 +572,13 @@ def backward_loop(spec: Spec, per_head: Any, key: Array, value: Array, problem: 
     return tile_schedule.repeat(0, shapes.B * shapes.K, body, total)
 
 
-def backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: Problem) -> Any:
+def backward_vmap(
+    spec: Spec, per_head: tuple[Array, ...], key: Array, value: Array, problem: Problem
+) -> Tree:
     """As `backward_loop`, all heads at once."""
     shapes, (T, S), block_loop = problem.shapes, problem.padded, problem.block_loop
 
-    def one(spec: Spec, b: Any, h: Any, *operands: Array) -> Any:
+    def one(spec: Spec, b: Array, h: Array, *operands: Array) -> Tree:
         *per_query, k, v = operands
         per_query = tuple(slicing.pad_to(x, T) for x in per_query)
         k, v = (slicing.pad_to(x, S) for x in (k, v))
@@ -582,7 +591,7 @@ def backward_vmap(spec: Spec, per_head: Any, key: Array, value: Array, problem: 
 
 
 def parameter_gradients(
-    spec: Spec, per_head: Any, key: Array, value: Array, tiling: Tiling
+    spec: Spec, per_head: PerQuery, key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
     """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
     `per_head` is a `PerQuery`."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile, tuning
 from jattn._explicit import left_again
-from jattn._types import LogSumExp, Output, Shape, accumulation
+from jattn._types import LogSumExp, Output, Shape, Tree, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import (
     lowering,
@@ -94,7 +94,7 @@ def _modified(
     """Scores after scale, score functions and mask, which may differ between a group's heads."""
     B, K, R, s = products.shape
 
-    def modify(spec: Spec, b: Any, h: Any, products: Array) -> Array:
+    def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
         here = slicing.Tile.at(spec, b, h, 0, T, run)
         return tile.modify(here.spec, products, b, h, here.rows, here.columns)
 
@@ -158,13 +158,13 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     return _by_token(query, *unbatched_cond(enough, batched, in_blocks, spec, queries, cache))
 
 
-def _by_token(query: Array, *found: Any) -> Any:
+def _by_token(query: Array, *found: Tree) -> Tree:
     """`[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, T, N]`."""
     B, T, N, _ = query.shape
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), found)
 
 
-def or_exact(found: Any, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+def or_exact(found: Tree, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """What was found, and by XLA with `exact` where that is not finite."""
     first = lambda found, spec, query, cache: found  # noqa: E731
     again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
@@ -198,7 +198,7 @@ def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[O
 
 
 def _as_arrays(
-    spec: Spec, cache: Any, params: Any, query: Array, keys: Array, values: Array
+    spec: Spec, cache: Any, params: list[Array], query: Array, keys: Array, values: Array
 ) -> tuple[Output, LogSumExp]:
     """The same by `blockwise`."""
     held = dataclasses.replace(cache, keys=keys, values=values).read()
@@ -214,16 +214,18 @@ def attend(spec: Spec, query: Array, cache: Cache, forward: Forward) -> tuple[Ou
     """
 
     @jax.custom_vjp
-    def run(params: Any, query: Array, keys: Array, values: Array, rest: Any) -> Any:
+    def run(
+        params: list[Array], query: Array, keys: Array, values: Array, rest: Tree
+    ) -> tuple[Array, ...]:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
         alone = reverse_mode.nondifferentiable(functools.partial(_attend, forward))
         return alone(with_parameters(spec, params), query, cache)
 
-    def keep(*operands: Any) -> Any:
+    def keep(*operands: Tree) -> Tree:
         return run(*operands), operands
 
-    def backward(operands: Any, cotangents: Any) -> Any:
+    def backward(operands: Tree, cotangents: tuple[Array, ...]) -> Tree:
         (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
         found, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
         cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import dropout, softmax, tile
-from jattn._types import LogSumExp, Output, Weights
+from jattn._types import LogSumExp, Output, Tree, Weights
 from jattn.kernels.common import reverse_mode
 from jattn.kernels.common.one_operation import as_one_operation
 from jattn.spec import Shapes, Spec, parameters, with_parameters
@@ -24,7 +24,7 @@ def supports(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
     factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
@@ -39,11 +39,11 @@ def _one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> tuple
 
 def _over_heads(
     one_head: Callable[..., Any], out_axes: Any, spec: Spec, query: Array, *keys: Array
-) -> Any:
+) -> Tree:
     """`one_head` mapped over heads and batch as one operation: NaN and infinities in what is masked
     are no results of the program."""
 
-    def formula(spec: Spec, inputs: Any) -> Any:
+    def formula(spec: Spec, inputs: Tree) -> Tree:
         params, query, keys = inputs
         spec = with_parameters(spec, params)
         results = tile.over_heads(one_head, spec, (query,), keys, out_axes=out_axes)

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import dropout, softmax, tile
-from jattn._types import Size, accumulation
+from jattn._types import Index, Size, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.masks import Span
@@ -35,7 +35,7 @@ Rows = tuple[Array, ...]  # of the query and what goes with it
 
 
 def _scores(
-    select: bool, spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
+    select: bool, spec: Spec, b: Array, h: Array, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, Any]:
     """Scores of a head, and the function from their cotangent to those of products and parameters.
 
@@ -46,7 +46,7 @@ def _scores(
     if select:
         products = products + tile.nan_where_nonfinite(v)[None, :]
 
-    def modify(products: Array, values: Any) -> Array:
+    def modify(products: Array, values: Tree) -> Array:
         replaced = with_parameters(spec, values)
         return tile.modify(replaced, products, b, h, *spans, select=select)
 
@@ -61,8 +61,8 @@ def _widened(select: bool, *arrays: Array) -> list[Array]:
 def _forward_head(
     select: bool,
     spec: Spec,
-    b: Any,
-    h: Any,
+    b: Array,
+    h: Array,
     spans: Spans,
     q: Array,
     k: Array,
@@ -149,7 +149,7 @@ def _zeroed(rows: Array, x: Array) -> Array:
 
 
 def _affected(
-    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array
+    spec: Spec, b: Array, h: Array, spans: Spans, q: Array, k: Array, v: Array
 ) -> tuple[Array, ...]:
     """`(allowed [T, S], rows [T], keys [S])`: of the keys those that
     `_overflow_rows` finds, and the rows that see one of them."""
@@ -160,7 +160,7 @@ def _affected(
 
 
 def _forward_fallback(
-    spec: Spec, b: Any, h: Any, spans: Spans, q: Array, k: Array, v: Array, keep: bool = False
+    spec: Spec, b: Array, h: Array, spans: Spans, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     """As `_forward_head` without the weights, whatever is masked."""
     _, rows, keys = _affected(spec, b, h, spans, q, k, v)
@@ -195,15 +195,15 @@ def _backward_fallback(
 
 
 def _unless(
-    ok: Array, found: Any, finish: Callable[..., Any], again: Callable[..., Any], *operands: Any
-) -> Any:
+    ok: Array, found: Tree, finish: Callable[..., Any], again: Callable[..., Any], *operands: Tree
+) -> Tree:
     """`finish(found)` where all is ok, else `finish(again(*operands))`.
 
     Heads are joined, and so copied back between tokens, within the branch: a result that only
     passes through a branch would be copied once more.
     """
 
-    def joined(results: Any) -> Any:
+    def joined(results: Tree) -> Tree:
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), finish(results))
 
     yes, no = lambda one, *_: joined(one), lambda _, *x: joined(again(*x))
@@ -257,7 +257,7 @@ _KEEPING = OneHead(
 )
 
 
-def _by_token(results: Any) -> tuple[Any, ...]:
+def _by_token(results: Tree) -> tuple[Any, ...]:
     """`[B, N, T, ...]` as `[B, T, N, ...]`."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tuple(results))
 
@@ -276,7 +276,7 @@ def _rows(shapes: Shapes, together: int) -> Size:
 
 
 def _in_groups(
-    run: Callable[..., Any], rows: Size, spec: Spec, start: Any, operands: tuple[Array, ...]
+    run: Callable[..., Any], rows: Size, spec: Spec, start: Tree, operands: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     """Folds `run(total, size, first, spec, *operands) -> (total, results)` over groups of batch
     rows, which it cuts out with `_group`.
@@ -300,7 +300,7 @@ def _in_groups(
     return total, results
 
 
-def _group(size: Size, first: Any, spec: Spec, *operands: Array) -> Any:
+def _group(size: Size, first: Array, spec: Spec, *operands: Array) -> Tree:
     """Some batch rows of everything. Cut where they are used: a branch would copy them."""
     return slicing.slice_batch(spec, first, size), *(slicing.take(x, first, size) for x in operands)
 
@@ -317,9 +317,9 @@ def forward(
     `[B, N, T, S]`, which go with `all_finite` to `backward`. Groups of batch rows hold about
     `sizes.together` numbers."""
 
-    def some(total: Any, size: Size, *operands: Any) -> Any:
-        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
-            def one(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Any:
+    def some(total: Any, size: Size, *operands: Tree) -> Tree:
+        def run(head: Callable[..., Any], first: Array, *operands: Tree, **how: Any) -> Tree:
+            def one(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> Tree:
                 return head(spec, b, h, tile.spans(spec, len(q), len(k)), q, k, v)
 
             spec, query, *keys = _group(size, first, *operands)
@@ -336,12 +336,12 @@ def forward(
 
 def backward(
     spec: Spec,
-    per_head: Any,
+    per_head: Tree,
     key: Array,
     value: Array,
     kept: tuple[Array, ...],
     sizes: Sizes,
-) -> Any:
+) -> Tree:
     """Gradients of parameters, query, key and value; `per_head` is a `PerQuery`, and what was kept
     comes from `forward`.
 
@@ -353,13 +353,13 @@ def backward(
     all_finite, *weights = kept
     all_finite = all_finite & jnp.all(jnp.isfinite(delta))
 
-    def some(total: Any, size: Size, *operands: Any) -> Any:
-        def enough(found: Any) -> Array:
+    def some(total: Any, size: Size, *operands: Any) -> Tree:
+        def enough(found: Tree) -> Array:
             # Where a masked value overflows in a product with d_out, its row of d_key is NaN.
             return all_finite & jnp.isfinite(jnp.sum(found[1]))
 
-        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Any:
-            def one(spec: Spec, b: Any, h: Any, *own: Array) -> Any:
+        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Tree:
+            def one(spec: Spec, b: Index, h: Index, *own: Array) -> Tree:
                 *rows, k, v = own
                 return head(spec, b, h, tile.spans(spec, len(rows[0]), len(k)), tuple(rows), k, v)
 
@@ -368,7 +368,7 @@ def backward(
             axes = (0, 0, 0, [0] * len(parameters(spec)))
             return tile.over_heads(one, spec, rows, (key, value), axes, first=first, **how)
 
-        def finish(found: Any) -> Any:
+        def finish(found: Tree) -> Tree:
             *by_head, d_params = found
             d_query, d_key, d_value = _by_token(by_head)
             return tile.gather_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
@@ -386,7 +386,7 @@ def backward(
     return d_params, *found
 
 
-def _add_rows(total: Any, parts: list[Array], first: Any) -> list[Array]:
+def _add_rows(total: Any, parts: list[Array], first: Index) -> list[Array]:
     """Gradients of parameters with those of batch rows from `first` on added."""
     if total is None:
         return parts

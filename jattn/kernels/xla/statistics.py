@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jattn import softmax, tile, tuning
 from jattn._explicit import left_again
 from jattn._pytree import select_head
-from jattn._types import accumulation
+from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.protocol import WeightSums
@@ -69,7 +69,7 @@ class _Head(NamedTuple):
         """This head with the normalizer of its rows."""
         rows, schedule = self.tiling.block_q, self.schedule()
 
-        def block(i: Any) -> Normalizer:
+        def block(i: Index) -> Normalizer:
             def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
                 score = self.scores(i, run)[1]
                 part = softmax.of(score, lambda weights: weights[:, :0], differentiable=False)
@@ -86,7 +86,7 @@ class _Head(NamedTuple):
         T, S = len(self.q), len(self.k)
         return tile_schedule.schedule(self.asked.spec, self.b, self.h, T, S, self.tiling)
 
-    def scores(self, i: Any, run: tile_schedule.Run) -> tuple[slicing.Tile, Array, Any]:
+    def scores(self, i: Index, run: tile_schedule.Run) -> tuple[slicing.Tile, Array, Any]:
         """Where the tile of query block i and a run of keys is, its scores, and the way of their
         cotangent."""
         rows = self.tiling.block_q
@@ -94,7 +94,7 @@ class _Head(NamedTuple):
         q_i, k_j = slicing.take(self.q, i * rows, rows), slicing.take(self.k, run.start, run.size)
         return here, *here.modified(tile.products(here.spec, q_i, k_j), run.masked)
 
-    def at(self, i: Any, run: tile_schedule.Run) -> _Tile:
+    def at(self, i: Index, run: tile_schedule.Run) -> _Tile:
         """The tile of query block i and a run of keys."""
         assert self.normalizer is not None
         rows, keys = self.tiling.block_q, self.asked.keys
@@ -117,7 +117,7 @@ def _entropies(found: _Tile) -> Float[Array, "t s"]:
     return jnp.where(found.logs == -jnp.inf, 0, -found.logs)
 
 
-def _greatest(found: _Tile, start: Any, state: Rows) -> tuple[Array, Array]:
+def _greatest(found: _Tile, start: Index, state: Rows) -> tuple[Array, Array]:
     """The greatest log of a weight so far, and its place: the first of several."""
     most = jnp.max(found.logs, axis=1)
     places = start + jnp.arange(found.logs.shape[1], dtype=jnp.int32)
@@ -135,7 +135,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
     asked, rows, dtype = head.asked, head.tiling.block_q, head.dtype
     schedule = head.schedule()
 
-    def block(i: Any, total: Any) -> Any:
+    def block(i: Index, total: Any) -> Any:
         def step(run: tile_schedule.Run, carried: Any) -> Any:
             state, received = carried
             found = head.at(i, run)
@@ -196,11 +196,11 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
     sums = {x: (getattr(cotangents, x), getattr(rows, x)) for x in names}
     offset = functools.reduce(jnp.add, (g * x for g, x in sums.values()))
 
-    def block(i: Any, total: Any) -> Any:
+    def block(i: Index, total: Any) -> Any:
         at = lambda x: slicing.take(x, i * size, size)  # noqa: E731
         g = {name: at(g)[:, None] for name, (g, _) in sums.items()}
 
-        def step(run: tile_schedule.Run, state: Any) -> Any:
+        def step(run: tile_schedule.Run, state: Tree) -> Any:
             dq_i, dk, d_params = state
             found = head.at(i, run)
             places = run.start + jnp.arange(run.size, dtype=jnp.int32)
@@ -236,8 +236,8 @@ def _top(head: _Head, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T n"]]:
     rows, dtype = head.tiling.block_q, head.dtype
     schedule = head.schedule()
 
-    def block(i: Any) -> Any:
-        def step(run: tile_schedule.Run, state: Any) -> Any:
+    def block(i: Index) -> Any:
+        def step(run: tile_schedule.Run, state: Tree) -> Any:
             logs, places = state
             here = run.start + jnp.arange(run.size, dtype=jnp.int32)
             here = jnp.broadcast_to(here, (rows, run.size))
@@ -297,7 +297,9 @@ class _Call(NamedTuple):
         return jax.tree.map(lambda x: x.reshape(B, N, *x.shape[1:]), found)
 
 
-def by_share(function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Any) -> Any:
+def by_share(
+    function: Callable[..., Any], like: Any, dims: Any, asked: Any, *operands: Tree
+) -> Any:
     """`function(platform, asked, query, key, ...)` of arrays by batch row and head; where these are
     cut under `jit`, of each device's share. The results run along `dims`."""
     given = (asked, *operands)
@@ -327,7 +329,7 @@ def statistics(forward: Forward, asked: Question, query: Array, key: Array) -> t
     def run(params: list[Array], asked: Question, query: Array, key: Array) -> Any:
         return forward(_with(asked, params), query, key)
 
-    def with_residuals(*operands: Any) -> Any:
+    def with_residuals(*operands: Tree) -> Any:
         found = run(*operands)
         return found, (*operands, found[0])
 

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tile, tuning
 from jattn._pytree import pytree_dataclass, select_head
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import Index, LogSumExp, Output, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
 from jattn.kernels.common.derivatives import DerivativeFunctions, PerQuery, TangentInputs
 from jattn.kernels.xla import blockwise
@@ -67,7 +67,7 @@ class _HeadSchedule(NamedTuple):
         """Of a mask that leaves a band: each block sees one run of keys, and some go together."""
         starts = jnp.asarray(band.starts)
 
-        def visit(i: Any, step: Callable[..., Any], state: Any) -> Any:
+        def visit(i: Index, step: Callable[..., Any], state: Tree) -> Any:
             return step(tile_schedule.Run(starts[i], band.width, True), state)
 
         indices = jnp.arange(len(starts), dtype=jnp.int32)
@@ -77,8 +77,8 @@ class _HeadSchedule(NamedTuple):
 
 def _head(
     specs: _SpecAndTangent,
-    b: Any,
-    h: Any,
+    b: Index,
+    h: Index,
     operands: TangentInputs,
     keys: tuple[Array, ...],
     schedule: _HeadSchedule,
@@ -93,7 +93,7 @@ def _head(
     d_values = jnp.where(jnp.isfinite(v), d_values, 0)
     rows = schedule.rows
 
-    def block(i: Any) -> tuple[Array, Array]:
+    def block(i: Index) -> tuple[Array, Array]:
         own = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
 
         def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
@@ -150,7 +150,7 @@ def _tangent(
         return _in_turn(specs, inputs, tuple(keys), problem)
     T, S = problem.padded
 
-    def one(specs: Any, b: Any, h: Any, *operands: Array) -> tuple[Array, Array]:
+    def one(specs: Any, b: Index, h: Index, *operands: Array) -> tuple[Array, Array]:
         rows = TangentInputs(*(slicing.pad_to(x, T) for x in operands[: len(inputs)]))
         columns = tuple(slicing.pad_to(x, S) for x in operands[len(inputs) :])
         schedule = _HeadSchedule.of(problem, specs.spec, b, h)

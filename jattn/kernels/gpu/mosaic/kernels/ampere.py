@@ -10,6 +10,7 @@ interpreter.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax
+from jattn._types import Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import tile_schedule
@@ -60,13 +62,13 @@ def old() -> str | None:
 OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 64 queries, or for each
     of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     visits, parts = problem.visits(spec), problem.parts()
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(place: tuple[Array, ...], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
         (part, b, h, i), kv = place, lax.div(place[2], np.int32(shapes.G))
         row, first = i * rows, jnp.int32(0)
@@ -74,10 +76,10 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         queries.fill(first, query.at[b, h, own])
         numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
 
-        def fetch(j: Any, turn: Any) -> None:
+        def fetch(j: Array, turn: Array) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
 
-        def step(j: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+        def step(j: Array, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, before = state
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
@@ -110,7 +112,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 class _Backward(backward.Program):
     """64 queries or, `by_key`, 64 keys, which the only warpgroup keeps."""
 
-    def run(self, results: Any, scratch: Any) -> None:
+    def run(self, results: Tree, scratch: Tree) -> None:
         """Sums the gradients of what the program keeps, and writes them."""
         (kept, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
         own = self.part(self.at[2] * ROWS, ROWS, self.at[1])
@@ -125,7 +127,7 @@ class _Backward(backward.Program):
         for result, gradient in zip(results, gradients, strict=True):
             put(unit, result.at[own], gradient.astype(result.dtype))
 
-    def add_head(self, stream: Stream, near: Any, mine: Any, g: Any, state: Any) -> Any:
+    def add_head(self, stream: Stream, near: Any, mine: Any, g: Any, state: Tree) -> Any:
         """The state with what all tiles of a head add to it. `near` is what the program keeps, in
         shared memory, and `mine` the rows of the queries that it keeps."""
         problem, (b, _, i) = self.problem, self.at
@@ -135,7 +137,7 @@ class _Backward(backward.Program):
         def fetch(x: Any, turn: Any) -> None:
             stream.fill(turn, *self.tiles(h, x))
 
-        def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+        def step(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
             turn, *totals = state
             arrays = stream.wait(turn)
             fetch_next(turn + 1)

@@ -17,6 +17,7 @@ kernels are compiled for such GPUs and interpreted on a CPU, but have not yet ru
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Index, Ref, Tree
 from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
@@ -68,18 +70,18 @@ class _Memory(NamedTuple):
     weighted values, and are `done` with all; a group has `softened` the scores of a tile.
     """
 
-    queries: Any
+    queries: Ref
     kept: tuple[Any, ...]
     keys: Ring
     values: Ring
     beside: tuple[Ring, ...]
-    tile: Any
-    sums: Any
-    loaded: Any
-    scored: Any
-    softened: Any
-    added: Any
-    done: Any
+    tile: Ref
+    sums: Ref
+    loaded: Ref
+    scored: Ref
+    softened: Ref
+    added: Ref
+    done: Ref
 
     @classmethod
     def scratch(cls, problem: Problem) -> "_Memory":
@@ -110,18 +112,18 @@ class _Memory(NamedTuple):
             done=barrier(groups),
         )
 
-    def scores_of(self, group: Any, columns: int) -> Any:
+    def scores_of(self, group: Index, columns: int) -> Ref:
         return self.tile[0].at[:, pl.ds(group * columns, columns)]
 
-    def weights_of(self, group: Any, columns: int) -> Any:
+    def weights_of(self, group: Index, columns: int) -> Ref:
         return self.tile[1].at[:, pl.ds(group * 2 * columns, columns)]
 
-    def sum_of(self, group: Any, start: int, size: int) -> Any:
+    def sum_of(self, group: Index, start: int, size: int) -> Ref:
         width = self.sums.shape[1] // self.queries.shape[0]
         return self.sums.at[:, pl.ds(group * width + start, size)]
 
 
-def _hidden(number: Any, turn: Any) -> Any:
+def _hidden(number: Index, turn: Array) -> Array:
     """The number of a group, or of its first row. The compiler does not know that it is the same in
     each turn: what follows from it is computed where it is used, and takes up no registers. Where
     matrix units arrive at a barrier whose address is known, ptxas even keeps that of all shared
@@ -138,7 +140,7 @@ class _Program(NamedTuple):
     memory: _Memory
     place: Any  # reads part, b, h, i
     parts: int
-    operands: Any
+    operands: Tree
 
     @property
     def at(self) -> Any:
@@ -149,7 +151,7 @@ class _Program(NamedTuple):
         (part, *at), visits_ref = self.at, self.operands[-1]
         return self.visits.fold(visits_ref, tuple(at), step, state, part=(part, self.parts))
 
-    def rows(self, group: Any) -> Any:
+    def rows(self, group: Index) -> Array:
         """Where the queries of a group start."""
         return self.at[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
 
@@ -162,7 +164,7 @@ class _Program(NamedTuple):
             own = query.at[b, pl.ds(self.rows(group), TENSOR_ROWS), h]
             mosaic().copy_gmem_to_smem(own, memory.queries.at[group], memory.loaded.at[group])
 
-        def step(j: Any, masked: bool, turn: Any) -> Any:
+        def step(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             memory.keys.fill(turn, key.at[b, run, kv])
             parts = self.problem.parts_beside(leaves, TileIndex(b, h, 0, j * columns))
@@ -182,7 +184,7 @@ class _Program(NamedTuple):
         for group in groups:
             mosaic().barrier_wait(memory.loaded.at[group])
 
-        def step(j: Any, masked: bool, turn: Any) -> Any:
+        def step(j: Array, masked: bool, turn: Array) -> Array:
             for group in groups:
 
                 @pl.when(turn > 0)
@@ -200,7 +202,7 @@ class _Program(NamedTuple):
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
             tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
 
-    def score(self, group: int, turn: Any) -> None:
+    def score(self, group: int, turn: Array) -> None:
         """Starts the products of a group's queries and the keys of a turn."""
         memory, unit = self.memory, self.problem.unit
         if group == 0:
@@ -211,7 +213,7 @@ class _Program(NamedTuple):
         scored = memory.scored.at[_hidden(group, turn)]
         tensor_memory.commit(unit, memory.keys.freed(turn), scored)
 
-    def add(self, group: int, turn: Any) -> None:
+    def add(self, group: int, turn: Array) -> None:
         """Starts to add the weighted values of a turn."""
         memory, unit = self.memory, self.problem.unit
         mosaic().barrier_wait(memory.softened.at[group])
@@ -223,7 +225,7 @@ class _Program(NamedTuple):
         tensor_memory.multiply(unit, total, weights, values)
         tensor_memory.commit(unit, memory.values.freed(turn))
 
-    def compute(self, results: Any, group: Any) -> None:
+    def compute(self, results: Ref, group: Index) -> None:
         """What a warpgroup does that computes weights."""
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
         (_, b, h, _), columns = self.at, self.problem.tiling.block_kv
@@ -235,7 +237,7 @@ class _Program(NamedTuple):
             tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
         tensor_memory.wait_for_stores(unit)
 
-        def step(j: Any, masked: bool, state: Any) -> Any:
+        def step(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *sums = state
             own = _hidden(group, turn)
             first = _hidden(row, turn) if masked and scarce else row
@@ -261,7 +263,7 @@ class _Program(NamedTuple):
 
     def soften(
         self,
-        group: Any,
+        group: Array,
         masked: bool,
         here: RegisterTile,
         products: Array,
@@ -276,7 +278,7 @@ class _Program(NamedTuple):
         pl.when(found.far)(functools.partial(self.rescale, group, found.factor))
         return found.shift, found.total
 
-    def rescale(self, group: Any, factor: Array) -> None:
+    def rescale(self, group: Array, factor: Array) -> None:
         """The weighted sum of a group, by rows."""
         unit = self.problem.unit
         for start in range(0, self.problem.shapes.V, _CHUNK):
@@ -285,7 +287,7 @@ class _Program(NamedTuple):
             tensor_memory.wait_for_loads(unit)
             tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
 
-    def leave(self, group: Any, row: Any, shift: Array, total: Array, results: Any) -> None:
+    def leave(self, group: Index, row: Array, shift: Array, total: Array, results: Ref) -> None:
         """Output and normalizer of a group, whose first query is in a row; the output of a part of
         the keys in float32."""
         (part, b, h, _), memory = self.at, self.memory
@@ -304,7 +306,7 @@ class _Program(NamedTuple):
         along = [(x, y.at[part, b, h, own]) for x, y in zip(kept[1:], results[1:], strict=True)]
         store(along if apart else [(queries, result), *along])
 
-    def output(self, group: Any, start: int, factor: Any) -> Array:
+    def output(self, group: Index, start: int, factor: Ref) -> Array:
         """Columns of the normalised sum, as shared memory takes them without conflicts between its
         banks."""
         unit, total = self.problem.unit, self.memory.sum_of(group, start, _CHUNK)
@@ -315,17 +317,17 @@ class _Program(NamedTuple):
         factor = mosaic().load(factor, layout=layout.reduce(1))
         return out * mosaic().layout_cast(lax.broadcast_in_dim(factor, out.shape, (0,)), layout)
 
-    def run(self, results: Any) -> None:
+    def run(self, results: Ref) -> None:
         compute = functools.partial(self.compute, results)
         groups, unit = self.problem.groups, self.problem.unit
         tensor_memory.by_role(unit, groups, self.copy, self.multiply, compute)
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`."""
     visits, parts = problem.visits(spec), problem.parts()
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(place: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
         memory = _Memory(*scratch)
         _Program(problem, visits, memory, place, parts, operands).run(results)
 

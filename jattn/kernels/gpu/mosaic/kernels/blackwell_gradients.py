@@ -15,6 +15,7 @@ next ones overwrite, powers of two by products, and pairs of multiprocessors.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import scores
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
 from jattn.kernels.gpu.mosaic.machine import tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products
@@ -53,20 +55,20 @@ class _Memory(NamedTuple):
     `weighed` the scores of a tile and `derived` the cotangents of these.
     """
 
-    kept: Any
+    kept: Ref
     first: Ring
     second: Ring
     beside: tuple[Ring, ...]
-    scores: Any
-    pulled: Any
-    sums: Any
-    loaded: Any
-    scored: Any
-    weighed: Any
-    back: Any
-    derived: Any
-    added: Any
-    done: Any
+    scores: Ref
+    pulled: Ref
+    sums: Ref
+    loaded: Ref
+    scored: Ref
+    weighed: Ref
+    back: Ref
+    derived: Ref
+    added: Ref
+    done: Ref
 
     @classmethod
     def scratch(cls, problem: Problem, which: tuple[int, ...]) -> "_Memory":
@@ -74,7 +76,7 @@ class _Memory(NamedTuple):
         barrier = functools.partial(tensor_memory.barrier, unit)
         tensors = functools.partial(tensor_memory.scratch, unit)
 
-        def tile() -> Any:  # in float32, and in 16 bits, which take half the columns
+        def tile() -> Tree:  # in float32, and in 16 bits, which take half the columns
             if _is_apart(problem):
                 return tensors(size), tensors(size, shapes.dtype)
             return tensor_memory.alternatives(unit, tensors(size), tensors(2 * size, shapes.dtype))
@@ -101,7 +103,7 @@ class _Memory(NamedTuple):
             done=barrier(1),
         )
 
-    def sum_of(self, which: tuple[int, ...], gradient: int, start: int, size: int) -> Any:
+    def sum_of(self, which: tuple[int, ...], gradient: int, start: int, size: int) -> Ref:
         width = self.kept.shape[2]
         return self.sums.at[:, pl.ds(which.index(gradient) * width + start, size)]
 
@@ -148,10 +150,10 @@ class _Program(backward.Program):
     """128 queries or, `by_key`, 128 keys."""
 
     @property
-    def own(self) -> Any:
+    def own(self) -> Tree:
         return self.at[0], pl.ds(self.at[2] * TENSOR_ROWS, TENSOR_ROWS), self.at[1]
 
-    def share(self, h: Any, x: Any, number: Any) -> Any:
+    def share(self, h: Array, x: Array, number: Index) -> Tree:
         """Where some columns of block x of a head are."""
         column = x * self.problem.streamed + number * self.problem.share
         return self.place(h, self.at[2] * TENSOR_ROWS, column)
@@ -162,7 +164,7 @@ class _Program(backward.Program):
         for i in range(memory.kept.shape[0]):
             mosaic().copy_gmem_to_smem(self.kept[i].at[self.own], memory.kept.at[i], memory.loaded)
 
-        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
+        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
             first, second = self.tiles(h, x)
             memory.first.fill(turn, first)
             places = [self.share(h, x, number) for number in numbers]
@@ -184,7 +186,7 @@ class _Program(backward.Program):
         """What the warp does that starts products."""
         mosaic().barrier_wait(memory.loaded)
 
-        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
+        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
             pl.when(turn > 0)(functools.partial(self.add_values, memory, turn - 1))
             self.score(memory, turn)
             pl.when(turn > 0)(functools.partial(self.add_keys, memory, turn - 1))
@@ -200,7 +202,7 @@ class _Program(backward.Program):
 
         tensor_memory.commit(self.problem.unit, memory.done)
 
-    def score(self, memory: _Memory, turn: Any) -> None:
+    def score(self, memory: _Memory, turn: Array) -> None:
         """Starts the products of queries and keys of a turn."""
         unit = self.problem.unit
         memory.first.wait(turn)
@@ -209,7 +211,7 @@ class _Program(backward.Program):
         free = [] if _KEYS in self.which else [memory.first.freed(turn)]
         tensor_memory.commit(unit, *free, memory.scored)
 
-    def pull(self, memory: _Memory, turn: Any) -> None:
+    def pull(self, memory: _Memory, turn: Array) -> None:
         """Starts the products of d_out and values of a turn."""
         unit = self.problem.unit
         memory.second.wait(turn)
@@ -220,20 +222,20 @@ class _Program(backward.Program):
         free = [] if _VALUES in self.which else [memory.second.freed(turn)]
         tensor_memory.commit(unit, *free, memory.back)
 
-    def add_values(self, memory: _Memory, turn: Any) -> None:
+    def add_values(self, memory: _Memory, turn: Array) -> None:
         """Starts to add the weighted rows of d_out, once there are weights. Scores of another turn
         may be written over these afterwards."""
         mosaic().barrier_wait(memory.weighed)
         if _VALUES in self.which:
             self.add(memory, _VALUES, memory.scores[1], memory.second, turn)
 
-    def add_keys(self, memory: _Memory, turn: Any) -> None:
+    def add_keys(self, memory: _Memory, turn: Array) -> None:
         """Starts to add the rows of queries (keys) times the cotangents of scores, likewise."""
         if _KEYS in self.which:
             mosaic().barrier_wait(memory.derived)
             self.add(memory, _KEYS, memory.pulled[1], memory.first, turn)
 
-    def add(self, memory: _Memory, gradient: int, factors: Any, ring: Ring, turn: Any) -> None:
+    def add(self, memory: _Memory, gradient: int, factors: Ref, ring: Ring, turn: Array) -> None:
         unit, width = self.problem.unit, self.problem.shapes.H
         (tile,) = ring.at(turn)
         total = memory.sum_of(self.which, gradient, 0, width)
@@ -247,16 +249,16 @@ class _Program(backward.Program):
 
     # --- weights --------------------------------------------------------------------------------
 
-    def compute(self, memory: _Memory, group: Any, results: Any) -> None:
+    def compute(self, memory: _Memory, group: Array, results: Ref) -> None:
         """What a warpgroup does that computes."""
         mine = None if self.problem.by_key else self.mine(self.problem.unit)
         self.each(group, functools.partial(self.clear, memory))
         tensor_memory.wait_for_stores(self.problem.unit)
 
-        def of_head(h: Any) -> Any:
+        def of_head(h: Array) -> Callable[..., Any]:
             numbers = self.problem.numbers(self.leaves, self.at[0], h)
 
-            def step(x: Any, masked: bool, turn: Any) -> Any:
+            def step(x: Array, masked: bool, turn: Array) -> Array:
                 own = self.own_shares(group)
                 tiles = [self.problem.tile(self.leaves, self.share(h, x, i), numbers) for i in own]
                 tiles, read = self.completed(memory, turn, own, tiles, mine)
@@ -276,7 +278,12 @@ class _Program(backward.Program):
         self.each(group, functools.partial(self.leave, memory, results))
 
     def completed(
-        self, memory: _Memory, turn: Any, own: list[Any], tiles: list[RegisterTile], mine: Any
+        self,
+        memory: _Memory,
+        turn: Array,
+        own: list[Any],
+        tiles: list[RegisterTile],
+        mine: Rows | None,
     ) -> tuple[list[RegisterTile], list[Any]]:
         """A turn's tiles with what comes by beside them, and how to read of each what is known of
         rows, where that is not `mine`."""
@@ -290,12 +297,17 @@ class _Program(backward.Program):
                 tiles[i] = tiles[i].completed(beside)
         return tiles, read
 
-    def mine(self, unit: Any) -> Rows:
+    def mine(self, unit: Tree) -> Rows:
         """Of the queries that are kept."""
         return Rows.read(unit, self.rows, *self.at)
 
     def weigh(
-        self, memory: _Memory, group: Any, tiles: list[RegisterTile], masked: bool, read: list[Any]
+        self,
+        memory: _Memory,
+        group: Array,
+        tiles: list[RegisterTile],
+        masked: bool,
+        read: list[Any],
     ) -> list[Any]:
         """Weights from the scores of a turn."""
         unit, scores = self.problem.unit, memory.scores
@@ -319,7 +331,7 @@ class _Program(backward.Program):
     def derive(
         self,
         memory: _Memory,
-        group: Any,
+        group: Array,
         tiles: list[RegisterTile],
         masked: bool,
         rows: list[Rows],
@@ -346,13 +358,13 @@ class _Program(backward.Program):
         """Of a tile, those of a warpgroup."""
         return self.problem.streamed // _groups(self.problem)
 
-    def own_shares(self, group: Any) -> list[Any]:
+    def own_shares(self, group: Array) -> list[Any]:
         """The numbers of those that a warpgroup computes, one after another: registers hold no more
         at once."""
         each = self.columns // self.problem.share
         return [group * each + i for i in range(each)]
 
-    def taken(self, tile: Any, i: Any, size: int) -> Array:
+    def taken(self, tile: Ref, i: Array, size: int) -> Array:
         """The i-th run of so many columns of a tile, in registers."""
         found = tensor_memory.load(self.problem.unit, tile.at[:, pl.ds(i * size, size)])
         tensor_memory.wait_for_loads(self.problem.unit)
@@ -366,13 +378,13 @@ class _Program(backward.Program):
         firsts = range(0, columns, share)
         return [lax.slice(x, (0, first), (rows, first + share)) for first in firsts]
 
-    def narrow(self, tile: Any, group: Any) -> Any:
+    def narrow(self, tile: Ref, group: Array) -> Ref:
         """A warpgroup's columns of a tile of 16 bits."""
         return _narrow(self.problem, tile, group * self.columns, self.columns)
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def each(self, group: Any, function: Any) -> None:
+    def each(self, group: Array, function: Callable[..., Any]) -> None:
         """`function(gradient)` of each gradient in a warpgroup of its own, or in the only one."""
         for place, gradient in enumerate(self.which):
             own = place % _groups(self.problem)
@@ -385,7 +397,7 @@ class _Program(backward.Program):
             part = memory.sum_of(self.which, gradient, start, WIDTH)
             tensor_memory.store(unit, part, zeros)
 
-    def leave(self, memory: _Memory, results: Any, gradient: int) -> None:
+    def leave(self, memory: _Memory, results: Ref, gradient: int) -> None:
         """A gradient, as shared memory takes it without conflicts between its banks."""
         place, unit = self.which.index(gradient), self.problem.unit._replace(apart=True)
         problem, kept = self.problem._replace(unit=unit), memory.kept.at[place]
@@ -403,14 +415,19 @@ def _joined(parts: list[Array]) -> Array:
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
+    problem: Problem,
+    spec: Spec,
+    per_query: tuple[Array, ...],
+    key: Array,
+    value: Array,
+    which: tuple[int, ...],
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
     unit, groups, by_key = problem.unit, _groups(problem), problem.by_key
     if problem.shapes.H > _WIDE:  # what is left of shared memory
         problem = problem._replace(most_beside=1 if by_key else 2)
 
-    def run(program: _Program, results: Any, scratch: Any) -> None:
+    def run(program: _Program, results: Ref, scratch: Ref) -> None:
         memory = _Memory(*scratch)
         works = program.copy, program.multiply, functools.partial(program.compute, results=results)
         tensor_memory.by_role(unit, groups, *(functools.partial(x, memory) for x in works))

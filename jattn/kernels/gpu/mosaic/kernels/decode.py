@@ -11,6 +11,7 @@ On a CPU the kernel runs in JAX's interpreter. It compiles for GPUs, and has not
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import masks, softmax
-from jattn._types import Size
+from jattn._types import Ref, Size, Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing
@@ -102,7 +103,7 @@ def _unsupported_reason(
 ) -> str | None:
     """What mask or score function do that registers cannot for rows of several heads."""
 
-    def one_tile(leaves: Any) -> Any:
+    def one_tile(leaves: list[Array]) -> Tree:
         spec = kernel_refs.padded(structure, leaves, shapes, Tiling(1, sizes.columns))
         refs = GroupedRefs(sizes.grouping, shapes.N, spec, sizes.tiling)
         return refs.run_example(*refs.example())
@@ -134,7 +135,7 @@ def attend(
     return xla_decode.or_exact(jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), found), *call)
 
 
-def _kinds(spec: Spec, shapes: Shapes, sizes: _Sizes) -> Any:
+def _kinds(spec: Spec, shapes: Shapes, sizes: _Sizes) -> Array:
     """The tile maps `[B or 1, N / heads or 1, 1, n]` of all heads that are together."""
     kinds = block_mask.kinds(spec, shapes.T, sizes.capacity, Tiling(shapes.T, sizes.columns))
     B, N, *rest = kinds.shape
@@ -162,11 +163,11 @@ class _Pages(NamedTuple):
     """Keys `[P, K, page, H]` and values `[P, K, page, V]`, and which pages each row has, `[B, M]`:
     arrays, or references to them."""
 
-    keys: Any
-    values: Any
-    table: Any
+    keys: Ref
+    values: Ref
+    table: Ref
 
-    def runs(self, sizes: _Sizes, b: Any, kv: Any, j: Any) -> tuple[list[Any], list[Any]]:
+    def runs(self, sizes: _Sizes, b: Array, kv: Array, j: Array) -> tuple[list[Any], list[Any]]:
         """Of tile j the runs of keys and of values. Behind the last key that there is, they are
         those before it, which the mask leaves out."""
         keys, values, page = [], [], np.int32(self.keys.shape[2])
@@ -191,7 +192,7 @@ def _launch(
     rows."""
     shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(place: tuple[Array, ...], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, pages, leaves, visits_ref), (queries, stream) = operands, scratch
         (part, b, h, _), kv = place, lax.div(place[2], np.int32(shapes.G))
         first = jnp.int32(0)
@@ -199,11 +200,11 @@ def _launch(
         numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
         at = lambda j: kernel_refs.TileIndex(b, h, 0, j * columns)  # noqa: E731
 
-        def fetch(j: Any, turn: Any) -> None:
+        def fetch(j: Array, turn: Array) -> None:
             runs = pages.runs(sizes, b, kv, j)
             stream.fill(turn, *runs, *problem.parts_beside(leaves, at(j)))
 
-        def step(j: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+        def step(j: Array, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, before = state
             k, v, *beside = stream.wait(turn)
             fetch_next(turn + 1)

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import masks, scores, softmax
+from jattn._types import Ref, Tree
 from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
@@ -115,13 +116,13 @@ class _Forward(NamedTuple):
     parts: int
     each: Callable[[Any, Any], Any]
     memory: Memory
-    query: Any
-    key: Any
-    value: Any
+    query: Ref
+    key: Ref
+    value: Ref
     leaves: list[Any]
-    visits_ref: Any
+    visits_ref: Tree
 
-    def fold(self, place: tuple[Any, ...], step: Callable[..., Any], state: Any) -> Any:
+    def fold(self, place: tuple[Any, ...], step: Callable[..., Any], state: Tree) -> Tree:
         """Folds `step(j, masked, state)` over the tiles j of keys that a place visits."""
         part, *at = place
         return self.visits.fold(self.visits_ref, tuple(at), step, state, (part, self.parts))
@@ -130,13 +131,13 @@ class _Forward(NamedTuple):
         """Copies the tiles of keys and values of all places: what one warpgroup does."""
         self.memory.drain(self.each(self.copy_tiles, jnp.int32(0)))
 
-    def copy_tiles(self, place: Any, turn: Any) -> Any:
+    def copy_tiles(self, place: Callable[..., Any], turn: Array) -> Array:
         """Copies the tiles of one place, and returns the next turn."""
         rows, columns = self.problem.tiling
         part, b, h, i = place(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
 
-        def step(j: Any, masked: bool, turn: Any) -> Any:
+        def step(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             tile = kernel_refs.TileIndex(b, h, i * rows, j * columns)
             beside = self.problem.parts_beside(self.leaves, tile)
@@ -146,11 +147,11 @@ class _Forward(NamedTuple):
 
         return self.fold((part, b, h, i), step, turn)
 
-    def consume(self, results: Any, group: Any) -> None:
+    def consume(self, results: Ref, group: Array) -> None:
         """Attends from a warpgroup's queries of all places: what the other warpgroups do."""
         self.each(functools.partial(self.attend, results, group), jnp.int32(0))
 
-    def attend(self, results: Any, group: Any, place: Any, turn: Any) -> Any:
+    def attend(self, results: Ref, group: Array, place: Callable[..., Any], turn: Array) -> Array:
         """Attends from a warpgroup's queries of one place, and returns the next turn."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         rows, columns = problem.tiling
@@ -159,7 +160,7 @@ class _Forward(NamedTuple):
         memory.load(0, group, self.query.at[b, own(i), h])
         numbers = problem.numbers(self.leaves, b, h)
 
-        def step(j: Any, masked: bool, state: Any) -> Any:
+        def step(j: Array, masked: bool, state: Tree) -> Tree:
             turn, before = state
             near = _near(group, turn, _has_much_to_keep(problem, masked))
             _, b, h, i = place(turn)
@@ -176,12 +177,12 @@ class _Forward(NamedTuple):
         return turn
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Any:
+def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
 
-    def kernel(each: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(each: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
         program = _Forward(problem, visits, parts, each, Memory(*scratch), *operands)
         by_group(problem.groups, program.produce, functools.partial(program.consume, results))
 
@@ -196,10 +197,10 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 def _online(
     problem: Problem,
     memory: Memory,
-    near: Any,
+    near: Array,
     masked: bool,
     read: Callable[[], RegisterTile],
-    turn: Any,
+    turn: Array,
     before: softmax.Partial,
 ) -> softmax.Partial:
     """What a warpgroup has so far with one more tile of keys and values, which `read` describes."""
@@ -207,7 +208,7 @@ def _online(
     # What a tile that needs a mask reads is read where registers are free.
     early = None if masked else read()
 
-    def by_key(k: Any, *beside: Any) -> Any:
+    def by_key(k: Ref, *beside: Ref) -> Tree:
         pair, change = [(memory.own[0].at[near], k)], memory.change_turns
         (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
         return products, (early or read()).completed(beside)
@@ -232,7 +233,7 @@ def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
     return masked or problem.shapes.H > 128 or bool(problem.rules.varying)
 
 
-def _near(group: Any, turn: Any, scarce: bool) -> Any:
+def _near(group: Array, turn: Array, scarce: bool) -> Array:
     """The number of a warpgroup, where registers are scarce so that the compiler does not know it:
     addresses are computed where they are used then."""
     return group + later(turn) if scarce else group
@@ -248,7 +249,7 @@ def _forward_scratch(problem: Problem) -> Memory:
 
 
 def _leave(
-    factors: Factors, memory: Memory, group: Any, found: softmax.Partial, at: Any, results: Any
+    factors: Factors, memory: Memory, group: Array, found: softmax.Partial, at: Tree, results: Ref
 ) -> None:
     """Output and normalizer of a warpgroup's queries, through the memory that it keeps; the output
     of a part of the keys as it is, in float32."""
@@ -272,7 +273,7 @@ class _Backward(backward.Program):
     def copy(self, memory: Memory) -> None:
         """What the warpgroup does that only copies."""
 
-        def step(h: Any, x: Any, masked: bool, turn: Any) -> Any:
+        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
             place = self.place(
                 h, self.at[2] * self.problem.groups * ROWS, x * self.problem.streamed
             )
@@ -283,7 +284,7 @@ class _Backward(backward.Program):
 
         memory.drain(self.fold(step, jnp.int32(0)))
 
-    def compute(self, memory: Memory, results: Any, group: Any) -> None:
+    def compute(self, memory: Memory, results: Ref, group: Array) -> None:
         """What a warpgroup does that computes."""
         block = self.at[2] * self.problem.groups + group
         start, unit, by_key = block * ROWS, self.problem.unit, self.problem.by_key
@@ -291,10 +292,10 @@ class _Backward(backward.Program):
         kept = [memory.load(x, group, self.kept[x].at[own]) for x in range(2)]
         mine = None if by_key else Rows.read(unit, self.rows, *self.at[:2], block)
 
-        def of_head(h: Any) -> Any:
+        def of_head(h: Any) -> Callable[..., Any]:
             numbers = self.problem.numbers(self.leaves, self.at[0], h)
 
-            def step(x: Any, masked: bool, state: Any) -> Any:
+            def step(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 turn, *totals = state
                 at = self.place(h, start, x * self.problem.streamed)
                 read = functools.partial(self.problem.tile, self.leaves, at, numbers)
@@ -315,7 +316,7 @@ class _Backward(backward.Program):
         store([(x, y.at[own]) for x, y in zip(kept, results, strict=False)])
 
     def add(
-        self, here: Any, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Any
+        self, here: Any, masked: bool, mine: Any, kept: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
         """The totals with what a tile adds, whose arrays came by."""
         streamed, beside = arrays[:2], arrays[2:]
@@ -326,13 +327,18 @@ class _Backward(backward.Program):
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
+    problem: Problem,
+    spec: Spec,
+    per_query: tuple[Array, ...],
+    key: Array,
+    value: Array,
+    which: tuple[int, ...],
 ) -> list[Array]:
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
     shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
     groups = problem.groups
 
-    def run(program: _Backward, results: Any, scratch: Any) -> None:
+    def run(program: _Backward, results: Ref, scratch: Ref) -> None:
         memory = Memory(*scratch)
         by_group(
             groups,

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import _explicit, softmax, tuning
+from jattn._types import AnyArray, Index, Ref, Tree
 from jattn.kernels.common import block_mask, reverse_mode, tile_schedule
 from jattn.kernels.gpu.mosaic.machine.versions import interpreter, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import later
@@ -73,7 +74,7 @@ class Order(NamedTuple):
         return _rounds(tiles, programs)
 
 
-def _rounds(tiles: Any, programs: int) -> Any:
+def _rounds(tiles: AnyArray, programs: int) -> AnyArray:
     """Of places with so many tiles those that each program takes: the next one is for the program
     that ends first, as if a place took as long as its tiles and one more."""
     free, taken = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
@@ -85,23 +86,25 @@ def _rounds(tiles: Any, programs: int) -> Any:
     return np.array([x + [-1] * (most - len(x)) for x in taken], np.int32)
 
 
-def launch(name: str, problem: Problem, order: Order, kernel: Any, *rest: Any) -> list[Array]:
+def launch(
+    name: str, problem: Problem, order: Order, kernel: Callable[..., Any], *rest: Tree
+) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (part, b, h, i), otherwise as
     `launch_by_role`."""
 
-    def placed(place: Callable[[], Any], *given: Any) -> None:
+    def placed(place: Callable[[], Any], *given: Tree) -> None:
         kernel(place(), *given)
 
     return launch_by_role(name, problem, order, placed, *rest)
 
 
 def launch_by_role(
-    name: str, problem: Problem, order: Order, kernel: Any, *rest: Any
+    name: str, problem: Problem, order: Order, kernel: Callable[..., Any], *rest: Tree
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)`, where `place()` reads (part, b, h, i): what all
     warpgroups share takes up registers in each of them. Otherwise as `launch_in_rounds`."""
 
-    def placed(longest_first: Any, *given: Any) -> None:
+    def placed(longest_first: Ref | None, *given: Tree) -> None:
         kernel(lambda: order.place(tuple(map(lax.axis_index, _NAMES)), longest_first), *given)
 
     grid = zip(_NAMES, order.grid, strict=True)
@@ -121,7 +124,7 @@ def launch_in_rounds(
     Interpreted on a CPU."""
     if rounds is None:
 
-        def once(place: Any, *given: Any) -> None:
+        def once(place: tuple[Array, ...], *given: Ref) -> None:
             kernel(lambda step, state: step(lambda _: place, state), *given)
 
         return launch(name, problem, order, once, *rest)
@@ -129,7 +132,7 @@ def launch_in_rounds(
     def in_rounds(known: Any, *given: Any) -> None:
         longest_first, places = known
 
-        def one(step: Callable[[Any, Any], Any], turn: Any, state: Any) -> Any:
+        def one(step: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
             def number(count: Any) -> Any:
                 return places[lax.axis_index("program"), turn + later(count)]
 
@@ -139,7 +142,7 @@ def launch_in_rounds(
 
             return lax.cond(number(0) >= 0, lambda x: step(place, x), lambda x: x, state)
 
-        def each(step: Callable[[Any, Any], Any], state: Any) -> Any:
+        def each(step: Callable[[Any, Any], Any], state: Tree) -> Any:
             return tile_schedule.repeat(0, rounds.shape[1], functools.partial(one, step), state)
 
         kernel(each, *given)
@@ -148,7 +151,7 @@ def launch_in_rounds(
     return _launch(name, problem, known, [("program", rounds.shape[0])], in_rounds, *rest)
 
 
-def _split(n: Any, size: int) -> tuple[Any, Any]:
+def _split(n: AnyArray, size: int) -> tuple[Any, Any]:
     """Quotient and remainder; NumPy's of NumPy's."""
     if isinstance(n, np.ndarray):
         return np.divmod(n, size)
@@ -160,10 +163,10 @@ def _launch(
     problem: Problem,
     known: Any,
     grid: Iterable[tuple[str, int]],
-    kernel: Any,
-    operands: Any,
-    results: Any,
-    scratch: Any,
+    kernel: Callable[..., Any],
+    operands: Tree,
+    results: Tree,
+    scratch: Tree,
     warpgroups: int,
 ) -> list[Array]:
     """`kernel(known, operands, results, scratch)` at each place of a grid, whose axes have names

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tile
+from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
@@ -92,14 +93,14 @@ def _unsupported_reason(
 ) -> str | None:
     """What mask or score function do that registers cannot, found by tracing them for one tile."""
 
-    def one_tile(leaves: Any) -> Any:
+    def one_tile(leaves: list[Array]) -> Tree:
         spec = kernel_refs.padded(structure, leaves, shapes, tiling)
         T, S = slicing.round_up(shapes.T, shapes.S, tiling)
         spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
         rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
         modify, operands = rules.example()
 
-        def all_of_it(*operands: Any) -> Any:
+        def all_of_it(*operands: Tree) -> Tree:
             *at, products = operands
             here = rules.at(*at)
             kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
@@ -168,7 +169,7 @@ def _backward_pass(
     kernels: Backward,
     platform: str,
     spec: Spec,
-    per_query: Any,
+    per_query: Tree,
     key: Array,
     value: Array,
     _: Array,

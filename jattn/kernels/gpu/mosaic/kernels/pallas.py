@@ -1,9 +1,10 @@
 """The kernels in Pallas for GPUs under one name: that for the GPU of the program is chosen."""
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import few_queries
@@ -57,10 +58,10 @@ def functions(platform: str) -> AttentionVJP:
     def of_call(spec: Spec, query: Array, value: Array) -> AttentionVJP:
         return _chosen(Call(spec, Shapes.of(query, value))).functions(platform)
 
-    def forward(spec: Spec, query: Array, key: Array, value: Array) -> Any:
+    def forward(spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         return of_call(spec, query, value).forward(spec, query, key, value)
 
-    def backward(spec: Spec, per_query: Any, key: Array, value: Array, *rest: Any) -> Any:
+    def backward(spec: Spec, per_query: Tree, key: Array, value: Array, *rest: Array) -> Tree:
         kernel = of_call(spec, per_query.query, value)
         return kernel.backward(spec, per_query, key, value, *rest)
 

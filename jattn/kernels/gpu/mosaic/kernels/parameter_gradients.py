@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import tile
+from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS
@@ -107,12 +108,12 @@ class _Program(NamedTuple):
     leaves: list[Any]
     stream: Stream
 
-    def at(self, b: Any, h: Any, i: Any, j: Any) -> TileIndex:
+    def at(self, b: Array, h: Array, i: Array, j: Array) -> TileIndex:
         """The tile of blocks i of queries and j of keys."""
         rows, columns = self.problem.rules.sizes.values()
         return TileIndex(b, h, i * rows, j * columns)
 
-    def fetch(self, turn: Any, at: TileIndex) -> None:
+    def fetch(self, turn: Array, at: TileIndex) -> None:
         """Starts to copy what a tile needs."""
         rows, columns = self.problem.rules.sizes.values()
         query, d_out, key, value = self.tensors
@@ -122,23 +123,25 @@ class _Program(NamedTuple):
         tiles = query.at[own], d_out.at[own], key.at[seen], value.at[seen]
         self.stream.fill(turn, *tiles, *self.problem.parts_beside(self.leaves, at))
 
-    def _index(self, b: Any, h: Any, run: Any) -> tuple[Any, Any, Any]:
+    def _index(self, b: Array, h: Array, run: Any) -> tuple[Any, Any, Any]:
         return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
 
     def fold(
         self,
         visits: block_mask.BlockMask,
-        memory: Any,
+        memory: Ref,
         place: tuple[Any, Any, Any],
         at: Callable[[Any], TileIndex],
         zeros: Array,
     ) -> Array:
         """What all tiles `at(x)` add that a place visits."""
 
-        def fetch(x: Any, turn: Any) -> None:
+        def fetch(x: Array, turn: Array) -> None:
             self.fetch(turn, at(x))
 
-        def step(x: Any, masked: bool, fetch_next: Any, state: Any) -> Any:
+        def step(
+            x: Array, masked: bool, fetch_next: Callable[..., Any], state: tuple[Array, ...]
+        ) -> tuple[Array, ...]:
             turn, total = state
             ahead = functools.partial(fetch_next, turn + 1)
             return turn + 1, self.add(total, turn, masked, at(x), ahead)
@@ -146,7 +149,9 @@ class _Program(NamedTuple):
         first = jnp.int32(0)
         return visits.fold_ahead(memory, place, fetch, first, step, (first, zeros))[1]
 
-    def add(self, total: Array, turn: Any, masked: bool, at: TileIndex, fetch_next: Any) -> Array:
+    def add(
+        self, total: Array, turn: Array, masked: bool, at: TileIndex, fetch_next: Callable[..., Any]
+    ) -> Array:
         """The sum with what a tile adds."""
         problem, unit, parameter = self.problem, self.problem.unit, self.parameter
         *tensors, beside = self._tiles(turn)
@@ -164,7 +169,7 @@ class _Program(NamedTuple):
             fetch_next()
         return total + found
 
-    def _tiles(self, turn: Any) -> tuple[Any, Any, Any]:
+    def _tiles(self, turn: Array) -> tuple[Any, Any, Any]:
         query, d_out, key, value, *beside = self.stream.wait(turn)
         return (query, d_out), (key, value), beside
 
@@ -175,13 +180,13 @@ def _run(
     order: Order,
     body: Callable[[_Program, Any, Any, Any], None],
     arrays: tuple[Any, Any, Any],
-    index: Any,
+    index: tuple[Array, ...],
     result: tuple[int, ...],
 ) -> Array:
     """`body(program, place, index, result)` in all programs, for the arrays of a padded call."""
     (query, d_out, *rows), key, value = arrays
 
-    def kernel(place: Any, operands: Any, results: Any, scratch: Any) -> None:
+    def kernel(place: tuple[Array, ...], operands: Ref, results: Ref, scratch: Tree) -> None:
         tensors, rows, leaves, index = operands
         program = _Program(problem, parameter, tensors, rows, leaves, scratch[0])
         body(program, place, index, results[0])
@@ -199,7 +204,7 @@ def _run(
     return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)[0]
 
 
-def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
+def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for every 64 queries, or keys where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
@@ -207,10 +212,10 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
     _, far = Rows.stacked(problem.factors, arrays[0][2:], problem.rules.sizes["T"])
     visits = visits.without_full(far)
 
-    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
+    def body(program: _Program, place: tuple[Array, ...], visits_ref: Ref, result: Ref) -> None:
         _, b, h, x = place
 
-        def at(y: Any) -> TileIndex:
+        def at(y: Array) -> TileIndex:
             return program.at(b, h, *((y, x) if by_key else (x, y)))
 
         zeros = problem.unit.lay(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
@@ -222,17 +227,17 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -
     return parameter.of_heads(_run(problem, parameter, order, body, arrays, visits.arrays, result))
 
 
-def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
+def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     heads, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
     visits = block_mask.of_heads(problem.kinds(spec), heads, shared)
 
-    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
+    def body(program: _Program, place: tuple[Array, ...], visits_ref: Ref, result: Ref) -> None:
         _, b, h, tile_index = place
         i, j = (f(tile_index, np.int32(m)) for f in (lax.div, lax.rem))
 
-        def at(index: Any) -> TileIndex:
+        def at(index: Array) -> TileIndex:
             first, second = (f(index, np.int32(shared[1])) for f in (lax.div, lax.rem))
             return program.at(b + first, h + second, i, j)
 
@@ -246,7 +251,7 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) ->
     return _run(problem, parameter, order, body, arrays, visits.arrays, result)
 
 
-def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any) -> Array:
+def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter by distance, for each head `[1, N, distances]`; a program for each diagonal of
     tiles, which adds them up, and leaves its 64 rows to XLA."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
@@ -254,10 +259,10 @@ def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Any
     visits = block_mask.of_diagonals(problem.kinds(spec), step, shapes.B)
     diagonals = m + (n - 1) * step
 
-    def body(program: _Program, place: Any, visits_ref: Any, result: Any) -> None:
+    def body(program: _Program, place: tuple[Array, ...], visits_ref: Ref, result: Ref) -> None:
         _, _, h, d = place
 
-        def at(index: Any) -> TileIndex:
+        def at(index: Array) -> TileIndex:
             b, i = (f(index, np.int32(n)) for f in (lax.div, lax.rem))
             return program.at(b, h, i, d + (i - (n - 1)) * step)
 

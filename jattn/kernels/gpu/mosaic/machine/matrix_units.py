@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
@@ -33,7 +34,7 @@ def multiply(
         onto = [None for _ in pairs] if onto is None else onto
         return [_by_warp(unit, a, b, x) for (a, b), x in zip(pairs, onto, strict=True)]
 
-    def add_to(totals: Any) -> None:
+    def add_to(totals: Tree) -> None:
         for total, pair in zip(totals, pairs, strict=True):
             mosaic().wgmma(total, *pair)
 

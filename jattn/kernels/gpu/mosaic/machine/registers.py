@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Index, Ref
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
@@ -39,8 +40,8 @@ class Value(NamedTuple):
     """An array in registers, without axes of size 1, and its type with them; `axes` are those of a
     tile along which it runs."""
 
-    value: Any
-    expected: Any
+    value: Array
+    expected: jax.ShapeDtypeStruct
     axes: str
 
 
@@ -67,7 +68,7 @@ class Unit(NamedTuple):
         """Queries of a warpgroup, or keys."""
         return TENSOR_ROWS if self.by is Products.TENSOR_MEMORY else ROWS
 
-    def lay(self, x: Any, axes: str) -> Any:
+    def lay(self, x: Array, axes: str) -> Array:
         if self.interpreted or not axes:
             return x
         return mosaic().layout_cast(x, self.layout(axes))
@@ -90,10 +91,10 @@ class Unit(NamedTuple):
         shape, axis = ((size, t), 1) if self.transposed else ((t, size), 0)
         return self.lay(lax.broadcast_in_dim(along, shape, (axis,)), "ts")
 
-    def places(self, start: Any, size: int, axis: str) -> Array:
+    def places(self, start: Index, size: int, axis: str) -> Array:
         return start + self.lay(lax.iota(jnp.int32, size), axis)
 
-    def read(self, memory: Any, index: tuple[Any, ...], letters: list[str]) -> Value:
+    def read(self, memory: Ref, index: tuple[Any, ...], letters: list[str]) -> Value:
         """A part of an array in global memory."""
         runs = [isinstance(x, pl.Slice) for x in index]
         sizes = [x.size for x, run in zip(index, runs, strict=True) if run]

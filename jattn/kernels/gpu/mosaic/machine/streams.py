@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Ref
 from jattn.kernels.gpu.mosaic.machine import device
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
@@ -38,7 +39,7 @@ class Stream(NamedTuple):
     together. `filled` is a barrier for each place, None where threads copy themselves."""
 
     arrays: tuple[Any, ...]
-    filled: Any
+    filled: Ref | None
 
     @classmethod
     def scratch(cls, unit: Unit, places: int, *arrays: Any, copies: int | None = None) -> "Stream":
@@ -53,10 +54,10 @@ class Stream(NamedTuple):
     def places(self) -> int:
         return self.arrays[0].shape[0]
 
-    def _place(self, turn: Any) -> Any:
+    def _place(self, turn: Array) -> Array:
         return lax.rem(turn, np.int32(self.places))
 
-    def fill(self, turn: Any, *sources: Any) -> None:
+    def fill(self, turn: Array, *sources: Ref) -> None:
         """Starts to copy to the place of this turn. All threads must be done with what it held, and
         are where they have waited for another copy since, or in `release`. Where a unit copies they
         wait here.
@@ -74,14 +75,14 @@ class Stream(NamedTuple):
             for x, part in enumerate(source):
                 self._copy(part, array.at[place, pl.ds(x * size, size)], place)
 
-    def _copy(self, source: Any, to: Any, place: Any) -> None:
+    def _copy(self, source: Ref, to: Ref, place: Array) -> None:
         if self.filled is None:
             inside = mosaic().OOBFillMode.PROMISE_IN_BOUNDS
             mosaic().copy_gmem_to_smem(source, to, oob_mode=inside)
         else:
             mosaic().copy_gmem_to_smem(source, to, self.filled.at[place])
 
-    def wait(self, turn: Any) -> list[Any]:
+    def wait(self, turn: Array) -> list[Any]:
         """The arrays of this turn, once they are there and all threads have come here."""
         place = self._place(turn)
         if self.filled is None:
@@ -97,7 +98,7 @@ class Stream(NamedTuple):
             mosaic().wait_gmem_to_smem(0)
 
 
-def put(unit: Unit, memory: Any, value: Array) -> None:
+def put(unit: Unit, memory: Ref, value: Array) -> None:
     """From registers to global memory."""
     if unit.interpreted or not hasattr(mosaic(), "store"):
         memory[...] = value

@@ -12,8 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._types import Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
 
@@ -22,7 +24,7 @@ def _in_shared_memory(unit: Unit) -> bool:
     return unit.interpreted and not knows_ampere()
 
 
-def scratch(unit: Unit, columns: int, dtype: Any = jnp.float32) -> Any:
+def scratch(unit: Unit, columns: int, dtype: DTypeLike = jnp.float32) -> Any:
     """`[128, columns]`; of numbers of 16 bits two share a column of the memory."""
     shape = TENSOR_ROWS, columns
     if _in_shared_memory(unit):
@@ -30,7 +32,7 @@ def scratch(unit: Unit, columns: int, dtype: Any = jnp.float32) -> Any:
     return mosaic().TMEM(shape, dtype, packed=jnp.dtype(dtype).itemsize == 2)
 
 
-def alternatives(unit: Unit, *arrays: Any) -> Any:
+def alternatives(unit: Unit, *arrays: Any) -> Tree:
     """Arrays in one place, of which one is in use."""
     return arrays if _in_shared_memory(unit) else mosaic().RefUnion(*arrays)
 
@@ -41,7 +43,7 @@ def barrier(unit: Unit, count: int, arrivals: int = 1) -> Any:
     return mosaic().Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=ordered)
 
 
-def multiply(unit: Unit, total: Any, a: Any, b: Any, transposed: bool = False) -> None:
+def multiply(unit: Unit, total: Ref, a: Ref, b: Ref, transposed: bool = False) -> None:
     """Starts to compute a · b or, `transposed`, a · bᵀ alone, or to add a · b to the total, in this
     memory; b in shared memory."""
     if _in_shared_memory(unit):
@@ -53,7 +55,7 @@ def multiply(unit: Unit, total: Any, a: Any, b: Any, transposed: bool = False) -
     mosaic().tcgen05_mma(total, a, b, accumulate=not transposed)
 
 
-def commit(unit: Unit, *barriers: Any) -> None:
+def commit(unit: Unit, *barriers: Ref) -> None:
     """Arrives at these when all products that were started are computed."""
     for each in barriers:
         if _in_shared_memory(unit):
@@ -62,7 +64,7 @@ def commit(unit: Unit, *barriers: Any) -> None:
             mosaic().tcgen05_commit_arrive(each)
 
 
-def load(unit: Unit, memory: Any, layout: Any = None) -> Array:
+def load(unit: Unit, memory: Ref, layout: Any = None) -> Array:
     """To registers, as tiles lie there if no other layout is named."""
     if _in_shared_memory(unit):
         return memory[...]
@@ -76,11 +78,11 @@ def load(unit: Unit, memory: Any, layout: Any = None) -> Array:
 _LOADED, _STORED = 32, 16
 
 
-def _parts(memory: Any, columns: int) -> list[Any]:
+def _parts(memory: Ref, columns: int) -> list[Any]:
     return [memory.at[:, pl.ds(first, columns)] for first in range(0, memory.shape[1], columns)]
 
 
-def load_by_parts(unit: Unit, memory: Any) -> Array:
+def load_by_parts(unit: Unit, memory: Ref) -> Array:
     """`load` of a tile that fills most registers."""
     return jnp.concatenate([load(unit, part) for part in _parts(memory, _LOADED)], axis=1)
 
@@ -91,14 +93,14 @@ def wait_for_loads(unit: Unit) -> None:
         mosaic().wait_load_tmem()
 
 
-def store(unit: Unit, memory: Any, value: Array) -> None:
+def store(unit: Unit, memory: Ref, value: Array) -> None:
     if _in_shared_memory(unit):
         memory[...] = value
     else:
         mosaic().async_store_tmem(memory, value)
 
 
-def store_by_parts(unit: Unit, memory: Any, value: Array) -> None:
+def store_by_parts(unit: Unit, memory: Ref, value: Array) -> None:
     """`store` of a tile that fills most registers."""
     for i, part in enumerate(_parts(memory, _STORED)):
         first = i * _STORED
@@ -127,7 +129,7 @@ def by_role(
     another starts products; of those that are interpreted, two more."""
     role = lax.axis_index("warpgroup")
 
-    def serve(which: Any) -> None:
+    def serve(which: Array) -> None:
         pl.when(which == 0)(copy)
         pl.when(which == 1)(multiply)
 

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
+from jattn._types import Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH
 from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
 
 
-def later(count: Any) -> Any:
+def later(count: Array) -> Array:
     """0, where the compiler does not know it: what is computed from it is not computed before, and
     takes up no registers until then. Counts are from 0 to 2^30."""
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
@@ -34,8 +36,8 @@ class Ring(NamedTuple):
     tile, or a few arrays that come and go together."""
 
     arrays: tuple[Any, ...]
-    filled: Any
-    free: Any
+    filled: Ref
+    free: Ref
 
     @classmethod
     def scratch(cls, *arrays: Any, free: Any, copies: int | None = None) -> "Ring":
@@ -53,10 +55,10 @@ class Ring(NamedTuple):
     def places(self) -> int:
         return self.arrays[0].shape[0]
 
-    def _place(self, turn: Any) -> Any:
+    def _place(self, turn: Array) -> Array:
         return lax.bitwise_and(turn, np.int32(self.places - 1))
 
-    def fill(self, turn: Any, *sources: Any) -> None:
+    def fill(self, turn: Array, *sources: Ref) -> None:
         """Copies to the place of this turn, once that is free. A source is a part of an array in
         global memory, or a list of the parts of a tile."""
         place = self._place(turn)
@@ -71,7 +73,7 @@ class Ring(NamedTuple):
             for index, part in parts:
                 mosaic().copy_gmem_to_smem(part, array.at[place, *index], self.filled.at[place])
 
-    def drain(self, turns: Any) -> None:
+    def drain(self, turns: Array) -> None:
         """Waits until all that was filled in so many turns is used up."""
         for place in range(self.places):
 
@@ -79,7 +81,7 @@ class Ring(NamedTuple):
             def _(place: int = place) -> None:
                 mosaic().barrier_wait(self.free.at[place])
 
-    def use(self, turn: Any, function: Callable[..., Any]) -> Any:
+    def use(self, turn: Array, function: Callable[..., Any]) -> Tree:
         """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
         self.wait(turn)
         found = function(*self.at(turn))
@@ -88,16 +90,16 @@ class Ring(NamedTuple):
         mosaic().barrier_arrive(self.freed(turn))
         return found
 
-    def wait(self, turn: Any) -> None:
+    def wait(self, turn: Array) -> None:
         """Until the arrays of this turn are there."""
         mosaic().barrier_wait(self.filled.at[self._place(turn)])
 
-    def at(self, turn: Any) -> list[Any]:
+    def at(self, turn: Array) -> list[Any]:
         """The arrays of this turn."""
         place = self._place(turn)
         return [x.at[place] for x in self.arrays]
 
-    def freed(self, turn: Any) -> Any:
+    def freed(self, turn: Array) -> Ref:
         """The barrier at which those arrive that are done with them."""
         return self.free.at[self._place(turn)]
 
@@ -106,13 +108,13 @@ class Memory(NamedTuple):
     """Shared memory: what each computing warpgroup keeps, where its results leave too, and what
     comes by in turn."""
 
-    own: Any
-    filled: Any
+    own: Tree
+    filled: Ref
     streams: tuple[Ring, ...]
-    turns: Any
+    turns: Ref
 
     @classmethod
-    def scratch(cls, groups: int, own: Any, *streams: Any) -> "Memory":
+    def scratch(cls, groups: int, own: Tree, *streams: Tree) -> "Memory":
         """Of so many computing warpgroups, and of the arrays of each stream."""
         barrier = functools.partial(mosaic().Barrier, num_arrivals=groups)
         rings = [Ring.scratch(*x, free=barrier(num_barriers=x[0].shape[0])) for x in streams]
@@ -126,20 +128,20 @@ class Memory(NamedTuple):
         mosaic().barrier_arrive(self.turns)
         mosaic().barrier_wait(self.turns)
 
-    def load(self, which: int, group: Any, source: Any) -> Any:
+    def load(self, which: int, group: Array, source: Ref) -> Ref:
         """One of the arrays that a warpgroup keeps."""
         gpu, own, filled = mosaic(), self.own[which].at[group], 2 * group + which
         gpu.copy_gmem_to_smem(source, own, self.filled.at[filled])
         gpu.barrier_wait(self.filled.at[filled])
         return own
 
-    def drain(self, turns: Any) -> None:
+    def drain(self, turns: Array) -> None:
         """Waits until all that came by in so many turns is used up."""
         for stream in self.streams:
             stream.drain(turns)
 
 
-def store(pairs: Any) -> None:
+def store(pairs: Ref) -> None:
     """Results from shared memory to global memory."""
     mosaic().commit_smem()
     for source, result in pairs:

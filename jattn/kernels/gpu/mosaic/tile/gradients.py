@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Ref, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
@@ -29,12 +30,12 @@ class Rows(NamedTuple):
     total, both to the base 2; and minus delta, the sum of output times its cotangent, of what
     dropout keeps unscaled."""
 
-    shift: Any
+    shift: Array
     log_total: Any
-    minus_delta: Any
+    minus_delta: Array
 
     @classmethod
-    def stacked(cls, factors: Factors, per_query: Any, size: int) -> tuple[Array, Array]:
+    def stacked(cls, factors: Factors, per_query: Tree, size: int) -> tuple[Array, Array]:
         """`[B, N, blocks, 3 · size]`, of maximum, log_total and delta `[B, T, N]`; and the heads
         `[B, N]` in which shift and log of the total cannot be one number, which would have
         too few digits. In others it is the shift, and the log is 0."""
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
         return blocks.reshape(*blocks.shape[:3], 3 * size), far
 
     @classmethod
-    def read(cls, unit: Unit, memory: Any, *block: Any) -> "Rows":
+    def read(cls, unit: Unit, memory: Ref, *block: Array) -> "Rows":
         """Of a block of queries, from shared or global memory."""
         letters = [""] * len(block) + ["t"]
         size = memory.shape[-1] // 3
@@ -85,7 +86,7 @@ def d_products(
     return found, kept
 
 
-def _d_scores(spec: Any, weights: Array, kept: Array, d_weights: Array, rows: Rows) -> Array:
+def _d_scores(spec: Tree, weights: Array, kept: Array, d_weights: Array, rows: Rows) -> Array:
     """The cotangent of scores: weights × (d_weights − delta), where d_weights are of the weights
     after dropout. Without dropout they come with −delta, from which their sum started."""
     if not spec.dropout_rate:
@@ -178,7 +179,7 @@ def with_slope(
     values = parameters(here.spec)
     own = values[which]
 
-    def scores(x: Any) -> Array:
+    def scores(x: Array) -> Array:
         more = own.wrapped(lambda entry, _: entry + x) if isinstance(own, GatherRef) else x
         replaced = with_parameters(here.spec, [*values[:which], more, *values[which + 1 :]])
         return here._replace(spec=replaced).modify(products, masked)
@@ -238,11 +239,11 @@ def add_gradients(
     problem: Problem,
     masked: bool,
     rows: Rows | Callable[[], Rows],
-    kept: Any,
-    streamed: Any,
+    kept: Ref,
+    streamed: Ref,
     totals: dict[int, Array],
     here: RegisterTile | Callable[[], RegisterTile],
-    beside: Any = (),
+    beside: Tree = (),
 ) -> list[Array]:
     """The gradients with what a tile adds to them: 0 is that of queries or keys, 1 of values. The
     others are as `of_tile` takes them."""
@@ -256,12 +257,12 @@ def of_tile(
     problem: Problem,
     masked: bool,
     rows: Rows | Callable[[], Rows],
-    kept: Any,
-    streamed: Any,
+    kept: Ref,
+    streamed: Ref,
     here: RegisterTile | Callable[[], RegisterTile],
-    beside: Any = (),
+    beside: Tree = (),
     derive: Callable[..., Any] | None = None,
-) -> Any:
+) -> Tree:
     """What `derive` makes of a tile's products and d_out vᵀ; None is `d_products`, computed where
     registers are free.
 

@@ -4,7 +4,7 @@ compute 2^x.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,11 +48,11 @@ class Softened(NamedTuple):
     """The weights of more keys, and shift and total of all so far. Where the shift has moved far,
     each row of what is relative to the one before is to be multiplied with a factor."""
 
-    weights: Any
-    shift: Any
-    total: Any
-    far: Any
-    factor: Any
+    weights: Array
+    shift: Array
+    total: Array
+    far: Array
+    factor: Array
 
 
 def soften(

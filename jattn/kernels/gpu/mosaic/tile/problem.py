@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array
 
 from jattn import dropout
+from jattn._types import AnyArray
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.machine.registers import Unit, Value
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
@@ -99,7 +101,7 @@ class Problem(NamedTuple):
         """The tiles that each block of queries visits, or of keys if `by_key`."""
         return block_mask.of(self.kinds(spec), by_key=self.by_key).compact()
 
-    def kinds(self, spec: Spec) -> Any:
+    def kinds(self, spec: Spec) -> AnyArray:
         """The tile maps `[B or 1, N or 1, n, m]`."""
         return block_mask.kinds(spec, self.shapes.T, self.shapes.S, self.tiling)
 
@@ -120,7 +122,7 @@ class Problem(NamedTuple):
         parts = self.rules.parts(leaves, place)
         return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
 
-    def numbers(self, leaves: list[Any], b: Any, h: Any) -> dict[int, Value]:
+    def numbers(self, leaves: list[Any], b: Array, h: Array) -> dict[int, Value]:
         """Those of the spec's arrays that are a number for all tiles of a head."""
         place = TileIndex(b, h, 0, 0)
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))

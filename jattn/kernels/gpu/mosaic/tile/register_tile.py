@@ -10,6 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._types import Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import Products, Unit, Value
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
@@ -22,7 +23,7 @@ from jattn.spec import Shapes
 class InMemory(NamedTuple):
     """A table, of which a tile looks up what it needs."""
 
-    memory: Any
+    memory: Ref
 
 
 class RegisterTile(NamedTuple):
@@ -34,7 +35,7 @@ class RegisterTile(NamedTuple):
     leaves: list[Value | InMemory | None]
     place: TileIndex
 
-    def completed(self, beside: Any) -> "RegisterTile":
+    def completed(self, beside: Tree) -> "RegisterTile":
         """With what came by in shared memory."""
         letter = "T" if self.unit.transposed else "S"
         run, left = (pl.ds(0, self.rules.sizes[letter]),), iter(beside)
@@ -43,18 +44,18 @@ class RegisterTile(NamedTuple):
         ]
         return self._replace(leaves=leaves)
 
-    def run(self, function: Callable[..., Any], *operands: Any) -> Any:
+    def run(self, function: Callable[..., Any], *operands: Tree) -> Tree:
         """`function(tile, *operands)`."""
         found = self.run_typed(function, *operands)
         return jax.tree.map(lambda x: x.value, found, is_leaf=_is_value)
 
-    def run_typed(self, function: Callable[..., Any], *operands: Any) -> Any:
+    def run_typed(self, function: Callable[..., Any], *operands: Tree) -> Tree:
         """The same with types, as other calls take operands that lack axes of size 1."""
         unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.rules.sizes.values()
         at = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
-        def here(leaves: Any, at: Any, operands: Any) -> Any:
+        def here(leaves: Tree, at: tuple[Array, ...], operands: Tree) -> Tree:
             return function(self.rules.at(leaves, *at), *operands)
 
         values = [x if isinstance(x, Value) else None for x in self.leaves]
@@ -81,15 +82,15 @@ class RegisterTile(NamedTuple):
         )
         return jax.tree.map(lambda x, expected: Value(x, expected, ""), found, out)
 
-    def _typed(self, x: Any) -> Value:
+    def _typed(self, x: Tree) -> Value:
         return x if _is_value(x) else Value(x, types(x, self.unit.transposed), "")
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: Tree) -> bool:
     return isinstance(x, Value)
 
 
-def look_up(unit: Unit, memory: Any, places: Array, axes: str) -> Array:
+def look_up(unit: Unit, memory: Ref, places: Array, axes: str) -> Array:
     """Entries of a flat array in global memory."""
     if unit.interpreted:
         return memory[...][places]

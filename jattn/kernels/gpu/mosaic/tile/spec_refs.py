@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._types import Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
@@ -48,7 +50,9 @@ class SpecRefs(kernel_refs.SpecRefs):
         self.arrays[i] = self.arrays[i].swapaxes(t, s)
         self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
 
-    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
+    def at(
+        self, leaves: list[Any], b: Array, h: Array, rows: Array, columns: Array
+    ) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places. Of tables there are no parts."""
         pairs = zip(leaves, self.boolean, strict=True)
         leaves = [x != 0 if boolean and x is not None else x for x, boolean in pairs]
@@ -72,18 +76,18 @@ class SpecRefs(kernel_refs.SpecRefs):
         parts = [x if x is None or not y else x.T for x, y in zip(parts, self.turned, strict=True)]
         products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
 
-        def modify(*operands: Any) -> Any:
+        def modify(*operands: Tree) -> Tree:
             *at, products = operands
             score, pull = jax.vjp(lambda x: self.at(*at).modify(x, True), products)
             return score, pull(score)
 
         return modify, (parts, zero, zero, rows, columns, products)
 
-    def run_example(self, function: Callable[..., Any], operands: Any) -> Any:
+    def run_example(self, function: Callable[..., Any], operands: Tree) -> Tree:
         """A function of the operands of `example`, in registers."""
         given = jax.tree.map(jnp.squeeze, operands)
 
-        def zeros(dtype: Any, at: Array, axes: str) -> Array:
+        def zeros(dtype: DTypeLike, at: Array, axes: str) -> Array:
             return jnp.zeros(at.shape, dtype)
 
         tables = {i: functools.partial(zeros, x.dtype) for i, (x, _) in self.tables.items()}
@@ -120,6 +124,6 @@ def _part(memory: Array, index: tuple[Any, ...]) -> Array | None:
     return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
 
 
-def types(operands: Any, transposed: bool = False) -> Any:
+def types(operands: Tree, transposed: bool = False) -> Any:
     step = -1 if transposed else 1
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[::step], x.dtype), operands)
