@@ -135,7 +135,7 @@ def test_an_operand_with_another_look_up_stays():
     ) -> Any:
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
-    spec = prepared(scores.Score(function, ones(3), ones(12), ones(4)))
+    spec: Any = prepared(scores.Score(function, ones(3), ones(12), ones(4)))
     found: Any = hoisted.replaced(spec, SHAPES).score
     assert found.tables == (spec.score.operands[1],)
     assert found.sites == (("head", 0), ("query", 0))
