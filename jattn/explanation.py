@@ -185,7 +185,8 @@ def explain(
     options.pop("implementation", None)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
     platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
-    call = make(query, key, value, lse=return_lse, **options)
+    values = () if value is None else (value,)
+    call = make(query, key, *values, lse=return_lse, **options)
     if isinstance(key, Cache):
         reasons = {registry.FEW_QUERIES: few_queries.unsupported(call.spec, call.shapes)}
         program, operands = attend_cache, (query, key)

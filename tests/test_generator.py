@@ -399,7 +399,7 @@ def drawn_functions(count: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_random_score_functions(count):
     """Values and derivatives of many functions, 200 of which are compiled together."""
     functions = drawn_functions(count)

@@ -24,6 +24,11 @@ B, T, S = 2, 3, 5
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def _numbers_of_each_test_are_the_same():
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def softmax_mean(score: dict[int, Any], value: np.ndarray) -> Any:
     """Σ softmax(score)_j value_j over the keys that are there; 0 if none are."""
     if not score:
