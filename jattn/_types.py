@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 AnyArray = Array | np.ndarray
-Index = int | np.integer | Array  # an integer, which the program may compute
 Tree = Any  # a pytree of arrays
 Ref = Any  # memory that a kernel reads and writes: `x[...]`, and `x.at[...]` for a part of it
 
@@ -46,6 +45,7 @@ class Positions(KeyPositions, total=False):
 
 
 Size = Any  # an integer, or a dimension of a program that is exported for any
+Index = Size | np.integer | Array  # an integer, which the program may compute
 Shape = tuple[Size, ...]
 
 _T = TypeVar("_T")

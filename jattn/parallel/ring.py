@@ -357,7 +357,7 @@ def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> 
     state = ring.forward(spec, query, kv, distance, state)
     for hop, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Array, carried: Tree, distance: int = distance, hop: Hops = hop) -> Tree:
+        def body(i: Index, carried: Tree, distance: int = distance, hop: Hops = hop) -> Tree:
             kv, state = carried
             next_shard = hop.send(kv, ring.axes)
             return next_shard, ring.forward(
@@ -396,7 +396,7 @@ def _backward(
     for current, next_hop in itertools.zip_longest(hops, hops[1:]):
 
         def body(
-            i: Array, carried: Tree, distance: int = distance, current: Hops = current
+            i: Index, carried: Tree, distance: int = distance, current: Hops = current
         ) -> Tree:
             kv, total = carried
             next_shard = current.send(kv, ring.axes)

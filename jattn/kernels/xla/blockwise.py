@@ -591,10 +591,12 @@ def backward_vmap(
 
 
 def parameter_gradients(
-    spec: Spec, per_head: PerQuery, key: Array, value: Array, tiling: Tiling
+    spec: Spec, per_head: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
-    """Those of parameters alone, for kernels that cannot scatter; sizes are whole tiles and
-    `per_head` is a `PerQuery`."""
+    """Returns the gradients of parameters alone, for kernels that cannot scatter.
+
+    Sizes are whole tiles; `per_head` has the fields of `PerQuery`.
+    """
     query, *others = per_head
     wide = [x.astype(accumulation(key.dtype)) for x in others]
     problem = Problem(Shapes.of(query, value), tiling, "vmap")

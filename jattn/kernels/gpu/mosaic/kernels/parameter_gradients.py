@@ -180,9 +180,9 @@ def _run(
     order: Order,
     body: Callable[[_Program, Any, Any, Any], None],
     arrays: tuple[Any, Any, Any],
-    index: tuple[Array, ...],
+    index: Tree,
     result: tuple[int, ...],
-) -> Array:
+) -> Tree:
     """`body(program, place, index, result)` in all programs, for the arrays of a padded call."""
     (query, d_out, *rows), key, value = arrays
 

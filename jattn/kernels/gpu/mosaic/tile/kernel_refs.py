@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array
 
 from jattn._pytree import axis_names, select_head
+from jattn._types import Index
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -53,7 +54,7 @@ class GatherRef:
             raise TypeError(f"an integer for each of {self.ndim} axes")
         return self.inside(*[_inside(x, size) for x, size in zip(index, self.shape, strict=True)])
 
-    def inside(self, *index: Array) -> Array:
+    def inside(self, *index: Index) -> Array:
         """The entries at integers of int32 that are known to be places of the array."""
         inside = list(jnp.broadcast_arrays(*index))
         places = iter(inside)
