@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import softmax
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import tile_schedule
@@ -76,10 +76,10 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         queries.fill(first, query.at[b, h, own])
         numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
 
-        def fetch(j: Array, turn: Array) -> None:
+        def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
 
-        def step(j: Array, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
+        def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, before = state
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])

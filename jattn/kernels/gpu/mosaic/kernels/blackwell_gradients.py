@@ -164,7 +164,7 @@ class _Program(backward.Program):
         for i in range(memory.kept.shape[0]):
             mosaic().copy_gmem_to_smem(self.kept[i].at[self.own], memory.kept.at[i], memory.loaded)
 
-        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
+        def step(h: Array, x: Array, masked: bool, turn: Index) -> Array:
             first, second = self.tiles(h, x)
             memory.first.fill(turn, first)
             places = [self.share(h, x, number) for number in numbers]
@@ -186,7 +186,7 @@ class _Program(backward.Program):
         """What the warp does that starts products."""
         mosaic().barrier_wait(memory.loaded)
 
-        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
+        def step(h: Array, x: Array, masked: bool, turn: Index) -> Array:
             pl.when(turn > 0)(functools.partial(self.add_values, memory, turn - 1))
             self.score(memory, turn)
             pl.when(turn > 0)(functools.partial(self.add_keys, memory, turn - 1))
@@ -202,7 +202,7 @@ class _Program(backward.Program):
 
         tensor_memory.commit(self.problem.unit, memory.done)
 
-    def score(self, memory: _Memory, turn: Array) -> None:
+    def score(self, memory: _Memory, turn: Index) -> None:
         """Starts the products of queries and keys of a turn."""
         unit = self.problem.unit
         memory.first.wait(turn)
@@ -211,7 +211,7 @@ class _Program(backward.Program):
         free = [] if _KEYS in self.which else [memory.first.freed(turn)]
         tensor_memory.commit(unit, *free, memory.scored)
 
-    def pull(self, memory: _Memory, turn: Array) -> None:
+    def pull(self, memory: _Memory, turn: Index) -> None:
         """Starts the products of d_out and values of a turn."""
         unit = self.problem.unit
         memory.second.wait(turn)
@@ -222,20 +222,20 @@ class _Program(backward.Program):
         free = [] if _VALUES in self.which else [memory.second.freed(turn)]
         tensor_memory.commit(unit, *free, memory.back)
 
-    def add_values(self, memory: _Memory, turn: Array) -> None:
+    def add_values(self, memory: _Memory, turn: Index) -> None:
         """Starts to add the weighted rows of d_out, once there are weights. Scores of another turn
         may be written over these afterwards."""
         mosaic().barrier_wait(memory.weighed)
         if _VALUES in self.which:
             self.add(memory, _VALUES, memory.scores[1], memory.second, turn)
 
-    def add_keys(self, memory: _Memory, turn: Array) -> None:
+    def add_keys(self, memory: _Memory, turn: Index) -> None:
         """Starts to add the rows of queries (keys) times the cotangents of scores, likewise."""
         if _KEYS in self.which:
             mosaic().barrier_wait(memory.derived)
             self.add(memory, _KEYS, memory.pulled[1], memory.first, turn)
 
-    def add(self, memory: _Memory, gradient: int, factors: Ref, ring: Ring, turn: Array) -> None:
+    def add(self, memory: _Memory, gradient: int, factors: Ref, ring: Ring, turn: Index) -> None:
         unit, width = self.problem.unit, self.problem.shapes.H
         (tile,) = ring.at(turn)
         total = memory.sum_of(self.which, gradient, 0, width)
@@ -249,7 +249,7 @@ class _Program(backward.Program):
 
     # --- weights --------------------------------------------------------------------------------
 
-    def compute(self, memory: _Memory, group: Array, results: Ref) -> None:
+    def compute(self, memory: _Memory, group: Index, results: Ref) -> None:
         """What a warpgroup does that computes."""
         mine = None if self.problem.by_key else self.mine(self.problem.unit)
         self.each(group, functools.partial(self.clear, memory))
@@ -258,7 +258,7 @@ class _Program(backward.Program):
         def of_head(h: Array) -> Callable[..., Any]:
             numbers = self.problem.numbers(self.leaves, self.at[0], h)
 
-            def step(x: Array, masked: bool, turn: Array) -> Array:
+            def step(x: Array, masked: bool, turn: Index) -> Array:
                 own = self.own_shares(group)
                 tiles = [self.problem.tile(self.leaves, self.share(h, x, i), numbers) for i in own]
                 tiles, read = self.completed(memory, turn, own, tiles, mine)
@@ -280,7 +280,7 @@ class _Program(backward.Program):
     def completed(
         self,
         memory: _Memory,
-        turn: Array,
+        turn: Index,
         own: list[Any],
         tiles: list[RegisterTile],
         mine: Rows | None,
@@ -304,7 +304,7 @@ class _Program(backward.Program):
     def weigh(
         self,
         memory: _Memory,
-        group: Array,
+        group: Index,
         tiles: list[RegisterTile],
         masked: bool,
         read: list[Any],
@@ -331,7 +331,7 @@ class _Program(backward.Program):
     def derive(
         self,
         memory: _Memory,
-        group: Array,
+        group: Index,
         tiles: list[RegisterTile],
         masked: bool,
         rows: list[Rows],
@@ -358,13 +358,13 @@ class _Program(backward.Program):
         """Of a tile, those of a warpgroup."""
         return self.problem.streamed // _groups(self.problem)
 
-    def own_shares(self, group: Array) -> list[Any]:
+    def own_shares(self, group: Index) -> list[Any]:
         """The numbers of those that a warpgroup computes, one after another: registers hold no more
         at once."""
         each = self.columns // self.problem.share
         return [group * each + i for i in range(each)]
 
-    def taken(self, tile: Ref, i: Array, size: int) -> Array:
+    def taken(self, tile: Ref, i: Index, size: int) -> Array:
         """The i-th run of so many columns of a tile, in registers."""
         found = tensor_memory.load(self.problem.unit, tile.at[:, pl.ds(i * size, size)])
         tensor_memory.wait_for_loads(self.problem.unit)
@@ -378,13 +378,13 @@ class _Program(backward.Program):
         firsts = range(0, columns, share)
         return [lax.slice(x, (0, first), (rows, first + share)) for first in firsts]
 
-    def narrow(self, tile: Ref, group: Array) -> Ref:
+    def narrow(self, tile: Ref, group: Index) -> Ref:
         """A warpgroup's columns of a tile of 16 bits."""
         return _narrow(self.problem, tile, group * self.columns, self.columns)
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def each(self, group: Array, function: Callable[..., Any]) -> None:
+    def each(self, group: Index, function: Callable[..., Any]) -> None:
         """`function(gradient)` of each gradient in a warpgroup of its own, or in the only one."""
         for place, gradient in enumerate(self.which):
             own = place % _groups(self.problem)

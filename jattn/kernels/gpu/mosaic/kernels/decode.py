@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import masks, softmax
-from jattn._types import Ref, Size, Tree
+from jattn._types import Index, Ref, Size, Tree
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing
@@ -167,7 +167,7 @@ class _Pages(NamedTuple):
     values: Ref
     table: Ref
 
-    def runs(self, sizes: _Sizes, b: Array, kv: Array, j: Array) -> tuple[list[Any], list[Any]]:
+    def runs(self, sizes: _Sizes, b: Index, kv: Array, j: Index) -> tuple[list[Any], list[Any]]:
         """Of tile j the runs of keys and of values. Behind the last key that there is, they are
         those before it, which the mask leaves out."""
         keys, values, page = [], [], np.int32(self.keys.shape[2])
@@ -200,11 +200,11 @@ def _launch(
         numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
         at = lambda j: kernel_refs.TileIndex(b, h, 0, j * columns)  # noqa: E731
 
-        def fetch(j: Array, turn: Array) -> None:
+        def fetch(j: Index, turn: Index) -> None:
             runs = pages.runs(sizes, b, kv, j)
             stream.fill(turn, *runs, *problem.parts_beside(leaves, at(j)))
 
-        def step(j: Array, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
+        def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, before = state
             k, v, *beside = stream.wait(turn)
             fetch_next(turn + 1)

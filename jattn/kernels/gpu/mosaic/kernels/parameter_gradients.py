@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn import tile
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS
@@ -108,12 +108,12 @@ class _Program(NamedTuple):
     leaves: list[Any]
     stream: Stream
 
-    def at(self, b: Array, h: Array, i: Array, j: Array) -> TileIndex:
+    def at(self, b: Index, h: Index, i: Index, j: Index) -> TileIndex:
         """The tile of blocks i of queries and j of keys."""
         rows, columns = self.problem.rules.sizes.values()
         return TileIndex(b, h, i * rows, j * columns)
 
-    def fetch(self, turn: Array, at: TileIndex) -> None:
+    def fetch(self, turn: Index, at: TileIndex) -> None:
         """Starts to copy what a tile needs."""
         rows, columns = self.problem.rules.sizes.values()
         query, d_out, key, value = self.tensors
@@ -123,7 +123,7 @@ class _Program(NamedTuple):
         tiles = query.at[own], d_out.at[own], key.at[seen], value.at[seen]
         self.stream.fill(turn, *tiles, *self.problem.parts_beside(self.leaves, at))
 
-    def _index(self, b: Array, h: Array, run: Any) -> tuple[Any, Any, Any]:
+    def _index(self, b: Index, h: Index, run: Any) -> tuple[Any, Any, Any]:
         return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
 
     def fold(
@@ -136,7 +136,7 @@ class _Program(NamedTuple):
     ) -> Array:
         """What all tiles `at(x)` add that a place visits."""
 
-        def fetch(x: Array, turn: Array) -> None:
+        def fetch(x: Array, turn: Index) -> None:
             self.fetch(turn, at(x))
 
         def step(
@@ -150,7 +150,7 @@ class _Program(NamedTuple):
         return visits.fold_ahead(memory, place, fetch, first, step, (first, zeros))[1]
 
     def add(
-        self, total: Array, turn: Array, masked: bool, at: TileIndex, fetch_next: Callable[..., Any]
+        self, total: Array, turn: Index, masked: bool, at: TileIndex, fetch_next: Callable[..., Any]
     ) -> Array:
         """The sum with what a tile adds."""
         problem, unit, parameter = self.problem, self.problem.unit, self.parameter
@@ -169,7 +169,7 @@ class _Program(NamedTuple):
             fetch_next()
         return total + found
 
-    def _tiles(self, turn: Array) -> tuple[Any, Any, Any]:
+    def _tiles(self, turn: Index) -> tuple[Any, Any, Any]:
         query, d_out, key, value, *beside = self.stream.wait(turn)
         return (query, d_out), (key, value), beside
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._types import Ref
+from jattn._types import Index, Ref
 from jattn.kernels.gpu.mosaic.machine import device
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
@@ -54,10 +54,10 @@ class Stream(NamedTuple):
     def places(self) -> int:
         return self.arrays[0].shape[0]
 
-    def _place(self, turn: Array) -> Array:
+    def _place(self, turn: Index) -> Array:
         return lax.rem(turn, np.int32(self.places))
 
-    def fill(self, turn: Array, *sources: Ref) -> None:
+    def fill(self, turn: Index, *sources: Ref) -> None:
         """Starts to copy to the place of this turn. All threads must be done with what it held, and
         are where they have waited for another copy since, or in `release`. Where a unit copies they
         wait here.
@@ -75,14 +75,14 @@ class Stream(NamedTuple):
             for x, part in enumerate(source):
                 self._copy(part, array.at[place, pl.ds(x * size, size)], place)
 
-    def _copy(self, source: Ref, to: Ref, place: Array) -> None:
+    def _copy(self, source: Ref, to: Ref, place: Index) -> None:
         if self.filled is None:
             inside = mosaic().OOBFillMode.PROMISE_IN_BOUNDS
             mosaic().copy_gmem_to_smem(source, to, oob_mode=inside)
         else:
             mosaic().copy_gmem_to_smem(source, to, self.filled.at[place])
 
-    def wait(self, turn: Array) -> list[Any]:
+    def wait(self, turn: Index) -> list[Any]:
         """The arrays of this turn, once they are there and all threads have come here."""
         place = self._place(turn)
         if self.filled is None:

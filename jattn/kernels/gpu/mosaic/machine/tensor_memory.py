@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
 
@@ -129,7 +129,7 @@ def by_role(
     another starts products; of those that are interpreted, two more."""
     role = lax.axis_index("warpgroup")
 
-    def serve(which: Array) -> None:
+    def serve(which: Index) -> None:
         pl.when(which == 0)(copy)
         pl.when(which == 1)(multiply)
 

@@ -12,12 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH
 from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
 
 
-def later(count: Array) -> Array:
+def later(count: Index) -> Array:
     """0, where the compiler does not know it: what is computed from it is not computed before, and
     takes up no registers until then. Counts are from 0 to 2^30."""
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
@@ -55,10 +55,10 @@ class Ring(NamedTuple):
     def places(self) -> int:
         return self.arrays[0].shape[0]
 
-    def _place(self, turn: Array) -> Array:
+    def _place(self, turn: Index) -> Array:
         return lax.bitwise_and(turn, np.int32(self.places - 1))
 
-    def fill(self, turn: Array, *sources: Ref) -> None:
+    def fill(self, turn: Index, *sources: Ref) -> None:
         """Copies to the place of this turn, once that is free. A source is a part of an array in
         global memory, or a list of the parts of a tile."""
         place = self._place(turn)
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
             def _(place: int = place) -> None:
                 mosaic().barrier_wait(self.free.at[place])
 
-    def use(self, turn: Array, function: Callable[..., Any]) -> Tree:
+    def use(self, turn: Index, function: Callable[..., Any]) -> Tree:
         """`function(*arrays)` of this turn, once they are there; their place is free afterwards."""
         self.wait(turn)
         found = function(*self.at(turn))
@@ -90,16 +90,16 @@ class Ring(NamedTuple):
         mosaic().barrier_arrive(self.freed(turn))
         return found
 
-    def wait(self, turn: Array) -> None:
+    def wait(self, turn: Index) -> None:
         """Until the arrays of this turn are there."""
         mosaic().barrier_wait(self.filled.at[self._place(turn)])
 
-    def at(self, turn: Array) -> list[Any]:
+    def at(self, turn: Index) -> list[Any]:
         """The arrays of this turn."""
         place = self._place(turn)
         return [x.at[place] for x in self.arrays]
 
-    def freed(self, turn: Array) -> Ref:
+    def freed(self, turn: Index) -> Ref:
         """The barrier at which those arrive that are done with them."""
         return self.free.at[self._place(turn)]
 
@@ -128,7 +128,7 @@ class Memory(NamedTuple):
         mosaic().barrier_arrive(self.turns)
         mosaic().barrier_wait(self.turns)
 
-    def load(self, which: int, group: Array, source: Ref) -> Ref:
+    def load(self, which: int, group: Index, source: Ref) -> Ref:
         """One of the arrays that a warpgroup keeps."""
         gpu, own, filled = mosaic(), self.own[which].at[group], 2 * group + which
         gpu.copy_gmem_to_smem(source, own, self.filled.at[filled])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return blocks.reshape(*blocks.shape[:3], 3 * size), far
 
     @classmethod
-    def read(cls, unit: Unit, memory: Ref, *block: Array) -> "Rows":
+    def read(cls, unit: Unit, memory: Ref, *block: Index) -> "Rows":
         """Of a block of queries, from shared or global memory."""
         letters = [""] * len(block) + ["t"]
         size = memory.shape[-1] // 3

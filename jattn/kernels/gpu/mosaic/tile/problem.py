@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jaxtyping import Array
 
 from jattn import dropout
-from jattn._types import AnyArray
+from jattn._types import AnyArray, Index
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.machine.registers import Unit, Value
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
@@ -122,7 +121,7 @@ class Problem(NamedTuple):
         parts = self.rules.parts(leaves, place)
         return [memory.at[index] for memory, index in (parts[i] for i in self.beside)]
 
-    def numbers(self, leaves: list[Any], b: Array, h: Array) -> dict[int, Value]:
+    def numbers(self, leaves: list[Any], b: Index, h: Index) -> dict[int, Value]:
         """Those of the spec's arrays that are a number for all tiles of a head."""
         place = TileIndex(b, h, 0, 0)
         parts = enumerate(zip(self.rules.parts(leaves, place), self.rules.letters, strict=True))

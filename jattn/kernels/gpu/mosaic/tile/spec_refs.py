@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn._types import Tree
+from jattn._types import Index, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
@@ -51,7 +51,7 @@ class SpecRefs(kernel_refs.SpecRefs):
         self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
 
     def at(
-        self, leaves: list[Any], b: Array, h: Array, rows: Array, columns: Array
+        self, leaves: list[Any], b: Index, h: Index, rows: Array, columns: Array
     ) -> slicing.Tile:
         """The tile of these parts of the arrays, at these places. Of tables there are no parts."""
         pairs = zip(leaves, self.boolean, strict=True)
