@@ -138,13 +138,14 @@ def make(
     else:
         shapes = check_shapes(query, key, *values)
     check_flag("return_lse", lse)
-    call = of_shapes(shapes, shards, **options)
-    return dataclasses.replace(call, lse=bool(lse), implementation=implementation)
+    return of_shapes(shapes, shards, bool(lse), implementation, **options)
 
 
 def of_shapes(
     shapes: Shapes,
     shards: int = 1,
+    lse: bool = False,
+    implementation: str | None = None,
     **options: Unpack[WeightOptions],
 ) -> Call:
     """Checks the options of a call of these sizes and makes a `Call` of them, see `make`."""
@@ -168,7 +169,7 @@ def of_shapes(
     spec, transient = _with_lasting_functions(spec, shapes)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     overflowed = _either(q_outside, kv_outside)
-    return Call(spec, shapes, sink, overflowed, transient=transient)
+    return Call(spec, shapes, sink, overflowed, implementation, lse, transient)
 
 
 def _of_cache(
