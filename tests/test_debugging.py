@@ -264,10 +264,18 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def when(flags: str, name: str) -> Any:
+    """Which run a row is part of: JAX traces everything anew while it looks for leaks."""
+    if (flags, name) == ("debugging", "weights"):
+        return ()
+    leaks = flags == "checks" and name != "scores"
+    return pytest.mark.exhaustive if leaks else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        pytest.param(*row, marks=() if row == ("debugging", "weights") else pytest.mark.slow)
+        pytest.param(*row, marks=when(*row))
         for row in itertools.product(FLAGS, FUNCTIONS)
         # Without jit these two run operation by operation: −inf is what sampling leaves out.
         if row not in (("not_compiled", "ring"), ("not_compiled", "generate"))
