@@ -115,7 +115,7 @@ def attention(
     call = make(
         query,
         key,
-        *(() if isinstance(key, Cache) and value is None else (value,)),
+        value,
         lse=return_lse,
         implementation=implementation,
         mask=mask,

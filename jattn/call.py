@@ -79,18 +79,9 @@ class Call:
 
     def prepared(self) -> "Call":
         """Returns the call for kernels: its arrays have one batch axis, and parameters have the
-        dtype in which scores are computed, so that their gradients are summed in it.
-
-        Raises TypeError for users' functions with results of the wrong type.
-        """
-        spec, dtype = self.spec, accumulation(self.shapes.dtype)
-        for x in jax.tree.leaves(spec, is_leaf=_is_function):
-            if isinstance(x, Predicate):
-                x.check()
-            elif isinstance(x, Score):
-                x.check(dtype)
-        params = parameters(spec)
-        spec = with_parameters(spec, [x.astype(dtype) for x in params])
+        dtype in which scores are computed, so that their gradients are summed in it."""
+        params, dtype = parameters(self.spec), accumulation(self.shapes.dtype)
+        spec = with_parameters(self.spec, [x.astype(dtype) for x in params])
         spec = flatten_batch(spec, self.shapes.batch)
         return dataclasses.replace(self, spec=spec, given=tuple(x.dtype for x in params))
 

@@ -1085,10 +1085,6 @@ class Predicate(Mask):
         self._set(fn, operands, bounds)
         return self
 
-    def check(self) -> None:
-        """Raises TypeError unless the function returns a boolean scalar."""
-        jax.eval_shape(unseen(self._scalar), *_EXAMPLES)
-
     def lasting(self) -> "Predicate":
         """The same mask, with functions that do not change: see `functions.programs`.
 

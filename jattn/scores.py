@@ -40,7 +40,7 @@ from jattn.checks import (
     explained,
     function_name,
 )
-from jattn.functions.programs import Program, program_of, unseen
+from jattn.functions.programs import Program, program_of
 
 
 __all__ = [
@@ -392,10 +392,6 @@ class Score(ScoreFunction):
     def _set(self, fn: Any, operands: tuple[Any, ...]) -> None:
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
-
-    def check(self, dtype: Any) -> None:
-        """Raises TypeError unless the function maps a score of this dtype to a float scalar."""
-        jax.eval_shape(unseen(self._scalar), *_examples(dtype))
 
     def lasting(self, dtype: Any) -> "Score":
         """The same function for scores of a dtype, which cannot change: see `functions.programs`.

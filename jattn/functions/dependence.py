@@ -57,7 +57,7 @@ def _growth(node: Node, args: list[Dependence]) -> int | None:
 
 
 def reads(function: Callable[..., Any], arguments: int) -> set[int]:
-    """Which of its arguments, int32 scalars, may change what a function gives."""
+    """Returns the numbers of the arguments, int32 scalars, that may change a function's result."""
     expression = read(function, [np.int32] * arguments)
     found = of_nodes(expression.results)
     return set().union(*(found[id(x)].on for x in expression.results))

@@ -164,8 +164,8 @@ def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
 
 
 def _numbered_if_wide(q: Array, kv: Array) -> tuple[Array, Array]:
-    """As they are where all fit 32 bits, for shards of a sequence to compare theirs; else
-    numbered."""
+    """Returns the ids unchanged if they fit 32 bits, so that shards of one sequence stay
+    comparable; otherwise `numbered`."""
     own = q.astype(jnp.int32), kv.astype(jnp.int32)
     fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(own, (q, kv), strict=True)]
     q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(own, numbered(q, kv), strict=True))
@@ -173,7 +173,7 @@ def _numbered_if_wide(q: Array, kv: Array) -> tuple[Array, Array]:
 
 
 def _numbered_now(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `numbered`, by NumPy and for all rows together."""
+    """Computes `numbered` by NumPy, over all rows together."""
     common = np.promote_types(q.dtype, kv.dtype)
     exact = common if np.issubdtype(common, np.integer) else np.dtype(object)
     both = np.concatenate([x.astype(exact).ravel() for x in (q, kv)])
@@ -184,8 +184,8 @@ def _numbered_now(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def numbered(
     q: Int[Array, "... t"], kv: Int[Array, "... s"]
 ) -> tuple[Int[Array, "... t"], Int[Array, "... s"]]:
-    """In each row the ids of queries and keys as their places in order: below t + s, and equal
-    where ids are equal."""
+    """Returns the rank of each id among the ids of its row: below t + s, and equal where ids are
+    equal."""
     batch = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
     rows = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (q, kv)], axis=-1)
     place = jnp.vectorize(lambda row: jnp.searchsorted(jnp.sort(row), row), signature="(n)->(n)")

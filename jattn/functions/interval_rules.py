@@ -102,7 +102,7 @@ def _wide(x: Any) -> Any:
 
 
 def _moved_out(x: Interval, dtype: Any, roundings: int = 2, absolute: float = 0.0) -> Interval:
-    """As wide as other orders of rounding may make it."""
+    """Widens an interval by what other orders of rounding may change."""
     limits = jnp.finfo(dtype)
     relative, absolute = roundings * float(limits.eps), max(float(limits.tiny), absolute)
 
@@ -113,7 +113,7 @@ def _moved_out(x: Interval, dtype: Any, roundings: int = 2, absolute: float = 0.
 
 
 def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Interval:
-    """Of an operation that, with all operands but one fixed, rises or falls throughout."""
+    """Returns the interval of an operation that is monotonic in each of its operands."""
     xp = numpy_of(args)
     ends = [()]
     for x in args:
@@ -269,7 +269,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
 
 @_rule("rem")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    """As C++ has it: with the sign of x."""
+    """The remainder has the sign of x, as in C++."""
     if kind_of(node.dtype) == "f":
         return anything(node.dtype)
     found = RULES["remainder"](node, x, y)
@@ -429,7 +429,7 @@ def _(node: Node, x: Interval) -> Interval:
 
 
 def _rising(name: str, roundings: int, absolute: float, function: Callable[..., Any]) -> None:
-    """Registers a function of floats that rises, computed by XLA to so many roundings."""
+    """Registers an increasing function of floats; `roundings` bounds XLA's error."""
 
     def rule(node: Node, x: Interval) -> Interval:
         found = Interval(function(numpy_of(x), x.lo), function(numpy_of(x), x.hi), x.nan)

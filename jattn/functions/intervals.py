@@ -48,7 +48,7 @@ def of_operation(op: str, dtype: Any, args: Sequence[Interval], param: Any = Non
         return _of_node(Node(op, operands, np.dtype(dtype), param), [*args], (), [])
 
 
-_MOST_NUMBERS = 2**20  # of the runs of a scalar, that are taken one by one
+_MOST_NUMBERS = 2**20  # values of a scalar that are enumerated
 _TRACED = -1  # in place of a scalar: a table that only the program knows
 
 

@@ -86,7 +86,7 @@ def replaced(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node | No
 
 
 def values(roots: Sequence[Node]) -> list[Node]:
-    """The nodes as they are computed: without the functions of `custom` nodes."""
+    """The nodes that compute values: a `custom` node is replaced by its first operand."""
     return replaced(roots, lambda node, args: args[0] if node.op == "custom" else None)
 
 

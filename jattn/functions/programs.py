@@ -39,7 +39,7 @@ class Program:
 
     @property
     def key(self) -> Hashable:
-        """What programs share only if they compute the same, and their derivatives do."""
+        """A key that programs share only if they and their derivatives compute the same."""
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -176,7 +176,7 @@ def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
     so that the program of the derivative stands in its place."""
     params = equation.params
     if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
-        with contextlib.suppress(Exception):  # a rule that raises does so when it is asked for
+        with contextlib.suppress(Exception):  # a rule that raises does so when it is called
             program = _derivative(equation) if orders else None
             derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
             return _parameter(params["call_jaxpr"], orders), derivative

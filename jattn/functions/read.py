@@ -3,7 +3,7 @@
 Masks and score functions are programs for one query and one key. `read` traces such a program and
 gives its result as a graph of `Node`s on scalars, with arrays left outside as tables in which the
 expression looks numbers up. Nothing is evaluated for arrays: an array within the program is a
-function from places in it to nodes, and only places that are asked for become nodes. What the
+function from places in it to nodes, and only the places that are read become nodes. What the
 program computes from its operands alone, and what is not a matter of single entries (a sorted or
 summed array), JAX evaluates, and that is a table as well.
 
@@ -526,7 +526,7 @@ def _is_alike(x: Entries, result: Any) -> bool:
 
 
 def _fill(value: Any, dtype: Any) -> Any:
-    """What stands where an index is beyond an array, as JAX has it."""
+    """Returns the value that JAX gives for an index outside an array."""
     dtype = np.dtype(dtype)
     if value is not None:
         return value
@@ -593,7 +593,7 @@ def _keeps_all_bits(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:
 
 
 def _dtype(dtype: Any) -> Any:
-    """NumPy's name for a dtype; those of JAX alone, such as random keys, as they are."""
+    """NumPy's form of a dtype; dtypes of JAX alone, such as random keys, are unchanged."""
     return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 

@@ -82,7 +82,7 @@ _BUILTINS = frozenset(
     """abs all any bool complex dict divmod enumerate float int isinstance len list map max min pow
     range reversed round sorted sum tuple zip""".split()
 )
-# Packages whose functions and classes stay as they are.
+# Packages whose functions and classes never change.
 _PACKAGES = frozenset(("jax", "jaxlib", "numpy", "math", "operator", "jattn"))
 # What of them may be something else in each call.
 _IMPURE = {
@@ -236,7 +236,7 @@ def _globals(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A value that has a key, with all functions in it as they are now."""
+    """A copy of a value that has a key, with snapshots of all functions in it."""
     if type(value) in (tuple, frozenset):
         return type(value)(map(_copied, value))
     if isinstance(value, np.ndarray):

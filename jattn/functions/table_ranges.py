@@ -43,7 +43,8 @@ def looked_up(table: Any, places: list[Interval]) -> Interval:
 
 
 def _side_of_rows(shapes: list[Any]) -> int | None:
-    """Which of two intervals runs along the rows of tiles, if the other runs along the columns."""
+    """Returns which of two intervals runs along the rows of tiles, if the other runs along the
+    columns; None otherwise."""
     sides = [
         {n for n, size in enumerate((1,) * (2 - len(shape)) + shape) if size > 1}
         for shape in shapes

@@ -20,9 +20,9 @@ from jattn import tuning
 
 
 def boxes(ends: tuple[Any, ...], undecided: np.ndarray, visited: int) -> np.ndarray | None:
-    """The undecided ones of tiles `[n, m]`, int32 `[u, 4]`, if there are so many of all that are
-    visited that to look into them may pay: the least and the greatest position of the queries, then
-    of the keys. `ends` are these, and broadcast to `[n, m]`."""
+    """Returns the undecided tiles of `[n, m]` as int32 `[u, 4]`: least and greatest position of the
+    queries, then of the keys. None if they are too few of the visited tiles for an exact evaluation
+    to pay. `ends` are these positions for all tiles, and broadcast to `[n, m]`."""
     if 8 * undecided.sum() <= visited or not all(isinstance(x, np.ndarray) for x in ends):
         return None
     each = [np.broadcast_to(x, undecided.shape)[undecided] for x in ends]

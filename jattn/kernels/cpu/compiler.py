@@ -48,7 +48,7 @@ _X = TypeVar("_X")
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The reason why a library could not be built."""
 
 
 def load(
@@ -139,7 +139,7 @@ _no_fork = threading.RLock()
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: compilers, and locks of what they build, are its parent's."""
+    """Forgets compilers and locks in a forked process: they belong to its parent."""
     _running.clear()
     for handle in _locks:
         os.close(handle)
@@ -193,7 +193,7 @@ def _flags(dtype: str, tiles: str) -> list[str]:
 
 
 def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
-    """Of all that a library depends on."""
+    """Returns a digest of everything that a library depends on."""
     parts = [*texts, shlex.join(command), _macros(tuple(command), build), version("jaxlib")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -215,14 +215,14 @@ def _name_of_macros(command: Iterable[str]) -> str:
 
 
 def _file_of(program: str) -> str:
-    """What changes with the file that a program is."""
+    """Returns a text that changes when the file of a program does."""
     path = Path(program).resolve()
     status = path.stat()
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def _processor() -> str:
-    """What tells one kind of processor from others, and does not change."""
+    """Returns a text that identifies the kind of processor."""
     names = ("model", "cpu family", "flags", "Features", "CPU implementer", "CPU part")
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
@@ -245,8 +245,8 @@ print(token)
 
 
 def _compiled(command: list[str], path: Path, text: str) -> bytes:
-    """What the compiler writes, once another process has loaded it and has found the functions that
-    the text of the source exports."""
+    """Returns the library that the compiler writes, after another process has loaded it and found
+    the functions that the source exports."""
     _run([*command, "-o", str(path)])
     if not path.exists() or not path.stat().st_size:
         raise BuildError(f"{command[0]} wrote no library")
@@ -263,7 +263,10 @@ def _compiled(command: list[str], path: Path, text: str) -> bytes:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints; BuildError with what it complains about, or after `LIMIT`."""
+    """Runs a command and returns its output.
+
+    Raises BuildError with its messages if it fails, or after `LIMIT`.
+    """
     return _in_private_folder(lambda path: _run_in(path.parent, command), _folder())
 
 
@@ -307,7 +310,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def stop() -> None:
-    """Ends all compilers, so that those who wait for them are told."""
+    """Ends all compilers, so that whoever waits for them is released."""
     for process in tuple(_running):
         _kill(process)
 
