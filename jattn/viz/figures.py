@@ -32,7 +32,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_MOST_LABELS = 64  # most tokens along an axis that are labelled
+_MOST_LABELS = 64  # most tokens along an axis that are labelled; of more, every n-th
 _MOST_NUMBERS = 100  # most cells that show their values by default
 _LABEL = 0.105  # inches for a character of a label
 _CELL = 0.3  # inches for a cell with a label
@@ -51,12 +51,13 @@ def heatmap(
     """Draws one matrix: a row for each query, a column for each key.
 
     The colour scale goes from 0 to 1, or to the greatest number if that is larger. With negative
-    numbers the scale is symmetric around 0. −inf, which `attention_scores` returns for a masked
-    pair, is grey.
+    numbers the scale is symmetric around 0. A masked pair has no number: neither a weight of
+    exactly 0 nor −inf, which `attention_scores` returns for it and which is grey.
 
     Args:
         weights: `[T, S]`, real and finite or −inf: weights, scores, or a difference of two.
-        q_tokens: T strings beside the rows, or None for numbers.
+        q_tokens: T strings beside the rows, or None for numbers. Of more than 64 tokens, every
+            n-th is written.
         kv_tokens: S strings below the columns; by default `q_tokens` if T = S.
         title: a title above the figure.
         values: whether each cell shows its number; None: if there are at most 100 cells.
@@ -95,8 +96,8 @@ def grid(
 ) -> Figure:
     """Draws many heads side by side, with a row of panels for each layer.
 
-    All panels share one colour scale, as in `heatmap`. Tokens are written beside the outer panels
-    if they are legible there, for at most 64 of them.
+    All panels share one colour scale, as in `heatmap`. Tokens are written beside the outer panels,
+    as many as are legible there.
 
     Args:
         weights: `[L, N, T, S]`, or `[N, T, S]` for one layer.
@@ -127,11 +128,10 @@ def grid(
     panels = figure.subplots(L, N, squeeze=False, sharex=True, sharey=True)
     scale = _scale(array)
     font = 11 if L * N <= 4 else 9
-    readable = width / S > 0.13 and height / T > 0.13
     for index, panel in enumerate(panels.flat):
         _draw(panel, array[divmod(index, N)], scale)
         panel.set_title(label(names[index]), fontsize=font, parse_math=False)
-        _name_axes(panel, *((rows, columns) if readable else (None, None)), font)
+        _name_axes(panel, rows, columns, font=font, most=int(min(width, height) / 0.13))
         panel.label_outer()
     figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
     if title is not None:
@@ -177,13 +177,11 @@ def alignment(
     title = checked_title("title", title)
     axes, figure = _axes(axes, _panel_size(rows, columns, array.shape, _CELL), title)
     axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")
-    _name_axes(axes, rows, columns)
+    _name_axes(axes, rows, columns, names=("", title or ""))
     axes.tick_params(labeltop=True, labelbottom=False)
     for row, column in enumerate(array.argmax(axis=1).tolist()):
         if array[row].any():
             _frame(axes, row, column)
-    if title is not None:
-        axes.set_xlabel(title, fontsize=11, parse_math=False)
     return figure
 
 
@@ -236,8 +234,9 @@ def show_mask(
     figure = _new_figure((2 * max(width, 2.6) + 0.8, max(height, 2.2) + 1.2), title)
     left, right = figure.subplots(1, 2)
     left.imshow(allowed, cmap=_tile_colours(2), vmin=0, vmax=1, interpolation="nearest")
-    _name_axes(left, *((rows, columns) if max(T, S) <= 24 else (None, None)))
+    _name_axes(left, rows, columns, most=24)
     _draw_tiles(right, kinds, (T, S), blocks)
+    _name_axes(right, None, None)
     left.set_title(f"{allowed.mean():.0%} of {T} × {S} pairs", fontsize=10)
     right.set_title(f"tiles of {blocks[0]} × {blocks[1]}", fontsize=10)
     figure.legend(handles=_legend(kinds), loc="outside lower center", ncols=3, frameon=False)
@@ -314,11 +313,7 @@ def _panel_size(
     cell = min(cell, _LARGEST / max(T, S))
     width, height = max(0.8, cell * S), max(0.8, cell * T)
     labelled = rows is not None or columns is not None
-    return (
-        (width + _room(rows), height + _room(columns))
-        if labelled
-        else (max(width, 0.8), max(height, 0.8))
-    )
+    return (width + _room(rows), height + _room(columns)) if labelled else (width, height)
 
 
 def _new_figure(size: tuple[float, float], title: str | None) -> Figure:
@@ -358,26 +353,40 @@ def _draw(axes: Axes, array: np.ndarray, scale: dict[str, Any]) -> Any:
 
 
 def _name_axes(
-    axes: Axes, rows: list[str] | None, columns: list[str] | None, font: int = 9
+    axes: Axes,
+    rows: list[str] | None,
+    columns: list[str] | None,
+    *,
+    names: tuple[str, str] = ("query", "key"),
+    font: int = 9,
+    most: int = _MOST_LABELS,
 ) -> None:
+    """Labels at most `most` rows and columns by their tokens, or by integers, and names the
+    axes."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
     # A dollar sign in a token must not begin a formula.
     style: dict[str, Any] = {"fontsize": font, "parse_math": False}
-    if columns is not None and len(columns) <= _MOST_LABELS:
-        axes.set_xticks(range(len(columns)), list(map(label, columns)), rotation=90, **style)
-    if rows is not None and len(rows) <= _MOST_LABELS:
-        axes.set_yticks(range(len(rows)), list(map(label, rows)), **style)
-    axes.tick_params(length=0)
+    for axis, tokens, name in ((axes.yaxis, rows, names[0]), (axes.xaxis, columns, names[1])):
+        axis.set_label_text(name, fontsize=10, parse_math=False)
+        if tokens is None:
+            axis.set_major_locator(MaxNLocator("auto", integer=True))
+        else:
+            labelled = range(0, len(tokens), -(-len(tokens) // max(1, most)))
+            axis.set_ticks(labelled, [label(tokens[index]) for index in labelled], **style)
+    axes.tick_params(axis="x", length=0, labelrotation=0 if columns is None else 90)
+    axes.tick_params(axis="y", length=0)
 
 
 def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
-    """Writes each number into its cell, in black or white, whichever contrasts more."""
-    for (row, column), value in np.ndenumerate(array):
-        if value == -np.inf:
-            text, ink = "−∞", "black"
-        else:
-            red, green, blue, _ = image.to_rgba(value)
-            ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            text = f"{value:.2f}".replace("-", "−")
+    """Writes the number of each pair that is not masked into its cell, in black or white, whichever
+    contrasts more."""
+    masked = (array == -np.inf) | ((array == 0) & (array.min() == 0))
+    for row, column in np.argwhere(~masked):
+        value = array[row, column]
+        red, green, blue, _ = image.to_rgba(value)
+        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        text = f"{value:.2f}".replace("-", "−")
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
 
 
@@ -414,7 +423,6 @@ def _draw_tiles(
             axes.axhline(row - 0.5, **style)
         for column in range(block_kv, S, block_kv):
             axes.axvline(column - 0.5, **style)
-    axes.tick_params(length=0)
 
 
 def _legend(kinds: np.ndarray) -> list[Any]:
