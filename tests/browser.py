@@ -150,11 +150,11 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; promises are awaited."""
-        found = self.call(
+        answer = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
         """Waits until the expression is true."""
@@ -171,12 +171,12 @@ class Browser:
         )
 
     def middle_of(self, selector: str) -> tuple[float, float]:
-        """Where the first element of a CSS selector is in the window."""
-        found = self.evaluate(
+        """The middle of the first element of a CSS selector, in pixels of the window."""
+        x_and_y = self.evaluate(
             f"(() => {{ const box = document.querySelector({json.dumps(selector)})"
             ".getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
-        return found[0], found[1]
+        return x_and_y[0], x_and_y[1]
 
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         """One event of the mouse: "Moved", "Pressed", "Released" or "Wheel"."""
@@ -199,9 +199,10 @@ class Browser:
 
     def press(self, key: str, code: str = "", *, shift: bool = False) -> None:
         """Presses a key."""
-        given = {"key": key, "code": code or key, "modifiers": 8 if shift else 0}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **given)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **given)
+        event = {"key": key, "code": code or key, "modifiers": 8 if shift else 0}
+        event |= {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
         self.settle()
 
     def text(self, selector: str) -> str:

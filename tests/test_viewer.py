@@ -50,6 +50,9 @@ OTHER = {
     "decoder": weights(5, L, N, T, T, causal=True),
     "cross": weights(6, L, N, T, S),
 }
+QUERIES, KEYS = (
+    np.random.default_rng(8 + i).normal(size=(L, x, n, 6)) for i, x, n in ((0, T, N), (1, S, 1))
+)
 SOURCE = ["der", "hund", "schläft", "weil", "er", "müde", "ist"]
 TARGET = ["the", "dog", "sleeps", "as", "tired"]
 
@@ -62,6 +65,8 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Any:
         {"cross": SOURCE},
         mask={"decoder": masks.Causal()},
         other=OTHER,
+        query={"cross": QUERIES},
+        key={"cross": KEYS},
     )
     second = viz.Sentence(weights(7, 2, S, S), HOSTILE, name=HOSTILE[0])
     page = viz.viewer([first, second], title=HOSTILE[0], models=("<b>old", "new"), block=2)
@@ -76,7 +81,7 @@ def window() -> Iterator[browsers.Browser]:
 
 
 @pytest.fixture
-def page(window: browsers.Browser, page_path: Any) -> Iterator[browsers.Browser]:
+def opened(window: browsers.Browser, page_path: Any) -> Iterator[browsers.Browser]:
     """The page as it opens. Whatever is done, it asks for nothing, and nothing complains."""
     window.show(1366, 768)
     window.open(page_path)
@@ -87,8 +92,18 @@ def page(window: browsers.Browser, page_path: Any) -> Iterator[browsers.Browser]
     assert window.evaluate("window.hacked") is None
 
 
+@pytest.fixture
+def page(opened: browsers.Browser) -> browsers.Browser:
+    """The page with all heads of the encoder's first layer."""
+    choose(opened, "attention", "encoder")
+    opened.evaluate("document.activeElement.blur()")
+    opened.press("0", "Digit0")
+    opened.press("ArrowUp")
+    return opened
+
+
 def lines(page: browsers.Browser) -> int:
-    """How many lines are drawn."""
+    """The number of lines that are drawn."""
     label = page.evaluate("document.querySelector('#lines').getAttribute('aria-label')")
     return int(label.split()[0])
 
@@ -99,8 +114,8 @@ def picture(page: browsers.Browser, canvas: str = "#lines") -> str:
 
 def choose(page: browsers.Browser, group: str, name: str) -> None:
     """Clicks on the button of a name in a group."""
-    found = f"[...document.querySelectorAll('#{group} button')]"
-    place = page.evaluate(f"{found}.findIndex((x) => x.textContent === '{name}')")
+    buttons = f"[...document.querySelectorAll('#{group} button')]"
+    place = page.evaluate(f"{buttons}.findIndex((x) => x.textContent === '{name}')")
     page.click(f"#{group} button:nth-child({place + 1})")
 
 
@@ -113,7 +128,7 @@ def tokens(page: browsers.Browser, side: str) -> list[str]:
 
 
 def hover_cell(page: browsers.Browser, row: int, column: int) -> str:
-    """What is told of a cell of the matrix under the mouse."""
+    """The status while the mouse points at a cell of the matrix."""
     corner = page.evaluate("document.querySelector('#matrix').dataset.cells").split()
     x, y, size = map(float, corner)
     box = page.evaluate(
@@ -125,28 +140,95 @@ def hover_cell(page: browsers.Browser, row: int, column: int) -> str:
     return page.text("#status")
 
 
-def told(status: str) -> list[tuple[int, float, float]]:
+def cell_size(page: browsers.Browser) -> float:
+    """The size of a cell of the matrix, in pixels."""
+    return float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
+
+
+def values_in(status: str) -> list[tuple[int, float, float]]:
     """Head, value and half a step of each value in the status."""
-    found = re.findall(r"head (\d+) ([+−]?[\d.]+) ± ([\d.]+)", status)
-    return [(int(h), float(v.replace("−", "-")), float(step)) for h, v, step in found]
+    triples = re.findall(r"head (\d+) ([+−]?[\d.]+) ± ([\d.]+)", status)
+    return [(int(h), float(v.replace("−", "-")), float(half)) for h, v, half in triples]
+
+
+def test_a_page_opens_with_the_clearest_head_of_the_cross_attention(opened):
+    layer, head = np.unravel_index(CROSS.max(axis=2).mean(axis=-1).argmax(), (L, N))
+    assert opened.text("#attention [aria-pressed=true]") == "cross"
+    assert opened.evaluate("document.querySelector('#layer').selectedIndex") == layer
+    pressed = "[...document.querySelectorAll('.head')].map((x) => x.ariaPressed === 'true')"
+    assert opened.evaluate(pressed) == [number == head for number in range(N)]
+    assert lines(opened) == (CROSS[layer, head] >= LEAST).sum()
+
+
+def test_a_strip_of_colours_shows_each_head_at_a_token(page):
+    def strip(side: str, number: int) -> list[tuple[str, float]]:
+        style = page.evaluate(
+            f"document.querySelector('#{side} .token:nth-child({number}) .strip').style.background"
+        )
+        cells = re.findall(r"rgba?\((\d+, \d+, \d+)(?:, ([\d.]+))?\)", style)
+        return [(colour, float(alpha or 1)) for colour, alpha in cells[::2]]  # each has two ends
+
+    assert strip("keys", 3) == []
+    page.hover("#queries .token:nth-child(2)")
+    colours = [colour for colour, _ in strip("queries", 2)]
+    assert len(set(colours)) == N
+    assert strip("queries", 3) == []
+    for key in range(S):
+        assert [colour for colour, _ in strip("keys", key + 1)] == colours
+        alphas = [alpha for _, alpha in strip("keys", key + 1)]
+        np.testing.assert_allclose(alphas, ENCODER[0, :, 1, key], atol=0.005)
+    page.hover("#keys .token:nth-child(4)")
+    alphas = [alpha for _, alpha in strip("queries", 1)]
+    np.testing.assert_allclose(alphas, ENCODER[0, :, 0, 3], atol=0.005)
+    page.click(".head:nth-child(2)")
+    page.hover("#queries .token:nth-child(2)")
+    assert [colour for colour, _ in strip("keys", 1)] == colours[::2]
+
+
+def test_neurons_show_the_products_of_a_query_and_a_key(opened):
+    choose(opened, "view", "Neurons")
+    layer, head = np.unravel_index(CROSS.max(axis=2).mean(axis=-1).argmax(), (L, N))
+    opened.press("ArrowRight")
+    opened.press("ArrowRight")
+    row = 1
+    for column in range(4):
+        opened.press("ArrowDown")
+        products = QUERIES[layer, row, head] * KEYS[layer, column, 0]
+        order = np.argsort(-abs(products))[:3]
+        greatest = ", ".join(f"{products[i]:.2f} (element {i + 1})" for i in order)
+        weight = CROSS[layer, head, row, column]
+        status = opened.text("#status").replace("−", "-")
+        text = f"{TARGET[row]} and {SOURCE[column]}, head {head + 1}: "
+        numbers = re.fullmatch(text + r"q·k (\S+), weight (\S+); greatest products (.*)", status)
+        assert numbers is not None, status
+        product, shown_weight, shown_products = numbers.groups()
+        assert float(product) == pytest.approx(products.sum(), abs=0.006)
+        assert float(shown_weight) == pytest.approx(weight, abs=CROSS.max() / 510 + 0.0006)
+        assert shown_products == greatest
+    plain = picture(opened, "#neurons")
+    opened.press("ArrowRight")
+    assert picture(opened, "#neurons") != plain
+    choose(opened, "attention", "encoder")
+    assert opened.text("#view [aria-pressed=true]") == "Heads"
+    assert "Neurons" not in opened.text("#view")
 
 
 def test_heads_are_toggled_by_a_click_and_isolated_by_two(page):
     by_head = (ENCODER[0] >= LEAST).sum(axis=(1, 2))
     assert lines(page) == by_head.sum()
-    before = picture(page)
+    all_lines = picture(page)
     page.click(".head:nth-child(2)")
     assert lines(page) == by_head[0] + by_head[2]
-    assert picture(page) != before
+    assert picture(page) != all_lines
     page.click(".head:nth-child(2)")
-    assert picture(page) == before
+    assert picture(page) == all_lines
     page.click(".head:nth-child(3)", times=2)
     assert lines(page) == by_head[2]
     page.click("#all-heads")
-    assert picture(page) == before
+    assert picture(page) == all_lines
     page.click(".head:nth-child(3)", times=2)
     page.click(".head:nth-child(3)", times=2)
-    assert picture(page) == before
+    assert picture(page) == all_lines
 
 
 def test_a_token_shows_its_own_weights(page):
@@ -171,6 +253,8 @@ def test_the_least_weight_and_the_layer_can_be_changed(page):
     page.evaluate("document.querySelector('#least').dispatchEvent(new Event('input'))")
     page.settle()
     assert page.text("#least-name") == "0.50"
+    assert page.text("#least-control").split("\n")[0] == "hide below"
+    assert page.evaluate("document.querySelector('#least').ariaValueText") == "0.50"
     assert lines(page) == (ENCODER[1] >= 10**-0.3).sum()
 
 
@@ -186,16 +270,16 @@ def test_attentions_have_their_own_tokens_on_both_sides(page):
 def test_the_slider_goes_through_the_steps_of_decoding(page):
     choose(page, "attention", "decoder")
     page.click("#step")  # its middle
-    step = int(page.evaluate("document.querySelector('#step').value"))
-    assert 0 < step < T
-    assert page.text("#step-name") == f"{step}: {TARGET[step - 1]}"
+    number = int(page.evaluate("document.querySelector('#step').value"))
+    assert 0 < number < T
+    assert page.text("#step-name") == f"{number}: {TARGET[number - 1]}"
     page.hover("header")
-    assert lines(page) == (DECODER[0, :, step - 1] >= LEAST).sum()
+    assert lines(page) == (DECODER[0, :, number - 1] >= LEAST).sum()
     later = page.evaluate("document.querySelectorAll('.token.later').length")
-    assert later == 2 * (T - step)  # neither queries nor keys
+    assert later == 2 * (T - number)  # neither queries nor keys
     page.evaluate("document.activeElement.blur()")
     page.press("ArrowRight")
-    assert page.text("#step-name") == f"{step + 1}: {TARGET[step]}"
+    assert page.text("#step-name") == f"{number + 1}: {TARGET[number]}"
     page.press("Escape")
     assert page.text("#step-name") == "all"
 
@@ -206,10 +290,10 @@ def test_the_matrix_tells_values_to_the_step_of_quantisation(page, row, column):
     choose(page, "view", "Matrix")
     status = hover_cell(page, row, column)
     assert status.startswith(f"{TARGET[row]} reads {SOURCE[column]}: ")
-    found = told(status)
-    assert sorted(head for head, _, _ in found) == [1, 2, 3]
-    assert [value for _, value, _ in found] == sorted((x for _, x, _ in found), reverse=True)
-    for head, value, half_step in found:
+    values = values_in(status)
+    assert sorted(head for head, _, _ in values) == [1, 2, 3]
+    assert [value for _, value, _ in values] == sorted((x for _, x, _ in values), reverse=True)
+    for head, value, half_step in values:
         array = CROSS[0, head - 1, row]
         assert half_step == pytest.approx(array.max() / 510, rel=0.2)
         assert abs(value - array[column]) <= array.max() / 510 + 5e-5
@@ -249,16 +333,13 @@ def test_colours_go_to_the_greatest_mean_of_a_row(page):
 
 def test_the_matrix_is_zoomed_and_moved(page):
     choose(page, "view", "Matrix")
-    before = float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
+    size = cell_size(page)
     page.mouse("Wheel", *page.middle_of("#matrix"), deltaX=0, deltaY=-400)
     page.settle()
-    after = float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
-    assert after > 1.2 * before or before >= 59
-    assert told(hover_cell(page, 3, 3))
+    assert cell_size(page) > 1.2 * size or size >= 59
+    assert values_in(hover_cell(page, 3, 3))
     page.press("f")
-    assert float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2]) == (
-        pytest.approx(before)
-    )
+    assert cell_size(page) == pytest.approx(size)
 
 
 def test_the_difference_of_two_models_is_signed(page):
@@ -272,7 +353,7 @@ def test_the_difference_of_two_models_is_signed(page):
     for row, column in ((1, 2), (5, 0)):
         status = hover_cell(page, row, column)
         assert f"{SOURCE[column]}, <b>old less new: " in status
-        for head, value, _ in told(status):
+        for head, value, _ in values_in(status):
             first, second = ENCODER[0, head - 1, row], OTHER["encoder"][0, head - 1, row]
             tolerance = (first.max() + second.max()) / 510 + 5e-5
             assert abs(value - (first - second)[column]) <= tolerance
@@ -282,12 +363,16 @@ def test_the_mask_and_its_tiles_are_laid_over(page):
     choose(page, "view", "Matrix")
     assert page.evaluate("document.querySelector('#mask-control').hidden")
     choose(page, "attention", "decoder")
-    before = picture(page, "#matrix")
+    plain = picture(page, "#matrix")
     page.press("m")
-    assert picture(page, "#matrix") != before
-    assert "Tiles of 2 × 2: 3 empty (crossed out), 2 mixed (dashed), 4 full" in page.text("#status")
+    assert picture(page, "#matrix") != plain
     assert hover_cell(page, 1, 3).endswith("; masked")
     assert "masked" not in hover_cell(page, 3, 1)
+    key = "Tiles of 2 × 2: 3 empty (crossed out), 2 mixed (dashed), 4 full"
+    assert page.text("#mask-key").startswith(key)
+    assert page.evaluate("document.querySelector('#mask-key').clientHeight") > 0
+    page.press("m")
+    assert page.evaluate("document.querySelector('#mask-key').hidden")
 
 
 def test_the_model_view_enlarges_a_head(page):
@@ -299,9 +384,9 @@ def test_the_model_view_enlarges_a_head(page):
     )
     assert len(set(shown)) == L * N
     page.click("[aria-label='layer 2, head 3']")
-    found = told(hover_cell(page, 1, 2))
-    assert [head for head, _, _ in found] == [3]
-    assert found[0][1] == pytest.approx(ENCODER[1, 2, 1, 2], abs=0.003)
+    values = values_in(hover_cell(page, 1, 2))
+    assert [head for head, _, _ in values] == [3]
+    assert values[0][1] == pytest.approx(ENCODER[1, 2, 1, 2], abs=0.003)
 
 
 def test_numbers_of_each_head_are_told_and_sorted(page):
@@ -319,7 +404,7 @@ def test_numbers_of_each_head_are_told_and_sorted(page):
     page.click("tbody tr:nth-child(1) button")
     layer, head = np.unravel_index(numbers["entropy"].argmin(), (L, N))
     assert page.evaluate("document.querySelector('#layer').selectedIndex") == layer
-    assert [told(hover_cell(page, 0, 0))[0][0]] == [head + 1]
+    assert [values_in(hover_cell(page, 0, 0))[0][0]] == [head + 1]
 
 
 def test_hostile_tokens_are_text(page):
@@ -395,11 +480,120 @@ OVERLAPS = """
 """
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_letters_on_the_buttons_of_heads_have_contrast(window, tmp_path, dark):
+    window.show(1366, 768, dark=dark)
+    window.open(viz.viewer(weights(9, 8, T, T)).save(tmp_path / "heads.html"))
+    window.press("0", "Digit0")
+    style = "[...document.querySelectorAll('.head')].map((x) => getComputedStyle(x))"
+    pairs = window.evaluate(f"{style}.map((x) => [x.color, x.backgroundColor])")
+    assert len({background for _, background in pairs}) == 8
+    for pair in pairs:
+        channels = np.array([re.findall(r"\d+", colour) for colour in pair], float) / 255
+        linear = np.where(
+            channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
+        )
+        low, high = sorted(linear @ [0.2126, 0.7152, 0.0722])  # WCAG 2.2's relative luminance
+        assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+
+
+@pytest.mark.parametrize(
+    ("view", "button"),
+    [
+        ("Heads", "#attention button:nth-child(1)"),
+        ("Heads", "#view button:nth-child(3)"),
+        ("Heads", "#model button:nth-child(3)"),
+        ("Heads", ".head:nth-child(2)"),
+        ("Heads", "#theme"),
+        ("Matrix", "#zoom-in"),
+        ("Numbers", "th:nth-child(3) button"),
+    ],
+)
+def test_a_button_that_is_pressed_keeps_the_focus(opened, view, button):
+    choose(opened, "view", view)
+    opened.evaluate(f"document.querySelector('{button}').focus()")
+    for _ in range(2):
+        opened.press("Enter")
+        assert opened.evaluate(f"document.activeElement === document.querySelector('{button}')")
+
+
+def test_the_matrix_has_the_focus_after_a_head_is_enlarged(opened):
+    for view, button in (("Model", ".panel"), ("Numbers", "td button")):
+        choose(opened, "view", view)
+        opened.evaluate(f"document.querySelector('{button}').focus()")
+        opened.press("Enter")
+        assert opened.evaluate("document.activeElement.id") == "matrix"
+
+
+def test_escape_stops_the_playing(page):
+    page.click("#play")
+    assert page.text("#step-name") == f"1: {SOURCE[0]}"
+    page.press("Escape")
+    assert (page.text("#play"), page.text("#step-name")) == ("▶", "all")
+    page.evaluate("new Promise((then) => setTimeout(then, 900))")  # longer than a step is shown
+    assert page.text("#step-name") == "all"
+
+
+def test_the_scale_of_colours_is_shown_where_colours_are_values(page):
+    def has_scale() -> bool:
+        return not page.evaluate("document.querySelector('#scale').hidden")
+
+    assert not has_scale()
+    choose(page, "model", "difference")
+    assert has_scale()
+    choose(page, "model", "new")
+    choose(page, "view", "Matrix")
+    assert has_scale()
+
+
+@pytest.fixture(scope="module")
+def ten_words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    words = "on sunday the young neighbor opened the heavy suitcase .".split()
+    page = viz.viewer(weights(9, 6, 8, 10, 10), words, mask=masks.Causal())
+    return page.save(tmp_path_factory.mktemp("viewer") / "words.html")
+
+
+def test_controls_take_one_row_at_1280_pixels(window, ten_words):
+    window.show(1280, 720)
+    window.open(ten_words)
+    window.press("ArrowRight")
+    for view in ("Heads", "Matrix"):
+        choose(window, "view", view)
+        for _ in range(10):
+            window.press("ArrowRight", shift=True)
+            middles = window.evaluate(
+                "[...document.querySelectorAll('#controls > *')]"
+                ".map((x) => x.getBoundingClientRect()).filter((box) => box.width)"
+                ".map((box) => (box.top + box.bottom) / 2)"
+            )
+            assert len(middles) >= 6 and np.ptp(middles) < 2
+            scrolled = "((x) => x.scrollWidth > x.clientWidth)(document.querySelector('#heads'))"
+            assert not window.evaluate(scrolled)
+            width = window.evaluate("document.querySelector('#controls').scrollWidth")
+            assert width <= 1280
+
+
+@pytest.mark.parametrize("size", [(640, 360), (683, 384)])
+def test_eight_tokens_are_seen_at_twice_the_size(window, ten_words, size):
+    """A window of 1280 × 720 or 1366 × 768 pixels, enlarged to 200 %."""
+    window.show(*size)
+    window.open(ten_words)
+    for side in ("queries", "keys"):
+        seen = window.evaluate(
+            "(() => { const main = document.querySelector('main').getBoundingClientRect();"
+            f" return [...document.querySelectorAll('#{side} .token')].map((x) =>"
+            " x.getBoundingClientRect()).filter((x) =>"
+            " x.top >= main.top && x.bottom <= main.bottom).length; })()"
+        )
+        assert seen >= 8
+    assert window.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
 @pytest.mark.parametrize("size", [(390, 844), (1366, 768), (1920, 1080)])
 def test_nothing_overlaps_or_is_cut(page, page_path, size):
     page.show(*size, phone=size[0] < 500)
     page.open(page_path)
-    for view in ("Heads", "Model", "Matrix", "Numbers"):
+    for view in ("Heads", "Model", "Matrix", "Neurons", "Numbers"):
         choose(page, "view", view)
         assert page.evaluate(OVERLAPS) == [], view
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
@@ -430,10 +624,10 @@ def test_2048_tokens_open_within_two_seconds(window, tmp_path):
     window.press("v")
     window.press("v")
     window.settle()
-    before = picture(window, "#matrix")
+    plain = picture(window, "#matrix")
     window.press("m")
     window.settle()
-    assert picture(window, "#matrix") != before
+    assert picture(window, "#matrix") != plain
     assert window.complaints == []
 
 

@@ -52,6 +52,46 @@ def test_a_heatmap_shows_the_matrix_with_its_tokens():
     assert axes.get_title() == "cross"
     assert axes.images[0].get_clim() == (0, 1)
     assert [text.get_text() for text in axes.texts] == [f"{x:.2f}" for x in array.flat]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("query", "key")
+
+
+def test_masked_cells_of_a_heatmap_are_blank():
+    array = np.array([[1.0, 0.0], [0.004, 0.996]])
+    axes: Any = viz.heatmap(array).axes[0]
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {(0, 0): "1.00", (0, 1): "0.00", (1, 1): "1.00"}
+    difference: Any = viz.heatmap(array - array.T).axes[0]
+    assert [text.get_text() for text in difference.texts] == ["0.00", "−0.00", "0.00", "0.00"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_ticks_without_tokens_are_integers(size):
+    mask_axes = panels_of(viz.show_mask(masks.Causal(), size))
+    for axes in (viz.heatmap(weights(size, size), values=False).axes[0], *mask_axes):
+        axes.figure.draw_without_rendering()
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = [x for x in axis.get_majorticklocs() if low <= x <= high]
+            assert 1 <= len(ticks) <= 12 and all(x == int(x) for x in ticks)
+        assert (axes.get_ylabel(), axes.get_xlabel()) == ("query", "key")
+
+
+def test_a_large_heatmap_has_no_numbers_and_labels_that_do_not_overlap():
+    names = [f"token{place}" for place in range(200)]
+    figure: Any = viz.heatmap(weights(200, 200), names)
+    axes = figure.axes[0]
+    assert not axes.texts
+    figure.draw_without_rendering()
+    for ticks, side in ((axes.get_yticklabels(), "y0"), (axes.get_xticklabels(), "x0")):
+        assert labels(ticks) == names[::4]
+        boxes = sorted(
+            (tick.get_window_extent() for tick in ticks), key=lambda box: box.x0 + box.y0
+        )
+        steps = np.diff(sorted(getattr(box, side) for box in boxes))
+        size = boxes[0].height if side == "y0" else boxes[0].width
+        assert steps.min() >= size
+    few = panels_of(viz.show_mask(masks.Causal(), 100, q_tokens=names[:100]))[0]
+    assert labels(few.get_yticklabels()) == names[:100:5]
 
 
 def test_a_heatmap_of_scores_and_differences_is_signed_and_shows_what_is_masked():
@@ -59,7 +99,7 @@ def test_a_heatmap_of_scores_and_differences_is_signed_and_shows_what_is_masked(
     axes: Any = viz.heatmap(array, ["a", "b"]).axes[0]
     assert axes.images[0].get_clim() == (-2, 2)
     assert np.isnan(drawn(axes)[0, 1])
-    assert [text.get_text() for text in axes.texts] == ["−2.00", "−∞", "0.50", "1.00"]
+    assert [text.get_text() for text in axes.texts] == ["−2.00", "0.50", "1.00"]
     assert labels(axes.get_xticklabels()) == ["a", "b"]
     assert not viz.heatmap(array, values=False).axes[0].texts
 
@@ -78,6 +118,8 @@ def test_a_grid_has_a_panel_for_each_head(shape, first):
     for panel, one in zip(panels, array.reshape(-1, T, S), strict=True):
         np.testing.assert_array_equal(drawn(panel), one)
     assert [panels[0].get_title(), panels[1].get_title()] == [first + "head 1", first + "head 2"]
+    corner = panels[-N]
+    assert (corner.get_ylabel(), corner.get_xlabel()) == ("query", "key")
     named = viz.grid(weights(N, T, S), titles=["one", "$two$"]).axes
     assert [panel.get_title() for panel in named[:N]] == ["one", "$two$"]
 
@@ -287,6 +329,46 @@ def test_the_page_holds_weights_to_half_a_step():
     assert part["numbers"][0]["entropy"] == np.round(numbers["entropy"], 6).tolist()
 
 
+def test_the_page_holds_queries_and_keys():
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(L, T, N, 6)), rng.normal(size=(L, S, 1, 6))
+    query[0, 1] = 0
+    page = viz.viewer(weights(L, N, T, S), ROWS, COLUMNS, query=query, key=key).html
+    (part,) = about(page)["sentences"][0]["attentions"]
+    blocks = blocks_of(page)
+    for array, indices in zip((query, key), part["vectors"], strict=True):
+        for layer, head in np.ndindex(L, array.shape[2]):
+            rows = array[layer, :, head]
+            content = blocks[indices[layer][head]]
+            scales = np.frombuffer(content[: 4 * len(rows)], "<f4")
+            numbers = np.frombuffer(content[4 * len(rows) :], "<i2").reshape(rows.shape)
+            np.testing.assert_allclose(scales[:, None] * numbers, rows, atol=1e-4)
+    plain = viz.viewer(weights(T, S), query=query[0, :, 0], key=key[0, :, 0]).html
+    assert len(about(plain)["sentences"][0]["attentions"][0]["vectors"]) == 2
+
+
+def test_tokens_that_are_not_given_are_numbers():
+    (square,), (wide,), (named,) = (
+        about(page.html)["sentences"][0]["attentions"]
+        for page in (
+            viz.viewer(weights(T, T)),
+            viz.viewer(weights(T, S)),
+            viz.viewer(weights(T, S), kv_tokens=COLUMNS),
+        )
+    )
+    assert square["rows"] == square["columns"] == wide["rows"] == named["rows"] == ["1", "2", "3"]
+    assert wide["columns"] == ["1", "2", "3", "4", "5"] and named["columns"] == COLUMNS
+    assert [part["cross"] for part in (square, wide, named)] == [False, True, True]
+
+
+def test_a_page_opens_with_the_head_whose_keys_have_the_greatest_weights():
+    array = np.full((2, 3, S, S), 1 / S, np.float32)
+    array[0, 1] = np.eye(S)[0]  # sharp, but of one key
+    array[1, 2] = np.eye(S)[::-1]
+    (part,) = about(viz.viewer(array).html)["sentences"][0]["attentions"]
+    assert part["clearest"] == [1, 2]
+
+
 def test_the_key_before_the_query_is_told_of_the_same_tokens_only():
     array = weights(T, T)
     same, others = (
@@ -416,7 +498,7 @@ WRONG_TYPES = [
     (lambda: untyped.show_mask(masks.Causal(), 3, 2.5), "S: expected an integer"),
     (lambda: untyped.viewer([[1.0]], ["a"]), "weights: expected an array"),
     (lambda: untyped.viewer(None), "weights: expected a real array"),
-    (lambda: untyped.viewer(weights(T, T)), "tokens: expected"),
+    (lambda: untyped.viewer(weights(T, T), query="q"), "query: expected a real array"),
     (lambda: untyped.viewer(weights(T, T), ROWS, models="ab"), "models: expected"),
     (lambda: untyped.viewer(weights(T, T), ROWS, title=None), "title: expected"),
     (lambda: untyped.viewer(weights(T, T), ROWS).save(1), "path: expected"),
@@ -468,6 +550,19 @@ WRONG_VALUES = [
     (
         lambda: untyped.viewer(weights(T, T), ROWS, mask=np.ones((2, T, T), bool)),
         "mask: expected N = 1 heads",
+    ),
+    (lambda: untyped.viewer(weights(T, T), query=weights(T, 4)), r"key: .* as the other is given"),
+    (
+        lambda: untyped.viewer(weights(N, T, S), query=weights(T, 3, 4), key=weights(S, 1, 4)),
+        "query: expected L, T, N = 1, 3, 2, got",
+    ),
+    (
+        lambda: untyped.viewer(weights(N, T, S), query=weights(T, N, 4), key=weights(S, 3, 4)),
+        "key: expected L, S, H = 1, 5, 4 and K heads that divide N = 2",
+    ),
+    (
+        lambda: untyped.viewer(weights(N, T, S), query=weights(T, 4), key=weights(S, 4)),
+        r"query: .* got \[3, 4\]",
     ),
     (
         lambda: untyped.stack_layers({"a/0": np.ones(1), "a/1": np.ones(2)}),

@@ -3,8 +3,8 @@
 A head's weights are stored in bytes: T scales in float32, then T × S numbers from 0 to 255. A
 weight is its number times the scale of its row, which is the row's greatest weight divided by 255.
 So the error of a weight is at most 1/510 of the greatest weight in its row, also in rows with
-thousands of small weights. Blocks are compressed, and the page decompresses a block when it first
-shows it.
+thousands of small weights. Queries and keys are stored likewise, T × H numbers of two bytes. Blocks
+are compressed, and the page decompresses a block when it first shows it.
 """
 
 import base64
@@ -43,20 +43,25 @@ class Sentence:
 
     Attributes:
         weights: `[L, N, T, S]`, or `[N, T, S]` or `[T, S]`, finite and at least 0.
-        tokens: T strings, the queries.
-        kv_tokens: S strings, the keys; None: the same as the queries.
+        tokens: T strings, the queries; None: numbers from 1.
+        kv_tokens: S strings, the keys; None: the same as the queries, or numbers where these are.
         mask: the mask to draw over the weights: a mask of `jattn.masks` with batch axes of size 1
             at most, or a boolean array `[N, T, S]`, or `[T, S]` for weights `[T, S]`.
         other: weights of a second model, of the same shapes, to show the difference.
         name: the sentence's label; by default its first words.
+        query: `[L, T, N, H]`, or `[T, N, H]` or `[T, H]` for weights with fewer axes: the queries
+            from which the weights were computed, to show their products with the keys.
+        key: `[L, S, K, H]`, or `[S, K, H]` or `[S, H]`: the keys, where K divides N.
     """
 
     weights: Any
-    tokens: Any
+    tokens: Any = None
     kv_tokens: Any = None
     mask: Any = None
     other: Any = None
     name: str | None = None
+    query: Any = None
+    key: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Attention:
         rows: the tokens of the queries.
         columns: the tokens of the keys.
         mask: the mask of allowed pairs, or None.
+        vectors: queries `[L, T, N, H]` and keys `[L, S, K, H]`, or None.
     """
 
     name: str
@@ -76,6 +82,7 @@ class Attention:
     rows: list[str]
     columns: list[str]
     mask: Mask | None
+    vectors: tuple[np.ndarray, np.ndarray] | None
 
 
 class Blocks:
@@ -90,11 +97,13 @@ class Blocks:
         return len(self.texts) - 1
 
 
-def quantised(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantises weights `[T, S]` to scales `[T]` in float32 and numbers `[T, S]` in uint8."""
-    scales = (weights.max(axis=1) / 255).astype(np.float32)
-    divisors = np.where(scales > 0, scales, 1)[:, None]
-    return scales, np.clip(np.rint(weights / divisors), 0, 255).astype(np.uint8)
+def quantised(array: np.ndarray, dtype: str) -> bytes:
+    """Returns an array `[T, S]` as scales `[T]` in float32 and numbers `[T, S]` of an integer type;
+    a value is its number times the scale of its row."""
+    limits = np.iinfo(dtype)
+    scales = (abs(array).max(axis=1) / limits.max).astype("<f4")
+    numbers = np.rint(array / np.where(scales > 0, scales, 1)[:, None])
+    return scales.tobytes() + np.clip(numbers, limits.min, limits.max).astype(dtype).tobytes()
 
 
 def attentions(sentence: Sentence) -> list[Attention]:
@@ -106,7 +115,7 @@ def attentions(sentence: Sentence) -> list[Attention]:
         return [_attention("", sentence, {})]
     if not sentence.weights:
         raise ValueError("weights: expected at least one attention, got an empty mapping")
-    for field in ("tokens", "kv_tokens", "mask", "other"):
+    for field in ("tokens", "kv_tokens", "mask", "other", "query", "key"):
         value = getattr(sentence, field)
         unknown = [x for x in value if x not in sentence.weights] if _by_name(value) else []
         if unknown:
@@ -143,18 +152,43 @@ def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attentio
             )
     T, S = weights.shape[-2:]
     rows = checked_tokens(f"tokens{suffix}", field_value("tokens"), T, "T")
-    if rows is None:
-        raise TypeError(f"tokens{suffix}: expected a sequence of T strings, got None")
-    columns = field_value("kv_tokens")
-    if columns is None and T == S:
-        columns = rows
-    columns = checked_tokens(f"kv_tokens{suffix}", columns, S, "S")
-    if columns is None:
+    columns = checked_tokens(f"kv_tokens{suffix}", field_value("kv_tokens"), S, "S")
+    if columns is None and rows is not None and T != S:
         raise ValueError(f"kv_tokens{suffix}: expected S = {S} tokens, as T is {T}, got None")
-    mask = field_value("mask")
+    numbers = [str(number + 1) for number in range(max(T, S))]
+    columns = columns or rows or numbers[:S]
+    mask, ndim = field_value("mask"), field_value("weights").ndim
     if mask is not None:
-        mask = _checked_mask(f"mask{suffix}", mask, field_value("weights").ndim)
-    return Attention(name, tuple(models), rows, columns, mask)
+        mask = _checked_mask(f"mask{suffix}", mask, ndim)
+    vectors = _checked_vectors(suffix, field_value("query"), field_value("key"), weights, ndim)
+    return Attention(name, tuple(models), rows or numbers[:T], columns, mask, vectors)
+
+
+def _checked_vectors(
+    suffix: str, query: Any, key: Any, weights: np.ndarray, ndim: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns queries `[L, T, N, H]` and keys `[L, S, K, H]` for weights `[L, N, T, S]` that were
+    passed with `ndim` axes, or None if neither is given."""
+    L, N, T, S = weights.shape
+    names, letters = (f"query{suffix}", f"key{suffix}"), ("[L, T, N, H]", "[L, S, K, H]")
+    arrays: list[np.ndarray] = []
+    for name, value, axes in zip(names, (query, key), letters, strict=True):
+        if value is None:
+            if query is key:
+                return None
+            raise ValueError(f"{name}: expected {axes} too, as the other is given, got None")
+        array = checked_values(name, value, f"{axes}, like the axes of weights,", (ndim,))
+        shape = {2: (1, *array.shape[:1], 1, *array.shape[1:]), 3: (1, *array.shape)}
+        arrays.append(array.reshape(shape.get(ndim, array.shape)))
+    q, k = arrays
+    if q.shape[:3] != (L, T, N):
+        raise ValueError(f"{names[0]}: expected L, T, N = {L}, {T}, {N}, got {list(q.shape)}")
+    if k.shape[:2] != (L, S) or N % k.shape[2] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{names[1]}: expected L, S, H = {L}, {S}, {q.shape[3]} and K heads that divide "
+            f"N = {N}, got {list(k.shape)}"
+        )
+    return q, k
 
 
 def _checked_weights(name: str, value: Any) -> np.ndarray:
@@ -202,26 +236,34 @@ def _beginning(tokens: list[str]) -> str:
 
 
 def _described(attention: Attention, block: Any, blocks: Blocks) -> dict[str, Any]:
-    L, N, T, S = attention.models[0].shape
+    T, S = attention.models[0].shape[-2:]
     return {
         "name": visible(attention.name) if attention.name else "attention",
         "rows": list(map(visible, attention.rows)),
         "columns": list(map(visible, attention.columns)),
-        "sizes": [L, N, T, S],
+        "sizes": list(attention.models[0].shape),
         "causal": T == S and not any(np.triu(model, 1).any() for model in attention.models),
-        "heads": [
-            [[_head(model[layer, n], blocks) for n in range(N)] for layer in range(L)]
-            for model in attention.models
-        ],
+        "cross": attention.rows != attention.columns,
+        "clearest": _clearest_head(attention.models[0]),
+        "heads": [_stored(model, "u1", blocks) for model in attention.models],
+        "vectors": attention.vectors
+        and [_stored(x.swapaxes(1, 2), "<i2", blocks) for x in attention.vectors],
         "thumbnails": _thumbnails(attention.models, blocks),
         "numbers": [_numbers(model, attention) for model in attention.models],
         "mask": None if attention.mask is None else _mask(attention, block, blocks),
     }
 
 
-def _head(weights: np.ndarray, blocks: Blocks) -> int:
-    scales, numbers = quantised(weights)
-    return blocks.add(scales.astype("<f4").tobytes() + numbers.tobytes())
+def _stored(heads: np.ndarray, dtype: str, blocks: Blocks) -> list[list[int]]:
+    """Adds each head of `[L, N, ...]` to `blocks`, and returns the indices of the blocks."""
+    return [[blocks.add(quantised(head, dtype)) for head in layer] for layer in heads]
+
+
+def _clearest_head(weights: np.ndarray) -> list[int]:
+    """Returns the layer and the head that the page opens with: where the greatest weight of a key
+    is largest in the mean over keys, so that the head is sharp and leaves no key out."""
+    clearness = weights.max(axis=-2).mean(axis=-1)
+    return [int(index) for index in np.unravel_index(clearness.argmax(), clearness.shape)]
 
 
 def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:

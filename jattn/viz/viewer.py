@@ -38,6 +38,7 @@ _SCRIPTS = (
     "heads.js",
     "model.js",
     "matrix.js",
+    "neurons.js",
     "numbers.js",
     "main.js",
 )
@@ -84,24 +85,28 @@ def viewer(
     title: str = "Attention",
     models: Sequence[str] = ("first", "second"),
     block: int | tuple[int, int] | None = None,
+    query: Any = None,
+    key: Any = None,
 ) -> Viewer:
     """Makes a page that shows attention: lines between tokens, all heads of all layers, matrices
     with the value of each pair, and statistics of each head.
 
+        viz.viewer(weights).save("attention.html")
         viz.viewer(weights, tokens).save("attention.html")
         viz.viewer({"encoder": e, "cross": c}, {"encoder": source, "cross": target},
                    {"cross": source})
         viz.viewer([viz.Sentence(w1, tokens1), viz.Sentence(w2, tokens2)])
 
-    A slider moves through the queries in the order of decoding. The page stores a weight in one
-    byte, accurate to 1/510 of the greatest weight in its row, and says so beside each value. Its
-    size is about T × S bytes for each head before compression.
+    The page opens with the first cross-attention, if there is one, and a single head: the one whose
+    weights are clearest. A slider moves through the queries in the order of decoding. The page
+    stores a weight in one byte, accurate to 1/510 of the greatest weight in its row, and says so
+    beside each value. Its size is about T × S bytes for each head before compression.
 
     Args:
         weights: `[L, N, T, S]`, `[N, T, S]` or `[T, S]`, finite and at least 0, or a mapping from
             names to such arrays (see `Sentence`); or a list of sentences, which hold all other
             arguments but `title`, `models` and `block`.
-        tokens: T strings, the queries, or a mapping with the same names.
+        tokens: T strings, the queries, or a mapping with the same names; None: numbers from 1.
         kv_tokens: S strings, the keys, or a mapping; by default the same as the queries.
         mask: the mask to draw over the weights: a mask of `jattn.masks` or a boolean array
             `[N, T, S]`, or `[T, S]` for weights `[T, S]`; or a mapping.
@@ -110,11 +115,15 @@ def viewer(
         models: the names of the two models.
         block: the size of the mask's tiles, an integer or a pair (queries, keys); None: about eight
             tiles along an axis.
+        query: the queries `[L, T, N, H]`, or `[T, N, H]` or `[T, H]` for weights with fewer axes;
+            or a mapping. With `key` they add a view of the products of their elements.
+        key: the keys `[L, S, K, H]`, or `[S, K, H]` or `[S, H]`; or a mapping.
 
     Raises:
         TypeError, ValueError: for invalid arguments.
     """
-    sentences = _sentences(weights, tokens, kv_tokens, mask, other)
+    fields = {"tokens": tokens, "kv_tokens": kv_tokens, "mask": mask, "other": other}
+    sentences = _sentences(weights, fields | {"query": query, "key": key})
     if checked_title("title", title) is None:
         raise TypeError("title: expected a string, got None")
     blocks = Blocks()
@@ -126,21 +135,16 @@ def viewer(
     return Viewer(_page(description, blocks.texts))
 
 
-def _sentences(weights: Any, tokens: Any, kv_tokens: Any, mask: Any, other: Any) -> list[Sentence]:
+def _sentences(weights: Any, fields: Mapping[str, Any]) -> list[Sentence]:
     sentences = [weights] if isinstance(weights, Sentence) else weights
     if not isinstance(sentences, list | tuple):
-        return [Sentence(weights, tokens, kv_tokens, mask, other)]
+        return [Sentence(weights, **fields)]
     if not sentences or not all(isinstance(x, Sentence) for x in sentences):
         raise TypeError(
             f"weights: expected an array [L, N, T, S], a mapping to such, or sentences, "
             f"got {shown(weights)}"
         )
-    for name, value in (
-        ("tokens", tokens),
-        ("kv_tokens", kv_tokens),
-        ("mask", mask),
-        ("other", other),
-    ):
+    for name, value in fields.items():
         if value is not None:
             raise ValueError(
                 f"{name}: sentences bring their own, expected None, got {shown(value)}"

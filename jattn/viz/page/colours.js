@@ -1,9 +1,10 @@
-// Colours that colour-blind readers can tell apart: heads after Okabe and Ito (2008), weights by
-// lightness, differences from orange over the paper to blue.
+// Colours that colour-blind readers can tell apart: heads after Okabe and Ito (2008), here so dark,
+// or on the dark page so light, that the paper's colour on them has a contrast of at least 4.5;
+// weights by lightness, differences from orange over the paper to blue.
 
 const palettes = {
   light: {
-    heads: ["#0072b2", "#d55e00", "#009e73", "#b8508f", "#8a6d00", "#2b9fd9", "#5d3a9b", "#444444"],
+    heads: ["#00509d", "#b84f00", "#007d5b", "#b0478a", "#7f6400", "#1879a8", "#5d3a9b", "#444444"],
     weights: ["#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b"],
     signed: ["#b34700", "#f7b27a", "#ffffff", "#8fc1ea", "#0a4f94"],
     paper: "#ffffff", ink: "#1b1f24", faint: "#59636e", edge: "#c9cfd6",

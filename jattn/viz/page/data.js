@@ -84,6 +84,17 @@ async function weightsOf(attention, model, layer, head) {
   return new Weights(rows, columns, parts);
 }
 
+// The queries or keys of one head: the elements of a row, and the greatest magnitude of all.
+async function vectorsOf(number, rows) {
+  const { buffer } = await bytesOf(number);
+  const [scales, cells] = [new Float32Array(buffer, 0, rows), new Int16Array(buffer, 4 * rows)];
+  const size = cells.length / rows;
+  const row = (place) => Float32Array.from(
+    cells.subarray(place * size, (place + 1) * size), (value) => value * scales[place],
+  );
+  return { row, greatest: 32767 * scales.reduce((top, scale) => Math.max(top, scale), 0) };
+}
+
 async function thumbnailsOf(attention, model) {
   const [layers, heads] = attention.sizes;
   const { block, sizes: [rows, columns], scales } = attention.thumbnails;

@@ -11,6 +11,7 @@ const pairs = {
   made: { queries: new Map(), keys: new Map() }, // place -> element
   pitch: 24,
   least: 0.05,
+  cell: 0, // width of a head's cell in the strips beside tokens
 };
 
 const tokensOf = (side) => (side === "queries" ? attention().rows : attention().columns);
@@ -58,7 +59,8 @@ function sideWidth(side, available) {
   let width = 0;
   for (const token of tokensOf(side)) width = Math.max(width, context.measureText(drawn(token)).width);
   const value = context.measureText(attention().sizes[1] > 1 ? " mean −0.00" : " −0.00").width;
-  return Math.min(width + 18 + (side === "keys" ? value : 0), available * 0.36);
+  const strip = pairs.cell * attention().sizes[1];
+  return Math.min(width + 18 + strip + (side === "keys" ? value : 0), available * 0.36);
 }
 
 function layOutHeads() {
@@ -68,6 +70,7 @@ function layOutHeads() {
   pairs.pitch = Math.max(least, Math.min(1.6 * least, view.clientHeight / Math.max(rows, columns)));
   sheet.style.height = `${pairs.pitch * Math.max(rows, columns)}px`;
   pairs.width = sheet.clientWidth;
+  pairs.cell = Math.min(12, Math.min(64, pairs.width / 12) / attention().sizes[1]);
   pairs.left = sideWidth("queries", pairs.width);
   pairs.right = sideWidth("keys", pairs.width);
   pairs.sides.queries.style.width = `${pairs.left}px`;
@@ -91,7 +94,10 @@ function makeTokens(side) {
   for (let place = first; place < last; place++) {
     if (made.has(place)) continue;
     const token = element("button", "", { type: "button", class: "token", dir: "auto" });
-    token.append(element("bdi", drawn(tokens[place])), element("span", "", { class: "value" }));
+    token.append(
+      element("span", "", { class: "strip" }), element("bdi", drawn(tokens[place])),
+      element("span", "", { class: "value" }),
+    );
     token.dataset.place = place;
     token.title = tokens[place];
     token.style.top = `${place * pairs.pitch}px`;
@@ -102,6 +108,10 @@ function makeTokens(side) {
 }
 
 function drawHeads() {
+  // Without all heads on, strips need less room: tokens become narrower, but no letter moves.
+  pairs.unused = pairs.cell * (attention().sizes[1] - loaded.heads.length);
+  pairs.sheet.style.setProperty("--strip", `${pairs.cell * loaded.heads.length}px`);
+  pairs.sheet.style.setProperty("--unused", `${pairs.unused}px`);
   makeTokens("queries");
   makeTokens("keys");
   const token = pointedOut();
@@ -129,12 +139,34 @@ function markTokens(token) {
       made.classList.toggle("later", Boolean(later && place >= state.step));
       const text = read && side === "keys" ? ` ${mean}${number(value, 2)}` : "";
       if (made.lastChild.textContent !== text) made.lastChild.textContent = text;
+      made.firstChild.style.background = token && (own || token.side !== side)
+        ? stripOf(token, place, own) : "";
     }
   }
 }
 
+// A strip of colours beside a token, a cell for each head: as strong as its weight to or from the
+// token that is pointed out. Beside that token itself, `own`, the colours show which head has which
+// cell.
+function stripOf(token, place, own) {
+  const count = loaded.heads.length;
+  const cells = loaded.heads.map(({ head, weights }, at) => {
+    const [row, column] = token.side === "queries" ? [token.place, place] : [place, token.place];
+    const value = own ? 0 : weights.value(row, column);
+    const share = own ? Number(!weights.signed) : strength(weights, row, value);
+    const colour = channels(weights.signed ? signColour(value) : headColour(head)).join(" ");
+    return `rgb(${colour} / ${share.toFixed(3)}) ${100 * at / count}% ${100 * (at + 1) / count}%`;
+  });
+  return cells.length ? `linear-gradient(to right, ${cells.join(", ")})` : "";
+}
+
+// How strongly a value is drawn, from 0 to 1.
+const strength = (weights, row, value) =>
+  Math.min(1, state.contrast === "one" ? Math.abs(value) : Math.abs(value) / (weights.top(row) || 1));
+
 function drawLines(token) {
-  const { canvas, view, pitch, least, left, right, width } = pairs;
+  const { canvas, view, pitch, least, width } = pairs;
+  const [left, right] = [pairs.left - pairs.unused, pairs.right - pairs.unused];
   const context = fit(canvas, width, view.clientHeight);
   const [, , rows, columns] = attention().sizes;
   let [first, last] = inWindow(rows);
@@ -147,14 +179,12 @@ function drawLines(token) {
     const offset = (order - (loaded.heads.length - 1) / 2) * spread + pitch / 2 - view.scrollTop;
     context.strokeStyle = headColour(head);
     for (let t = first; t < last; t++) {
-      const top = weights.top(t);
       const from = onlyKey === null ? 0 : onlyKey;
       const to = onlyKey === null ? columns : onlyKey + 1;
       for (let s = from; s < to; s++) {
         const value = weights.value(t, s);
-        const size = Math.abs(value);
-        if (size < least) continue;
-        const share = Math.min(1, state.contrast === "one" ? size : size / top);
+        if (Math.abs(value) < least) continue;
+        const share = strength(weights, t, value);
         if (weights.signed) context.strokeStyle = signColour(value);
         context.setLineDash(weights.signed ? (value < 0 ? [6, 4] : []) : headDashes(head));
         context.globalAlpha = 0.12 + 0.88 * share;
@@ -195,7 +225,7 @@ function signNames() {
 // The greatest weights of a token, in words.
 function tellOfToken(token) {
   if (!token) {
-    show(`Lines of at least ${leastName()}. Point at a token.${signNames()}`);
+    show(`Weights below ${leastName()} are hidden. Point at a token.${signNames()}`);
     return;
   }
   const isQuery = token.side === "queries";

@@ -1,6 +1,12 @@
 // Controls, keys, and what is loaded and drawn when.
 
-const views = { heads: "Heads", model: "Model", matrix: "Matrix", numbers: "Numbers" };
+const views = {
+  heads: { name: "Heads", draw: drawHeads },
+  model: { name: "Model", draw: drawModel },
+  matrix: { name: "Matrix", draw: drawMatrix },
+  neurons: { name: "Neurons", draw: drawNeurons },
+  numbers: { name: "Numbers", draw: drawNumbers },
+};
 const large = 250000; // pairs of a head from which on only one is opened at first
 
 let loading = 0;
@@ -13,6 +19,7 @@ async function load() {
   const heads = [...state.heads].sort((a, b) => a - b);
   const wanted = heads.map((head) => weightsOf(part, state.model, state.layer, head));
   const mask = part.mask ? maskOf(part, heads[0] || 0) : null;
+  const vectors = part.vectors && heads.length ? neuronsOf(part, state.layer, heads[0]) : null;
   syncControls();
   try {
     const found = await Promise.all(wanted);
@@ -20,6 +27,7 @@ async function load() {
     if (own !== loading) return;
     loaded.heads = found.map((weights, at) => ({ head: heads[at], weights }));
     loaded.mask = allowed;
+    loaded.vectors = await vectors;
     redraw();
   } catch (error) {
     show(`This page needs a browser of 2023 or later: ${error.message}`);
@@ -36,10 +44,7 @@ let drawing = 0;
 
 async function draw() {
   const own = ++drawing;
-  if (state.view === "heads") drawHeads();
-  else if (state.view === "matrix") drawMatrix();
-  else if (state.view === "numbers") drawNumbers();
-  else await drawModel(() => own === drawing && state.view === "model");
+  await views[state.view].draw(() => own === drawing && state.view === "model");
   if (!document.body.dataset.ready) document.body.dataset.ready = performance.now();
 }
 
@@ -47,7 +52,7 @@ async function draw() {
 
 function switchOf(id, names, chosen, choose) {
   const group = byId(id);
-  group.replaceChildren(...names.map((name, place) => {
+  refill(group, ...names.map((name, place) => {
     const button = element("button", "", { type: "button", "aria-pressed": place === chosen });
     button.append(word(name));
     button.addEventListener("click", () => choose(place));
@@ -85,10 +90,9 @@ function makeControls() {
 
 function syncControls() {
   const part = attention();
-  const names = Object.keys(views);
-  switchOf("view", Object.values(views), names.indexOf(state.view), (at) => {
-    state.view = names[at];
-    lay();
+  const names = viewNames();
+  switchOf("view", names.map((name) => views[name].name), names.indexOf(state.view), (at) => {
+    chooseView(names[at]);
   });
   switchOf("attention", sentence().attentions.map((one) => one.name), state.attention, choosePart);
   const both = part.heads.length === 2;
@@ -96,23 +100,28 @@ function syncControls() {
     state.model = at;
     load();
   });
-  for (const name of names) byId(`${name}-view`).hidden = name !== state.view;
-  const noHeads = part.sizes[1] < 2 || ["model", "numbers"].includes(state.view);
-  byId("heads").hidden = byId("all-heads").hidden = noHeads;
+  for (const name of Object.keys(views)) byId(`${name}-view`).hidden = name !== state.view;
+  const ofAllHeads = ["model", "numbers"].includes(state.view);
+  byId("heads").hidden = byId("all-heads").hidden = part.sizes[1] < 2 || ofAllHeads;
   byId("least-control").hidden = state.view !== "heads";
   byId("zoom-control").hidden = state.view !== "matrix";
-  byId("contrast-control").hidden = state.view === "numbers";
+  byId("contrast-control").hidden = ["numbers", "neurons"].includes(state.view);
+  const coloursAreHeads = state.view === "heads" && state.model < 2;
+  byId("scale").hidden = coloursAreHeads;
+  byId("contrast-name").textContent = coloursAreHeads ? "lines" : "colours";
   byId("mask-control").hidden = !part.mask || state.view !== "matrix";
-  byId("step-control").hidden = ["model", "numbers"].includes(state.view);
-  byId("layer-control").hidden = part.sizes[0] < 2 || ["model", "numbers"].includes(state.view);
+  byId("step-control").hidden = ofAllHeads;
+  byId("layer-control").hidden = part.sizes[0] < 2 || ofAllHeads;
   byId("layer").value = state.layer;
   byId("contrast").value = state.contrast;
   const [all, own] = byId("contrast").options;
   all.textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
-  own.textContent = state.view === "model" ? "to the head's greatest" : "to the row's greatest";
+  own.textContent = `${state.view === "model" ? "head" : "row"}'s greatest`;
   drawScale();
   makeRoomToTell();
   byId("mask").checked = state.mask;
+  byId("mask-key").hidden = byId("mask-control").hidden || !state.mask || !loaded.mask;
+  if (loaded.mask) byId("mask-key").textContent = maskKey(loaded.mask);
   for (const [head, chip] of [...byId("heads").children].entries()) {
     const on = state.heads.has(head);
     chip.setAttribute("aria-pressed", on);
@@ -132,7 +141,8 @@ function makeRoomToTell() {
   const status = byId("status");
   const along = Math.max(1, Math.floor(status.clientWidth / (12 * emOf(status))));
   const values = state.view === "matrix" ? Math.ceil(state.heads.size / along) : 1;
-  const rows = Math.min(6, values + (status.clientWidth < 600 ? 2 : 1));
+  const rows = window.innerHeight <= 500
+    ? 1 : Math.min(6, values + (status.clientWidth < 600 ? 2 : 1));
   status.style.height = `calc(${1.35 * rows}em + 9px)`;
 }
 
@@ -147,9 +157,9 @@ function drawScale() {
 
 function syncStep() {
   byId("step").value = state.step;
-  byId("step-name").replaceChildren(
-    ...(state.step ? [`${state.step}: `, word(attention().rows[state.step - 1])] : ["all"]),
-  );
+  const parts = state.step ? [`${state.step}: `, word(attention().rows[state.step - 1])] : ["all"];
+  byId("step-name").replaceChildren(...parts);
+  byId("step").setAttribute("aria-valuetext", byId("step-name").textContent);
 }
 
 // Another part of the page has another size: everything is laid out anew.
@@ -158,6 +168,14 @@ function lay() {
   if (state.view === "heads") layOutHeads();
   if (state.view === "matrix") holdInWindow();
   redraw();
+}
+
+const viewNames = () => Object.keys(views).filter((x) => x !== "neurons" || attention().vectors);
+
+function chooseView(name) {
+  state.view = name;
+  state.hovered = neurons.key = null;
+  lay();
 }
 
 function toggle(head) {
@@ -176,16 +194,19 @@ const allHeads = () => new Set(Array.from({ length: attention().sizes[1] }, (_, 
 
 // Another sentence or attention: what belongs to the last one is let go of.
 function choosePart(place) {
-  const before = byId("heads").children.length;
+  const headsBefore = byId("heads").children.length;
   state.attention = place;
   const part = attention();
   const [layers, heads, rows, columns] = part.sizes;
   state.layer = Math.min(state.layer, layers - 1);
   state.model = Math.min(state.model, part.heads.length === 2 ? 2 : 0);
-  const kept = before === heads && rows * columns <= large;
-  if (!kept) state.heads = rows * columns > large ? new Set([0]) : allHeads();
+  if (headsBefore !== heads || rows * columns > large) {
+    const [layer, head] = part.clearest;
+    Object.assign(state, { layer, heads: new Set([head]) });
+  }
+  if (!viewNames().includes(state.view)) state.view = "heads";
   state.step = 0;
-  state.held = state.hovered = matrix.cell = null;
+  state.held = state.hovered = matrix.cell = neurons.key = null;
   state.contrast = columns > 64 ? "row" : "one";
   resetZoom();
   loaded.heads = [];
@@ -236,6 +257,7 @@ function play() {
 function setLeast(value) {
   pairs.least = 10 ** (-value / 10);
   byId("least").value = value;
+  byId("least").setAttribute("aria-valuetext", leastName());
   byId("least-name").textContent = leastName();
 }
 
@@ -256,9 +278,8 @@ const keys = {
   ArrowUp: () => chooseLayer(state.layer - 1),
   ArrowDown: () => chooseLayer(state.layer + 1),
   v: () => {
-    const names = Object.keys(views);
-    state.view = names[next(names.indexOf(state.view), names.length)];
-    lay();
+    const names = viewNames();
+    chooseView(names[next(names.indexOf(state.view), names.length)]);
   },
   a: () => choosePart(next(state.attention, sentence().attentions.length)),
   s: () => chooseSentence(next(state.sentence, about.sentences.length)),
@@ -270,8 +291,7 @@ const keys = {
   m: () => {
     if (!attention().mask) return;
     state.mask = !state.mask;
-    syncControls();
-    redraw();
+    lay();
   },
   t: chooseTheme,
   f: () => { resetZoom(); redraw(); },
@@ -280,7 +300,8 @@ const keys = {
   "?": () => byId("help").showModal(),
   0: () => { state.heads = allHeads(); load(); },
   Escape: () => {
-    state.held = state.hovered = matrix.cell = null;
+    if (playing) play();
+    state.held = state.hovered = matrix.cell = neurons.key = null;
     setStep(0);
   },
 };
@@ -299,7 +320,9 @@ function onKey(event) {
   const inControl = target.matches("select, input[type=range]");
   if (inControl && (key.startsWith("Arrow") || key.length === 1)) return;
   const digit = event.code.startsWith("Digit") ? Number(event.code.slice(5)) : 0;
-  if (state.view === "matrix" && arrows[key] && !event.shiftKey) moveCell(...arrows[key]);
+  const [rows, steps] = (!event.shiftKey && arrows[key]) || [0, 0];
+  if (state.view === "matrix" && (rows || steps)) moveCell(rows, steps);
+  else if (state.view === "neurons" && rows) moveNeuron(rows);
   else if (digit && digit <= attention().sizes[1]) {
     (event.shiftKey ? isolate : toggle)(digit - 1);
   } else {
@@ -321,7 +344,7 @@ function start() {
   on("least", "input", () => { setLeast(Number(byId("least").value)); redraw(); });
   on("all-heads", "click", keys[0]);
   on("contrast", "change", () => { state.contrast = byId("contrast").value; redraw(); });
-  on("mask", "change", () => { state.mask = byId("mask").checked; redraw(); });
+  on("mask", "change", keys.m);
   on("zoom-in", "click", keys["+"]);
   on("zoom-out", "click", keys["-"]);
   on("zoom-fit", "click", keys.f);
@@ -333,8 +356,9 @@ function start() {
   setUpHeads();
   setUpMatrix();
   applyTheme();
+  setUpNeurons();
   setLeast(attention().sizes[3] > 100 ? 17 : 10);
-  choosePart(0);
+  choosePart(Math.max(0, sentence().attentions.findIndex((part) => part.cross)));
 }
 
 start();

@@ -24,15 +24,8 @@ function geometry() {
   const { clientWidth: width, clientHeight: height } = matrix.view;
   const context = matrix.canvas.getContext("2d");
   context.font = boldFont(); // of the cell pointed at
-  const longest = (tokens, most) => {
-    let size = 24;
-    for (const token of tokens) {
-      size = Math.max(size, context.measureText(drawn(token)).width + 10);
-    }
-    return Math.min(size, most);
-  };
-  const left = longest(attention().rows, Math.min(150, width * 0.3));
-  const top = longest(attention().columns, Math.min(130, height * 0.3));
+  const left = longest(context, attention().rows, Math.min(150, width * 0.3));
+  const top = longest(context, attention().columns, Math.min(130, height * 0.3));
   const atRest = Math.min((width - left - 8) / columns, (height - top - 8) / rows, 60);
   const cell = atRest * matrix.zoom;
   const slack = Math.max(0, (width - left - 8 - columns * atRest) / 2);
@@ -40,6 +33,12 @@ function geometry() {
     width, height, left: left + slack, top, cell, rows, columns,
     x: left + slack + matrix.x, y: top + matrix.y,
   };
+}
+
+// The room that labels need, up to a limit.
+function longest(context, tokens, most) {
+  const width = (token) => context.measureText(drawn(token)).width + 10;
+  return Math.min(most, tokens.reduce((size, token) => Math.max(size, width(token)), 24));
 }
 
 function cellAt(event) {
@@ -138,9 +137,17 @@ function drawMatrix() {
   matrix.canvas.dataset.cells = [g.x, g.y, g.cell].join(" "); // the first corner, and the size
   if (loaded.heads.length) drawCells(context, g);
   drawMatrixLabels(context, g);
-  const names = namesOfHeads();
-  matrix.canvas.setAttribute("aria-label", `weights of ${names}, arrow keys move the cell`);
+  const size = `${g.rows} queries by ${g.columns} keys`;
+  const name = `matrix of the weights of ${namesOfHeads()}, ${size}; arrow keys move the cell`;
+  matrix.canvas.setAttribute("aria-label", name);
   tellOfCell();
+}
+
+// What the frames of tiles mean. It stays in the page while the status tells of a cell.
+function maskKey(mask) {
+  const [empty, mixed, full] = mask.counts;
+  return `Tiles of ${mask.block.join(" × ")}: ${empty} empty (crossed out), ${mixed} mixed `
+    + `(dashed), ${full} full. Grey pairs are masked.`;
 }
 
 // Draws the cells in the window: as squares, or, where there are several in a pixel, of these the
@@ -322,12 +329,7 @@ function shortened(context, text, room) {
 
 function tellOfCell() {
   if (!matrix.cell || !loaded.heads.length) {
-    const mask = state.mask && loaded.mask;
-    const [empty, mixed, full] = mask ? mask.counts : [];
-    show(mask
-      ? `Tiles of ${mask.block.join(" × ")}: ${empty} empty (crossed out), ${mixed} mixed (dashed), `
-        + `${full} full. Grey pairs are masked.`
-      : `Point at a cell, or move it with the arrow keys.${signNames()}`);
+    show(`Point at a cell, or move it with the arrow keys.${signNames()}`);
     return;
   }
   const [row, column] = matrix.cell;

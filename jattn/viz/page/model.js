@@ -20,7 +20,7 @@ async function drawModel(isCurrent) {
     if (one.head === 0) grid.append(element("span", name, { class: "name" }));
     grid.append(panel(one, size));
   }
-  view.replaceChildren(grid);
+  refill(view, grid);
   show(`All heads (across) of all layers. A click enlarges one.${signNames()}`);
 }
 
@@ -62,6 +62,7 @@ function paste(context, image, x, y, width, height) {
 function enlarge(layer, head) {
   state.layer = layer;
   state.heads = new Set([head]);
-  state.view = "matrix";
+  chooseView("matrix");
   load();
+  matrix.canvas.focus({ focusVisible: false });
 }

@@ -48,7 +48,7 @@ function drawNumbers() {
   const made = element("table");
   made.append(headings(), element("tbody"));
   for (const row of rows) made.lastChild.append(rowOf(row));
-  byId("numbers-view").replaceChildren(made);
+  refill(byId("numbers-view"), made);
   const [name, meaning] = meanings[sorting.by];
   const difference = state.model === 2 ? ` Values: ${firstLessSecond()}.` : "";
   const hint = sorting.by === "head" ? " A click on a name sorts and explains." : "";

@@ -3,7 +3,7 @@
 const byId = (id) => document.getElementById(id);
 
 const state = {
-  view: "heads",
+  view: "heads", // a key of `views`
   sentence: 0,
   attention: 0,
   layer: 0,
@@ -16,8 +16,9 @@ const state = {
   held: null,
 };
 
-// What `load` has found for the state: the weights of the heads that are on, and the mask.
-const loaded = { heads: [], mask: null };
+// What `load` has opened for the state: the weights of the heads that are on, the mask, and the
+// queries and keys of the first head.
+const loaded = { heads: [], mask: null, vectors: null };
 
 const sentence = () => about.sentences[state.sentence];
 const attention = () => sentence().attentions[state.attention];
@@ -28,6 +29,15 @@ function element(name, text = "", attributes = {}) {
   made.textContent = text;
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   return made;
+}
+
+// Replaces the content of a part of the page. A button that had the focus gives it to the one that
+// takes its place.
+function refill(part, ...content) {
+  const buttons = () => [...part.querySelectorAll("button")];
+  const place = buttons().indexOf(document.activeElement);
+  part.replaceChildren(...content);
+  if (place >= 0) buttons()[place]?.focus();
 }
 
 const emOf = (part) => parseFloat(getComputedStyle(part).fontSize);
