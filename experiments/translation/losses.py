@@ -39,7 +39,12 @@ class Projection(NamedTuple):
         return product if self.bias is None else product + self.bias.astype(wide)
 
 
-def cross_entropy(
+def cross_entropy(*arguments: Any, **options: Any) -> Array:
+    """Returns the first of `cross_entropies`, the loss with label smoothing."""
+    return cross_entropies(*arguments, **options)[0]
+
+
+def cross_entropies(
     features: Array,
     projection: Projection,
     labels: Any,
@@ -48,7 +53,8 @@ def cross_entropy(
     smoothing: float = 0.0,
     num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """Returns the sum of the cross-entropies at the positions in the mask, in nats.
+    """Returns the sum of the cross-entropies at the positions in the mask, in nats: with label
+    smoothing, and without it. Only the first is differentiable.
 
     The target distribution has `smoothing` spread evenly over all V tokens and the rest on the
     label (Szegedy et al. 2015). Values at the other positions, NaN included, have no influence and
@@ -64,7 +70,7 @@ def cross_entropy(
             the loss of its shard alone.
 
     Returns:
-        The loss, `[]`, float32 or a wider dtype.
+        The losses, `[2]`, float32 or a wider dtype.
     """
 
     def shard_loss(features: Array, labels: Array, mask: Array) -> Array:
@@ -74,7 +80,7 @@ def cross_entropy(
     positions = features, jnp.asarray(labels), jnp.asarray(mask)
     if num_shards == (1, 1):
         return shard_loss(*positions)
-    return jnp.sum(jax.vmap(shard_loss)(*(_in_shards(x, num_shards) for x in positions)))
+    return jnp.sum(jax.vmap(shard_loss)(*(_in_shards(x, num_shards) for x in positions)), axis=0)
 
 
 def _in_shards(x: Array, num_shards: tuple[int, int]) -> Array:
@@ -90,9 +96,9 @@ def _total(smoothing: float, features: Array, projection: Projection, *positions
 
     def add(number: Array, total: Array) -> Array:
         losses, _ = _chunk_losses(smoothing, projection, rows.chunk(number))
-        return total + jnp.sum(losses)
+        return total + jnp.sum(losses, axis=1)
 
-    return lax.fori_loop(0, chunks, add, jnp.zeros((), _wide(features)))
+    return lax.fori_loop(0, chunks, add, jnp.zeros(2, _wide(features)))
 
 
 class _Rows(NamedTuple):
@@ -128,7 +134,8 @@ def _sorted(
 def _chunk_losses(
     smoothing: float, projection: Projection, chunk: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
-    """Returns the losses `[C]` of a chunk and their gradients by its logits, `[C, V]`."""
+    """Returns the losses `[2, C]` of a chunk, with and without label smoothing, and the gradients
+    `[C, V]` of the first by the logits."""
     features, labels, mask = chunk
     logits = projection.logits(features)
     highest = jnp.max(logits, axis=-1, keepdims=True)
@@ -136,14 +143,16 @@ def _chunk_losses(
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     share = smoothing / logits.shape[-1]
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1, mode="clip")
-    losses = (highest + jnp.log(total) - (1 - smoothing) * label_logits)[:, 0]
+    normalizers = highest + jnp.log(total)
+    losses = (normalizers - (1 - smoothing) * label_logits)[:, 0]
     if smoothing:
         losses -= share * jnp.sum(logits, axis=-1)
+    both = jnp.stack([losses, (normalizers - label_logits)[:, 0]])
     # XLA fuses the target distribution into the gradient, so that it is never stored.
     columns = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     target = jnp.where(columns == labels[:, None], 1 - smoothing + share, share)
     gradient = exponentials * (1 / total) - target
-    return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)
+    return jnp.where(mask, both, 0), jnp.where(mask[:, None], gradient, 0)
 
 
 def _total_forward(
@@ -161,13 +170,13 @@ def _total_forward(
         d_chunk = jnp.einsum("cv,vd->cd", narrow, kernel.astype(dtype), preferred_element_type=wide)
         d_product = jnp.einsum("cv,cd->vd", narrow, chunk[0], preferred_element_type=wide)
         return (
-            total + jnp.sum(losses),
+            total + jnp.sum(losses, axis=1),
             lax.dynamic_update_index_in_dim(d_features, d_chunk.astype(dtype), number, 0),
             d_kernel + d_product,
             d_bias + jnp.sum(d_logits, axis=0),
         )
 
-    zeros = (jnp.zeros((), wide), jnp.zeros_like(rows.features))
+    zeros = (jnp.zeros(2, wide), jnp.zeros_like(rows.features))
     zeros += (jnp.zeros(kernel.shape, wide), jnp.zeros(len(kernel), wide))
     total, d_features, d_kernel, d_bias = lax.fori_loop(0, chunks, add, zeros)
     d_features = d_features.reshape(-1, features.shape[1])[: len(features)]
@@ -180,7 +189,7 @@ def _total_forward(
 
 
 def _total_backward(smoothing: float, gradients: Any, cotangent: Array) -> tuple[Any, ...]:
-    scaled = jax.tree.map(lambda x: (x * cotangent).astype(x.dtype), gradients)
+    scaled = jax.tree.map(lambda x: (x * cotangent[0]).astype(x.dtype), gradients)
     return scaled[0], Projection(*scaled[1:]), None, None
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from experiments.runs.files import replace
 from jattn import masks, viz
 
 
-_FEW = 3  # heads in the picture of a sentence, so that its words can be read
 _DPI = 120
 
 _MEANINGS = {
@@ -67,7 +66,7 @@ class Seen:
 
 
 def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
-    """Draws the attention on a sentence: a few heads of the last cross-attention at readable size,
+    """Draws the attention on a sentence: the clearest head of the cross-attention at readable size,
     and all heads of each attention.
 
     Args:
@@ -79,12 +78,11 @@ def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
     """
     attentions = seen.attentions()
     files = [directory / "attention.png"]
-    few = few_heads(attentions["cross-attention"][-1])
-    title = f"last layer's cross-attention: {_MEANINGS['cross-attention']}"
-    titles = [f"head {head + 1}" for head in few]
+    cross_attention = attentions["cross-attention"]
+    layer, head = clearest_head(cross_attention)
+    title = f"cross-attention, layer {layer + 1}, head {head + 1}"
     tokens = seen.tokens("cross-attention")
-    heads = attentions["cross-attention"][-1][few]
-    _save(viz.grid(heads, *tokens, title=title, titles=titles), files[0])
+    _save(viz.heatmap(cross_attention[layer, head], *tokens, title=title), files[0])
     for name, weights in attentions.items():
         files.append(directory / f"{name.replace(' ', '-')}.png")
         title = f"{name}: {_MEANINGS[name]}"
@@ -109,76 +107,63 @@ def _for_viewer(seen: Seen) -> viz.Sentence:
     )
 
 
-def few_heads(heads: np.ndarray) -> list[int]:
-    """Chooses the three heads that differ most.
-
-    The first has the least entropy; each next one has the greatest distance, the sum of absolute
-    differences, from the most similar head chosen before.
+def clearest_head(weights: np.ndarray) -> tuple[int, int]:
+    """Returns the layer and the head that align the tokens best: where the greatest weight of a key
+    is largest in the mean over keys. Such a head is sharp and leaves few keys out.
 
     Args:
-        heads: weights `[N, T, S]`.
-
-    Returns:
-        The indices of the heads, sorted; all of them if there are fewer than three.
+        weights: `[L, N, T, S]`.
     """
-    chosen = [int(np.argmin(viz.head_numbers(heads)["entropy"]))]
-    while len(chosen) < min(_FEW, len(heads)):
-        distance = abs(heads[:, None] - heads[None, chosen]).sum(axis=(-1, -2)).min(axis=1)
-        chosen.append(int(np.argmax(distance)))
-    return sorted(chosen)
+    clearness = weights.max(axis=-2).mean(axis=-1)
+    layer, head = np.unravel_index(clearness.argmax(), clearness.shape)
+    return int(layer), int(head)
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the loss of a run over its steps, from its metrics."""
-    curves = {
-        "loss": ("training, as it is minimised", "-"),
-        "validation_loss": ("validation, without label smoothing", "o-"),
-    }
-    _draw_curves(records, curves, "nats per token", path, scale="log")
+    """Draws the loss of a run over its steps, from its metrics: that of training and that of
+    validation, both without label smoothing."""
+    curves = {"unsmoothed_loss": ("training", "-"), "validation_loss": ("validation", "o-")}
+    axes = _draw_curves(records, curves, "nats per token, without label smoothing")
+    axes.set_yscale("log")
+    _name_ticks(axes)
+    _save(axes.figure, path)
 
 
 def draw_bleu(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the validation BLEU of a run over its steps, from its metrics."""
+    """Draws the validation BLEU of a run over its steps, from its metrics. The axis begins at 0."""
     curves = {
         "validation_bleu": ("BLEU, sacrebleu's tokens", "o-"),
         "validation_word_bleu": ("BLEU, the model's words, unsmoothed", "o--"),
     }
-    _draw_curves(records, curves, "validation BLEU", path, scale="linear")
+    axes = _draw_curves(records, curves, "validation BLEU")
+    axes.set_ylim(bottom=0)
+    _save(axes.figure, path)
 
 
 def _draw_curves(
-    records: Sequence[Mapping[str, Any]],
-    curves: Mapping[str, tuple[str, str]],
-    unit: str,
-    path: Path,
-    *,
-    scale: str,
-) -> None:
-    """Draws values of the records over their steps.
+    records: Sequence[Mapping[str, Any]], curves: Mapping[str, tuple[str, str]], unit: str
+) -> Any:
+    """Draws values of the records over their steps in a new figure, and returns its axes.
 
     Args:
         records: the metrics.
         curves: the label and style of each key of the records.
         unit: the label of the y axis.
-        path: the PNG file.
-        scale: the scale of the y axis.
     """
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
     for key, (label, style) in curves.items():
-        values = [(record["step"], record.get(key)) for record in records]
-        points = [(number, value) for number, value in values if value is not None]
+        points = [
+            (record["step"], record[key]) for record in records if record.get(key) is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.set_yscale(scale)
-    if scale == "log":
-        _name_ticks(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
     if axes.get_lines():
         axes.legend()
-    _save(figure, path)
+    return axes
 
 
 def _name_ticks(axes: Any) -> None:

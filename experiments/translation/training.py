@@ -32,7 +32,7 @@ from experiments.translation.batches import (
     loss_mask,
 )
 from experiments.translation.corpus import Pair
-from experiments.translation.losses import cross_entropy
+from experiments.translation.losses import cross_entropies
 from experiments.translation.meshes import ONE_DEVICE, Placement
 from experiments.translation.model import Model, Params
 from experiments.translation.presets import Config
@@ -118,7 +118,12 @@ def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
 # ------------------------------------------------------------------------------------------- loss
 
 
-def total_loss(
+def total_loss(*arguments: Any, **options: Any) -> Array:
+    """Returns the first of `total_losses`, the sum with label smoothing."""
+    return total_losses(*arguments, **options)[0]
+
+
+def total_losses(
     model: Model,
     params: Params,
     batch: AnyBatch,
@@ -127,14 +132,15 @@ def total_loss(
     dropout_key: Array | None = None,
     num_shards: tuple[int, int] = (1, 1),
 ) -> Array:
-    """Returns the sum of the losses of a batch's target tokens.
+    """Returns the sum of the losses of a batch's target tokens with and without label smoothing,
+    `[2]`.
 
     `num_shards` gives the numbers of device shards of rows and of positions.
     """
     features, projection = model.features(params, batch, dropout_key=dropout_key)
     mask = loss_mask(batch)
     options = {"smoothing": smoothing, "num_shards": num_shards}
-    return cross_entropy(features, projection, batch.target_out, mask, **options)
+    return cross_entropies(features, projection, batch.target_out, mask, **options)
 
 
 def check_batch(batch: AnyBatch, model: Model) -> None:
@@ -193,11 +199,13 @@ class StepMetrics(NamedTuple):
     """The metrics of one step.
 
     Attributes:
-        loss: the sum of the losses of the target tokens, `[]`.
+        loss: the sum of the losses of the target tokens, `[]`, which the step minimises.
+        unsmoothed_loss: the same without label smoothing, like the validation loss.
         gradient_norm: the norm of the gradient over all parameters, `[]`.
     """
 
     loss: Array
+    unsmoothed_loss: Array
     gradient_norm: Array
 
 
@@ -231,13 +239,13 @@ def make_step(
     model = placement.model(model)
 
     def gradient(params: Params, batch: AnyBatch, key: Array, tokens: Array) -> Any:
-        """Returns the gradient of the mean loss, and the sum of the losses."""
+        """Returns the gradient of the mean loss, and the losses `[2]` of `total_losses`."""
         dropout_key = key if config.dropout_rate > 0 else None
 
         def loss_fn(params: Params) -> tuple[Array, Array]:
             options = {"smoothing": config.label_smoothing, "dropout_key": dropout_key}
-            total = total_loss(model, params, batch, num_shards=num_shards, **options)
-            return total / tokens.astype(total.dtype), total
+            totals = total_losses(model, params, batch, num_shards=num_shards, **options)
+            return totals[0] / tokens.astype(totals.dtype), totals
 
         return jax.grad(loss_fn, has_aux=True)(params)
 
@@ -246,13 +254,13 @@ def make_step(
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)
         if config.accumulation_steps == 1:
-            grads, total = gradient(state.params, batch, key, tokens)
+            grads, totals = gradient(state.params, batch, key, tokens)
         else:
             micro_batches = placement.micro_batches(batch, config.accumulation_steps)
-            grads, total = _accumulated(gradient, state.params, micro_batches, key, tokens)
+            grads, totals = _accumulated(gradient, state.params, micro_batches, key, tokens)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(total, _global_norm(grads))
+        metrics = StepMetrics(*totals, _global_norm(grads))
         new_state = State(params, opt_state, state.step + 1)
         return placement.constrained(new_state), metrics
 
@@ -417,7 +425,7 @@ class _Window:
         Raises:
             NonFiniteLoss: a loss or the norm of a gradient is not finite.
         """
-        losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
+        losses, unsmoothed_losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
         invalid = ~(np.isfinite(losses) & np.isfinite(norms))
         if invalid.any():
             first_bad = int(invalid.argmax())
@@ -430,6 +438,7 @@ class _Window:
         return {
             "step": self._first + len(losses),
             "loss": losses.sum() / max(tokens, 1),
+            "unsmoothed_loss": unsmoothed_losses.sum() / max(tokens, 1),
             "gradient_norm": float(norms.mean()),
             "learning_rate": float(rate),
             "tokens": tokens,
