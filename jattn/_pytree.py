@@ -141,8 +141,16 @@ def _hash(self: Any) -> int:
 
 
 def _repr(self: Any) -> str:
-    shown = (f"{x.name}={getattr(self, x.name)!r}" for x in dataclasses.fields(self) if x.repr)
-    return f"{type(self).__qualname__}({', '.join(shown)})"
+    named = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self) if x.repr)
+    fields = (f"{name}={_one_line(value)}" for name, value in named)
+    return f"{type(self).__qualname__}({', '.join(fields)})"
+
+
+def _one_line(value: Any) -> str:
+    """Returns the repr of a value in one line; of an array with over 8 numbers, dtype and shape."""
+    if isinstance(value, AnyArray) and value.size > 8:
+        return f"{value.dtype}{list(value.shape)}"
+    return " ".join(repr(value).split())
 
 
 def _set_once(self: Any, name: str, value: Any) -> None:

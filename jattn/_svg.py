@@ -23,6 +23,7 @@ def tile_picture(kinds: np.ndarray, caption: str) -> str:
         f'<figure style="margin: 0; display: inline-block">'
         f'<svg width="{m * size:.0f}" height="{n * size:.0f}" viewBox="0 0 {m} {n}" '
         f'preserveAspectRatio="none" shape-rendering="crispEdges" role="img" '
+        f'aria-label="{caption}" '
         f'style="border: 1px solid #888">{runs}</svg>'
         f"<figcaption>{caption}</figcaption></figure>"
     )

@@ -265,8 +265,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "smoothing-over-padding": mutant(
         LOSSES,
-        "return jnp.where(mask, losses, 0), jnp.where(mask[:, None], gradient, 0)",
-        "return losses, gradient",
+        "return jnp.where(mask, both, 0), jnp.where(mask[:, None], gradient, 0)",
+        "return both, gradient",
         "losses",
     ),
     "mean-of-means": mutant(

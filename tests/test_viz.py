@@ -66,8 +66,9 @@ def test_masked_cells_of_a_heatmap_are_blank():
 
 @pytest.mark.parametrize("size", [1, 3, 200])
 def test_ticks_without_tokens_are_integers(size):
-    mask_axes = panels_of(viz.show_mask(masks.Causal(), size))
-    for axes in (viz.heatmap(weights(size, size), values=False).axes[0], *mask_axes):
+    mask_figure: Any = viz.show_mask(masks.Causal(), size)
+    heatmap: Any = viz.heatmap(weights(size, size), values=False)
+    for axes in (heatmap.axes[0], *mask_figure.axes):
         axes.figure.draw_without_rendering()
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
@@ -191,11 +192,23 @@ def test_a_notebook_shows_the_tiles_of_a_mask():
     assert rows == {row: min(row + 1, 4) for row in range(32)}
     large: Any = masks.Segments(np.arange(100) // 50)._repr_html_()
     assert "100 queries × 100 keys in tiles of 4 × 4: 288 empty, 49 mixed, 288 full" in large
+    assert 'role="img" aria-label="100 queries × 100 keys in tiles of 4 × 4: 288' in large
     blocks = masks.Blocks(np.ones((2, 3), bool), (2, 3))
     assert "4 queries × 9 keys" in str(blocks._repr_html_())
     traced = []
     jax.jit(lambda x: traced.append(masks.Segments(x)._repr_html_()))(jnp.arange(4))
     assert traced == [None]
+
+
+def test_the_repr_of_a_mask_is_one_line():
+    ids = np.arange(300) // 50
+    mask = masks.Causal() & masks.Segments(ids, jnp.asarray(ids[:200]))
+    segments = "Segments(q_ids=int32[300], kv_ids=int32[200])"
+    assert repr(mask) == f"And(left=Causal(), right={segments})"
+    few = np.array([[0, 1], [2, 2]], np.int32)
+    assert repr(masks.Segments(few)).startswith(
+        "Segments(q_ids=array([[0, 1], [2, 2]], dtype=int32),"
+    )
 
 
 def test_numbers_of_heads_are_their_formulas():

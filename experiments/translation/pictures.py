@@ -82,7 +82,8 @@ def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
     layer, head = clearest_head(cross_attention)
     title = f"cross-attention, layer {layer + 1}, head {head + 1}"
     tokens = seen.tokens("cross-attention")
-    _save(viz.heatmap(cross_attention[layer, head], *tokens, title=title), files[0])
+    figure = viz.heatmap(cross_attention[layer, head], *tokens, title=title, values=False)
+    _save(figure, files[0])
     for name, weights in attentions.items():
         files.append(directory / f"{name.replace(' ', '-')}.png")
         title = f"{name}: {_MEANINGS[name]}"
@@ -136,7 +137,7 @@ def draw_bleu(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         "validation_word_bleu": ("BLEU, the model's words, unsmoothed", "o--"),
     }
     axes = _draw_curves(records, curves, "validation BLEU")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max([1, *(line.get_ydata().max() for line in axes.get_lines())]))
     _save(axes.figure, path)
 
 
@@ -157,7 +158,7 @@ def _draw_curves(
         ]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)

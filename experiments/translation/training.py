@@ -260,7 +260,7 @@ def make_step(
             grads, totals = _accumulated(gradient, state.params, micro_batches, key, tokens)
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        metrics = StepMetrics(*totals, _global_norm(grads))
+        metrics = StepMetrics(totals[0], totals[1], _global_norm(grads))
         new_state = State(params, opt_state, state.step + 1)
         return placement.constrained(new_state), metrics
 

@@ -370,7 +370,8 @@ def _name_axes(
     for axis, tokens, name in ((axes.yaxis, rows, names[0]), (axes.xaxis, columns, names[1])):
         axis.set_label_text(name, fontsize=10, parse_math=False)
         if tokens is None:
-            axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+            options: dict[str, Any] = {"integer": True, "min_n_ticks": 1, "steps": [1, 2, 5, 10]}
+            axis.set_major_locator(MaxNLocator("auto", **options))
         else:
             labelled = range(0, len(tokens), -(-len(tokens) // max(1, most)))
             axis.set_ticks(labelled, [label(tokens[index]) for index in labelled], **style)
