@@ -214,7 +214,7 @@ def test_the_repr_of_a_mask_is_one_line():
 def test_numbers_of_heads_are_their_formulas():
     array = weights(2, 2, T, S).astype(np.float64)
     array[1, 0, 1] = 0  # a row without keys
-    found = viz.head_numbers(array)
+    numbers = viz.head_numbers(array)
     for layer, head in np.ndindex(2, 2):
         rows = [(t, row) for t, row in enumerate(array[layer, head]) if row.sum()]
         entropy = [-sum(w * np.log(w) for w in row if w > 0) for _, row in rows]
@@ -230,7 +230,7 @@ def test_numbers_of_heads_are_their_formulas():
             "first": np.mean([row[0] for _, row in rows]),
             "previous": np.nan,
         }
-        got = {name: values[layer, head] for name, values in found.items()}
+        got = {name: values[layer, head] for name, values in numbers.items()}
         assert got == pytest.approx(expected, nan_ok=True)
     square = array[..., :T]
     got = viz.head_numbers(square)["previous"]
@@ -243,17 +243,17 @@ def test_numbers_of_heads_are_their_formulas():
 
 def test_numbers_of_plain_heads():
     alike, straight = np.full((4, 4), 0.25), np.eye(4)
-    found = viz.head_numbers(np.stack([alike, straight, straight[::-1], 0 * alike]))
-    assert found["entropy"][:3] == pytest.approx([np.log(4), 0, 0])
-    assert found["coverage"][:3] == pytest.approx([1, 1, 1])
-    assert found["monotonicity"][:3] == pytest.approx([1, 1, 0])
-    assert found["distance"][:3] == pytest.approx([1.25, 0, 2])
-    assert found["first"][:3] == pytest.approx([0.25] * 3)
-    assert found["previous"][:3] == pytest.approx([0.25, 0, 1 / 3])
-    assert all(np.isnan(values[3]) for values in found.values())
+    numbers = viz.head_numbers(np.stack([alike, straight, straight[::-1], 0 * alike]))
+    assert numbers["entropy"][:3] == pytest.approx([np.log(4), 0, 0])
+    assert numbers["coverage"][:3] == pytest.approx([1, 1, 1])
+    assert numbers["monotonicity"][:3] == pytest.approx([1, 1, 0])
+    assert numbers["distance"][:3] == pytest.approx([1.25, 0, 2])
+    assert numbers["first"][:3] == pytest.approx([0.25] * 3)
+    assert numbers["previous"][:3] == pytest.approx([0.25, 0, 1 / 3])
+    assert all(np.isnan(values[3]) for values in numbers.values())
 
 
-@pytest.mark.parametrize("given", ["lse", "none"])
+@pytest.mark.parametrize("normalizer", ["lse", "none"])
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
@@ -269,7 +269,7 @@ def test_numbers_of_plain_heads():
         (masks.Predicate(lambda b, h, q, kv: (q + kv + h + b) % 3 != 0), None),
     ],
 )
-def test_weights_at_some_rows_are_those_of_all(mask, score, given):
+def test_weights_at_some_rows_are_those_of_all(mask, score, normalizer):
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.normal(size=(2, 5, 6, 10)), jnp.float32)
     k, v = jnp.asarray(rng.normal(size=(2, 2, 7, 3, 10)), jnp.float32)
@@ -277,9 +277,9 @@ def test_weights_at_some_rows_are_those_of_all(mask, score, given):
     rules["q_positions"] = jnp.arange(5) * 2
     full = np.asarray(jattn.attention_weights(q, k, **rules))
     _, lse = jattn.attention(q, k, v, return_lse=True, **rules)
-    given = lse if given == "lse" else None
-    found = viz.weights_at(q, k, given, rows=[4, 1], heads=[5, 0, 3], **rules)
-    np.testing.assert_allclose(found, full[:, [5, 0, 3]][:, :, [4, 1]], rtol=1e-5, atol=1e-6)
+    given_lse = lse if normalizer == "lse" else None
+    selected = viz.weights_at(q, k, given_lse, rows=[4, 1], heads=[5, 0, 3], **rules)
+    np.testing.assert_allclose(selected, full[:, [5, 0, 3]][:, :, [4, 1]], rtol=1e-5, atol=1e-6)
     one = viz.weights_at(q[0, :, :3], k[0], rows=2, scale=1.5)
     np.testing.assert_allclose(
         one[:, 0], jattn.attention_weights(q[0, :, :3], k[0], scale=1.5)[:, 2], atol=1e-6
@@ -291,11 +291,11 @@ def test_weights_with_a_sink_are_shares_of_all():
     q, k, v = jnp.asarray(rng.normal(size=(3, 5, 2, 4)), jnp.float32)
     out, lse = jattn.attention(q, k, v, return_lse=True)
     _, lse = jattn.with_sink(out, lse, jnp.array([0.5, -jnp.inf], jnp.float32))
-    found = viz.weights_at(q, k, lse, rows=range(5))
+    selected = viz.weights_at(q, k, lse, rows=range(5))
     denominator = np.exp(jattn.attention_scores(q, k)).sum(axis=-1)
     denominator[0] += np.exp(0.5)
     expected = np.exp(jattn.attention_scores(q, k)) / denominator[..., None]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(selected, expected, rtol=1e-5)
 
 
 @pytest.mark.default_tiles
@@ -475,9 +475,9 @@ def test_layers_are_stacked_by_name():
         "decoder/layers/2/self_attention": np.full((N, T, T), 2.0),
         "encoder/attention": weights(N, T, S),
     }
-    found = viz.stack_layers(captured)
-    assert found["decoder/layers/self_attention"][:, 0, 0, 0].tolist() == [2, 10]
-    assert found["encoder/attention"].shape == (1, N, T, S)
+    stacked = viz.stack_layers(captured)
+    assert stacked["decoder/layers/self_attention"][:, 0, 0, 0].tolist() == [2, 10]
+    assert stacked["encoder/attention"].shape == (1, N, T, S)
 
 
 def test_sentences_of_several_attentions_have_names():
@@ -493,10 +493,10 @@ def test_sentences_of_several_attentions_have_names():
 untyped: Any = viz  # what is wrong on purpose is no error of types
 
 
-def at(**given: Any) -> Any:
+def at(**options: Any) -> Any:
     """`weights_at` of five queries in one head."""
     q = np.ones((5, 1, 4), np.float32)
-    return untyped.weights_at(q, q, **given)
+    return untyped.weights_at(q, q, **options)
 
 
 WRONG_TYPES = [

@@ -170,10 +170,8 @@ def alignment(
     if array.min() < 0:
         raise ValueError(f"weights: expected numbers >= 0, got {array.min()}")
     array = array.reshape(-1, *array.shape[-2:]).mean(axis=0)
-    rows, columns = (
-        _required("target", target, array.shape[0], "T"),
-        _required("source", source, array.shape[1], "S"),
-    )
+    rows = _required("target", target, array.shape[0], "T")
+    columns = _required("source", source, array.shape[1], "S")
     title = checked_title("title", title)
     axes, figure = _axes(axes, _panel_size(rows, columns, array.shape, _CELL), title)
     axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")

@@ -85,16 +85,13 @@ class Attention:
     vectors: tuple[np.ndarray, np.ndarray] | None
 
 
-class Blocks:
-    """A list of byte blocks; the page refers to a block by its index."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
+class Blocks(list[str]):
+    """Blocks of bytes, compressed and in base64; the page refers to a block by its index."""
 
     def add(self, content: bytes) -> int:
-        """Appends a block, compressed and in base64, and returns its index."""
-        self.texts.append(base64.b64encode(zlib.compress(content, 6)).decode("ascii"))
-        return len(self.texts) - 1
+        """Appends a block, and returns its index."""
+        self.append(base64.b64encode(zlib.compress(content, 6)).decode("ascii"))
+        return len(self) - 1
 
 
 def quantised(array: np.ndarray, dtype: str) -> bytes:

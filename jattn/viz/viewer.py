@@ -132,7 +132,7 @@ def viewer(
         "models": _checked_models(models),
         "sentences": described(sentences, block, blocks),
     }
-    return Viewer(_page(description, blocks.texts))
+    return Viewer(_page(description, blocks))
 
 
 def _sentences(weights: Any, fields: Mapping[str, Any]) -> list[Sentence]:
@@ -153,12 +153,8 @@ def _sentences(weights: Any, fields: Mapping[str, Any]) -> list[Sentence]:
 
 
 def _checked_models(models: Any) -> list[str]:
-    names = [models] if isinstance(models, str | bytes) else list(models)
-    if (
-        isinstance(models, str | bytes)
-        or len(names) != 2
-        or not all(isinstance(x, str) for x in names)
-    ):
+    names = [] if isinstance(models, str | bytes) else list(models)
+    if len(names) != 2 or not all(isinstance(x, str) for x in names):
         raise TypeError(f"models: expected two strings, got {shown(models)}")
     return [checked_title("models", x) or "" for x in names]
 

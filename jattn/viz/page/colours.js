@@ -32,15 +32,15 @@ function table(name) {
   const key = `${theme()} ${name}`;
   if (!chosen.tables.has(key)) {
     const stops = palette()[name].map(channels);
-    const made = new Uint8Array(3 * 256);
+    const bytes = new Uint8Array(3 * 256);
     for (let i = 0; i < 256; i++) {
       const at = (i / 255) * (stops.length - 1);
       const low = Math.min(Math.floor(at), stops.length - 2);
       for (let c = 0; c < 3; c++) {
-        made[3 * i + c] = stops[low][c] + (at - low) * (stops[low + 1][c] - stops[low][c]);
+        bytes[3 * i + c] = stops[low][c] + (at - low) * (stops[low + 1][c] - stops[low][c]);
       }
     }
-    chosen.tables.set(key, made);
+    chosen.tables.set(key, bytes);
   }
   return chosen.tables.get(key);
 }
@@ -48,6 +48,17 @@ function table(name) {
 // The place in `table` of a share: 0 to 1 for weights, −1 to 1 for differences.
 const shade = (share, signed) =>
   Math.max(0, Math.min(255, Math.round(255 * (signed ? (share + 1) / 2 : share))));
+
+// An image with a pixel for each share, in rows of a width.
+function shaded(shares, width, signed) {
+  const image = new ImageData(width, shares.length / width);
+  const colours = table(signed ? "signed" : "weights");
+  shares.forEach((share, pixel) => {
+    const from = 3 * shade(share, signed);
+    image.data.set([colours[from], colours[from + 1], colours[from + 2], 255], 4 * pixel);
+  });
+  return image;
+}
 
 const headColour = (head) => palette().heads[head % 8];
 const headDashes = (head) => [[], [7, 4], [2, 3], [9, 3, 2, 3]][Math.floor(head / 8) % 4];

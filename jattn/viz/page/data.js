@@ -18,7 +18,7 @@ function bytesOf(number) {
   const bytes = opened.get(number) || inflate(number);
   opened.delete(number);
   opened.set(number, bytes);
-  bytes.then((found) => { lengths.set(number, found.length); forget(number); });
+  bytes.then(({ length }) => { lengths.set(number, length); forget(number); });
   return bytes;
 }
 
@@ -101,28 +101,28 @@ async function thumbnailsOf(attention, model) {
   const bytes = await bytesOf(block);
   const size = rows * columns;
   const cells = new Int8Array(bytes.buffer, bytes.byteOffset, bytes.length);
-  const found = [];
+  const thumbnails = [];
   for (let layer = 0; layer < layers; layer++) {
     for (let head = 0; head < heads; head++) {
       const at = ((model * layers + layer) * heads + head) * size;
-      found.push({
+      thumbnails.push({
         layer, head, rows, columns,
         cells: cells.subarray(at, at + size),
         scale: scales[model][layer][head],
       });
     }
   }
-  return found;
+  return thumbnails;
 }
 
 // Which pairs a head's mask allows, and the kinds of its tiles: 0 empty, 1 mixed, 2 full.
 async function maskOf(attention, head) {
   const { block, heads } = attention.mask;
-  const own = heads[heads.length > 1 ? head : 0];
-  const [bits, kinds] = await Promise.all([bytesOf(own.allowed), bytesOf(own.kinds)]);
+  const { allowed, kinds: kindsBlock, tiles, counts } = heads[heads.length > 1 ? head : 0];
+  const [bits, kinds] = await Promise.all([bytesOf(allowed), bytesOf(kindsBlock)]);
   const width = Math.ceil(attention.sizes[3] / 8);
   return {
-    block, kinds, tiles: own.tiles, counts: own.counts,
+    block, kinds, tiles, counts,
     allows: (row, column) => (bits[row * width + (column >> 3)] >> (7 - (column & 7))) & 1,
   };
 }

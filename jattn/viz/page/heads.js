@@ -57,7 +57,9 @@ function sideWidth(side, available) {
   const context = pairs.canvas.getContext("2d");
   context.font = getComputedStyle(pairs.view).font;
   let width = 0;
-  for (const token of tokensOf(side)) width = Math.max(width, context.measureText(drawn(token)).width);
+  for (const token of tokensOf(side)) {
+    width = Math.max(width, context.measureText(drawn(token)).width);
+  }
   const value = context.measureText(attention().sizes[1] > 1 ? " mean −0.00" : " −0.00").width;
   const strip = pairs.cell * attention().sizes[1];
   return Math.min(width + 18 + strip + (side === "keys" ? value : 0), available * 0.36);
@@ -162,7 +164,7 @@ function stripOf(token, place, own) {
 
 // How strongly a value is drawn, from 0 to 1.
 const strength = (weights, row, value) =>
-  Math.min(1, state.contrast === "one" ? Math.abs(value) : Math.abs(value) / (weights.top(row) || 1));
+  Math.min(1, Math.abs(value) / (state.contrast === "one" ? 1 : weights.top(row) || 1));
 
 function drawLines(token) {
   const { canvas, view, pitch, least, width } = pairs;

@@ -14,7 +14,7 @@ let waiting = false;
 
 // Opens what the state needs, then draws. A later call takes the place of an earlier one.
 async function load() {
-  const own = ++loading;
+  const turn = ++loading;
   const part = attention();
   const heads = [...state.heads].sort((a, b) => a - b);
   const wanted = heads.map((head) => weightsOf(part, state.model, state.layer, head));
@@ -22,12 +22,10 @@ async function load() {
   const vectors = part.vectors && heads.length ? neuronsOf(part, state.layer, heads[0]) : null;
   syncControls();
   try {
-    const found = await Promise.all(wanted);
-    const allowed = await mask;
-    if (own !== loading) return;
-    loaded.heads = found.map((weights, at) => ({ head: heads[at], weights }));
-    loaded.mask = allowed;
-    loaded.vectors = await vectors;
+    const parts = await Promise.all([mask, vectors, ...wanted]);
+    if (turn !== loading) return;
+    [loaded.mask, loaded.vectors] = parts;
+    loaded.heads = parts.slice(2).map((weights, place) => ({ head: heads[place], weights }));
     redraw();
   } catch (error) {
     show(`This page needs a browser of 2023 or later: ${error.message}`);
@@ -43,8 +41,8 @@ function redraw() {
 let drawing = 0;
 
 async function draw() {
-  const own = ++drawing;
-  await views[state.view].draw(() => own === drawing && state.view === "model");
+  const turn = ++drawing;
+  await views[state.view].draw(() => turn === drawing && state.view === "model");
   if (!document.body.dataset.ready) document.body.dataset.ready = performance.now();
 }
 
@@ -70,7 +68,7 @@ function makeControls() {
   const part = attention();
   const [layers, heads, rows] = part.sizes;
   byId("title").textContent = document.title = about.title;
-  options(byId("sentence"), about.sentences.map((one) => one.name), state.sentence);
+  options(byId("sentence"), about.sentences.map(({ name }) => name), state.sentence);
   byId("sentence").hidden = about.sentences.length < 2;
   options(byId("layer"), Array.from({ length: layers }, (_, at) => at + 1), state.layer);
   byId("layer-control").hidden = layers < 2;
@@ -94,7 +92,7 @@ function syncControls() {
   switchOf("view", names.map((name) => views[name].name), names.indexOf(state.view), (at) => {
     chooseView(names[at]);
   });
-  switchOf("attention", sentence().attentions.map((one) => one.name), state.attention, choosePart);
+  switchOf("attention", sentence().attentions.map(({ name }) => name), state.attention, choosePart);
   const both = part.heads.length === 2;
   switchOf("model", both ? [...about.models, "difference"] : [], state.model, (at) => {
     state.model = at;
@@ -114,9 +112,9 @@ function syncControls() {
   byId("layer-control").hidden = part.sizes[0] < 2 || ofAllHeads;
   byId("layer").value = state.layer;
   byId("contrast").value = state.contrast;
-  const [all, own] = byId("contrast").options;
-  all.textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
-  own.textContent = `${state.view === "model" ? "head" : "row"}'s greatest`;
+  const [absolute, relative] = byId("contrast").options;
+  absolute.textContent = state.model === 2 ? "−1 to 1" : "0 to 1";
+  relative.textContent = `${state.view === "model" ? "head" : "row"}'s greatest`;
   drawScale();
   makeRoomToTell();
   byId("mask").checked = state.mask;
@@ -148,11 +146,9 @@ function makeRoomToTell() {
 
 // The colours from least to greatest, beside the choice of what the greatest is.
 function drawScale() {
-  const context = fit(byId("scale"), 64, 12);
-  const image = new ImageData(256, 1);
-  const colours = table(state.model === 2 ? "signed" : "weights");
-  for (let i = 0; i < 256; i++) image.data.set([...colours.subarray(3 * i, 3 * i + 3), 255], 4 * i);
-  paste(context, image, 0, 0, 64, 12);
+  const signed = state.model === 2;
+  const shares = Array.from({ length: 256 }, (_, i) => (signed ? i / 127.5 - 1 : i / 255));
+  paste(fit(byId("scale"), 64, 12), shaded(shares, 256, signed), 0, 0, 64, 12);
 }
 
 function syncStep() {
@@ -220,7 +216,7 @@ function choosePart(place) {
 function chooseSentence(place) {
   const name = attention().name;
   state.sentence = place;
-  const same = sentence().attentions.findIndex((one) => one.name === name);
+  const same = sentence().attentions.findIndex((part) => part.name === name);
   choosePart(Math.max(0, same));
 }
 
@@ -326,9 +322,9 @@ function onKey(event) {
   else if (digit && digit <= attention().sizes[1]) {
     (event.shiftKey ? isolate : toggle)(digit - 1);
   } else {
-    const found = keys[key] || keys[key.toLowerCase()];
-    if (!found) return;
-    found();
+    const action = keys[key] || keys[key.toLowerCase()];
+    if (!action) return;
+    action();
   }
   event.preventDefault();
 }

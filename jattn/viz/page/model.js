@@ -2,7 +2,7 @@
 
 async function drawModel(isCurrent) {
   const view = byId("model-view");
-  const found = await thumbnailsOf(attention(), state.model);
+  const thumbnails = await thumbnailsOf(attention(), state.model);
   if (!isCurrent()) return;
   const [layers, heads] = attention().sizes;
   const narrow = view.clientWidth < 600;
@@ -15,37 +15,31 @@ async function drawModel(isCurrent) {
   for (let head = 0; head < heads; head++) {
     grid.append(element("span", head + 1, { class: "name top" }));
   }
-  for (const one of found) {
-    const name = `${narrow ? "" : "layer "}${one.layer + 1}`;
-    if (one.head === 0) grid.append(element("span", name, { class: "name" }));
-    grid.append(panel(one, size));
+  for (const thumbnail of thumbnails) {
+    const name = `${narrow ? "" : "layer "}${thumbnail.layer + 1}`;
+    if (thumbnail.head === 0) grid.append(element("span", name, { class: "name" }));
+    grid.append(panel(thumbnail, size));
   }
   refill(view, grid);
   show(`All heads (across) of all layers. A click enlarges one.${signNames()}`);
 }
 
-function panel(one, size) {
-  const name = `layer ${one.layer + 1}, head ${one.head + 1}`;
+function panel({ layer, head, rows, columns, cells, scale }, size) {
+  const name = `layer ${layer + 1}, head ${head + 1}`;
   const button = element("button", "", { type: "button", class: "panel", "aria-label": name });
-  const on = one.layer === state.layer && state.heads.has(one.head);
-  button.classList.toggle("on", on);
+  button.classList.toggle("on", layer === state.layer && state.heads.has(head));
   const canvas = element("canvas");
-  const greatest = Math.max(one.rows, one.columns);
-  const [width, height] = [one.columns, one.rows].map((x) => Math.max(12, (size * x) / greatest));
-  const context = fit(canvas, width, height);
-  const scale = state.contrast === "one" ? one.scale : 1 / 127;
-  const colours = table(state.model === 2 ? "signed" : "weights");
-  const image = new ImageData(one.columns, one.rows);
-  for (let i = 0; i < one.cells.length; i++) {
-    const at = 3 * shade(one.cells[i] * scale, state.model === 2);
-    image.data.set([colours[at], colours[at + 1], colours[at + 2], 255], 4 * i);
-  }
-  paste(context, image, 0, 0, width, height);
+  const greatest = Math.max(rows, columns);
+  const [width, height] = [columns, rows].map((count) => Math.max(12, (size * count) / greatest));
+  const factor = state.contrast === "one" ? scale : 1 / 127;
+  const shares = Array.from(cells, (value) => value * factor);
+  const image = shaded(shares, columns, state.model === 2);
+  paste(fit(canvas, width, height), image, 0, 0, width, height);
   button.append(canvas);
-  const tell = () => show(name, ...numbersOf(one.layer, one.head));
+  const tell = () => show(name, ...numbersOf(layer, head));
   button.addEventListener("pointerenter", tell);
   button.addEventListener("focus", tell);
-  button.addEventListener("click", () => enlarge(one.layer, one.head));
+  button.addEventListener("click", () => enlarge(layer, head));
   return button;
 }
 

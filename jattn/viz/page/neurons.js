@@ -28,7 +28,8 @@ function neuronColumns() {
   const count = right - left < 20 * em ? 1 : 2;
   const strip = (right - left) / count - em;
   const strips = Array.from({ length: count }, (_, at) => left + at * (strip + em));
-  return { width, token, left, strip, strips, ends: [width - 4.5 * em, width - 6], pitch: 1.6 * em };
+  const ends = [width - 4.5 * em, width - 6]; // of the numbers
+  return { width, token, left, strip, strips, ends, pitch: 1.6 * em };
 }
 
 function setUpNeurons() {
@@ -80,12 +81,8 @@ function drawNeurons() {
   }
   const top = Math.max(q.greatest, k.greatest);
   const drawStrip = (values, greatest, x, y) => {
-    const image = new ImageData(values.length, 1);
-    values.forEach((value, at) => {
-      const from = 3 * shade(value / (greatest || 1), true);
-      image.data.set([...table("signed").subarray(from, from + 3), 255], 4 * at);
-    });
-    paste(context, image, x, y + 2, strip, pitch - 4);
+    const shares = values.map((value) => value / (greatest || 1));
+    paste(context, shaded(shares, values.length, true), x, y + 2, strip, pitch - 4);
     context.strokeStyle = palette().edge;
     context.strokeRect(x, y + 2, strip, pitch - 4);
   };
@@ -108,10 +105,12 @@ function drawNeurons() {
     write(columns[place], left - 6, y, left - token - 12, place === key);
     if (strips.length > 1) drawStrip(k.row(place), top, strips[0], y);
     drawStrip(products, topProduct, strips.at(-1), y);
-    [fixed(sum(products), 2), weightName(query, place)].forEach((text, at) => write(text, ends[at], y, 5 * pitch, place === key));
+    [fixed(sum(products), 2), weightName(query, place)].forEach((text, at) => {
+      write(text, ends[at], y, 5 * pitch, place === key);
+    });
   }
-  const name = `elements of the query ${rows[query]} and of ${columns.length} keys, head ${head + 1}`;
-  canvas.setAttribute("aria-label", name);
+  const name = `elements of the query ${rows[query]} and of ${columns.length} keys`;
+  canvas.setAttribute("aria-label", `${name}, head ${head + 1}`);
   tellOfNeurons(query, key, key === null ? [] : [...productsOf(key)]);
 }
 
@@ -131,6 +130,7 @@ function tellOfNeurons(query, key, products) {
   const greatest = products.map((value, at) => [value, at])
     .sort((a, b) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, 3)
     .map(([value, at]) => `${number(value, 2)} (element ${at + 1})`).join(", ");
-  show(named(rows, query), " and ", named(columns, key), `, ${head}: q·k ${number(sum(products), 2)}, `
-    + `weight ${weightName(query, key)}; greatest products ${greatest}`);
+  const product = `q·k ${number(sum(products), 2)}, weight ${weightName(query, key)}`;
+  const pair = [named(rows, query), " and ", named(columns, key)];
+  show(...pair, `, ${head}: ${product}; greatest products ${greatest}`);
 }

@@ -45,10 +45,10 @@ function drawNumbers() {
     if (x === null || y === null) return (x === null) - (y === null);
     return sorting.downwards ? y - x : x - y;
   });
-  const made = element("table");
-  made.append(headings(), element("tbody"));
-  for (const row of rows) made.lastChild.append(rowOf(row));
-  refill(byId("numbers-view"), made);
+  const statistics = element("table");
+  statistics.append(headings(), element("tbody"));
+  for (const row of rows) statistics.lastChild.append(rowOf(row));
+  refill(byId("numbers-view"), statistics);
   const [name, meaning] = meanings[sorting.by];
   const difference = state.model === 2 ? ` Values: ${firstLessSecond()}.` : "";
   const hint = sorting.by === "head" ? " A click on a name sorts and explains." : "";

@@ -25,10 +25,10 @@ const attention = () => sentence().attentions[state.attention];
 
 // Text goes into the page as text, never as markup.
 function element(name, text = "", attributes = {}) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
+  const part = document.createElement(name);
+  part.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) part.setAttribute(key, value);
+  return part;
 }
 
 // Replaces the content of a part of the page. A button that had the focus gives it to the one that
