@@ -573,6 +573,30 @@ def test_controls_take_one_row_at_1280_pixels(window, ten_words):
             assert width <= 1280
 
 
+def test_keys_of_neurons_are_reached_by_arrows_and_scrolled_to(window, tmp_path):
+    query, key = np.random.default_rng(10).normal(size=(2, 60, 4))
+    page = viz.viewer(weights(11, 60, 60), query=query, key=key)
+    window.show(1280, 720)
+    window.open(page.save(tmp_path / "neurons.html"))
+    choose(window, "view", "Neurons")
+    scrolled = "document.querySelector('#neurons-view').scrollTop"
+    for _ in range(50):
+        window.press("ArrowDown")
+    assert window.text("#status").startswith("1 and 50, head 1: ")
+    assert window.evaluate(scrolled) > 200
+    box = window.evaluate(
+        "(() => { const b = document.querySelector('#neurons').getBoundingClientRect();"
+        " return [b.right, b.bottom]; })()"
+    )
+    window.mouse("Moved", box[0] - 60, box[1] - 40)
+    window.settle()
+    assert "and 50," in window.text("#status") or "and 49," in window.text("#status")
+    for _ in range(60):
+        window.press("ArrowUp")
+    assert window.text("#status").startswith("1 and 1, ") and window.evaluate(scrolled) == 0
+    assert window.complaints == []
+
+
 @pytest.mark.parametrize("size", [(640, 360), (683, 384)])
 def test_eight_tokens_are_seen_at_twice_the_size(window, ten_words, size):
     """A window of 1280 × 720 or 1366 × 768 pixels, enlarged to 200 %."""

@@ -39,9 +39,11 @@ class Projection(NamedTuple):
         return product if self.bias is None else product + self.bias.astype(wide)
 
 
-def cross_entropy(*arguments: Any, **options: Any) -> Array:
+def cross_entropy(
+    features: Array, projection: Projection, labels: Any, mask: Any, **options: Any
+) -> Array:
     """Returns the first of `cross_entropies`, the loss with label smoothing."""
-    return cross_entropies(*arguments, **options)[0]
+    return cross_entropies(features, projection, labels, mask, **options)[0]
 
 
 def cross_entropies(

@@ -118,9 +118,9 @@ def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
 # ------------------------------------------------------------------------------------------- loss
 
 
-def total_loss(*arguments: Any, **options: Any) -> Array:
+def total_loss(model: Model, params: Params, batch: AnyBatch, **options: Any) -> Array:
     """Returns the first of `total_losses`, the sum with label smoothing."""
-    return total_losses(*arguments, **options)[0]
+    return total_losses(model, params, batch, **options)[0]
 
 
 def total_losses(

@@ -56,6 +56,11 @@ const firstNeuron = (pitch) => Math.round(neurons.view.scrollTop / pitch);
 function moveNeuron(rows) {
   const key = neurons.key === null ? 0 : neurons.key + rows;
   neurons.key = Math.max(0, Math.min(attention().columns.length - 1, key));
+  const { view } = neurons;
+  const { pitch } = neuronColumns();
+  const lowest = Math.floor(view.clientHeight / pitch) - headRows - 1; // row that is seen whole
+  const first = Math.min(neurons.key, Math.max(firstNeuron(pitch), neurons.key - lowest));
+  view.scrollTop = first * pitch;
   redraw();
 }
 
