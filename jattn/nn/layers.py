@@ -43,7 +43,6 @@ LOGICAL_AXES = (
 LECUN = nnx.initializers.lecun_normal()
 GLOROT = nnx.initializers.xavier_uniform()
 ZEROS = nnx.initializers.zeros_init()
-ONES = nnx.initializers.ones_init()
 
 _Arrays = TypeVar("_Arrays", bound=tuple)
 

@@ -53,7 +53,7 @@ class _MeshOptions(_ShardOptions, total=False):
     pad: bool
 
 
-class _Cut(NamedTuple):
+class _Sharding(NamedTuple):
     """The sharding of a call: the scheme and the axes."""
 
     scheme: str
@@ -158,9 +158,9 @@ def attention_shard(
     axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, shards=devices, **options)
     registry.check_name(call.implementation)
-    cut, (T, S) = _Cut(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
-    cut.check(call.shapes._replace(T=T, S=S), call.implementation)
-    return cut.attend(call, query, key, value)
+    sharding, (T, S) = _Sharding(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
+    sharding.check(call.shapes._replace(T=T, S=S), call.implementation)
+    return sharding.attend(call, query, key, value)
 
 
 @overload
@@ -234,20 +234,22 @@ def attention(
     registry.check_name(call.implementation)
     check_flag("pad", pad)
     axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
-    cut = _Cut(scheme, axes)
+    sharding = _Sharding(scheme, axes)
     if pad and order == "contiguous":
-        return _padded(call, query, key, value, mesh=mesh, cut=cut)
-    cut.check(call.shapes, call.implementation)
+        return _padded(call, query, key, value, mesh=mesh, sharding=sharding)
+    sharding.check(call.shapes, call.implementation)
     check_shared(call.shapes, mesh, axes)
-    return _on_mesh(call, query, key, value, mesh=mesh, cut=cut)
+    return _on_mesh(call, query, key, value, mesh=mesh, sharding=sharding)
 
 
-def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
+def _padded(
+    call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
+) -> Any:
     """Pads queries and keys to sizes that the devices share evenly, and slices the results.
 
     Nothing attends to the padding.
     """
-    n, shapes = cut.axes.devices, call.shapes
+    n, shapes = sharding.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
     def padded(x: Array, size: int) -> Array:
@@ -256,10 +258,10 @@ def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cu
 
     spec = slicing.pad_spec(call.spec, shapes.T, shapes.S, T, S)
     whole = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
-    cut.check(whole.shapes, call.implementation)
-    check_shared(whole.shapes, mesh, cut.axes)
+    sharding.check(whole.shapes, call.implementation)
+    check_shared(whole.shapes, mesh, sharding.axes)
     arrays = (padded(query, T), padded(key, S), padded(value, S))
-    results = _on_mesh(whole, *arrays, mesh=mesh, cut=cut)
+    results = _on_mesh(whole, *arrays, mesh=mesh, sharding=sharding)
     if call.lse:
         return results[0][..., : shapes.T, :, :], results[1][..., : shapes.T]
     return results[..., : shapes.T, :, :]
@@ -270,9 +272,11 @@ def _along(letters: str, axes: Axes) -> dict[str, Any]:
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
-@compiled("mesh", "cut")
-def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
-    axes, lead = cut.axes, len(call.shapes.batch)
+@compiled("mesh", "sharding")
+def _on_mesh(
+    call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
+) -> Any:
+    axes, lead = sharding.axes, len(call.shapes.batch)
     batch = [axes.batch, *[None] * (lead - 1)] if lead else []
     tokens = P(*batch, axes.name, axes.heads, None)
     of_call = jax.tree.map(
@@ -283,7 +287,7 @@ def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, c
 
     def local(call: Call, query: Array, key: Array, value: Array) -> Any:
         local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
-        return cut.attend(local_call, query, key, value)
+        return sharding.attend(local_call, query, key, value)
 
     lse, cuts = P(*batch, axes.heads, axes.name), (of_call, tokens, tokens, tokens)
     out_specs = (tokens, lse) if call.lse else tokens
