@@ -143,12 +143,8 @@ def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
     return call.finish(*cache.nan_if_overflowed(out, lse))
 
 
-def _matrix_cut(_: Call, query: Array, *__: Any, **___: Any) -> Any:
-    return Cuts.of(query).matrix
-
-
 @compiled("what")
-@left_to_xla(_matrix_cut)
+@left_to_xla(lambda _, query, *__, **___: Cuts.of(query).matrix)
 def _matrix(
     call: Call, query: Array, key: Array | Cache, *, what: Literal["scores", "weights"]
 ) -> Array:

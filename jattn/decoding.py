@@ -74,9 +74,7 @@ def cached_attention(
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
-    check_array("query", query, "[B, T, N, H]")
-    if len(query.shape) != 4:
-        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
+    check_array("query", query, "[B, T, N, H]", rank=4)
     arguments: dict[str, Any] = {**options, "return_lse": return_lse}
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     if T > chunk:

@@ -66,8 +66,7 @@ def _check_tokens(**arrays: Any) -> None:
 def _check_matrix(name: str, array: Any, letters: str, *sizes: int) -> None:
     """Raises TypeError or ValueError unless the array is a float matrix whose first sizes are
     these."""
-    check_array(name, array, letters)
-    _check_shape(name, letters, array.shape, len(array.shape) == 2)
+    check_array(name, array, letters, rank=2)
     wanted = [*sizes, *array.shape[len(sizes) :]]
     _check_shape(name, f"{letters} = {wanted}", array.shape, list(array.shape) == wanted)
 

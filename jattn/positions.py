@@ -291,9 +291,7 @@ def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
     """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table."""
-    check_array("table", table, "[max, D]")
-    if len(table.shape) != 2:
-        raise ValueError(f"table: expected [max, D], got {list(table.shape)}")
+    check_array("table", table, "[max, D]", rank=2)
     check_array("positions", positions, "[...]", "integer")
     rows = jnp.asarray(integers.clamped(positions))
     wrapped = jnp.where(rows < 0, table.shape[0], rows)

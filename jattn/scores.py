@@ -304,13 +304,9 @@ class RelativeBias(ScoreFunction):
     max_distance: int = static_field(default=128)
 
     def __post_init__(self):
-        check_array("RelativeBias: table", self.table, "[buckets, N]")
+        check_array("RelativeBias: table", self.table, "[buckets, N]", rank=2)
         check_flag("RelativeBias: bidirectional", self.bidirectional)
         check_size("RelativeBias: max_distance", self.max_distance)
-        if len(self.table.shape) != 2:
-            raise ValueError(
-                f"RelativeBias: expected table [buckets, N], got {list(self.table.shape)}"
-            )
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(

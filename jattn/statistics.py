@@ -153,10 +153,6 @@ def _cuts(
     return sharded._replace(on_keys=on_keys and row, above=None if threshold is None else row)
 
 
-def _cuts_of_top(_: Call, query: Array, *__: Any, **___: Any) -> Any:
-    return (Cuts.of(query).matrix,) * 2
-
-
 @compiled("threshold")
 @left_to_xla(_cuts)
 def _statistics(
@@ -189,7 +185,7 @@ def _by_platform(question: Question, query: Array, key: Array) -> Any:
 
 
 @compiled("n")
-@left_to_xla(_cuts_of_top)
+@left_to_xla(lambda _, query, *__, **___: (Cuts.of(query).matrix,) * 2)
 def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
     query, key = call.flat(*jax.lax.stop_gradient((query, key)))
     spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes

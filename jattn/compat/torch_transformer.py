@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.compat.weights import attention_from_torch, attention_to_torch
+from jattn.compat.weights import attention_from_torch, attention_to_torch, parameter
 
 
 # The sublayers in the order in which PyTorch numbers their layer norms.
@@ -110,8 +110,10 @@ def _layer_to_torch(
 
 
 def _module(rest: dict[str, np.ndarray], name: str, weight: str) -> dict[str, np.ndarray]:
-    """Removes the parameters of a norm or a linear map from `rest`; ours calls its `weight` so."""
-    parameters = {weight: _pop(rest, f"{name}.weight").T}
+    """Removes a norm's or a linear map's parameters from `rest`; `weight` is our name for its
+    weight."""
+    parameters = {weight: parameter(rest, f"{name}.weight").T}
+    del rest[f"{name}.weight"]
     if f"{name}.bias" in rest:
         parameters["bias"] = rest.pop(f"{name}.bias")
     return parameters
@@ -120,9 +122,3 @@ def _module(rest: dict[str, np.ndarray], name: str, weight: str) -> dict[str, np
 def _module_to_torch(parameters: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
     names = {"scale": "weight", "kernel": "weight", "bias": "bias"}
     return {f"{name}.{names[ours]}": np.asarray(x).T for ours, x in parameters.items()}
-
-
-def _pop(rest: dict[str, np.ndarray], name: str) -> np.ndarray:
-    if name not in rest:
-        raise ValueError(f"state: expected {name}, got {', '.join(rest)[:200]}")
-    return rest.pop(name)

@@ -412,12 +412,12 @@ class RingCall(NamedTuple):
     ring: Ring
     rounds: int
 
-    def zeros(self, query: Array, value: Array, beside: Tree) -> Tree:
+    def zeros(self, query: Array, value: Array, operands: Tree) -> Tree:
         """Returns `(out, normalizer, all_finite)` for no keys."""
         dtype = accumulation(query.dtype)
         row = jnp.zeros(query.shape[:3], dtype)
         out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
+        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), operands)
 
     def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
