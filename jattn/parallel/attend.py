@@ -63,8 +63,7 @@ class _Sharding(NamedTuple):
         """Raises ValueError and NotImplementedError for whole sizes that cannot be sharded so, and
         for implementations that cannot compute a part of the keys."""
         axes = self.axes
-        for name, size in (("query", shapes.T), ("key", shapes.S)):
-            placement.check_divisible(name, size, axes.devices, axes.order)
+        placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":
             pieces.check_implementation(implementation)
 
@@ -78,9 +77,11 @@ class _Sharding(NamedTuple):
         return call.finish(*results)
 
 
-def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
+def _check_sharding(
+    scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any
+) -> None:
     check_choice("scheme", scheme, tuple(SCHEMES))
-    placement.check_order(order)
+    check_choice("order", order, placement.ORDERS)
     check_axis_names(axis_name, batch_axis, head_axis)
 
 
@@ -150,7 +151,7 @@ def attention_shard(
         TypeError, ValueError: for arguments that do not fit, also outside `shard_map`.
         NotImplementedError: if the named implementation cannot, with its reason.
     """
-    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
@@ -228,7 +229,7 @@ def attention(
             share evenly, with both numbers.
         NotImplementedError: if the named implementation cannot, with its reason.
     """
-    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation)

@@ -84,7 +84,7 @@ def exchanges(
         TypeError, ValueError: the errors of `parallel.attention`.
     """
     check_choice("scheme", scheme, tuple(_SCHEMES))
-    placement.check_order(order)
+    check_choice("order", order, placement.ORDERS)
     check_size("devices", devices)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if not isinstance(array, AnyArray | jax.ShapeDtypeStruct):
@@ -95,9 +95,7 @@ def exchanges(
 
     def collect(query: Array, key: Array, value: Array) -> None:
         call = make(query, key, value, lse=return_lse, **options).prepared()
-        shapes = call.shapes
-        for name, size in (("query", shapes.T), ("key", shapes.S)):
-            placement.check_divisible(name, size, devices, order)
+        placement.check_shards(call.shapes.T, call.shapes.S, devices, order)
         sharded = _ShardedCall(call, devices, order)
         exchanged.extend(x for x in _SCHEMES[scheme](sharded) if x.bytes and x.times)
 
