@@ -158,6 +158,12 @@ class Cache:
                 raise ValueError(f"append: expected valid [B, T] = {wanted}, got {got}")
 
 
+def check_cache(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is a cache."""
+    if not isinstance(value, Cache):
+        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
+
+
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
     """Returns indices of B rows in range, and which of the given indices were out of range.
 

@@ -6,7 +6,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from jattn._advised import advised_by
 from jattn._types import KeyPositions
 from jattn.masks import MaskLike
 from jattn.scores import ScoreLike
@@ -73,11 +72,6 @@ class CacheOptions(TypedDict, total=False):
     chunk: int | None  # of a RollingCache
     page_size: int  # of a PagedCache
     num_pages: int | None  # of a PagedCache
-
-
-takes_run_options = advised_by({}, RunOptions)
-takes_self_options = advised_by({}, SelfOptions)
-takes_step_options = advised_by({}, StepOptions)
 
 
 def run_options(call: Any) -> RunOptions:

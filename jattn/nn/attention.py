@@ -12,7 +12,7 @@ from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE
 from jattn._advised import advised_by
 from jattn._types import Keys, Output, Queries, Values
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
-from jattn.cache import Cache, DenseCache
+from jattn.cache import Cache, DenseCache, check_cache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
 from jattn.functions.integers import is_integer
@@ -338,7 +338,7 @@ class MultiHeadAttention(Module):
         """
         positions, kv_positions = options.get("positions"), options.get("kv_positions")
         if cache is not None:
-            _check_is_cache("cache", cache)
+            check_cache("cache", cache)
             excluded = {"inputs_k": inputs_k, "inputs_v": inputs_v}
             _check_with_cache(excluded | {"positions": positions, "kv_positions": kv_positions})
             return self._extend(inputs_q, cache, valid, options)
@@ -424,7 +424,7 @@ class MultiHeadAttention(Module):
         or `[T]`, by default `arange(T)`.
         """
         self._check_not_captured()
-        _check_is_cache("memory", memory)
+        check_cache("memory", memory)
         positions = call.get("positions")
         query = self.project_queries(inputs_q, positions)
         if positions is None:
@@ -477,11 +477,6 @@ def _check_divides(name: str, value: int, of: str, total: int) -> None:
         check_size(name, value)
     if value < 1 or total % value:
         raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {shown(value)}")
-
-
-def _check_is_cache(name: str, value: Any) -> None:
-    if not isinstance(value, Cache):
-        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
 
 
 def _check_with_cache(arguments: dict[str, Any]) -> None:

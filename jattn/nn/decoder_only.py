@@ -18,7 +18,6 @@ from jattn.nn._types import (
     SelfOptions,
     StepOptions,
     run_options,
-    takes_step_options,
 )
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
@@ -63,7 +62,7 @@ class DecoderOnlyLayer(EncoderLayer):
         call["mask"] = causal_and(call.get("mask"))
         return super().__call__(x, **call)
 
-    @takes_step_options
+    @advised_by({}, StepOptions)
     def step(
         self, x: Float[Array, "B T D"], cache: Cache, **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T D"], Cache]:
@@ -229,7 +228,7 @@ class DecoderOnly(Module):
             for layer in layers
         ]
 
-    @takes_step_options
+    @advised_by({}, StepOptions)
     def step(
         self, tokens: Ids, caches: list[Cache], **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T vocabulary"], list[Cache]]:

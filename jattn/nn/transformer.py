@@ -36,7 +36,6 @@ from jattn.nn._types import (
     RunOptions,
     SelfOptions,
     run_options,
-    takes_self_options,
 )
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
@@ -556,7 +555,7 @@ class Transformer(Module):
             return self.target_tokens.embedding[...], None
         return self.output.arrays
 
-    @takes_self_options
+    @advised_by({}, SelfOptions)
     def encode(self, source_ids: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B S D"]:
         """Maps source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
         tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
