@@ -53,9 +53,14 @@ def _parameters(function: Callable[..., Any], options: Any) -> dict[str, inspect
     if options is None:
         return parameters
     parameters.popitem()
-    is_typed = is_typeddict(options)
-    fields = parameters_of(options) if is_typed else inspect.signature(options).parameters
-    return {**parameters, **{name: x for name, x in fields.items() if name not in parameters}}
+    if not is_typeddict(options):
+        return {**parameters, **{**inspect.signature(options).parameters, **parameters}}
+    required = {
+        name: x
+        for name, x in parameters.items()
+        if x.kind is not x.KEYWORD_ONLY or x.default is x.empty
+    }
+    return {**required, **parameters_of(options), **parameters}  # mask and score come first
 
 
 def _advised(advice: Mapping[str, str], function: _F, options: Any = None) -> _F:

@@ -8,20 +8,18 @@ that `registry` chooses.
 from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._explicit import Cuts, left_to_xla
-from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
+from jattn._types import Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
 from jattn.call import Call, compiled, make
 from jattn.kernels import registry
 from jattn.kernels.common import vjp
 from jattn.kernels.xla import decode, reference, tangents
-from jattn.masks import MaskLike
 from jattn.options import Options, ScoreOptions, WeightOptions
-from jattn.scores import ScoreLike
 from jattn.softmax import with_sink_in_weights
 
 
@@ -47,24 +45,15 @@ def attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Output, LogSumExp]: ...
-@advised()
+@advised(Options)
 @may_be_minus_infinity(1)
 def attention(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    scale: float | Array | None = None,
-    sink: float | Float[AnyArray, "..."] | None = None,
-    q_positions: Int[AnyArray, "..."] | None = None,
-    kv_positions: Int[AnyArray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    precision: Any = None,
-    implementation: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     """Scaled dot-product attention (Vaswani et al. 2017, equation 1), for any mask and score.
 
@@ -112,23 +101,8 @@ def attention(
 
     First and second derivatives come in every mode, in memory linear in T and S.
     """
-    call = make(
-        query,
-        key,
-        value,
-        lse=return_lse,
-        implementation=implementation,
-        mask=mask,
-        score=score,
-        scale=scale,
-        sink=sink,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        precision=precision,
-    )
-    registry.check_name(implementation, cached=isinstance(key, Cache))
+    call = make(query, key, value, lse=return_lse, **options)
+    registry.check_name(call.implementation, cached=isinstance(key, Cache))
     if isinstance(key, Cache):
         return attend_cache(call, query, key)
     return attend(call, query, key, value)
@@ -169,12 +143,8 @@ def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
     return call.finish(*cache.nan_if_overflowed(out, lse))
 
 
-def _matrix_cut(_: Call, query: Array, *__: Any, **___: Any) -> Any:
-    return Cuts.of(query).matrix
-
-
 @compiled("what")
-@left_to_xla(_matrix_cut)
+@left_to_xla(lambda _, query, *__, **___: Cuts.of(query).matrix)
 def _matrix(
     call: Call, query: Array, key: Array | Cache, *, what: Literal["scores", "weights"]
 ) -> Array:
@@ -182,10 +152,7 @@ def _matrix(
     cache that overflowed are NaN."""
     keys = jnp.swapaxes(key.read()[0], 1, 2).astype(query.dtype) if isinstance(key, Cache) else key
     spec, flat = call.prepared().spec, call.flat(query, keys)
-    if what == "scores":
-        matrix = reference.scores(spec, *flat)
-    else:
-        matrix = reference.weights(spec, *flat)
+    matrix = (reference.scores if what == "scores" else reference.weights)(spec, *flat)
     if what == "weights" and call.sink is not None:
         matrix = with_sink_in_weights(matrix, reference.lse(spec, *flat), call.sink)
     if isinstance(key, Cache):

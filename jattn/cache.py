@@ -158,14 +158,18 @@ class Cache:
                 raise ValueError(f"append: expected valid [B, T] = {wanted}, got {got}")
 
 
+def check_cache(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is a cache."""
+    if not isinstance(value, Cache):
+        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
+
+
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
     """Returns indices of B rows in range, and which of the given indices were out of range.
 
     Raises TypeError and ValueError for indices known to be wrong, which indexing would clamp.
     """
-    check_array("indices", indices, "[R]", "integer")
-    if len(indices.shape) != 1:
-        raise ValueError(f"indices: expected [R], got shape {list(indices.shape)}")
+    check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
     if least < 0 or most >= B:
         wrong = least if least < 0 else most
@@ -272,8 +276,8 @@ class DenseCache(Cache):
         """
         for name, array, size in (("key", key, "H"), ("value", value, "V")):
             letters = f"[B, S, K, {size}]"
-            check_array(name, array, letters)
-            if len(array.shape) != 4 or array.shape[:3] != key.shape[:3]:
+            check_array(name, array, letters, rank=4)
+            if array.shape[:3] != key.shape[:3]:
                 raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         B, S = key.shape[:2]
@@ -302,9 +306,9 @@ class DenseCache(Cache):
         _check_room(lengths, self.capacity, "tokens")
         slots = self.next_positions(T, valid)
         slots = jnp.where(self._kept(slots, valid), slots, self.capacity)
-        held = jnp.minimum(lengths, self.capacity)
         overflowed = self.overflowed | (lengths > self.capacity)
-        return slots, typed_like(DenseCache(self.keys, self.values, held, overflowed), self)
+        lengths = jnp.minimum(lengths, self.capacity)
+        return slots, typed_like(DenseCache(self.keys, self.values, lengths, overflowed), self)
 
 
 @pytree_dataclass

@@ -170,6 +170,7 @@ def _of_cache(
     for name, argument in (("value", value), ("kv_positions", options.get("kv_positions"))):
         if argument is not None:
             raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
+    check_array("query", query, "[*B, T, N, H]")
     B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
     keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)

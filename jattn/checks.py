@@ -37,9 +37,11 @@ def check_array(
     kind: str = "floating-point",
     *,
     ndim: int | None = None,
+    rank: int | None = None,
     shape: Shape | None = None,
 ) -> None:
-    """Checks for an array of a kind of dtype, of at least `ndim` axes, or of a shape."""
+    """Checks for an array of a kind of dtype, with at least `ndim` or exactly `rank` axes, or of a
+    shape."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not hasattr(value, "shape"):
         article = "an" if kind == "integer" else "a"
@@ -49,6 +51,8 @@ def check_array(
         raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {dtype}")
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(value.shape)}")
+    if rank is not None and len(value.shape) != rank:
+        raise ValueError(f"{name}: expected {letters}, got {list(value.shape)}")
     if ndim is not None and len(value.shape) < ndim:
         raise ValueError(f"{name}: expected {letters}, got shape {list(value.shape)}")
 

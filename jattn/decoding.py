@@ -11,7 +11,7 @@ from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
 from jattn.attention import attention
-from jattn.cache import Cache
+from jattn.cache import Cache, check_cache
 from jattn.checks import check_array
 from jattn.masks import as_mask
 from jattn.options import CachedOptions
@@ -72,11 +72,8 @@ def cached_attention(
 
     Raises the errors of `append` and `attention`, and NotImplementedError for dropout in pieces.
     """
-    if not isinstance(cache, Cache):
-        raise TypeError(f"cache: expected a cache of jattn.cache, got {type(cache).__name__}")
-    check_array("query", query, "[B, T, N, H]")
-    if len(query.shape) != 4:
-        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
+    check_cache("cache", cache)
+    check_array("query", query, "[B, T, N, H]", rank=4)
     arguments: dict[str, Any] = {**options, "return_lse": return_lse}
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     if T > chunk:

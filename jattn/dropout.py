@@ -159,8 +159,8 @@ def drop(
     """Applies dropout to weights: kept weights are scaled by 1 / (1 − rate), dropped ones are 0."""
     if spec.dropout_rate == 0:
         return weights
-    kept = keeps(spec, b, h, rows, columns)
-    return weights * jnp.where(kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
+    is_kept = keeps(spec, b, h, rows, columns)
+    return weights * jnp.where(is_kept, 1 / (1 - spec.dropout_rate), 0).astype(weights.dtype)
 
 
 def keeps(spec: Spec, b: Index, h: Index, rows: Span, columns: Span) -> Bool[Array, "t s"]:
@@ -178,9 +178,7 @@ def _places(spec: Spec, b: Index, h: Index, rows: Span, columns: Span) -> tuple[
     """Returns batch row, head and places in the whole call, of which this may be a piece."""
     if spec.origin is None:
         return b, h, rows.places, columns.places
-    q, kv = spec.origin.q, spec.origin.kv
-    row_places, column_places = (
-        (rows.places if q is None else q),
-        (columns.places if kv is None else kv),
-    )
-    return b + number(spec.origin.b), h + number(spec.origin.h), row_places, column_places
+    first_b, first_h = number(spec.origin.b), number(spec.origin.h)
+    q = rows.places if spec.origin.q is None else spec.origin.q
+    kv = columns.places if spec.origin.kv is None else spec.origin.kv
+    return b + first_b, h + first_h, q, kv

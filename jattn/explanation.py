@@ -78,7 +78,7 @@ class Explanation(dict[str, str | None]):
         platform: str,
         operands: tuple[Any, ...],
         lower: Callable[..., Any] | None,
-        more: dict[str, str | None],
+        cache_reasons: dict[str, str | None],
     ):
         """Explains a call on a platform.
 
@@ -86,12 +86,13 @@ class Explanation(dict[str, str | None]):
             operands: query, key and value, or query and cache.
             lower: returns the lowered program of the call and the operands; None if it cannot be
                 lowered.
-            more: further reasons, which come first.
+            cache_reasons: the reasons of implementations for caches alone, which come first.
         """
-        super().__init__({**more, **registry.reasons(call, platform)})
+        reasons = registry.reasons(call, platform)
+        super().__init__({**cache_reasons, **reasons})
         self.runs = next(name for name, reason in self.items() if reason is None)
-        later = [*self][[*self].index(self.runs) + 1 :]
-        self.by_name = tuple(x for x in later if not self[x] and registry.is_for(x, platform))
+        _, *later = (name for name, reason in reasons.items() if reason is None)
+        self.by_name = tuple(x for x in later if registry.is_for(x, platform))
         self._call = None if _is_traced(call) else call  # an attribute must not hold tracers
         self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
@@ -185,8 +186,7 @@ def explain(
     options.pop("implementation", None)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))
     platform = "cuda" if platform == "gpu" else platform or _platform_of(query)
-    values = () if value is None else (value,)
-    call = make(query, key, *values, lse=return_lse, **options)
+    call = make(query, key, value, lse=return_lse, **options)
     if isinstance(key, Cache):
         reasons = {registry.FEW_QUERIES: few_queries.unsupported(call.spec, call.shapes)}
         program, operands = attend_cache, (query, key)

@@ -117,10 +117,11 @@ def generate(
     _check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
     valid = None if valid is None else jnp.asarray(valid)
-    given = (variables, jnp.asarray(integers.clamped(prompt)), valid, caches, sampling)
+    tokens = jnp.asarray(integers.clamped(prompt))
+    inputs = _Inputs(variables, tokens, valid, caches, sampling)
     if callback is None:
-        return _written(definition, options, *given)
-    return _stepwise(definition, options, *given, callback)
+        return _all_tokens(definition, options, inputs)
+    return _stepwise(definition, options, inputs, callback)
 
 
 class _Options(NamedTuple):
@@ -130,7 +131,7 @@ class _Options(NamedTuple):
     top_k: int | None
     stop: tuple[int, ...]
     pad: int
-    functions: tuple[Any, ...]  # those of the model's masks and scores, by value
+    functions: tuple[Any, ...]  # the functions of the model's masks and scores, by value
 
 
 class _Sampling(NamedTuple):
@@ -139,6 +140,16 @@ class _Sampling(NamedTuple):
     key: Array
     temperature: Array
     top_p: Array | None
+
+
+class _Inputs(NamedTuple):
+    """The arrays of a call of `generate`."""
+
+    variables: Tree  # the model's
+    prompt: Array
+    valid: Array | None
+    caches: Tree
+    sampling: _Sampling | None
 
 
 class _State(NamedTuple):
@@ -153,63 +164,43 @@ class _State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _written(
-    definition: nnx.GraphDef,
-    options: _Options,
-    variables: Tree,
-    prompt: Array,
-    valid: Array | None,
-    caches: Tree,
-    sampling: _Sampling | None,
-) -> Generated:
+def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> Generated:
     """Generates all tokens in one compiled program."""
 
-    def cuts(variables: Tree, prompt: Array, *_: Any) -> Generated:
-        rows = cuts_of(prompt)[0]
+    def cuts(inputs: _Inputs) -> Generated:
+        rows = cuts_of(inputs.prompt)[0]
         specs: Any = PartitionSpec(rows, None), PartitionSpec(rows)
         return Generated(*specs)
 
     @left_to_xla(cuts)
-    def run(
-        variables: Tree,
-        prompt: Array,
-        valid: Array | None,
-        caches: Tree,
-        sampling: _Sampling | None,
-    ) -> Generated:
-        model = nnx.merge(definition, variables)
+    def run(inputs: _Inputs) -> Generated:
+        model = nnx.merge(definition, inputs.variables)
 
         def goes_on(state: _State) -> Array:
             return (state.place < options.max_tokens) & jnp.any(state.active)
 
         def advance(state: _State) -> _State:
-            return _advance(model, state, sampling, options)
+            return _advance(model, state, inputs.sampling, options)
 
-        state = _begin(model, prompt, valid, caches, options)
-        state = jax.lax.while_loop(goes_on, advance, state)
+        state = jax.lax.while_loop(goes_on, advance, _begin(model, inputs, options))
         return Generated(state.tokens, state.lengths)
 
-    return run(variables, prompt, valid, caches, sampling)
+    return run(inputs)
 
 
 def _stepwise(
     definition: nnx.GraphDef,
     options: _Options,
-    variables: Tree,
-    prompt: Array,
-    valid: Array | None,
-    caches: Tree,
-    sampling: _Sampling | None,
+    inputs: _Inputs,
     callback: Callable[[np.ndarray], object],
 ) -> Generated:
-    """A program for each step, whose tokens `callback` is given."""
+    """Runs a program for each step, and passes its tokens to `callback`."""
     check_function("callback", callback)
-    given = (variables, prompt, valid, caches, sampling)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
         raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, variables, prompt, valid, caches)
+    state = _begun(definition, options, inputs._replace(sampling=None))
     for _ in range(options.max_tokens):
-        state = _advanced(definition, options, variables, state, sampling)
+        state = _advanced(definition, options, inputs.variables, state, inputs.sampling)
         callback(np.asarray(state.last))
         if not np.any(state.active):
             break
@@ -217,23 +208,17 @@ def _stepwise(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _begun(
-    definition: nnx.GraphDef,
-    options: _Options,
-    variables: Tree,
-    prompt: Array,
-    valid: Array | None,
-    caches: Tree,
-) -> _State:
-    def begin(variables: Tree, prompt: Array, valid: Array | None, caches: Tree) -> _State:
-        return _begin(nnx.merge(definition, variables), prompt, valid, caches, options)
-
-    def cuts(variables: Tree, prompt: Array, *_: Any) -> Any:
+def _begun(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> _State:
+    def cuts(inputs: _Inputs) -> Any:
         """Shards every array whose first axis has the prompt's size B as the prompt is sharded."""
-        rows, B = cuts_of(prompt)[0], len(prompt)
+        rows, B = cuts_of(inputs.prompt)[0], len(inputs.prompt)
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
 
-    return left_to_xla(cuts)(begin)(variables, prompt, valid, caches)
+    @left_to_xla(cuts)
+    def begin(inputs: _Inputs) -> _State:
+        return _begin(nnx.merge(definition, inputs.variables), inputs, options)
+
+    return begin(inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -244,30 +229,29 @@ def _advanced(
     state: _State,
     sampling: _Sampling | None,
 ) -> _State:
+    @left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
     def advance(state: _State, variables: Tree, sampling: _Sampling | None) -> _State:
         return _advance(nnx.merge(definition, variables), state, sampling, options)
 
-    alike = left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
-    return alike(advance)(state, variables, sampling)
+    return advance(state, variables, sampling)
 
 
-def _begin(
-    model: LanguageModel, prompt: Array, valid: Array | None, caches: Tree, options: _Options
-) -> _State:
+def _begin(model: LanguageModel, inputs: _Inputs, options: _Options) -> _State:
     """Returns the state after the prompt except for each row's last token."""
+    _, prompt, valid, caches, _ = inputs
     B, T = prompt.shape
     if caches is None:
         caches = model.start(B, T + options.max_tokens - 1)
     if valid is None:
-        before, last = prompt[:, :-1], prompt[:, -1]
+        first, last = prompt[:, :-1], prompt[:, -1]
     else:
-        at = T - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None]
-        last = jnp.where(jnp.any(valid, axis=1), jnp.take_along_axis(prompt, at, axis=1)[:, 0], -1)
-        valid = valid & (jnp.arange(T, dtype=at.dtype)[None, :] != at)
-        before = jnp.where(valid, prompt, 0)  # padding may hold any number
+        end = T - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None]
+        last = jnp.where(jnp.any(valid, axis=1), jnp.take_along_axis(prompt, end, axis=1)[:, 0], -1)
+        valid = valid & (jnp.arange(T, dtype=end.dtype)[None, :] != end)
+        first = jnp.where(valid, prompt, 0)  # padding may hold any number
     if T > 1:
         # These logits are unused, so the compiler removes their computation.
-        _, caches = model.step(before, caches, valid=valid, deterministic=True)
+        _, caches = model.step(first, caches, valid=valid, deterministic=True)
     return _State(
         jnp.zeros((), jnp.int32),
         last,
@@ -330,12 +314,12 @@ def sample_tokens(
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if top_k is None and top_p is None:
         return jax.vmap(jax.random.categorical)(keys, logits)
-    kept, tokens = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
+    top, tokens = jax.lax.top_k(logits, min(top_k or logits.shape[-1], logits.shape[-1]))
     if top_p is not None:
-        probabilities = jax.nn.softmax(kept)
+        probabilities = jax.nn.softmax(top)
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.where((likelier < top_p) | (top_p >= 1), kept, -jnp.inf)
-    places = jax.vmap(jax.random.categorical)(keys, kept)
+        top = jnp.where((likelier < top_p) | (top_p >= 1), top, -jnp.inf)
+    places = jax.vmap(jax.random.categorical)(keys, top)
     return jnp.take_along_axis(tokens, places[:, None], axis=-1)[:, 0]
 
 

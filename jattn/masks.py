@@ -435,9 +435,14 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
             if got != size and not (got == 1 and f"#{letter}" in letters.split()):
                 name = f"mask{jax.tree_util.keystr(path)}"
                 raise ValueError(f"{name}: expected {letter} = {size}, got {list(leaf.shape)}")
-    for blocks in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
-        if isinstance(blocks, Blocks):
-            blocks.check_covers(T, S)
+    for blocks in _blocks(mask):
+        blocks.check_covers(T, S)
+
+
+def _blocks(mask: Mask) -> list["Blocks"]:
+    """Returns the coarse masks in a mask."""
+    leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks))
+    return [x for x in leaves if isinstance(x, Blocks)]
 
 
 def _own_size(mask: Mask, letter: str) -> int:
@@ -446,11 +451,8 @@ def _own_size(mask: Mask, letter: str) -> int:
     for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
         axis = axis_of(letter, letters, leaf.ndim)
         length = max(length, 0 if axis is None else leaf.shape[axis])
-    for blocks in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks)):
-        if isinstance(blocks, Blocks):
-            place = "TS".index(letter)
-            length = max(length, blocks.layout.shape[-2:][place] * blocks.sizes[place])
-    return length
+    place = "TS".index(letter)
+    return max(length, 0, *(x.layout.shape[-2:][place] * x.sizes[place] for x in _blocks(mask)))
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:

@@ -1,4 +1,4 @@
-"""The mechanisms that led to scaled dot-product attention, each by its formula.
+"""The mechanisms that led to scaled dot-product attention, each written as its formula.
 
 They range from mixing tokens with a fixed matrix (`interaction`) and similarity without weights
 (`simple_self_attention`) to query, key and value (`self_attention`). Two are the first scores of
@@ -23,7 +23,7 @@ from jattn.call import of_shapes
 from jattn.checks import check_array, check_dtype, check_flag, check_like
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, MaskLike, as_mask
-from jattn.options import Options
+from jattn.options import DropoutOptions, Options
 from jattn.scores import ScoreLike
 from jattn.spec import Shapes
 
@@ -63,15 +63,17 @@ def _check_tokens(**arrays: Any) -> None:
         check_array(name, array, "[*B, tokens, features]", ndim=2)
 
 
-def _check_matrix(name: str, array: Any, letters: str) -> None:
-    check_array(name, array, letters)
-    if len(array.shape) != 2:
-        raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
+def _check_matrix(name: str, array: Any, letters: str, *sizes: int) -> None:
+    """Raises TypeError or ValueError unless the array is a float matrix whose first sizes are
+    these."""
+    check_array(name, array, letters, rank=2)
+    wanted = [*sizes, *array.shape[len(sizes) :]]
+    _check_shape(name, f"{letters} = {wanted}", array.shape, list(array.shape) == wanted)
 
 
-def _check_inner(name: str, shape: str, got: Shape, ok: bool) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected {shape}, got {list(got)}")
+def _check_shape(name: str, wanted: str, got: Shape, fits: bool) -> None:
+    if not fits:
+        raise ValueError(f"{name}: expected {wanted}, got {list(got)}")
 
 
 def simple_self_attention(
@@ -103,18 +105,10 @@ def self_attention(
     Raises ValueError for matrices that do not fit x, and the errors of `attention`.
     """
     _check_tokens(x=x)
-    for name, w in (("w_query", w_query), ("w_key", w_key), ("w_value", w_value)):
-        _check_matrix(name, w, "[E, ...]")
-        _check_inner(name, f"[E = {x.shape[-1]}, ...]", w.shape, w.shape[:1] == x.shape[-1:])
-    _check_inner(
-        "w_key", f"[E, H2] = {list(w_query.shape)}", w_key.shape, w_key.shape == w_query.shape
-    )
-    return _single_head(
-        x @ w_query,
-        x @ w_key,
-        x @ w_value,
-        **options,
-    )
+    _check_matrix("w_query", w_query, "[E, H2]", x.shape[-1])
+    _check_matrix("w_value", w_value, "[E, H1]", x.shape[-1])
+    _check_matrix("w_key", w_key, "[E, H2]", *w_query.shape)
+    return _single_head(x @ w_query, x @ w_key, x @ w_value, **options)
 
 
 def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S"]:
@@ -156,16 +150,13 @@ def interaction(
     _check_tokens(x=x)
     y = x
     if right is not None:
-        _check_matrix("right", right, "[E, H1]")
-        _check_inner(
-            "right", f"[E = {x.shape[-1]}, H1]", right.shape, right.shape[0] == x.shape[-1]
-        )
+        _check_matrix("right", right, "[E, H1]", x.shape[-1])
         y = y @ right
     if left is not None:
         check_array("left", left, "[T, S] or [*B, T, S]", ndim=2)
         batched = left.ndim == 2 or left.shape[:-2] == x.shape[:-2]
         fits = batched and left.shape[-1] == x.shape[-2]
-        _check_inner("left", f"[T, S = {x.shape[-2]}], or [*B, T, S]", left.shape, fits)
+        _check_shape("left", f"[T, S = {x.shape[-2]}], or [*B, T, S]", left.shape, fits)
         y = jnp.einsum("ts,...sh->...th" if left.ndim == 2 else "...ts,...sh->...th", left, y)
     return y
 
@@ -196,9 +187,7 @@ def multiplicative(
 ) -> Float[Array, "*B T Dk"]:
     """Folds W into the queries, so that a plain product gives Luong's "general" score qᵀ W k."""
     _check_tokens(query=query)
-    _check_matrix("weight", weight, "[Dq, Dk]")
-    wanted = [query.shape[-1], weight.shape[1]]
-    _check_inner("weight", f"[Dq, Dk] = {wanted}", weight.shape, weight.shape[0] == wanted[0])
+    _check_matrix("weight", weight, "[Dq, Dk]", query.shape[-1])
     return query @ weight
 
 
@@ -218,11 +207,8 @@ def multiplicative_attention(
     Raises ValueError if the weight does not fit, and the errors of `attention`.
     """
     _check_tokens(query=query, key=key, value=value)
-    _check_matrix("weight", weight, "[Dq, Dk]")
-    wanted = (query.shape[-1], key.shape[-1])
-    _check_inner("weight", f"[Dq, Dk] = {list(wanted)}", weight.shape, weight.shape == wanted)
-    folded = multiplicative(query, weight)
-    return _single_head(folded, key, value, **{"scale": 1.0, **options})
+    _check_matrix("weight", weight, "[Dq, Dk]", query.shape[-1], key.shape[-1])
+    return _single_head(query @ weight, key, value, **{"scale": 1.0, **options})
 
 
 def additive_keys(
@@ -230,10 +216,8 @@ def additive_keys(
 ) -> Float[Array, "*B S A"]:
     """Projects the keys of `additive_attention`, to be computed once and reused in decoding."""
     _check_tokens(key=key)
-    _check_matrix("w_key", w_key, "[Dk, A]")
+    _check_matrix("w_key", w_key, "[Dk, A]", key.shape[-1])
     check_like("w_key", w_key, key)
-    wanted = [key.shape[-1], w_key.shape[1]]
-    _check_inner("w_key", f"[Dk, A] = {wanted}", w_key.shape, w_key.shape[0] == wanted[0])
     return _project(key, w_key)
 
 
@@ -245,6 +229,13 @@ def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, 
     return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 
+class _AdditiveOptions(DropoutOptions, total=False):
+    """The options of `additive_attention`."""
+
+    mask: MaskLike
+    score: ScoreLike
+
+
 @overload
 def additive_attention(
     query: Float[Array, "*B T Dq"],
@@ -254,11 +245,8 @@ def additive_attention(
     w_key: Float[Array, "Dk A"] | None,
     w_score: Float[Array, " A"],
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
     return_weights: Literal[False] = False,
+    **options: Unpack[_AdditiveOptions],
 ) -> Float[Array, "*B T V"]: ...
 @overload
 def additive_attention(
@@ -269,13 +257,10 @@ def additive_attention(
     w_key: Float[Array, "Dk A"] | None,
     w_score: Float[Array, " A"],
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
     return_weights: Literal[True],
+    **options: Unpack[_AdditiveOptions],
 ) -> tuple[Float[Array, "*B T V"], Float[Array, "*B T S"]]: ...
-@advised()
+@advised(_AdditiveOptions)
 def additive_attention(
     query: Float[Array, "*B T Dq"],
     key: Float[Array, "*B S Dk"],
@@ -284,11 +269,8 @@ def additive_attention(
     w_key: Float[Array, "Dk A"] | None,
     w_score: Float[Array, " A"],
     *,
-    mask: MaskLike = None,
-    score: ScoreLike = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
     return_weights: bool = False,
+    **options: Unpack[_AdditiveOptions],
 ) -> Any:
     """softmax(w_score · tanh(query w_query + key w_key)) value.
 
@@ -309,22 +291,14 @@ def additive_attention(
     A = w_score.shape[0]
     tokens = list(key.shape[:-1])
     fits = list(value.shape[:-1]) == tokens
-    _check_inner("value", f"[*B, S, V] with [*B, S] = {tokens} as in key", value.shape, fits)
-    same = key.shape[:-2] == query.shape[:-2]
-    _check_inner("key", f"[*B, S, A = {A}]", key.shape, same and key.shape[-1] == A)
+    _check_shape("value", f"[*B, S, V] with [*B, S] = {tokens} as in key", value.shape, fits)
+    fits = key.shape[:-2] == query.shape[:-2] and key.shape[-1] == A
+    _check_shape("key", f"[*B, S, A = {A}]", key.shape, fits)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)
-    call = of_shapes(
-        shapes,
-        mask=mask,
-        score=score,
-        scale=1.0,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-    )
-    tiling = additive.choose_tiling(T, S)
+    call = of_shapes(shapes, scale=1.0, **options)
     query = _project(query, w_query)
-    out = additive.attend(call, query, key, value, w_score, tiling=tiling)
+    out = additive.attend(call, query, key, value, w_score, tiling=additive.choose_tiling(T, S))
     if not return_weights:
         return out
     return out, additive.weights(call, query, key, w_score)
@@ -335,18 +309,22 @@ def _check_additive(
 ) -> None:
     """Raises TypeError or ValueError unless the arrays of `additive_attention` fit together."""
     _check_tokens(query=query, key=key, value=value)
-    _check_matrix("w_query", w_query, "[Dq, A]")
-    if w_key is not None:
-        _check_matrix("w_key", w_key, "[Dk, A]")
-    check_array("w_score", w_score, "[A]")
     arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
     for name, array in arrays.items():
         if array is not None:
+            check_array(name, array, _LETTERS[name])
             check_like(name, array, query)
-    _check_inner("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
+    _check_shape("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
     A = w_score.shape[0]
-    wanted = (query.shape[-1], A)
-    _check_inner("w_query", f"[Dq, A] = {list(wanted)}", w_query.shape, w_query.shape == wanted)
+    _check_matrix("w_query", w_query, "[Dq, A]", query.shape[-1], A)
     if w_key is not None:
-        wanted = (key.shape[-1], A)
-        _check_inner("w_key", f"[Dk, A] = {list(wanted)}", w_key.shape, w_key.shape == wanted)
+        _check_matrix("w_key", w_key, "[Dk, A]", key.shape[-1], A)
+
+
+_LETTERS = {
+    "key": "[*B, S, Dk]",
+    "value": "[*B, S, V]",
+    "w_query": "[Dq, A]",
+    "w_key": "[Dk, A]",
+    "w_score": "[A]",
+}

@@ -99,8 +99,8 @@ def _lift(vector: Any, ndim: int) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
-    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023)."""
+class _Scaling:
+    """The base of scalings by a factor that keep the amplitude."""
 
     factor: float
 
@@ -108,27 +108,23 @@ class Linear:
 
     def __post_init__(self):
         _check_known("factor", self.factor)
+
+
+class Linear(_Scaling):
+    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023)."""
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
         """Returns the frequencies of `size` rotated channels, one for each pair."""
         return _frequencies(size, base, dtype) / self.factor
 
 
-@dataclasses.dataclass(frozen=True)
-class NTK:
+class NTK(_Scaling):
     """NTK-aware scaling: the base of rotary frequencies times factor^(r/(r−2)), for r rotated
     channels.
 
     The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
     3.1, after a proposal of bloc97).
     """
-
-    factor: float
-
-    amplitude = 1.0
-
-    def __post_init__(self):
-        _check_known("factor", self.factor)
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
         """Returns the frequencies of `size` rotated channels, one for each pair."""
@@ -295,9 +291,7 @@ def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
     """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table."""
-    check_array("table", table, "[max, D]")
-    if len(table.shape) != 2:
-        raise ValueError(f"table: expected [max, D], got {list(table.shape)}")
+    check_array("table", table, "[max, D]", rank=2)
     check_array("positions", positions, "[...]", "integer")
     rows = jnp.asarray(integers.clamped(positions))
     wrapped = jnp.where(rows < 0, table.shape[0], rows)

@@ -227,15 +227,15 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
     return jnp.asarray(slopes, jnp.float32)
 
 
-def apart(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
+def distance(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
     """Computes |q − kv| of the positions of two spans."""
     q, kv = rows.positions[:, None], columns.positions[None, :]
     if rows.consecutive and columns.consecutive:
         return jnp.abs((q - kv).astype(dtype))
-    distance = jnp.maximum(q, kv) - jnp.minimum(q, kv)
+    difference = jnp.maximum(q, kv) - jnp.minimum(q, kv)
     # Positions have 32 bits, their distance has 33: an overflow makes it negative.
-    lost = jnp.where(distance < 0, jnp.asarray(2.0**32, dtype), 0)
-    return distance.astype(dtype) + lost
+    lost = jnp.where(difference < 0, jnp.asarray(2.0**32, dtype), 0)
+    return difference.astype(dtype) + lost
 
 
 @pytree_dataclass
@@ -252,7 +252,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        return score - _like(self.slopes, score) * apart(rows, columns, score.dtype)
+        return score - _like(self.slopes, score) * distance(rows, columns, score.dtype)
 
     def per(self, unit):
         return Alibi(_divided(self.slopes, unit))
@@ -304,13 +304,9 @@ class RelativeBias(ScoreFunction):
     max_distance: int = static_field(default=128)
 
     def __post_init__(self):
-        check_array("RelativeBias: table", self.table, "[buckets, N]")
+        check_array("RelativeBias: table", self.table, "[buckets, N]", rank=2)
         check_flag("RelativeBias: bidirectional", self.bidirectional)
         check_size("RelativeBias: max_distance", self.max_distance)
-        if len(self.table.shape) != 2:
-            raise ValueError(
-                f"RelativeBias: expected table [buckets, N], got {list(self.table.shape)}"
-            )
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(

@@ -22,7 +22,6 @@ from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, Padding
 from jattn.options import ScoreOptions
-from jattn.spec import Shapes
 
 
 class Statistics(NamedTuple):
@@ -76,13 +75,12 @@ def statistics(
 
     Raises the errors of `attention_weights`.
     """
-    call = make(query, key, **options)
+    call = _call("statistics", query, key, options)
     if threshold is not None:
         check_number("threshold", threshold)
         if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
             raise ValueError(f"threshold: expected a number in [0, 1), got {threshold!r}")
         threshold = float(threshold)
-    _check_cuttable("statistics", call.shapes)
     on_keys = _on_keys(keys, call)
     if on_keys and on_keys.transient:
         call = dataclasses.replace(call, transient=True)
@@ -105,21 +103,24 @@ def top_weights(
 
     Raises the errors of `attention_weights`, TypeError and ValueError for n.
     """
-    call = make(query, key, **options)
-    _check_cuttable("top_weights", call.shapes)
+    call = _call("top_weights", query, key, options)
     check_size("n", n)
     if n > call.shapes.S:
         raise ValueError(f"n: expected at most S = {call.shapes.S}, got {n}")
     return _top(call, query, key, n=int(n))
 
 
-def _check_cuttable(name: str, shapes: Shapes) -> None:
-    """Raises NotImplementedError in a program that is exported for any T or S."""
+def _call(name: str, query: Any, key: Any, options: ScoreOptions) -> Call:
+    """Makes a `Call`; raises NotImplementedError in a program that is exported for any T or S."""
+    check_array("key", key, "[*B, S, K, H]")  # a cache has no statistics
+    call = make(query, key, **options)
+    shapes = call.shapes
     if not shapes.cuttable:
         raise NotImplementedError(
             f"{name}: it cuts queries and keys into tiles, which needs numbers, and the program is "
             f"exported for any T = {shapes.T}, S = {shapes.S}; attention_weights needs none"
         )
+    return call
 
 
 def _on_keys(keys: Any, call: Call) -> Call | None:
@@ -152,10 +153,6 @@ def _cuts(
     return sharded._replace(on_keys=on_keys and row, above=None if threshold is None else row)
 
 
-def _cuts_of_top(_: Call, query: Array, *__: Any, **___: Any) -> Any:
-    return (Cuts.of(query).matrix,) * 2
-
-
 @compiled("threshold")
 @left_to_xla(_cuts)
 def _statistics(
@@ -164,7 +161,7 @@ def _statistics(
     on = on_keys and on_keys.prepared().spec
     question = Question(call.prepared().spec, on, threshold)
     flat, shapes = call.flat(query, key), call.shapes
-    if 0 in (shapes.B, shapes.T, shapes.S):
+    if 0 in (shapes.B, shapes.T, shapes.S, shapes.N):
         rows, received = _of_no_pairs(question, *flat)
     else:
         rows, received = tiles.statistics(_by_platform, question, *flat)
@@ -188,11 +185,11 @@ def _by_platform(question: Question, query: Array, key: Array) -> Any:
 
 
 @compiled("n")
-@left_to_xla(_cuts_of_top)
+@left_to_xla(lambda _, query, *__, **___: (Cuts.of(query).matrix,) * 2)
 def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
     query, key = call.flat(*jax.lax.stop_gradient((query, key)))
     spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes
-    if 0 in (shapes.B, shapes.T):
+    if 0 in (shapes.B, shapes.T, shapes.N):
         size = (shapes.B, shapes.N, shapes.T, n)
         top = jnp.zeros(size, accumulation(query.dtype)), jnp.zeros(size, jnp.int32)
     else:

@@ -226,7 +226,7 @@ def over_heads(
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
-    group = (N // K,) if N > K else ()
+    group = () if N == K else (N // K,)
     leaves = _Leaves(spec, (K, *group))
 
     def call(arrays: list[Any], b: Any, h: Any, *operands: Array) -> Any:

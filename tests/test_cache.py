@@ -492,6 +492,7 @@ def test_explain_knows_caches():
     found = jattn.explain(few, cache)
     assert next(iter(found)) == "decode"
     assert found["decode"] is found["blockwise"] is found["reference"] is None
+    assert found.runs == "decode" and not found.by_name, "None takes native where decode cannot"
     assert "float32" in str(found["cudnn"])
     assert "at most 8" in str(jattn.explain(many, cache)["decode"])
 

@@ -136,8 +136,8 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 """
     found = programs.exchanges(text)
     assert found[:2] == [
-        programs.Exchange("collective-permute", 16, 7, True),
-        programs.Exchange("collective-permute", 16, 5, False),
+        programs.CompiledExchange("collective-permute", 16, 7, True),
+        programs.CompiledExchange("collective-permute", 16, 5, False),
     ]
     expected = {("collective-permute", 16): 12, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
     assert programs.total(found) == expected

@@ -326,7 +326,10 @@ def test_without_rows_queries_or_keys(B, T, S):
         assert not found.greatest.any() and (found.place == -1).all()
     d_q, d_k = jax.grad(lambda q, k: jattn.statistics(q, k).entropy.sum(), (0, 1))(q, k)
     assert (d_q.shape, d_k.shape) == (q.shape, k.shape) and not d_q.any()
+    no_heads = jattn.statistics(q[:, :, :0], k)
+    assert no_heads.entropy.shape == (B, 0, T) and no_heads.received.shape == (B, 0, S)
     if S:
+        assert jattn.top_weights(q[:, :, :0], k, 2)[0].shape == (B, 0, T, 2)
         weights, places = jattn.top_weights(q, k, 2)
         assert weights.shape == places.shape == (B, 4, T, 2)
     w = jnp.ones((8, 3))

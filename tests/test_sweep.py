@@ -257,7 +257,6 @@ FUNCTIONS: dict[str, Call] = {
     "explain": call(
         jattn.explain,
         f"{IN_FULL} platform",
-        value=Argument("array?", array(B, S, K, V)),
         implementation=Argument("ignored", None),
     ),
     "attention_scores": call(jattn.attention_scores, f"query key {PLACED}"),

@@ -10,16 +10,15 @@ from jattn.attention import attention
 
 
 def attention_of_kept(
-    query: Array, key: Array, value: Array, rules: Any, kept: Array, rate: Any
+    query: Array, key: Array, value: Array, rules: Any, keep: Array, rate: Any
 ) -> Array:
-    """Computes Σ kept w v / (1 − rate), where w are the weights of `attention` with `rules`.
+    """Computes Σ keep w v / (1 − rate), where w are the weights of `attention` with `rules`.
 
-    `kept` is boolean, of the rank of `[*B, N, T, S]` and broadcastable to it. Attention over the
+    `keep` is boolean, of the rank of `[*B, N, T, S]` and broadcastable to it. Attention over the
     kept keys alone has the same numerator over a smaller denominator, so the result is rescaled by
     the ratio of the two denominators.
     """
-    keep_mask = masks.Dense(kept)
-    mask = keep_mask if rules["mask"] is None else rules["mask"] & keep_mask
+    mask = masks.Dense(keep) if rules["mask"] is None else rules["mask"] & masks.Dense(keep)
     kept_rules = {**rules, "mask": mask}
     out, kept_lse = attention(query, key, value, **kept_rules, return_lse=True)
     empty_value = jnp.zeros((*key.shape[:-1], 1), query.dtype)

@@ -105,5 +105,5 @@ def _heads(
     if rng is None:
         raise RuntimeError("key: needed for dropout, got None")
     keys = jax.random.split(rng, N)
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - dropout.p, (T, S)))(keys)
-    return attention_of_kept(query, key, value, rules, kept, dropout.p)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - dropout.p, (T, S)))(keys)
+    return attention_of_kept(query, key, value, rules, keep, dropout.p)

@@ -65,8 +65,8 @@ def flax_attention_fn(
         if is_causal:
             raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
         dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-        given = query, key, value, bias, mask, *dropout
-        return _of_complex_numbers(*given, precision=precision, module=module)
+        arguments = query, key, value, bias, mask, *dropout
+        return _of_complex_numbers(*arguments, precision=precision, module=module)
     score = None if bias is None else scores.Bias(_full_rank(bias, query.ndim))
     rules = {"mask": _mask(mask, is_causal, query.ndim), "score": score, "precision": precision}
     if module is not None:
@@ -86,7 +86,7 @@ def _with_dropout(
     dropout_rng: Array | None,
     dropout_rate: float,
 ) -> Array:
-    """Attention with dropout: the same in all rows and heads, as Flax decides it, or jattn's."""
+    """Computes attention with dropout: Flax's, the same in all rows and heads, or jattn's."""
     if dropout_rate == 0.0:
         return attention(query, key, value, **rules)
     if dropout_rng is None:
@@ -96,8 +96,8 @@ def _with_dropout(
         return attention(query, key, value, **rules, **dropout)
     check_rate("dropout_rate", dropout_rate)
     shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
-    kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-    return attention_of_kept(query, key, value, rules, kept, dropout_rate)
+    keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+    return attention_of_kept(query, key, value, rules, keep, dropout_rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
@@ -116,17 +116,17 @@ def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) 
 
 def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) -> Array:
     """Applies `rope` to each head of `[*B, T, N, H]` and, for positions `[*B, T]`, to each row."""
-    given = () if positions is None else (positions,)
-    apply = jax.vmap(rope, in_axes=(-2, *(None for _ in given)), out_axes=-2)
-    if positions is not None:
-        for _ in range(positions.ndim - 1):
-            apply = jax.vmap(apply)
-    return apply(x, *given)
+    if positions is None:
+        return jax.vmap(rope, in_axes=-2, out_axes=-2)(x)
+    apply = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
+    for _ in range(positions.ndim - 1):
+        apply = jax.vmap(apply)
+    return apply(x, positions)
 
 
-def _of_complex_numbers(query: Any, key: Any, value: Any, *given: Any, **named: Any) -> Array:
+def _of_complex_numbers(query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Array:
     """Computes attention by Linen's function, which takes the softmax of complex scores."""
-    weights = linen.dot_product_attention_weights(query, key, *given, **named)
+    weights = linen.dot_product_attention_weights(query, key, *options, **named)
     return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
 
 
@@ -144,14 +144,13 @@ def _full_rank(x: AnyArray, ndim: int) -> Array:
 
 
 def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | None:
-    causal = masks.Causal() if is_causal else None
     if mask is None:
-        return causal
-    given = masks.Dense(_full_rank(mask, ndim) != 0)
-    return given if causal is None else causal & given
+        return masks.Causal() if is_causal else None
+    dense = masks.Dense(_full_rank(mask, ndim) != 0)
+    return masks.Causal() & dense if is_causal else dense
 
 
 def _sow(module: Any, weights: Array, dtype: Any, in_float32: bool) -> None:
     weights = weights.astype(jnp.promote_types(dtype, jnp.float32) if in_float32 else dtype)
-    where = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(where, "attention_weights", weights)
+    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    module.sow(collection, "attention_weights", weights)

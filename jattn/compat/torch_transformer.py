@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.compat.weights import attention_from_torch, attention_to_torch
+from jattn.compat.weights import attention_from_torch, attention_to_torch, parameter
 
 
 # The sublayers in the order in which PyTorch numbers their layer norms.
@@ -45,7 +45,7 @@ def transformer_from_torch(state: Mapping[str, Any], num_heads: int) -> dict[str
             continue
         converted: dict[str, Any] = {"layers": {}}
         if f"{stack}.norm.weight" in rest:
-            converted["norm"] = _norm(rest, f"{stack}.norm")
+            converted["norm"] = _module(rest, f"{stack}.norm", "scale")
         n = 0
         while any(name.startswith(f"{stack}.layers.{n}.") for name in rest):
             converted["layers"][n] = _layer(rest, f"{stack}.layers.{n}.", sublayers, num_heads)
@@ -68,7 +68,7 @@ def transformer_to_torch(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]
     for stack in _SUBLAYERS.keys() & parameters.keys():
         stack_parameters = parameters[stack]
         if "norm" in stack_parameters:
-            state |= _norm_to_torch(stack_parameters["norm"], f"{stack}.norm")
+            state |= _module_to_torch(stack_parameters["norm"], f"{stack}.norm")
         for n, layer in stack_parameters["layers"].items():
             state |= _layer_to_torch(layer, f"{stack}.layers.{n}.", _SUBLAYERS[stack])
     return state
@@ -80,7 +80,7 @@ def _layer(
     """Removes one layer's parameters from `rest` and returns them under our names."""
     parameters: dict[str, Any] = {}
     for n, name in enumerate(sublayers, 1):
-        parameters[f"{name}_residual"] = {"norm": _norm(rest, f"{prefix}norm{n}")}
+        parameters[f"{name}_residual"] = {"norm": _module(rest, f"{prefix}norm{n}", "scale")}
         if name in _ATTENTION:
             attention_prefix = f"{prefix}{_ATTENTION[name]}."
             names = [x for x in rest if x.startswith(attention_prefix)]
@@ -88,7 +88,8 @@ def _layer(
             parameters[name] = attention_from_torch(parts, num_heads)
         else:
             parameters[name] = {
-                ours: _linear(rest, f"{prefix}{theirs}") for ours, theirs in _LINEAR.items()
+                ours: _module(rest, f"{prefix}{theirs}", "kernel")
+                for ours, theirs in _LINEAR.items()
             }
     return parameters
 
@@ -98,41 +99,26 @@ def _layer_to_torch(
 ) -> dict[str, np.ndarray]:
     state: dict[str, np.ndarray] = {}
     for n, name in enumerate(sublayers, 1):
-        state |= _norm_to_torch(layer[f"{name}_residual"]["norm"], f"{prefix}norm{n}")
+        state |= _module_to_torch(layer[f"{name}_residual"]["norm"], f"{prefix}norm{n}")
         if name in _ATTENTION:
             parts = attention_to_torch(layer[name])
             state |= {f"{prefix}{_ATTENTION[name]}.{part}": x for part, x in parts.items()}
         else:
             for ours, theirs in _LINEAR.items():
-                state |= _linear_to_torch(layer[name][ours], f"{prefix}{theirs}")
+                state |= _module_to_torch(layer[name][ours], f"{prefix}{theirs}")
     return state
 
 
-def _norm(rest: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {"scale": _pop(rest, f"{name}.weight"), **_bias(rest, name)}
+def _module(rest: dict[str, np.ndarray], name: str, weight: str) -> dict[str, np.ndarray]:
+    """Removes a norm's or a linear map's parameters from `rest`; `weight` is our name for its
+    weight."""
+    parameters = {weight: parameter(rest, f"{name}.weight").T}
+    del rest[f"{name}.weight"]
+    if f"{name}.bias" in rest:
+        parameters["bias"] = rest.pop(f"{name}.bias")
+    return parameters
 
 
-def _norm_to_torch(norm: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
-    return {f"{name}.weight": np.asarray(norm["scale"]), **_bias_to_torch(norm, name)}
-
-
-def _linear(rest: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {"kernel": _pop(rest, f"{name}.weight").T, **_bias(rest, name)}
-
-
-def _linear_to_torch(linear: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
-    return {f"{name}.weight": np.asarray(linear["kernel"]).T, **_bias_to_torch(linear, name)}
-
-
-def _bias(rest: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {"bias": rest.pop(f"{name}.bias")} if f"{name}.bias" in rest else {}
-
-
-def _bias_to_torch(parameters: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
-    return {f"{name}.bias": np.asarray(parameters["bias"])} if "bias" in parameters else {}
-
-
-def _pop(rest: dict[str, np.ndarray], name: str) -> np.ndarray:
-    if name not in rest:
-        raise ValueError(f"state: expected {name}, got {', '.join(rest)[:200]}")
-    return rest.pop(name)
+def _module_to_torch(parameters: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
+    names = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+    return {f"{name}.{names[ours]}": np.asarray(x).T for ours, x in parameters.items()}

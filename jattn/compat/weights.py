@@ -37,7 +37,7 @@ def attention_from_torch(
     arrays = {name: np.asarray(x) for name, x in state.items()}
     if "bias_k" in arrays or "bias_v" in arrays:
         raise ValueError("state: bias_k and bias_v have no counterpart in jattn.nn")
-    out = _get(arrays, "out_proj.weight")
+    out = parameter(arrays, "out_proj.weight")
     width = out.shape[0]
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads: expected a divisor of D = {width}, got {num_heads}")
@@ -45,7 +45,7 @@ def attention_from_torch(
     if "in_proj_weight" in arrays:
         kernels = np.split(arrays["in_proj_weight"], 3)
     else:
-        kernels = [_get(arrays, f"{name[0]}_proj_weight") for name in _PARTS]
+        kernels = [parameter(arrays, f"{name[0]}_proj_weight") for name in _PARTS]
     parameters: dict[str, dict[str, np.ndarray]] = {
         name: {"kernel": kernel.T.reshape(-1, *heads)}
         for name, kernel in zip(_PARTS, kernels, strict=True)
@@ -54,7 +54,7 @@ def attention_from_torch(
     if "in_proj_bias" in arrays:
         for name, bias in zip(_PARTS, np.split(arrays["in_proj_bias"], 3), strict=True):
             parameters[name]["bias"] = bias.reshape(heads)
-        parameters["out"]["bias"] = _get(arrays, "out_proj.bias")
+        parameters["out"]["bias"] = parameter(arrays, "out_proj.bias")
     return parameters
 
 
@@ -81,7 +81,8 @@ def attention_to_torch(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return state
 
 
-def _get(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def parameter(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Returns a parameter; raises ValueError if it is missing."""
     if name not in arrays:
-        raise ValueError(f"state: expected {name}, got {', '.join(arrays)}")
+        raise ValueError(f"state: expected {name}, got {', '.join(arrays)[:200]}")
     return arrays[name]

@@ -1,6 +1,6 @@
 """Types of arguments that several modules take."""
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from flax import nnx
@@ -18,19 +18,48 @@ Valid = Bool[Array | np.ndarray, "B T"] | None
 RandomSource = nnx.Rngs | nnx.RngStream | None
 
 
-class Run(TypedDict, total=False):
-    """How a module is run."""
+class RunOptions(TypedDict, total=False):
+    """The options of every call of a module.
+
+    deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
+    rngs: the source of dropout keys, from its stream `dropout`.
+    """
 
     deterministic: bool | None
     rngs: RandomSource
 
 
-class MemoryOptions(Run, total=False):
-    """The options of `MultiHeadAttention.attend_memory`."""
+class SelfOptions(RunOptions, total=False):
+    """The options of calls with self-attention: its mask, and the positions of its tokens."""
 
     mask: MaskLike
-    score: ScoreLike
     positions: Positions
+
+
+class CrossOptions(SelfOptions, total=False):
+    """The options of calls with self-attention and attention to a memory."""
+
+    cross_mask: MaskLike
+    memory_positions: Positions
+
+
+class StepOptions(RunOptions, total=False):
+    """The options of a step on a cache: the mask sees the cache's slots."""
+
+    mask: MaskLike
+    valid: Valid
+
+
+class CrossStepOptions(StepOptions, total=False):
+    """The options of a step on a cache with attention to a memory."""
+
+    cross_mask: MaskLike
+
+
+class MemoryOptions(SelfOptions, total=False):
+    """The options of `MultiHeadAttention.attend_memory`."""
+
+    score: ScoreLike
 
 
 class CallOptions(MemoryOptions, KeyPositions, total=False):
@@ -38,8 +67,14 @@ class CallOptions(MemoryOptions, KeyPositions, total=False):
 
 
 class CacheOptions(TypedDict, total=False):
-    """What the classes of `jattn.cache` are created with, each with its own."""
+    """The options of the classes of `jattn.cache`, besides their sizes."""
 
     chunk: int | None  # of a RollingCache
     page_size: int  # of a PagedCache
     num_pages: int | None  # of a PagedCache
+
+
+def run_options(call: Any) -> RunOptions:
+    """Returns the options of every call among those of one call."""
+    run: Any = {name: call[name] for name in RunOptions.__annotations__ if name in call}
+    return run

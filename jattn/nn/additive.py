@@ -19,7 +19,7 @@ from jattn.nn.module import Module
 class AdditiveAttention(Module):
     """Attention by a small network (Bahdanau, Cho and Bengio 2014), as in RNNsearch.
 
-    Scores are `score · tanh(query W + key U)`. Keys that stay the same while a decoder runs are
+    Scores are `score · tanh(query W + key U)`. Keys that do not change while a decoder runs are
     projected once: `attention.attend(state, attention.project_keys(memory), memory)`.
 
     Args:
@@ -61,7 +61,7 @@ class AdditiveAttention(Module):
         self.weights_tap = WeightsTap()
 
     def project_keys(self, key: Float[Array, "..."]) -> Float[Array, "*B S A"]:
-        """`[*B, S, key_features]` to `[*B, S, A]`."""
+        """Projects keys `[*B, S, key_features]` to `[*B, S, A]`."""
         check_features("key", key, "S, E", "key_features", self.key_features)
         key, kernel = promote((key, self.key[...]), dtype=self.dtype)
         return additive_keys(key, kernel)
@@ -74,7 +74,7 @@ class AdditiveAttention(Module):
         *,
         mask: MaskLike = None,
     ) -> Float[Array, "*B T V"]:
-        """As the call, with keys from `project_keys`."""
+        """Computes the call with keys from `project_keys`."""
         check_features("query", query, "T, D", "query_features", self.query_features)
         check_array("value", value, "[*B, S, V]", ndim=2)
         arrays = (query, projected_key, value, self.query[...], self.score[...])
@@ -95,7 +95,8 @@ class AdditiveAttention(Module):
         *,
         mask: MaskLike = None,
     ) -> Float[Array, "*B T V"]:
-        """`[*B, T, D]`, `[*B, S, E]` and `[*B, S, V]` (default: the keys) to `[*B, T, V]`."""
+        """Maps query `[*B, T, D]`, key `[*B, S, E]` and value `[*B, S, V]` (by default the keys) to
+        `[*B, T, V]`."""
         return self.attend(
             query, self.project_keys(key), key if value is None else value, mask=mask
         )

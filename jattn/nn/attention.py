@@ -1,4 +1,4 @@
-"""Multi-head attention as a module: parameters and wiring, the mathematics is called."""
+"""Multi-head attention as a module: its parameters, and its calls of `jattn.attention`."""
 
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -12,7 +12,7 @@ from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE
 from jattn._advised import advised_by
 from jattn._types import Keys, Output, Queries, Values
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
-from jattn.cache import Cache, DenseCache
+from jattn.cache import Cache, DenseCache, check_cache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
 from jattn.functions.integers import is_integer
@@ -37,28 +37,28 @@ _BEFORE_DROPOUT = WeightOptions.__annotations__.keys() - DropoutOptions.__annota
 class MultiHeadAttention(Module):
     """Multi-head attention (Vaswani et al. 2017): self, causal, cross or grouped.
 
-    With the names and the parameter layout of `flax.nnx.MultiHeadAttention`: kernels `query`
+    It has the names and the parameter layout of `flax.nnx.MultiHeadAttention`: kernels `query`
     `[D, N, H]`, `key` and `value` `[E, K, H]`, `out` `[N, H, out_features]`, and one bias each;
-    H = qkv_features / N. The same weights give the same output. Options beyond Flax's: values of
-    another size V, so that `value` is `[E, K, V]` and `out` `[N, V, out_features]`; `sinks`.
+    H = qkv_features / N. The same weights give the same output. Flax does not have `sinks`, or
+    values of another size V, for which `value` is `[E, K, V]` and `out` `[N, V, out_features]`.
 
     Args:
         num_heads: N; must divide qkv_features.
         in_features: D, the width of `inputs_q`.
         qkv_features: N·H, the width of all heads together; default D, or N·head_dim.
-        out_features: width of the output; default D.
+        out_features: the width of the output; default D.
         num_kv_heads: K, must divide N; query head n reads key head n // (N / K). Default N.
         in_kv_features: E, the width of `inputs_k` and `inputs_v`; default D.
         head_dim: H, of any size; default qkv_features / N.
         value_dim: V, the width of each head's values; default H.
-        scale: what query·key is multiplied with; default 1/√H.
+        scale: the factor of query·key; default 1/√H.
         sinks: a learned logit for each head, a parameter `[N]` that begins at 0, joins the
             softmax without a value (`sink` of `jattn.attention`).
-        dropout_rate: dropout on the attention weights.
+        dropout_rate: the rate of dropout on the attention weights.
         use_bias: whether the four projections have biases.
-        dtype: of the computation; default: of inputs and parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.Precision`.
+        dtype: the dtype of the computation, by default that of inputs and parameters together.
+        param_dtype: the dtype of the parameters.
+        precision: the precision of the matrix products, as in `jax.lax.Precision`.
         kernel_init: the initializer of the four kernels; default Lecun's, normally distributed.
         bias_init: the initializer of the four biases; default zeros.
         normalize_qk: normalise each head's queries and keys (Dehghani et al. 2023), by "layer"
@@ -68,13 +68,13 @@ class MultiHeadAttention(Module):
         mask, score: applied in every call, combined with the call's own by `&` and `>>`. Their
             arrays are constants; see `LearnedScore` for parameters.
         implementation: as in `jattn.attention`.
-        rngs: the parameters draw their keys from its stream `params`. A stream `dropout` in it is
-            kept, for calls that bring no `rngs` of their own.
+        rngs: the parameters draw their keys from its stream `params`. The module holds a fork of
+            its stream `dropout`, if there is one, for calls without `rngs`.
 
     Raises:
         TypeError: for an argument of the wrong type.
         ValueError: for a size that is not positive, for heads that do not divide a width or a
-            number of heads, for a `head_dim` that does not go with `qkv_features`, for a
+            number of heads, for a `head_dim` that does not fit `qkv_features`, for a
             `dropout_rate` outside [0, 1), and for an unknown name.
     """
 
@@ -145,22 +145,33 @@ class MultiHeadAttention(Module):
         check_size("value_dim", self.value_dim)
 
     def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
-        """Makes the projections, the norms and the sinks, of the sizes and options that are set."""
-        kv_sizes = (self.in_kv_features, self.num_kv_heads)
-        self.query = self._projection(
-            self.in_features, self.num_heads, self.head_dim, "heads", rngs
+        """Makes the projections, the norms and the sinks, from the attributes set before."""
+        names = ("embed", "kv_heads", "head_size")
+        self.query = self._linear(
+            self.in_features, (self.num_heads, self.head_dim), ("embed", "heads", "head_size"), rngs
         )
-        self.key = self._projection(*kv_sizes, self.head_dim, "kv_heads", rngs)
-        self.value = self._projection(*kv_sizes, self.value_dim, "kv_heads", rngs)
+        self.key = self._linear(
+            self.in_kv_features, (self.num_kv_heads, self.head_dim), names, rngs
+        )
+        self.value = self._linear(
+            self.in_kv_features, (self.num_kv_heads, self.value_dim), names, rngs
+        )
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
-        self.out = self._output(rngs)
+        heads = (self.num_heads, self.value_dim)
+        self.out = self._linear(
+            heads, self.out_features, ("heads", "head_size", "embed"), rngs, axis=(-2, -1)
+        )
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
 
-    def _linear(self, *sizes: Any, rngs: nnx.Rngs, **options: Any) -> nnx.LinearGeneral:
+    def _linear(
+        self, inputs: Any, outputs: Any, names: tuple[str, ...], rngs: nnx.Rngs, **options: Any
+    ) -> nnx.LinearGeneral:
+        """Makes a projection; `names` are the logical names of its kernel's axes."""
         return nnx.LinearGeneral(
-            *sizes,
+            inputs,
+            outputs,
             use_bias=self.use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
@@ -169,46 +180,25 @@ class MultiHeadAttention(Module):
             bias_init=self.bias_init,
             promote_dtype=promote,
             dot_general=product,
+            kernel_metadata=sharded(*names),
+            bias_metadata=sharded(*names[-np.size(outputs) :]),
             rngs=rngs,
             **options,
         )
 
-    def _projection(
-        self, features: int, heads: int, size: int, name: str, rngs: nnx.Rngs
-    ) -> nnx.LinearGeneral:
-        return self._linear(
-            features,
-            (heads, size),
-            kernel_metadata=sharded("embed", name, "head_size"),
-            bias_metadata=sharded(name, "head_size"),
-            rngs=rngs,
-        )
-
-    def _output(self, rngs: nnx.Rngs) -> nnx.LinearGeneral:
-        return self._linear(
-            (self.num_heads, self.value_dim),
-            self.out_features,
-            axis=(-2, -1),
-            kernel_metadata=sharded("heads", "head_size", "embed"),
-            bias_metadata=sharded("embed"),
-            rngs=rngs,
-        )
-
     def _norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
+        """Makes the normalisation of queries or keys, if there is one."""
+        if not self.normalize_qk:
+            return None
         options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
-        match self.normalize_qk:
-            case False:
-                return None
-            case "layer":
-                return LayerNorm(self.head_dim, axis="head_size", use_bias=False, **options)
-            case "rms":
-                return RMSNorm(self.head_dim, axis="head_size", **options)
-        raise AssertionError(self.normalize_qk)
+        if self.normalize_qk == "rms":
+            return RMSNorm(self.head_dim, axis="head_size", **options)
+        return LayerNorm(self.head_dim, axis="head_size", use_bias=False, **options)
 
     def project_queries(
         self, inputs_q: Float[Array, "..."], positions: Positions = None
     ) -> Queries:
-        """Queries `[*B, T, N, H]` as they enter the scores: projected, normalised, rotated."""
+        """Returns the projected, normalised and rotated queries `[*B, T, N, H]`."""
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         return self._normalised_and_rotated(self.query(inputs_q), self.query_ln, positions)
 
@@ -218,7 +208,8 @@ class MultiHeadAttention(Module):
         inputs_v: Float[Array, "..."] | None = None,
         positions: Positions = None,
     ) -> tuple[Keys, Values]:
-        """Keys `[*B, S, K, H]` as they enter the scores, and values `[*B, S, K, V]`."""
+        """Returns the projected, normalised and rotated keys `[*B, S, K, H]`, and the projected
+        values `[*B, S, K, V]`."""
         inputs_v = inputs_k if inputs_v is None else inputs_v
         check_features("inputs_k", inputs_k, "S, E", "in_kv_features", self.in_kv_features)
         check_features("inputs_v", inputs_v, "S, E", "in_kv_features", self.in_kv_features)
@@ -245,8 +236,8 @@ class MultiHeadAttention(Module):
         value: Values,
         **call: Unpack[CallOptions],
     ) -> Output:
-        """What the heads read, `[*B, T, N, V]`, from projected queries, keys and values; options
-        as in a call."""
+        """Computes the heads' results `[*B, T, N, V]` from projected queries, keys and values;
+        options as in a call."""
         options: Options = {
             **self._options(call),
             "q_positions": call.get("positions"),
@@ -258,14 +249,14 @@ class MultiHeadAttention(Module):
         return self._attention(query, key, value, **options)
 
     def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
-        """What `attend` calls: `jattn.attention`, with its options.
+        """Computes `jattn.attention` for `attend`.
 
-        A subclass may have it computed otherwise, such as by `jattn.parallel.attention`.
+        A subclass may override it, for instance by `jattn.parallel.attention`.
         """
         return attention(query, key, value, **options)
 
     def _options(self, call: MemoryOptions) -> CachedOptions:
-        """What the module and a call of it together ask of `attention`, but for positions."""
+        """Returns the options of `attention`, except for positions, of the module and the call."""
         dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
         return {
             "mask": self._mask(call.get("mask")),
@@ -278,17 +269,17 @@ class MultiHeadAttention(Module):
             "implementation": self.implementation,
         }
 
-    def _mask(self, given: MaskLike) -> Mask | None:
+    def _mask(self, of_call: MaskLike) -> Mask | None:
         if self.mask is None:
-            return None if given is None else as_mask(given)
-        return self.mask() if given is None else self.mask() & given
+            return None if of_call is None else as_mask(of_call)
+        return self.mask() if of_call is None else self.mask() & of_call
 
-    def _score(self, given: ScoreLike) -> ScoreFunction | None:
-        kept: Any = self.score
-        score = as_score(given)
-        if kept is None:
+    def _score(self, of_call: ScoreLike) -> ScoreFunction | None:
+        of_module: Any = self.score
+        score = as_score(of_call)
+        if of_module is None:
             return score
-        return kept() if score is None else kept() >> score
+        return of_module() if score is None else of_module() >> score
 
     @overload
     def __call__(
@@ -323,33 +314,33 @@ class MultiHeadAttention(Module):
         valid: Valid = None,
         **options: Unpack[CallOptions],
     ) -> Float[Array, "*B T out"] | tuple[Float[Array, "B T out"], _Cache]:
-        """Attends from `inputs_q` to `inputs_k`, or to itself where that is None.
+        """Attends from `inputs_q` to `inputs_k`, or to `inputs_q` itself if that is None.
 
         Args:
             inputs_q: `[*B, T, D]`.
-            inputs_k: `[*B, S, E]`; None is self-attention.
-            inputs_v: `[*B, S, E]`; None takes `inputs_k`.
+            inputs_k: `[*B, S, E]`; None means self-attention.
+            inputs_v: `[*B, S, E]`; None means `inputs_k`.
             mask: True where a query may attend; boolean arrays have the full rank `[*B, N, T, S]`.
             score: a score function.
             positions: `[*B, T]` or `[T]`, default `arange(T)`; in self-attention also the keys'.
             kv_positions: `[*B, S]` or `[S]`, default `arange(S)`.
-            cache: what came before `inputs_q [B, T, D]` in self-attention; it also knows the
-                positions.
+            cache: the keys and values of the tokens before `inputs_q [B, T, D]` in self-attention;
+                it also knows the positions.
             valid: bool `[B, T]`, False for padding, which the cache leaves out.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
-            rngs: where dropout draws its key, the stream `dropout`.
+            rngs: the source of the dropout key, from its stream `dropout`.
 
         Returns:
-            `[*B, T, out_features]`; with a cache `(that, the cache with T more tokens)`.
+            `[*B, T, out_features]`; with a cache a pair of it and the cache with T more tokens.
 
         Raises ValueError for inputs of the wrong width, for dropout without random numbers, and for
-        what does not go with a cache.
+        arguments that exclude a cache.
         """
         positions, kv_positions = options.get("positions"), options.get("kv_positions")
         if cache is not None:
-            _check_is_cache("cache", cache)
-            others = {"inputs_k": inputs_k, "inputs_v": inputs_v}
-            _check_with_cache(others | {"positions": positions, "kv_positions": kv_positions})
+            check_cache("cache", cache)
+            excluded = {"inputs_k": inputs_k, "inputs_v": inputs_v}
+            _check_with_cache(excluded | {"positions": positions, "kv_positions": kv_positions})
             return self._extend(inputs_q, cache, valid, options)
         if valid is not None:
             raise ValueError("valid: expected a cache to go with it, got None")
@@ -382,10 +373,10 @@ class MultiHeadAttention(Module):
         dtype: Dtype | None = None,
         **options: Unpack[CacheOptions],
     ) -> Cache:
-        """A cache for self-attention over up to `length` tokens in each of `batch` rows.
+        """Makes a cache for self-attention over up to `length` tokens in each of `batch` rows.
 
-        `kind` is a class of `jattn.cache`, and `options` go to its `create`; for a `RollingCache`
-        the length is that of its window. `dtype` is by default that of the module.
+        `kind` is a class of `jattn.cache`, and `options` are those of its `create`; for a
+        `RollingCache` the length is that of its window. `dtype` is by default that of the module.
         """
         dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
         if not (isinstance(kind, type) and issubclass(kind, Cache)):
@@ -397,7 +388,7 @@ class MultiHeadAttention(Module):
     def _extend(
         self, inputs_q: Float[Array, "B T D"], cache: _Cache, valid: Valid, call: CallOptions
     ) -> tuple[Float[Array, "B T out"], _Cache]:
-        """Self-attention of further tokens, and the cache that holds them too."""
+        """Computes self-attention of further tokens; returns it and the extended cache."""
         self._check_not_captured()
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         positions = cache.next_positions(inputs_q.shape[1], valid)
@@ -413,10 +404,10 @@ class MultiHeadAttention(Module):
         lengths: Int[Array | np.ndarray, " B"] | None = None,
         positions: Positions = None,
     ) -> DenseCache:
-        """Keys and values of `inputs_k [B, S, E]`, projected once for `attend_memory`.
+        """Projects keys and values of `inputs_k [B, S, E]` once for `attend_memory`.
 
-        `lengths [B]` says how many of the S are real, by default all. `positions` are `[B, S]` or
-        `[S]`, by default `arange(S)`.
+        `lengths [B]` is the number of real positions in each row, by default S. `positions` are
+        `[B, S]` or `[S]`, by default `arange(S)`.
         """
         return DenseCache.of(*self.project_keys_values(inputs_k, None, positions), lengths)
 
@@ -427,13 +418,13 @@ class MultiHeadAttention(Module):
         memory: Cache,
         **call: Unpack[MemoryOptions],
     ) -> Float[Array, "B T out"]:
-        """Attends to what `project_memory` has projected, as the call does to `inputs_k`.
+        """Attends to the result of `project_memory`, as the call does to `inputs_k`.
 
         Maps `inputs_q [B, T, D]` to `[B, T, out_features]`. `positions` are the queries' `[B, T]`
         or `[T]`, by default `arange(T)`.
         """
         self._check_not_captured()
-        _check_is_cache("memory", memory)
+        check_cache("memory", memory)
         positions = call.get("positions")
         query = self.project_queries(inputs_q, positions)
         if positions is None:
@@ -447,7 +438,7 @@ class MultiHeadAttention(Module):
 
 
 def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim: int | None) -> Any:
-    """The width of all heads together, from what of it is given."""
+    """Returns the width of all heads together."""
     if head_dim is None:
         return in_features if qkv_features is None else qkv_features
     check_size("head_dim", head_dim)
@@ -463,7 +454,7 @@ def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim:
 def _check_options(
     scale: Any, precision: Any, normalize_qk: Any, rotary: Any, implementation: Any
 ) -> None:
-    """Raises TypeError or ValueError for what these options of a module cannot be."""
+    """Raises TypeError or ValueError for invalid options of a module."""
     if hasattr(scale, "dtype"):
         raise TypeError("scale: expected a Python number, got an array")
     if scale is not None:
@@ -476,7 +467,7 @@ def _check_options(
 
 
 def _score_module(score: Any) -> nnx.Module | None:
-    """A score function as a part of a module: its arrays are variables."""
+    """Returns a score function as a module whose variables are its arrays."""
     score = score if isinstance(score, nnx.Module) else as_score(score)
     return PytreeVariables(score) if isinstance(score, ScoreFunction) else score
 
@@ -488,14 +479,9 @@ def _check_divides(name: str, value: int, of: str, total: int) -> None:
         raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {shown(value)}")
 
 
-def _check_is_cache(name: str, value: Any) -> None:
-    if not isinstance(value, Cache):
-        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
-
-
 def _check_with_cache(arguments: dict[str, Any]) -> None:
-    for name, given in arguments.items():
-        if given is not None:
+    for name, argument in arguments.items():
+        if argument is not None:
             raise ValueError(
                 f"{name}: expected None: a call with a cache is self-attention, "
                 f"and the cache knows the positions; got an array"

@@ -1,4 +1,4 @@
-"""Attention weights of a model's call: the tap that they pass through, and what reads it."""
+"""Captures the attention weights of a call of a model."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -18,14 +18,14 @@ class AttentionWeights(nnx.Intermediate):
 
 
 class WeightsTap(Module):
-    """Identity, through which attention weights pass while somebody captures them.
+    """The identity, which attention weights pass so that they can be captured.
 
-    Open inside `nnx.capture(..., AttentionWeights)`, and so inside `capture_weights`.
+    It is open inside `nnx.capture(..., AttentionWeights)`, and so inside `capture_weights`.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody captures the weights of this call."""
+        """Whether the weights of this call are captured."""
         captures = getattr(self, "__captures__", ())
         return any(type(capture) is AttentionWeights for capture in captures)
 
@@ -37,15 +37,15 @@ class WeightsTap(Module):
 def capture_weights(
     model: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> dict[str, Weights]:
-    """Every attention's weights in one call of a module or of a module's method.
+    """Returns the weights of every attention in one call of a module or of its method.
 
         weights = capture_weights(model, source, target, cross_mask=padding)
         weights["decoder/layers/0/cross_attention"]  # [*B, N, T, S]
 
-    Weights are those after the softmax and before dropout, by the path of the module that made
-    them; a second call of the same module adds `[1]` to its path, and so on. They are computed
-    for this purpose (T×S each), the output that the model goes on with is the usual one. Under
-    a transformation call it inside, with the model an argument of the transformed function.
+    The keys are the paths of the attention modules; a second call of the same module adds `[1]` to
+    its path, and so on. The values are the weights after the softmax and before dropout. They are
+    computed in addition (T×S each); the model's own output is computed as usual. Under a
+    transformation, call it inside, with the model as an argument of the transformed function.
     """
     module = model if isinstance(model, nnx.Module) else getattr(model, "__self__", None)
     if not isinstance(module, nnx.Module):
@@ -53,7 +53,7 @@ def capture_weights(
     try:
         _, captured = nnx.capture(model, AttentionWeights)(*args, **kwargs)
     finally:
-        # nnx.capture leaves its mark on the modules when the call raises.
+        # nnx.capture leaves its attribute on the modules if the call raises.
         for _, part in nnx.iter_modules(module):
             if hasattr(part, "__captures__"):
                 delattr(part, "__captures__")

@@ -1,4 +1,4 @@
-"""The checks of arguments that several modules make; what they raise names the argument."""
+"""Checks of arguments that several modules make; their errors name the argument."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def check_module(
     functions: dict[str, Any] | None = None,
     **sizes: Any,
 ) -> None:
-    """What every module is made from: random numbers, dtypes, initialisers and sizes.
+    """Checks the random streams, dtypes, functions and sizes of which a module is made.
 
     Raises TypeError and ValueError, naming the argument.
     """

@@ -12,8 +12,13 @@ from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
-from jattn.masks import MaskLike
-from jattn.nn._types import CacheOptions, Ids, Positions, RandomSource, Valid
+from jattn.nn._types import (
+    CacheOptions,
+    Ids,
+    SelfOptions,
+    StepOptions,
+    run_options,
+)
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
@@ -27,7 +32,13 @@ from jattn.nn.embedding import (
 )
 from jattn.nn.layers import Dropout
 from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.transformer import EncoderLayer, LayerArguments, LayerOptions, causal_and
+from jattn.nn.transformer import (
+    EncoderLayer,
+    LayerArguments,
+    LayerOptions,
+    causal_and,
+    step_layers,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,47 +49,34 @@ class DecoderOnlyOptions(LayerOptions):
 
 
 class DecoderOnlyLayer(EncoderLayer):
-    """Causal self-attention and a feed-forward network, each with a way around it.
+    """Causal self-attention and a feed-forward network, each with a residual connection around it.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
-    @advised_by(DECODER_ONLY_ADVICE)
+    @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
     def __call__(
-        self,
-        x: Float[Array, "*B T D"],
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "*B T D"], **call: Unpack[SelfOptions]
     ) -> Float[Array, "*B T D"]:
-        """`mask` goes beside the causal one."""
-        run = {"deterministic": deterministic, "rngs": rngs}
-        return super().__call__(x, mask=causal_and(mask), positions=positions, **run)
+        """`mask` is combined with the causal mask."""
+        call["mask"] = causal_and(call.get("mask"))
+        return super().__call__(x, **call)
 
+    @advised_by({}, StepOptions)
     def step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: Cache,
-        *,
-        mask: MaskLike = None,
-        valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "B T D"], cache: Cache, **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """As the call, for T further tokens; masks see the cache's slots."""
+        """Computes the layer for T further tokens; masks see the cache's slots."""
         check_features("x", x, "T, D", "features", self.features)
-        run = {"deterministic": deterministic, "rngs": rngs}
-        grown = cache
+        call["mask"] = causal_and(call.get("mask"))
+        extended = cache
 
         def attend(x: Array) -> Array:
-            nonlocal grown
-            options = {"mask": causal_and(mask), "valid": valid, **run}
-            y, grown = self.self_attention(x, cache=cache, **options)
+            nonlocal extended
+            y, extended = self.self_attention(x, cache=cache, **call)
             return y
 
-        return self._sublayers(x, attend, **run), grown
+        return self._sublayers(x, attend, **run_options(call)), extended
 
 
 class DecoderOnly(Module):
@@ -95,24 +93,24 @@ class DecoderOnly(Module):
     After Radford et al. 2019 and Touvron et al. 2023. `jattn.generate` writes text with it.
 
     Args:
-        vocabulary: how many tokens there are.
+        vocabulary: the number of tokens.
         features: D, the width of the model.
-        num_heads, feed_forward: of every layer.
-        num_layers: how many.
-        num_kv_heads, head_dim: of the attention, as in `MultiHeadAttention`.
+        num_heads, feed_forward: the number of heads and the inner width of every layer.
+        num_layers: the number of layers.
+        num_kv_heads, head_dim: options of the attention, as in `MultiHeadAttention`.
         positions: "rotary", or a `Rotary` with options, turns queries and keys; "learned" or
             "sinusoidal" vectors are added to the embedded tokens; None adds nothing, so that the
             causal mask alone tells the order.
-        max_length: of learned positions.
+        max_length: the number of learned positions.
         tie_embeddings: whether the embedding is the output projection too.
         scale_embeddings: whether embedded tokens are multiplied by √D, as in Vaswani et al. 2017.
             False is for the weights of GPT-2 and Llama.
-        embedding_init: of the embedding and of learned positions, `[rows, D]`.
-        options: those of `DecoderOnlyOptions`. What else the attention can do is said there:
+        embedding_init: the initializer of the embedding and of learned positions, `[rows, D]`.
+        options: those of `DecoderOnlyOptions`. Further options of the attention are set there:
             `self_attention=functools.partial(MultiHeadAttention, sinks=True)`. The arguments above
-            go before those of such a function.
+            override those of such a function.
 
-    Raises ValueError for sizes that do not go together.
+    Raises ValueError for sizes that do not fit together.
     """
 
     __signature__: Any = ConstructorSignature(DecoderOnlyOptions)
@@ -139,10 +137,10 @@ class DecoderOnly(Module):
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
     ):
-        given = DecoderOnlyOptions(**options)
+        settings = DecoderOnlyOptions(**options)
         check_module(
             rngs,
-            **given.dtypes,
+            **settings.dtypes,
             functions={"embedding_init": embedding_init},
             vocabulary=vocabulary,
             features=features,
@@ -154,67 +152,49 @@ class DecoderOnly(Module):
         check_flag("tie_embeddings", tie_embeddings)
         rotary = _rotary(positions)
         added = positions if isinstance(positions, str) and rotary is None else None
-        tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
+        tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.vocabulary = vocabulary
         self.tokens = TokenEmbedding(
             vocabulary, features, scale_embeddings=scale_embeddings, **tables
         )
         self.positions = position_vectors(added, max_length, features, tables)
-        self.dropout = Dropout(given.dropout_rate, rngs=rngs)
+        self.dropout = Dropout(settings.dropout_rate, rngs=rngs)
         wanted = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rotary": rotary}
         wanted = {name: value for name, value in wanted.items() if value is not None}
-        attention = functools.partial(given.self_attention, **wanted)
-        given = dataclasses.replace(given, self_attention=attention)
-        every: Any = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+        attention = functools.partial(settings.self_attention, **wanted)
+        layer_options: Any = {**vars(settings), "self_attention": attention}
         self.layers = nnx.List(
-            DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **every)
+            DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **layer_options)
             for _ in range(num_layers)
         )
-        self.norm = given.make_final_norm(features, rngs)
-        output = {"use_bias": given.use_bias, "rngs": rngs, **given.matrices}
+        self.norm = settings.make_final_norm(features, rngs)
+        output = {"use_bias": settings.use_bias, "rngs": rngs, **settings.matrices}
         self.output = None if tie_embeddings else OutputProjection(features, vocabulary, **output)
 
-    @advised_by(DECODER_ONLY_ADVICE)
-    def __call__(
-        self,
-        tokens: Ids,
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
-    ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, vocabulary]` of tokens `[*B, T]`; the arguments are those of
-        `features`."""
-        run = {"deterministic": deterministic, "rngs": rngs}
-        return self.logits(self.features(tokens, mask=mask, positions=positions, **run))
+    @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
+    def __call__(self, tokens: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B T vocabulary"]:
+        """Logits `[*B, T, vocabulary]` of tokens `[*B, T]`; arguments are those of `features`."""
+        return self.logits(self.features(tokens, **call))
 
-    def features(
-        self,
-        tokens: Ids,
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
-    ) -> Float[Array, "*B T D"]:
-        """What `logits` reads: `[*B, T, D]`, for losses that do without all logits at once.
+    @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
+    def features(self, tokens: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B T D"]:
+        """Returns the input of `logits`, `[*B, T, D]`, for losses that need not hold all logits.
 
         Args:
             tokens: integers `[*B, T]`.
-            mask: beside the causal one, such as `masks.Segments` for packed documents.
+            mask: combined with the causal mask, such as `masks.Segments` for packed documents.
             positions: `[*B, T]` or `[T]`, default `arange(T)`.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
-            rngs: where dropout draws its keys, the stream `dropout`.
+            rngs: the source of dropout keys, from its stream `dropout`.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        x = self.dropout(embedded(tokens, self.tokens, self.positions, positions), **run)
+        x = embedded(tokens, self.tokens, self.positions, call.get("positions"))
+        x = self.dropout(x, **run_options(call))
         for layer in self.layers:
-            x = layer(x, mask=mask, positions=positions, **run)
+            x = layer(x, **call)
         return x if self.norm is None else self.norm(x)
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
-        """The output projection, or the tied embedding."""
+        """Applies the output projection, or the tied embedding."""
         return self.tokens.attend(features) if self.output is None else self.output(features)
 
     @property
@@ -232,7 +212,7 @@ class DecoderOnly(Module):
         dtype: Dtype | None = None,
         **options: Unpack[CacheOptions],
     ) -> list[Cache]:
-        """Empty caches, one for each layer, for `step` over up to `length` tokens in each row.
+        """Returns empty caches, one for each layer, for `step` over up to `length` tokens per row.
 
         `kind`, `dtype` and `options` are those of `MultiHeadAttention.empty_cache`.
 
@@ -248,17 +228,11 @@ class DecoderOnly(Module):
             for layer in layers
         ]
 
+    @advised_by({}, StepOptions)
     def step(
-        self,
-        tokens: Ids,
-        caches: list[Cache],
-        *,
-        mask: MaskLike = None,
-        valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, tokens: Ids, caches: list[Cache], **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T vocabulary"], list[Cache]]:
-        """Further tokens `[B, T]`, any number, to logits and the caches grown by them.
+        """Maps further tokens `[B, T]`, any number, to logits and the extended caches.
 
             caches = model.start(2, 512)
             logits, caches = model.step(prompt, caches)
@@ -266,21 +240,17 @@ class DecoderOnly(Module):
 
         `valid [B, T]` is False for padding; `mask` is as in the call, over the caches' slots.
         """
-        layers: Any = self.layers
-        _check_caches(caches, len(layers))
+        _check_caches(caches, len(self.layers))
         check_integers("tokens", tokens)
-        run = {"deterministic": deterministic, "rngs": rngs}
-        positions = caches[0].next_positions(tokens.shape[-1], valid)
-        x = self.dropout(embedded(tokens, self.tokens, self.positions, positions), **run)
-        grown = []
-        for layer, cache in zip(layers, caches, strict=True):
-            x, one = layer.step(x, cache, mask=mask, valid=valid, **run)
-            grown.append(one)
-        return self.logits(x if self.norm is None else self.norm(x)), grown
+        positions = caches[0].next_positions(tokens.shape[-1], call.get("valid"))
+        x = embedded(tokens, self.tokens, self.positions, positions)
+        x = self.dropout(x, **run_options(call))
+        x, caches = step_layers(self.layers, self.norm, x, caches, **call)
+        return self.logits(x), caches
 
 
 def _rotary(positions: Any) -> Rotary | AxialRotary | None:
-    """What turns queries and keys, if anything does."""
+    """Returns the rotation of queries and keys, or None."""
     if isinstance(positions, Rotary | AxialRotary):
         return positions
     check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))

@@ -23,12 +23,27 @@ from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, si
 DEFAULT_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
 
 
-def _table(axis: str, value: Float[Array, "rows D"]) -> nnx.Param[Array]:
-    return nnx.Param(value, **sharded(axis, "embed"))
+def _table(
+    axis: str,
+    init: dict[str, Initializer],
+    sizes: dict[str, int],
+    dtype: Dtype | None,
+    param_dtype: Dtype,
+    rngs: nnx.Rngs,
+) -> tuple[nnx.Param[Array], Any]:
+    """Makes a table `[rows, D]`, and returns it with the dtype of the computation.
+
+    `init` and `sizes` are by the names of arguments, which are checked; `axis` is the logical name
+    of the rows.
+    """
+    check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=init, **sizes)
+    (initializer,) = init.values()
+    value = initializer(rngs.params(), tuple(sizes.values()), param_dtype)
+    return nnx.Param(value, **sharded(axis, "embed")), param_dtype if dtype is None else dtype
 
 
 def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
-    """Known indices are checked at once; traced ones give NaN where they are out of range."""
+    """Raises ValueError if known indices are out of range; traced ones give NaN there."""
     check_integers(name, indices)
     least, greatest = known_range(indices) or (0, 0)
     if least < 0 or greatest >= size:
@@ -38,11 +53,11 @@ def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
 
 
 class TokenEmbedding(Module):
-    """A table of vectors `[vocabulary, D]`, read by token and multiplied by √D.
+    """A table of vectors `[vocabulary, D]`, indexed by token and multiplied by √D.
 
     The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
     entries of variance 1, and through `attend` as output projection, with entries of variance 1/D.
-    With `scale_embeddings=False` vectors are read as they are, as those of GPT-2 and Llama are.
+    With `scale_embeddings=False` vectors are not multiplied, as in GPT-2 and Llama.
     """
 
     def __init__(
@@ -56,28 +71,18 @@ class TokenEmbedding(Module):
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
-        check_module(
-            rngs,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            functions={"embedding_init": embedding_init},
-            vocabulary=vocabulary,
-            features=features,
-        )
+        init = {"embedding_init": embedding_init}
+        sizes = {"vocabulary": vocabulary, "features": features}
         check_flag("scale_embeddings", scale_embeddings)
         self.vocabulary = vocabulary
         self.features = features
         self.scale_embeddings = scale_embeddings
-        self.dtype = param_dtype if dtype is None else dtype
-        self.embedding = _table(
-            "vocabulary", embedding_init(rngs.params(), (vocabulary, features), param_dtype)
-        )
+        self.embedding, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
 
     def __call__(self, ids: Ids) -> Float[Array, "... D"]:
-        """Ids `[*B, T]` to vectors `[*B, T, D]`.
+        """Maps ids `[*B, T]` to vectors `[*B, T, D]`.
 
-        Raises ValueError for ids outside the vocabulary where they are known; traced ids that
-        are outside give vectors of NaN.
+        Raises ValueError for known ids outside the vocabulary; traced ones give vectors of NaN.
         """
         _check_range("ids", ids, "vocabulary", self.vocabulary)
         rows = learned(self.embedding[...].astype(self.dtype), jnp.asarray(ids))
@@ -86,15 +91,15 @@ class TokenEmbedding(Module):
         return rows * jnp.asarray(math.sqrt(self.features), self.dtype)
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
-        """Logits `[*B, T, vocabulary]`: products of `[*B, T, D]` with the unscaled vectors."""
+        """Returns logits `[*B, T, vocabulary]`, the products of x with the unscaled vectors."""
         check_features("x", x, "T, D", "features", self.features)
         return _logits(x, self.embedding[...], self.dtype)
 
 
 class OutputProjection(Module):
-    """Vectors `[*B, T, D]` to logits `[*B, T, vocabulary]`.
+    """A map of vectors `[*B, T, D]` to logits `[*B, T, vocabulary]`.
 
-    The kernel is stored `[vocabulary, D]`, as embeddings are.
+    The kernel is stored as `[vocabulary, D]`, like embeddings.
     """
 
     def __init__(
@@ -108,20 +113,11 @@ class OutputProjection(Module):
         kernel_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
-        check_module(
-            rngs,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            functions={"kernel_init": kernel_init},
-            features=features,
-            vocabulary=vocabulary,
-        )
+        sizes = {"vocabulary": vocabulary, "features": features}
+        init = {"kernel_init": kernel_init}
         check_flag("use_bias", use_bias)
         self.features = features
-        self.dtype = param_dtype if dtype is None else dtype
-        self.kernel = _table(
-            "vocabulary", kernel_init(rngs.params(), (vocabulary, features), param_dtype)
-        )
+        self.kernel, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
         bias = nnx.Param(jnp.zeros((vocabulary,), param_dtype), **sharded("vocabulary"))
         self.bias = bias if use_bias else None
 
@@ -159,22 +155,13 @@ class LearnedPositions(Module):
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
     ):
-        check_module(
-            rngs,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            functions={"embedding_init": embedding_init},
-            max_length=max_length,
-            features=features,
-        )
+        init = {"embedding_init": embedding_init}
+        sizes = {"max_length": max_length, "features": features}
         self.max_length = max_length
-        self.dtype = param_dtype if dtype is None else dtype
-        self.embedding = _table(
-            "positions", embedding_init(rngs.params(), (max_length, features), param_dtype)
-        )
+        self.embedding, self.dtype = _table("positions", init, sizes, dtype, param_dtype, rngs)
 
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
-        """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end.
+        """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end.
 
         Raises ValueError for positions known to lie past `max_length`; traced ones give NaN.
         """
@@ -194,14 +181,15 @@ class SinusoidalPositions(Module):
         self.dtype = dtype
 
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
-        """Positions `[*B, T]` or `[T]` to vectors with an axis D at the end."""
+        """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end."""
         return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)
 
 
 def position_vectors(
     kind: str | None, max_length: int, features: int, tables: dict[str, Any]
 ) -> LearnedPositions | SinusoidalPositions | None:
-    """What adds positions of this kind to tokens; `tables` is what token tables are made with."""
+    """Makes the vectors of positions that are added to tokens; `tables` are the options of token
+    embeddings."""
     match kind:
         case None:
             return None
@@ -219,22 +207,24 @@ def embedded(
     encoding: LearnedPositions | SinusoidalPositions | None,
     positions: Positions,
 ) -> Float[Array, "*B T D"]:
-    """Ids `[*B, T]` as vectors, with those of their positions added where there is an encoding."""
+    """Returns the vectors of ids `[*B, T]`, plus those of their positions if there is an
+    `encoding`."""
     x = tokens(ids)
     if encoding is None:
         return x
-    # NumPy's arange stays known under jit, so that a length past max_length raises.
-    given = np.arange(ids.shape[-1], dtype=np.int32) if positions is None else positions
-    check_array("positions", given, "[*B, T]", "integer")
-    if given.shape not in (ids.shape, ids.shape[-1:]):
-        got = list(given.shape)
+    if positions is None:
+        # NumPy's arange stays known under jit, so that a length past max_length raises.
+        positions = np.arange(ids.shape[-1], dtype=np.int32)
+    check_array("positions", positions, "[*B, T]", "integer")
+    if positions.shape not in (ids.shape, ids.shape[-1:]):
+        got = list(positions.shape)
         raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
-    return x + jnp.broadcast_to(encoding(given), x.shape)
+    return x + jnp.broadcast_to(encoding(positions), x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding of queries and keys (Su et al. 2021), the first `size` channels.
+    """Rotary position embedding of the first `size` channels of queries and keys (Su et al. 2021).
 
     `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved"). `scaling`
     is for texts longer than those of the training.
@@ -253,8 +243,8 @@ class Rotary:
 class AxialRotary:
     """Rotary position embedding by row and column, for images read line by line (Heo et al. 2024).
 
-    Position p is that of row p // width and column p % width. Half of the channels are rotated by
-    the row, and half by the column.
+    Position p means row p // width and column p % width. The row rotates half of the channels, the
+    column the other half.
     """
 
     width: int

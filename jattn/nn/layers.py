@@ -1,18 +1,18 @@
-"""What the modules are made of: norms, dropout, the feed-forward network, logical axes.
+"""The parts of modules: norms, dropout, the feed-forward network, logical axes.
 
-Every parameter carries the logical names of its axes in its `out_sharding` metadata (the words
-of `LOGICAL_AXES`); `nnx.get_partition_spec` turns them into a mesh's axes under
+Every parameter carries the logical names of its axes (those of `LOGICAL_AXES`) in its
+`out_sharding` metadata; `nnx.get_partition_spec` translates them to axes of a mesh under
 `nnx.logical_axis_rules`. Nothing is placed on a mesh at creation, so none is needed.
 
-Dropout draws from the stream `dropout` of the `rngs` given to the call. A stream of that very
-name among the `rngs` given to the constructor is forked, kept, and serves the calls that bring
-none; a default stream is not kept, so that a model owns random state only on request. A loss
-that is differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(dropout=key)`.
+Dropout draws from the stream `dropout` of the `rngs` passed to a call. If the `rngs` passed to the
+constructor have a stream of exactly this name, the module holds a fork of it for calls without
+`rngs`; it holds no default stream, so that a model has random state only on request. A loss that is
+differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(dropout=key)`.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -43,21 +43,22 @@ LOGICAL_AXES = (
 LECUN = nnx.initializers.lecun_normal()
 GLOROT = nnx.initializers.xavier_uniform()
 ZEROS = nnx.initializers.zeros_init()
-ONES = nnx.initializers.ones_init()
 
 _Arrays = TypeVar("_Arrays", bound=tuple)
 
 
 def sharded(*names: str | None) -> dict[str, Any]:
-    """Metadata of a parameter whose axes have these logical names (None: never split)."""
+    """Returns the metadata of a parameter whose axes have these logical names (None: never
+    sharded)."""
     return {"out_sharding": names, "eager_sharding": False}
 
 
 def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = True) -> _Arrays:
-    """The arrays in `dtype`, or in the dtype that NumPy's rules give them; None stays None.
+    """Converts arrays to `dtype`, by default to their common dtype by NumPy's rules; None stays
+    None.
 
-    Flax's own function obeys `jax_numpy_dtype_promotion="strict"`, under which bfloat16 inputs
-    could not meet float32 parameters.
+    Flax's own function obeys `jax_numpy_dtype_promotion="strict"`, which rejects bfloat16 inputs
+    with float32 parameters.
     """
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
@@ -66,53 +67,50 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
     return cast
 
 
+_MADE_HERE = ("promote_dtype", "bias_metadata", "scale_metadata")
+
+
+class _RMSNormOptions(TypedDict, total=False):
+    """The options of `flax.nnx.RMSNorm`, except for `_MADE_HERE`."""
+
+    epsilon: float
+    dtype: Dtype | None
+    param_dtype: Dtype
+    use_scale: bool
+    scale_init: Initializer
+    reduction_axes: int | Sequence[int]
+    feature_axes: int | Sequence[int]
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+
+
+class _LayerNormOptions(_RMSNormOptions, total=False):
+    """The options of `flax.nnx.LayerNorm`, except for `_MADE_HERE`."""
+
+    use_bias: bool
+    bias_init: Initializer
+
+
 class LayerNorm(nnx.LayerNorm):
     """Flax's layer normalisation over the last axis, also under strict dtype promotion.
 
     `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.LayerNorm`.
     """
 
-    __signature__: Any = ConstructorSignature()
+    __signature__: Any = ConstructorSignature(nnx.LayerNorm.__init__, _MADE_HERE)
 
     def __init__(
         self,
         num_features: int,
         *,
         axis: str = "embed",
-        epsilon: float = 1e-6,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = ZEROS,
-        scale_init: Initializer = ONES,
-        reduction_axes: int | Sequence[int] = -1,
-        feature_axes: int | Sequence[int] = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
         rngs: nnx.Rngs,
+        **options: Unpack[_LayerNormOptions],
     ):
         check_module(rngs, num_features=num_features)
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_bias=use_bias,
-            use_scale=use_scale,
-            bias_init=bias_init,
-            scale_init=scale_init,
-            reduction_axes=reduction_axes,
-            feature_axes=feature_axes,
-            axis_name=axis_name,
-            axis_index_groups=axis_index_groups,
-            use_fast_variance=use_fast_variance,
-            promote_dtype=promote,
-            rngs=rngs,
-            bias_metadata=sharded(axis),
-            scale_metadata=sharded(axis),
-        )
+        made = {"promote_dtype": promote, "bias_metadata": sharded(axis), "rngs": rngs}
+        super().__init__(num_features, scale_metadata=sharded(axis), **made, **options)
 
     def __call__(
         self, x: Float[Array, "... D"], *, mask: Array | None = None
@@ -127,42 +125,19 @@ class RMSNorm(nnx.RMSNorm):
     `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.RMSNorm`.
     """
 
-    __signature__: Any = ConstructorSignature()
+    __signature__: Any = ConstructorSignature(nnx.RMSNorm.__init__, _MADE_HERE)
 
     def __init__(
         self,
         num_features: int,
         *,
         axis: str = "embed",
-        epsilon: float = 1e-6,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        use_scale: bool = True,
-        scale_init: Initializer = ONES,
-        reduction_axes: int | Sequence[int] = -1,
-        feature_axes: int | Sequence[int] = -1,
-        axis_name: str | None = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = True,
         rngs: nnx.Rngs,
+        **options: Unpack[_RMSNormOptions],
     ):
         check_module(rngs, num_features=num_features)
-        super().__init__(
-            num_features,
-            epsilon=epsilon,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            use_scale=use_scale,
-            scale_init=scale_init,
-            reduction_axes=reduction_axes,
-            feature_axes=feature_axes,
-            axis_name=axis_name,
-            axis_index_groups=axis_index_groups,
-            use_fast_variance=use_fast_variance,
-            promote_dtype=promote,
-            rngs=rngs,
-            scale_metadata=sharded(axis),
-        )
+        made = {"promote_dtype": promote, "scale_metadata": sharded(axis), "rngs": rngs}
+        super().__init__(num_features, **made, **options)
 
     def __call__(
         self, x: Float[Array, "... D"], mask: Array | None = None
@@ -172,12 +147,12 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class Dropout(nnx.Dropout):
-    """Flax's dropout, decided by the hash of `dropout.keep`. Attention draws its key from here too.
+    """Flax's dropout, decided by the hash of `dropout.keep`; also the source of attention's keys.
 
-    Random bits that nobody could predict would take as long to make as the layers take.
+    Cryptographic random bits would take as long to compute as the layers themselves.
 
-    Raises ValueError for a rate outside [0, 1), and at the call when there is something to drop
-    but no random stream to draw from.
+    Raises ValueError for a rate outside [0, 1), and in a call that drops something without a random
+    stream.
     """
 
     __signature__: Any = ConstructorSignature()
@@ -188,7 +163,7 @@ class Dropout(nnx.Dropout):
         super().__init__(rate, rngs=rngs["dropout"] if rate > 0 and "dropout" in rngs else None)
 
     def key(self, deterministic: bool | None, rngs: RandomSource) -> Any:
-        """A fresh key, or None where nothing is dropped."""
+        """Returns a fresh key, or None if nothing is dropped."""
         if deterministic is not None:
             check_flag("deterministic", deterministic)
         if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream):
@@ -196,15 +171,15 @@ class Dropout(nnx.Dropout):
         if self.rate == 0.0 or (self.deterministic if deterministic is None else deterministic):
             return None
         source = self.rngs if rngs is None else rngs
-        given = "none"
+        got = "none"
         if isinstance(source, nnx.Rngs):
-            given = f"streams {list(source)}"
+            got = f"streams {list(source)}"
             source = source["dropout"] if {"dropout", "default"} & set(source) else None
         if source is None:
             raise ValueError(
                 f"rngs: dropout at rate {self.rate} needs random numbers; expected "
                 "rngs=nnx.Rngs(dropout=...) in the call or at construction, or "
-                f"deterministic=True, got {given}"
+                f"deterministic=True, got {got}"
             )
         return source()
 
@@ -221,16 +196,17 @@ class Dropout(nnx.Dropout):
             return inputs
         rows, columns = math.prod(inputs.shape[:-1]), inputs.shape[-1]
         indices = jnp.arange(rows, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
-        kept = dropout.keep(key, self.rate, 0, 0, *indices).reshape(inputs.shape)
-        return jnp.where(kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
+        is_kept = dropout.keep(key, self.rate, 0, 0, *indices).reshape(inputs.shape)
+        return jnp.where(is_kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
 
 
 class FeedForward(Module):
-    """Two matrices with an activation between, for each position alike: `[*B, T, D]` to the same.
+    """Two matrices with an activation in between, the same at each position.
 
-    `hidden` is the width between; dropout acts there. Where it is `gated`, the activation of a
-    third product multiplies the first: `out(activation(gate(x)) · hidden(x))` (Shazeer 2020), which
-    is SwiGLU with `nnx.silu` and GeGLU with `nnx.gelu`.
+    Maps `[*B, T, D]` to the same shape. `hidden` is the inner width; dropout acts there. If it is
+    `gated`, the activation of a third product multiplies the first:
+    `out(activation(gate(x)) · hidden(x))` (Shazeer 2020), which is SwiGLU with `nnx.silu` and GeGLU
+    with `nnx.gelu`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The base of the modules: a Flax module whose class shows how it is made.
+"""The base of the modules: a Flax module whose class has a signature.
 
 Flax's metaclass answers `inspect.signature`, and so `help`, with `(*args, **kwargs)`.
 """
@@ -10,14 +10,14 @@ from flax import nnx
 
 
 class ConstructorSignature:
-    """The `__signature__` of a class: that of its `__init__`.
+    """The `__signature__` of a class, which is that of its `__init__`.
 
-    `options` is the dataclass whose fields the `__init__` takes as `**options`; they are shown
-    one by one, with their defaults.
+    `options` is the dataclass, or the function, whose keyword arguments the `__init__` takes as
+    `**options`; they are shown one by one, with their defaults, except for `hidden` ones.
     """
 
-    def __init__(self, options: type | None = None):
-        self.options = options
+    def __init__(self, options: Any = None, hidden: tuple[str, ...] = ()):
+        self.options, self.hidden = options, hidden
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
@@ -27,9 +27,9 @@ class ConstructorSignature:
         _, *shown = inspect.signature(owner.__init__).parameters.values()
         if self.options is not None and shown and shown[-1].kind is inspect.Parameter.VAR_KEYWORD:
             del shown[-1]
-            named = {parameter.name for parameter in shown}
+            named = {parameter.name for parameter in shown}.union(self.hidden)
             options = inspect.signature(self.options).parameters.values()
-            shown += [option for option in options if option.name not in named]
+            shown += [x for x in options if x.kind is x.KEYWORD_ONLY and x.name not in named]
         return inspect.Signature(shown)
 
 

@@ -1,11 +1,11 @@
 """RNNsearch (Bahdanau, Cho and Bengio 2014): recurrent layers with additive attention between.
 
-Equations are those of the paper's appendix A, with the biases that it leaves out. Whatever does not
-depend on the state before is computed for all positions in one product, so that a step of the
-recurrence has only what must wait for it.
+Equations are those of the paper's appendix A, with the biases that it omits. Everything that does
+not depend on the previous state is computed for all positions in one product, so that a step of the
+recurrence computes only the rest.
 
-Letters beside those of `jattn._types`: E width of what a layer reads, H width of a recurrent state,
-C of the memory that the decoder reads (2H), A of the alignment network.
+Letters in addition to those of `jattn._types`: E is the width of a layer's input, H of a recurrent
+state, C of the memory that the decoder reads (2H), A of the alignment network.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn._advised import advised_by
 from jattn._types import accumulation
 from jattn.cache import picked_rows
 from jattn.checks import check_array, check_flag, check_function, check_rate, check_size
@@ -25,7 +26,7 @@ from jattn.functions import integers
 from jattn.functions.integers import is_integer
 from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
-from jattn.nn._types import Ids, RandomSource, RowLengths
+from jattn.nn._types import Ids, RowLengths, RunOptions, run_options
 from jattn.nn.additive import AdditiveAttention
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
@@ -43,11 +44,12 @@ _ZEROS = functools.partial(ZEROS)  # a bare function in a class would be a metho
 class RecurrentOptions:
     """The keyword arguments that the modules of this file have in common.
 
-    kernel_init: of all matrices but the recurrent ones, embeddings and the output projection.
-    recurrent_init: of each of the three square matrices of a gated unit.
-    bias_init: of the biases.
-    dtype: of the computation; default: of inputs and parameters together.
-    param_dtype: of the parameters.
+    kernel_init: the initializer of all matrices except for the recurrent ones, embeddings and the
+        output projection.
+    recurrent_init: the initializer of each of the three square matrices of a gated unit.
+    bias_init: the initializer of the biases.
+    dtype: the dtype of the computation, by default that of inputs and parameters together.
+    param_dtype: the dtype of the parameters.
     """
 
     kernel_init: Initializer = LECUN
@@ -67,7 +69,7 @@ class RecurrentOptions:
     def linear(
         self, features: int, *out: int, use_bias: bool = True, rngs: nnx.Rngs
     ) -> nnx.LinearGeneral:
-        """From `[..., features]` to `[..., *out]`, of which the last axis is split by "state"."""
+        """Makes a map of `[..., features]` to `[..., *out]`; the last axis has the name "state"."""
         names = (*(None,) * (len(out) - 1), "state")
         return nnx.LinearGeneral(
             features,
@@ -120,25 +122,25 @@ class GRU(Module):
         rngs: nnx.Rngs,
         **options: Unpack[RecurrentArguments],
     ):
-        given = RecurrentOptions(**options)
-        check_module(rngs, in_features=in_features, features=features, **given.dtypes)
+        settings = RecurrentOptions(**options)
+        check_module(rngs, in_features=in_features, features=features, **settings.dtypes)
         self.in_features = in_features
         self.features = features
-        self.dtype = given.dtype
-        self.inputs = given.linear(in_features, 3, features, rngs=rngs)
+        self.dtype = settings.dtype
+        self.inputs = settings.linear(in_features, 3, features, rngs=rngs)
 
         def square() -> Array:
-            # Not all of linear algebra is there in 16 bits.
-            wide = accumulation(given.param_dtype)
-            found = given.recurrent_init(rngs.params(), (features, features), wide)
-            return found.astype(given.param_dtype)
+            # JAX does not have all of linear algebra in 16 bits.
+            wide = accumulation(settings.param_dtype)
+            matrix = settings.recurrent_init(rngs.params(), (features, features), wide)
+            return matrix.astype(settings.param_dtype)
 
         gates = jnp.stack([square(), square()], axis=1)
         self.gates = nnx.Param(gates, **sharded("embed", None, "state"))
         self.candidate = nnx.Param(square(), **sharded("embed", "state"))
 
     def step(self, x: Float[Array, "*B 3 H"], state: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
-        """The next state, from what `inputs` makes of the input and from the state before."""
+        """Returns the next state, from the result of `inputs` and from the previous state."""
         arrays = (x, state, self.gates[...], self.candidate[...])
         x, state, gates, candidate = promote(arrays, dtype=self.dtype)
         last = (((state.ndim - 1,), (0,)), ((), ()))
@@ -154,11 +156,11 @@ class GRU(Module):
         lengths: RowLengths = None,
         reverse: bool = False,
     ) -> Float[Array, "*B T H"]:
-        """The state after each position of `x [*B, T, E]`, `[*B, T, H]`, from a state of 0 on.
+        """Returns the state after each position of `x [*B, T, E]`, `[*B, T, H]`; the first is 0.
 
         Args:
-            lengths: `[*B]`, how many positions of each row are not padding. The state does not
-                change at padding, and what stands there is not seen.
+            lengths: `[*B]`, the number of positions of each row that are not padding. The state
+                does not change at padding, whose values are ignored.
             reverse: read from each row's last position that is not padding to its first.
         """
         check_features("x", x, "T, E", "in_features", self.in_features)
@@ -169,19 +171,20 @@ class GRU(Module):
             x = jnp.where(valid[..., None], x, 0)
         inputs = self.inputs(x)
 
-        def step(state: Array, operands: tuple[Array, Array | None]) -> tuple[Array, Array]:
+        def advance(state: Array, operands: tuple[Array, Array | None]) -> tuple[Array, Array]:
             x, valid = operands
-            after = self.step(x, state)
-            after = after if valid is None else jnp.where(valid[..., None], after, state)
-            return after, after
+            new_state = self.step(x, state)
+            if valid is not None:
+                new_state = jnp.where(valid[..., None], new_state, state)
+            return new_state, new_state
 
         first = jnp.zeros_like(jnp.sum(inputs[..., 0, :], axis=0))
-        _, states = jax.lax.scan(step, first, (inputs, valid), reverse=reverse)
+        _, states = jax.lax.scan(advance, first, (inputs, valid), reverse=reverse)
         return jnp.moveaxis(states, 0, -2)
 
 
 def _within(lengths: Ids, x: Array) -> Bool[Array, "..."]:
-    """Which positions of `x [T, *B, E]` are within the lengths `[*B]`: `[T, *B]`."""
+    """Returns which positions of `x [T, *B, E]` are within the lengths `[*B]`, as `[T, *B]`."""
     _check_lengths("lengths", lengths, x.shape[1:-1])
     positions = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], 0)
     return positions < jnp.asarray(integers.clamped(lengths))[None]
@@ -195,7 +198,7 @@ def _check_lengths(name: str, lengths: RowLengths, batch: tuple[int, ...]) -> No
 
 
 class RecurrentEncoder(Module):
-    """A GRU in each direction, side by side (appendix A.2.1): `[*B, S, E]` to `[*B, S, 2H]`.
+    """A GRU in each direction (appendix A.2.1): maps `[*B, S, E]` to `[*B, S, 2H]`.
 
     Annotation j is [state of the forward unit after positions 0..j; state of the backward unit
     after the row's last position down to j]. `options` are those of `RecurrentOptions`.
@@ -217,7 +220,7 @@ class RecurrentEncoder(Module):
     def __call__(
         self, x: Float[Array, "..."], *, lengths: RowLengths = None
     ) -> Float[Array, "*B S C"]:
-        """Positions of `x [*B, S, E]` from `lengths [*B]` on are padding: nothing there is seen."""
+        """Encodes `x [*B, S, E]`; positions from `lengths [*B]` on are padding and ignored."""
         both = (
             self.forward(x, lengths=lengths),
             self.backward(x, lengths=lengths, reverse=True),
@@ -226,7 +229,7 @@ class RecurrentEncoder(Module):
 
 
 class RecurrentState(NamedTuple):
-    """What a decoder goes on from: its state, and the memory with its keys projected once."""
+    """The state of a decoder, and its memory with the projected keys."""
 
     hidden: Float[Array, "*B H"]
     keys: Float[Array, "*B S A"]
@@ -234,10 +237,10 @@ class RecurrentState(NamedTuple):
     lengths: RowLengths
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "RecurrentState":
-        """Rows picked by index; `memory=False` keeps the memory, where rows that are picked have
-        the same as those that they replace.
+        """Returns rows picked by index.
 
-        Raises ValueError for rows that are known not to be there; the state of others is NaN.
+        `memory=False` leaves the memory unchanged, for rows that replace rows with the same memory.
+        Raises ValueError for rows known not to exist; if they are traced, their state is NaN.
         """
         indices, missing = picked_rows(indices, len(self.hidden))
         missing = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
@@ -251,9 +254,9 @@ class RecurrentState(NamedTuple):
 
 
 class Maxout(Module):
-    """Deep output (appendix A.2.2): the greater of each two sums of what is read, H to D.
+    """The deep output (appendix A.2.2): of each two sums of its inputs, the greater.
 
-    Reads the state, the token before and the context (U_o, V_o, C_o).
+    The inputs are the state, the previous token and the context (U_o, V_o, C_o).
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -268,14 +271,14 @@ class Maxout(Module):
         rngs: nnx.Rngs,
         **options: Unpack[RecurrentArguments],
     ):
-        given = RecurrentOptions(**options)
+        settings = RecurrentOptions(**options)
         widths = {"state_features": state_features, "token_features": token_features}
         widths |= {"context_features": context_features, "features": features}
-        check_module(rngs, **widths, **given.dtypes)
+        check_module(rngs, **widths, **settings.dtypes)
         self.widths = tuple(widths.values())
-        self.state = given.linear(state_features, 2, features, use_bias=False, rngs=rngs)
-        self.token = given.linear(token_features, 2, features, rngs=rngs)
-        self.context = given.linear(context_features, 2, features, use_bias=False, rngs=rngs)
+        self.state = settings.linear(state_features, 2, features, use_bias=False, rngs=rngs)
+        self.token = settings.linear(token_features, 2, features, rngs=rngs)
+        self.context = settings.linear(context_features, 2, features, use_bias=False, rngs=rngs)
 
     def __call__(
         self,
@@ -291,17 +294,17 @@ class Maxout(Module):
 
 
 class RecurrentDecoder(Module):
-    """A GRU that reads the token before and, by additive attention, a memory (appendix A.2.2).
+    """A GRU that reads the previous token and, by additive attention, a memory (appendix A.2.2).
 
-    At each position the state before attends to the memory, which gives a context. Token, context
-    and that state make the next state and, through `Maxout`, the output. As in the appendix, the
-    output does not depend on the next state.
+    At each position the previous state attends to the memory, which gives a context. Token, context
+    and that state determine the next state and, through `Maxout`, the output. As in the appendix,
+    the output does not depend on the next state.
 
     Args:
         in_features: E, the width of the tokens.
         features: H, the width of the state.
-        memory_features: C, the width of the memory, whose last H entries at position 0 make the
-            first state (of `RecurrentEncoder` the backward unit's last).
+        memory_features: C, the width of the memory, whose last H entries at position 0 give the
+            first state (with a `RecurrentEncoder`, they are the backward unit's last state).
         alignment_features: A, the inner width of the attention.
         out_features: width of the output.
         options: those of `RecurrentOptions`.
@@ -320,22 +323,22 @@ class RecurrentDecoder(Module):
         rngs: nnx.Rngs,
         **options: Unpack[RecurrentArguments],
     ):
-        given = RecurrentOptions(**options)
+        settings = RecurrentOptions(**options)
         widths = {"in_features": in_features, "features": features, "out_features": out_features}
         widths |= {"memory_features": memory_features, "alignment_features": alignment_features}
-        check_module(rngs, **widths, **given.dtypes)
+        check_module(rngs, **widths, **settings.dtypes)
         self.memory_features = memory_features
         self.unit = GRU(in_features, features, rngs=rngs, **options)
-        self.context = given.linear(memory_features, 3, features, use_bias=False, rngs=rngs)
+        self.context = settings.linear(memory_features, 3, features, use_bias=False, rngs=rngs)
         self.attention = AdditiveAttention(
             features,
             memory_features,
             alignment_features,
-            kernel_init=given.kernel_init,
+            kernel_init=settings.kernel_init,
             rngs=rngs,
-            **given.dtypes,
+            **settings.dtypes,
         )
-        self.first = given.linear(features, features, rngs=rngs)
+        self.first = settings.linear(features, features, rngs=rngs)
         self.output = Maxout(
             features, in_features, memory_features, out_features, rngs=rngs, **options
         )
@@ -343,37 +346,36 @@ class RecurrentDecoder(Module):
     def start(
         self, memory: Float[Array, "..."], *, memory_lengths: RowLengths = None
     ) -> RecurrentState:
-        """The state before the first token, from `memory [*B, S, C]`, projected once for `step`."""
+        """Returns the state before the first token; projects `memory [*B, S, C]` for `step`."""
         check_features("memory", memory, "S, C", "memory_features", self.memory_features)
         _check_lengths("memory_lengths", memory_lengths, memory.shape[:-2])
-        # A sum over at most one position: without any, 0.
-        _, own = jnp.split(memory, [self.memory_features - self.unit.features], axis=-1)
-        last = jnp.sum(own[..., :1, :], axis=-2)
+        # A sum over at most one position, which is 0 for an empty memory.
+        _, backward = jnp.split(memory, [self.memory_features - self.unit.features], axis=-1)
+        last = jnp.sum(backward[..., :1, :], axis=-2)
         hidden = jnp.tanh(self.first(last))
         return RecurrentState(hidden, self.attention.project_keys(memory), memory, memory_lengths)
 
     def step(
         self, x: Float[Array, "*B T E"], state: RecurrentState
     ) -> tuple[Float[Array, "*B T D"], RecurrentState]:
-        """The output after each of T further tokens, and the state after them."""
+        """Returns the output after each of T further tokens, and the state after them."""
         check_features("x", x, "T, E", "in_features", self.unit.in_features)
         mask = None if state.lengths is None else Lengths(kv=state.lengths)
         arrays = (*state[:3], self.attention.query[...], self.attention.score[...])
         hidden, keys, memory, query, score = promote(arrays, dtype=self.attention.dtype)
 
-        def step(hidden: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
+        def advance(hidden: Array, x: Array) -> tuple[Array, tuple[Array, Array]]:
             state = hidden[..., None, :]
             contexts = additive_attention(state, keys, memory, query, None, score, mask=mask)
             context = contexts[..., 0, :]
-            after = self.unit.step(x + self.context(context), hidden)
-            return after, (hidden, context)
+            return self.unit.step(x + self.context(context), hidden), (hidden, context)
 
         inputs = self.unit.inputs(jnp.moveaxis(x, -2, 0))
-        last, (before, contexts) = jax.lax.scan(step, hidden, inputs)
-        before, contexts = (jnp.moveaxis(y, 0, -2) for y in (before, contexts))
+        last, results = jax.lax.scan(advance, hidden, inputs)
+        states, contexts = (jnp.moveaxis(y, 0, -2) for y in results)
         if self.attention.weights_tap.is_open:  # nothing inside the loop can be captured
-            self.attention.attend(before, state.keys, state.memory, mask=mask)
-        return self.output(before, x, contexts), state._replace(hidden=last)
+            self.attention.attend(states, state.keys, state.memory, mask=mask)
+        return self.output(states, x, contexts), state._replace(hidden=last)
 
     def __call__(
         self,
@@ -383,6 +385,15 @@ class RecurrentDecoder(Module):
         memory_lengths: RowLengths = None,
     ) -> Float[Array, "*B T D"]:
         return self.step(x, self.start(memory, memory_lengths=memory_lengths))[0]
+
+
+class _SourceOptions(RunOptions, total=False):
+    """The options of a call of `RNNsearch`."""
+
+    source_lengths: RowLengths
+
+
+_takes_source_options = advised_by({}, _SourceOptions)
 
 
 class RNNsearch(Module):
@@ -396,12 +407,12 @@ class RNNsearch(Module):
 
     Args:
         source_vocabulary, target_vocabulary: numbers of tokens.
-        features: width of the embedded tokens.
-        hidden: H, of the recurrent states.
+        features: the width of the embedded tokens.
+        hidden: H, the width of the recurrent states.
         alignment_features: A, the inner width of the attention; default H.
-        maxout_features: width of what the output projection reads; default H/2.
-        dropout_rate: on the embedded tokens and on what the output projection reads.
-        embedding_init: of token embeddings, `[rows, D]`.
+        maxout_features: the width of the output projection's input; default H/2.
+        dropout_rate: the rate of dropout on the embedded tokens and the output projection's input.
+        embedding_init: the initializer of token embeddings, `[rows, D]`.
         options: those of `RecurrentOptions`.
     """
 
@@ -421,7 +432,7 @@ class RNNsearch(Module):
         rngs: nnx.Rngs,
         **options: Unpack[RecurrentArguments],
     ):
-        given = RecurrentOptions(**options)
+        settings = RecurrentOptions(**options)
         if not is_integer(hidden):
             check_size("hidden", hidden)
         alignment = hidden if alignment_features is None else alignment_features
@@ -433,9 +444,9 @@ class RNNsearch(Module):
                 raise ValueError(f"{name}: expected a width above 0, got {width}")
         widths |= {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
         functions = {"embedding_init": embedding_init}
-        check_module(rngs, functions=functions, **widths, **given.dtypes)
+        check_module(rngs, functions=functions, **widths, **settings.dtypes)
         check_rate("dropout_rate", dropout_rate)
-        tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
+        tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.source_tokens = TokenEmbedding(source_vocabulary, features, **tables)
         self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
@@ -443,48 +454,35 @@ class RNNsearch(Module):
         self.decoder = RecurrentDecoder(
             features, hidden, 2 * hidden, alignment, maxout, rngs=rngs, **options
         )
-        self.output = OutputProjection(maxout, target_vocabulary, rngs=rngs, **given.dtypes)
+        self.output = OutputProjection(maxout, target_vocabulary, rngs=rngs, **settings.dtypes)
 
+    @_takes_source_options
     def __call__(
-        self,
-        source_ids: Ids,
-        target_ids: Ids,
-        *,
-        source_lengths: RowLengths = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, source_ids: Ids, target_ids: Ids, **call: Unpack[_SourceOptions]
     ) -> Float[Array, "*B T vocabulary"]:
         """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
 
         The other arguments are those of `features`.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        features = self.features(source_ids, target_ids, source_lengths=source_lengths, **run)
-        return self.logits(features)
+        return self.logits(self.features(source_ids, target_ids, **call))
 
+    @_takes_source_options
     def features(
-        self,
-        source_ids: Ids,
-        target_ids: Ids,
-        *,
-        source_lengths: RowLengths = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, source_ids: Ids, target_ids: Ids, **call: Unpack[_SourceOptions]
     ) -> Float[Array, "*B T D"]:
-        """What `logits` reads: `[*B, T, maxout_features]`.
+        """Returns the input of `logits`, `[*B, T, maxout_features]`.
 
         Args:
-            source_lengths: `[*B]`, how many source tokens of each row are not padding.
+            source_lengths: `[*B]`, the number of source tokens of each row that are not padding.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
-            rngs: where dropout draws its keys, the stream `dropout`.
+            rngs: the source of dropout keys, from its stream `dropout`.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        memory = self.encode(source_ids, source_lengths=source_lengths, **run)
-        state = self.decoder.start(memory, memory_lengths=source_lengths)
-        return self._read(target_ids, state, **run)[0]
+        memory = self.encode(source_ids, **call)
+        state = self.decoder.start(memory, memory_lengths=call.get("source_lengths"))
+        return self._read(target_ids, state, **run_options(call))[0]
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
-        """The output projection."""
+        """Applies the output projection."""
         return self.output(features)
 
     @property
@@ -492,48 +490,37 @@ class RNNsearch(Module):
         """Kernel and bias of `logits`."""
         return self.output.arrays
 
-    def encode(
-        self,
-        source_ids: Ids,
-        *,
-        source_lengths: RowLengths = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
-    ) -> Float[Array, "*B S C"]:
-        """Source ids `[*B, S]` to the memory `[*B, S, 2H]` that `decode` reads."""
+    @_takes_source_options
+    def encode(self, source_ids: Ids, **call: Unpack[_SourceOptions]) -> Float[Array, "*B S C"]:
+        """Maps source ids `[*B, S]` to the memory `[*B, S, 2H]` that `decode` reads."""
+        lengths = call.get("source_lengths")
         x = self.source_tokens(source_ids)
-        _check_lengths("source_lengths", source_lengths, source_ids.shape[:-1])
-        x = self.dropout(x, deterministic=deterministic, rngs=rngs)
-        return self.encoder(x, lengths=source_lengths)
+        _check_lengths("source_lengths", lengths, source_ids.shape[:-1])
+        return self.encoder(self.dropout(x, **run_options(call)), lengths=lengths)
 
+    @advised_by({}, RunOptions)
     def decode(
         self,
         target_ids: Ids,
         memory: Float[Array, "..."],
         *,
         memory_lengths: RowLengths = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **run: Unpack[RunOptions],
     ) -> Float[Array, "*B T vocabulary"]:
-        """Target ids `[*B, T]` and the memory `[*B, S, 2H]` to logits."""
+        """Maps target ids `[*B, T]` and the memory `[*B, S, 2H]` to logits."""
         state = self.decoder.start(memory, memory_lengths=memory_lengths)
-        return self.step(target_ids, state, deterministic=deterministic, rngs=rngs)[0]
+        return self.step(target_ids, state, **run)[0]
 
+    @advised_by({}, RunOptions)
     def step(
-        self,
-        target_ids: Ids,
-        state: RecurrentState,
-        *,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, target_ids: Ids, state: RecurrentState, **run: Unpack[RunOptions]
     ) -> tuple[Float[Array, "*B T vocabulary"], RecurrentState]:
-        """Further target ids `[*B, T]`, any number, to logits and the state after them.
+        """Maps further target ids `[*B, T]`, any number, to logits and the state after them.
 
         state = model.decoder.start(model.encode(source_ids))
         logits, state = model.step(prompt_ids, state)
         logits, state = model.step(next_ids, state)
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
         features, state = self._read(target_ids, state, **run)
         return self.logits(features), state
 

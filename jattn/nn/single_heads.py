@@ -14,12 +14,12 @@ from jattn.nn.module import Module
 
 
 class SingleHeads(Module):
-    """Multi-head attention as textbooks draw it: a list of heads, put side by side and projected.
+    """Multi-head attention as textbooks draw it: a list of heads, concatenated and projected.
 
-    It is made from a `MultiHeadAttention` and holds copies of its weights. It maps `[*B, T, D]` to
-    `[*B, T, out_features]`, as that does. The results differ by rounding, and by dropout, which
-    each head draws for itself. It is slower: there is a product for each head where the packed form
-    has one. Masks and score functions cannot differ between heads. It does not take a cache.
+    It is made from a `MultiHeadAttention`, holds copies of its weights, and maps `[*B, T, D]` to
+    `[*B, T, out_features]` too. The results differ by rounding, and by dropout, which each head
+    draws separately. It is slower: it computes a product for each head, the packed form one for
+    all. Masks and score functions cannot differ between heads. It does not take a cache.
     """
 
     def __init__(self, packed: MultiHeadAttention):
@@ -57,7 +57,7 @@ def _single_head(packed: MultiHeadAttention, n: int) -> MultiHeadAttention:
     head.qkv_features = head.head_dim
     if packed.sinks is not None:
         head.sinks = _like(packed.sinks, packed.sinks[n : n + 1])
-    head.out = nnx.static(_as_is)  # pyright: ignore[reportAttributeAccessIssue]
+    head.out = nnx.static(_identity)  # pyright: ignore[reportAttributeAccessIssue]
     return head
 
 
@@ -74,5 +74,5 @@ def _like(parameter: nnx.Param[Array], value: Array) -> nnx.Param[Array]:
     return nnx.Param(value, **parameter.get_metadata())
 
 
-def _as_is(x: Array) -> Array:
+def _identity(x: Array) -> Array:
     return x

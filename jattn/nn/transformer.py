@@ -28,11 +28,14 @@ from jattn.checks import (
 from jattn.masks import Causal, Mask, MaskLike
 from jattn.nn._types import (
     CacheOptions,
+    CrossOptions,
+    CrossStepOptions,
     Ids,
     Positions,
-    RandomSource,
     RowLengths,
-    Valid,
+    RunOptions,
+    SelfOptions,
+    run_options,
 )
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.checks import check_features, check_module
@@ -51,23 +54,23 @@ from jattn.nn.module import ConstructorSignature, Module
 class LayerOptions:
     """The keyword arguments that layers, stacks and `Transformer` have in common.
 
-    dropout_rate: on attention weights, inside the feed-forward network, on what each sublayer
-        adds and on the embedded tokens.
-    norm: "post" normalises after adding, as the 2017 paper does; "pre" normalises what a sublayer
-        reads, and at last what a stack returns.
+    dropout_rate: the rate of dropout on attention weights, inside the feed-forward network, on the
+        result of each sublayer and on the embedded tokens.
+    norm: "post" normalises after the residual sum, as the 2017 paper does; "pre" normalises the
+        input of each sublayer and the result of a stack.
     normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
-    final_norm: whether a stack normalises what it returns; None: pre-norm does. PyTorch's
+    final_norm: whether a stack normalises its result; by default with pre-norm only. PyTorch's
         `nn.Transformer` always does.
-    norm_epsilon: what normalisations add to the variance.
-    activation: of the feed-forward network.
-    gated: whether the feed-forward network is, see `FeedForward`.
-    use_bias: whether matrices and layer normalisation have biases; True leaves it to
-        `self_attention` and `cross_attention` what they do.
-    self_attention, cross_attention: what makes the attention modules, for instance
+    norm_epsilon: the number that normalisations add to the variance.
+    activation: the activation function of the feed-forward network.
+    gated: whether the feed-forward network is gated, see `FeedForward`.
+    use_bias: whether matrices and layer normalisation have biases; with True, `self_attention` and
+        `cross_attention` decide about theirs.
+    self_attention, cross_attention: functions that make the attention modules, for instance
         `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
-    kernel_init: of all matrices but the embeddings.
-    dtype: of the computation; default: of inputs and parameters together.
-    param_dtype: of the parameters.
+    kernel_init: the initializer of all matrices except for embeddings.
+    dtype: the dtype of the computation, by default that of inputs and parameters together.
+    param_dtype: the dtype of the parameters.
     """
 
     dropout_rate: float = 0.1
@@ -106,24 +109,24 @@ class LayerOptions:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """What attention modules are made with."""
+        """The keyword arguments with which attention modules are made."""
         biases = {} if self.use_bias else {"use_bias": False}
         return {"dropout_rate": self.dropout_rate, **biases, **self.matrices}
 
     def make_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
-        """A normalisation of this width."""
+        """Makes a normalisation of this width."""
         options = {"epsilon": self.norm_epsilon, "rngs": rngs, **self.dtypes}
         if self.normalization == "rms":
             return RMSNorm(features, **options)
         return LayerNorm(features, use_bias=self.use_bias, **options)
 
     def make_final_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
-        """What normalises the result of all layers, if anything does."""
-        given = self.norm == "pre" if self.final_norm is None else self.final_norm
-        return self.make_norm(features, rngs) if given else None
+        """Makes the normalisation of a stack's result, if there is one."""
+        is_last = self.norm == "pre" if self.final_norm is None else self.final_norm
+        return self.make_norm(features, rngs) if is_last else None
 
     def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
-        """A feed-forward network of these widths."""
+        """Makes a feed-forward network of these widths."""
         return FeedForward(
             features,
             hidden,
@@ -155,7 +158,7 @@ class LayerArguments(TypedDict, total=False):
 
 
 class Residual(Module):
-    """The way around a sublayer: `leave(x, sublayer(enter(x)))`.
+    """The residual connection around a sublayer: `leave(x, sublayer(enter(x)))`.
 
     Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
     """
@@ -169,25 +172,20 @@ class Residual(Module):
         return self.norm(x) if self.order == "pre" else x
 
     def leave(
-        self,
-        x: Float[Array, "*B T D"],
-        y: Float[Array, "*B T D"],
-        *,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "*B T D"], y: Float[Array, "*B T D"], **run: Unpack[RunOptions]
     ) -> Float[Array, "*B T D"]:
-        x, y = promote((x, self.dropout(y, deterministic=deterministic, rngs=rngs)))
+        x, y = promote((x, self.dropout(y, **run)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
 
 
-class EncoderLayer(Module):
-    """Self-attention and a feed-forward network, each with a way around it.
-
-    `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
-    """
+class _Layer(Module):
+    """Attention and a feed-forward network, each with a residual connection around it."""
 
     __signature__: Any = ConstructorSignature(LayerOptions)
+
+    attentions = ("self_attention",)
+    self_attention: MultiHeadAttention
 
     @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
@@ -199,165 +197,119 @@ class EncoderLayer(Module):
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
     ):
-        given = LayerOptions(**options)
-        check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
+        settings = LayerOptions(**options)
+        check_module(rngs, features=features, feed_forward=feed_forward, **settings.dtypes)
         self.features = features
-        attention = {"rngs": rngs, **given.attention}
-        self.self_attention = given.self_attention(num_heads, features, **attention)
-        self.self_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
-        self.feed_forward_residual = Residual(features, given, rngs=rngs)
+        for name in self.attentions:
+            make = getattr(settings, name)
+            setattr(self, name, make(num_heads, features, rngs=rngs, **settings.attention))
+            setattr(self, f"{name}_residual", Residual(features, settings, rngs=rngs))
+        self.feed_forward = settings.make_feed_forward(features, feed_forward, rngs)
+        self.feed_forward_residual = Residual(features, settings, rngs=rngs)
 
-    @advised_by(ENCODER_ADVICE)
+    def _sublayers(self, x: Array, *attend: Callable[[Array], Array], **run: Any) -> Array:
+        """Computes all sublayers; `attend` has a function for each of `attentions`."""
+        functions = (*attend, lambda x: self.feed_forward(x, **run))
+        for name, sublayer in zip((*self.attentions, "feed_forward"), functions, strict=True):
+            residual: Residual = getattr(self, f"{name}_residual")
+            x = residual.leave(x, sublayer(residual.enter(x)), **run)
+        return x
+
+
+class EncoderLayer(_Layer):
+    """Self-attention and a feed-forward network, each with a residual connection around it.
+
+    `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+    """
+
+    @advised_by(ENCODER_ADVICE, SelfOptions)
     def __call__(
-        self,
-        x: Float[Array, "*B S D"],
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "*B S D"], **call: Unpack[SelfOptions]
     ) -> Float[Array, "*B S D"]:
         check_features("x", x, "S, D", "features", self.features)
-        run = {"deterministic": deterministic, "rngs": rngs}
-
-        def attend(x: Array) -> Array:
-            return self.self_attention(x, mask=mask, positions=positions, **run)
-
-        return self._sublayers(x, attend, **run)
-
-    def _sublayers(self, x: Array, attend: Callable[[Array], Array], **run: Any) -> Array:
-        """The two sublayers with their ways around."""
-        around = self.self_attention_residual
-        x = around.leave(x, attend(around.enter(x)), **run)
-        around = self.feed_forward_residual
-        return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
+        attend = lambda x: self.self_attention(x, **call)  # noqa: E731
+        return self._sublayers(x, attend, **run_options(call))
 
 
 class LayerCache(NamedTuple):
-    """What a decoder layer has seen: its own tokens, and the memory as it reads it."""
+    """The cache of a decoder layer: its own tokens, and the projected memory."""
 
     tokens: Cache
     memory: DenseCache
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "LayerCache":
-        """Rows picked by index; `memory=False` keeps the memory, where rows that are picked have
-        the same as those that they replace."""
-        kept = self.memory.reorder(indices) if memory else self.memory
-        return LayerCache(self.tokens.reorder(indices), kept)
+        """Returns rows picked by index.
+
+        `memory=False` leaves the memory unchanged, for rows that replace rows with the same memory.
+        """
+        return LayerCache(
+            self.tokens.reorder(indices), self.memory.reorder(indices) if memory else self.memory
+        )
 
 
-class DecoderLayer(Module):
+class DecoderLayer(_Layer):
     """Causal self-attention, attention to the memory, and a feed-forward network.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
-    __signature__: Any = ConstructorSignature(LayerOptions)
+    attentions = ("self_attention", "cross_attention")
+    cross_attention: MultiHeadAttention
 
-    @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
-    def __init__(
-        self,
-        features: int,
-        num_heads: int,
-        feed_forward: int,
-        *,
-        rngs: nnx.Rngs,
-        **options: Unpack[LayerArguments],
-    ):
-        given = LayerOptions(**options)
-        check_module(rngs, features=features, feed_forward=feed_forward, **given.dtypes)
-        self.features = features
-        attention = {"rngs": rngs, **given.attention}
-        self.self_attention = given.self_attention(num_heads, features, **attention)
-        self.self_attention_residual = Residual(features, given, rngs=rngs)
-        self.cross_attention = given.cross_attention(num_heads, features, **attention)
-        self.cross_attention_residual = Residual(features, given, rngs=rngs)
-        self.feed_forward = given.make_feed_forward(features, feed_forward, rngs)
-        self.feed_forward_residual = Residual(features, given, rngs=rngs)
-
-    @advised_by(DECODER_ADVICE)
+    @advised_by(DECODER_ADVICE, CrossOptions)
     def __call__(
         self,
         x: Float[Array, "*B T D"],
         memory: Float[Array, "*B S D"],
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        positions: Positions = None,
-        memory_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **call: Unpack[CrossOptions],
     ) -> Float[Array, "*B T D"]:
         """`mask` is for the self-attention, which is causal in any case."""
         check_features("x", x, "T, D", "features", self.features)
         check_features("memory", memory, "S, D", "features", self.features)
-        run = {"deterministic": deterministic, "rngs": rngs}
-        where = {"positions": positions, "kv_positions": memory_positions}
+        run, positions = run_options(call), call.get("positions")
+        of_tokens = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
+        of_memory = {"mask": call.get("cross_mask"), "positions": positions, **run}
+        kv_positions = call.get("memory_positions")
+        return self._sublayers(
+            x,
+            lambda x: self.self_attention(x, **of_tokens),
+            lambda x: self.cross_attention(x, memory, kv_positions=kv_positions, **of_memory),
+            **run,
+        )
 
-        def attend_tokens(x: Array) -> Array:
-            return self.self_attention(x, mask=causal_and(mask), positions=positions, **run)
-
-        def attend_memory(x: Array) -> Array:
-            return self.cross_attention(x, memory, mask=cross_mask, **where, **run)
-
-        return self._sublayers(x, attend_tokens, attend_memory, **run)
-
+    @advised_by({}, CrossStepOptions)
     def step(
-        self,
-        x: Float[Array, "B T D"],
-        cache: LayerCache,
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "B T D"], cache: LayerCache, **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """As the call, for T further tokens; masks see the cache's slots."""
+        """Computes the layer for T further tokens; masks see the cache's slots."""
         check_features("x", x, "T, D", "features", self.features)
         if not isinstance(cache, LayerCache):
             raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
-        run = {"deterministic": deterministic, "rngs": rngs}
+        run, valid = run_options(call), call.get("valid")
         positions = cache.tokens.next_positions(x.shape[1], valid)
         tokens = cache.tokens
 
         def attend_tokens(x: Array) -> Array:
             nonlocal tokens
-            options = {"mask": causal_and(mask), "valid": valid, **run}
+            options = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
             y, tokens = self.self_attention(x, cache=tokens, **options)
             return y
 
         def attend_memory(x: Array) -> Array:
-            options = {"mask": cross_mask, "positions": positions, **run}
+            options = {"mask": call.get("cross_mask"), "positions": positions, **run}
             return self.cross_attention.attend_memory(x, cache.memory, **options)
 
         x = self._sublayers(x, attend_tokens, attend_memory, **run)
         return x, LayerCache(tokens, cache.memory)
 
-    def _sublayers(
-        self,
-        x: Array,
-        attend_tokens: Callable[[Array], Array],
-        attend_memory: Callable[[Array], Array],
-        **run: Any,
-    ) -> Array:
-        """The three sublayers with their ways around."""
-        around = self.self_attention_residual
-        x = around.leave(x, attend_tokens(around.enter(x)), **run)
-        around = self.cross_attention_residual
-        x = around.leave(x, attend_memory(around.enter(x)), **run)
-        around = self.feed_forward_residual
-        return around.leave(x, self.feed_forward(around.enter(x), **run), **run)
-
 
 def causal_and(mask: MaskLike) -> Mask:
-    """What a mask leaves of the positions up to the query's own."""
+    """Returns the causal mask, combined with `mask` if there is one."""
     return Causal() if mask is None else Causal() & mask
 
 
 class _Stack(Module):
-    """Layers one after another; a last normalisation as `final_norm` says."""
+    """Several layers in sequence, with a normalisation at the end if `final_norm` says so."""
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
@@ -374,13 +326,13 @@ class _Stack(Module):
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
     ):
-        given = LayerOptions(**options)
+        settings = LayerOptions(**options)
         check_size("num_layers", num_layers, 0)
         sizes = (features, num_heads, feed_forward)
         self.layers = nnx.List(
             type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
         )
-        self.norm = given.make_final_norm(features, rngs)
+        self.norm = settings.make_final_norm(features, rngs)
 
     def _run(self, x: Array, *memory: Array, **call: Any) -> Array:
         for layer in self.layers:
@@ -393,46 +345,30 @@ class Encoder(_Stack):
 
     layer = EncoderLayer
 
-    @advised_by(ENCODER_ADVICE)
+    @advised_by(ENCODER_ADVICE, SelfOptions)
     def __call__(
-        self,
-        x: Float[Array, "*B S D"],
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "*B S D"], **call: Unpack[SelfOptions]
     ) -> Float[Array, "*B S D"]:
-        run = {"deterministic": deterministic, "rngs": rngs}
-        return self._run(x, mask=mask, positions=positions, **run)
+        return self._run(x, **call)
 
 
 class Decoder(_Stack):
     """`num_layers` of `DecoderLayer`, called like one.
 
-    `[*B, T, D]` and the memory `[*B, S, D]` to `[*B, T, D]`.
+    Maps `[*B, T, D]` and the memory `[*B, S, D]` to `[*B, T, D]`.
     """
 
     layer = DecoderLayer
 
-    @advised_by(DECODER_ADVICE)
+    @advised_by(DECODER_ADVICE, CrossOptions)
     def __call__(
         self,
         x: Float[Array, "*B T D"],
         memory: Float[Array, "*B S D"],
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        positions: Positions = None,
-        memory_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        **call: Unpack[CrossOptions],
     ) -> Float[Array, "*B T D"]:
         """`mask` is for the self-attention, which is causal in any case."""
-        masks = {"mask": mask, "cross_mask": cross_mask}
-        where = {"positions": positions, "memory_positions": memory_positions}
-        run = {"deterministic": deterministic, "rngs": rngs}
-        return self._run(x, memory, **masks, **where, **run)
+        return self._run(x, memory, **call)
 
     def start(
         self,
@@ -445,10 +381,10 @@ class Decoder(_Stack):
         dtype: Dtype | None = None,
         **options: Unpack[CacheOptions],
     ) -> list[LayerCache]:
-        """Caches for `step` over up to `length` tokens, with the memory projected once.
+        """Returns caches for `step` over up to `length` tokens, with the memory projected once.
 
-        `memory_lengths [B]` says how much of the memory is real; `kind`, `dtype` and `options` are
-        those of `MultiHeadAttention.empty_cache`.
+        `memory_lengths [B]` is the number of real positions of the memory in each row; `kind`,
+        `dtype` and `options` are those of `MultiHeadAttention.empty_cache`.
         """
         layers: Any = self.layers
         return [
@@ -459,26 +395,31 @@ class Decoder(_Stack):
             for layer in layers
         ]
 
+    @advised_by({}, CrossStepOptions)
     def step(
-        self,
-        x: Float[Array, "B T D"],
-        caches: list[LayerCache],
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, x: Float[Array, "B T D"], caches: list[LayerCache], **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
-        """As the call, for T further tokens, with the caches grown by them."""
-        options = {"mask": mask, "cross_mask": cross_mask, "valid": valid}
-        run = {"deterministic": deterministic, "rngs": rngs}
-        layers: Any = self.layers
-        grown = []
-        for layer, cache in zip(layers, caches, strict=True):
-            x, one = layer.step(x, cache, **options, **run)
-            grown.append(one)
-        return (x if self.norm is None else self.norm(x)), grown
+        """Computes all layers for T further tokens, and the extended caches."""
+        return step_layers(self.layers, self.norm, x, caches, **call)
+
+
+def step_layers(layers: Any, norm: Any, x: Array, caches: Any, **call: Any) -> tuple[Array, Any]:
+    """Computes a step of each layer and the final norm; returns `x` and the extended caches."""
+    extended = []
+    for layer, cache in zip(layers, caches, strict=True):
+        x, longer = layer.step(x, cache, **call)
+        extended.append(longer)
+    return (x if norm is None else norm(x)), extended
+
+
+class TransformerOptions(RunOptions, total=False):
+    """The options of a call of `Transformer`."""
+
+    source_mask: MaskLike
+    target_mask: MaskLike
+    cross_mask: MaskLike
+    source_positions: Positions
+    target_positions: Positions
 
 
 class Transformer(Module):
@@ -489,22 +430,22 @@ class Transformer(Module):
         logits = model(source, target, source_mask=padding, cross_mask=padding,
                        rngs=nnx.Rngs(dropout=1))
 
-    Position t of the logits has seen target tokens 0..t, and all of the source that `cross_mask`
-    and `source_mask` leave. No mask is guessed: source padding is to be kept out of both.
+    Position t of the logits has seen target tokens 0..t, and the part of the source that
+    `cross_mask` and `source_mask` allow. No mask is guessed: both must exclude source padding.
 
     Args:
         source_vocabulary, target_vocabulary: numbers of tokens.
         features: D, the width of the model.
-        num_heads, feed_forward: of every layer.
-        encoder_layers, decoder_layers: how many.
+        num_heads, feed_forward: the number of heads and the inner width of every layer.
+        encoder_layers, decoder_layers: numbers of layers.
         positions: "sinusoidal" or "learned" vectors added to the embedded tokens, or None.
-        max_length: of learned positions, on each side.
+        max_length: the number of learned positions on each side.
         tie_embeddings: True makes the target embedding the output projection too (which then has
             no bias); "all" makes it the source embedding as well, for a joint vocabulary.
-        embedding_init: of token embeddings and learned positions, `[rows, D]`.
+        embedding_init: the initializer of token embeddings and learned positions, `[rows, D]`.
         options: those of `LayerOptions`.
 
-    Raises ValueError for sizes that do not go together.
+    Raises ValueError for sizes that do not fit together.
     """
 
     __signature__: Any = ConstructorSignature(LayerOptions)
@@ -527,10 +468,10 @@ class Transformer(Module):
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
     ):
-        given = LayerOptions(**options)
+        settings = LayerOptions(**options)
         check_module(
             rngs,
-            **given.dtypes,
+            **settings.dtypes,
             functions={"embedding_init": embedding_init},
             source_vocabulary=source_vocabulary,
             target_vocabulary=target_vocabulary,
@@ -543,99 +484,68 @@ class Transformer(Module):
         check_size("encoder_layers", encoder_layers, 0)
         check_size("decoder_layers", decoder_layers, 0)
         check_choice("tie_embeddings", tie_embeddings, (False, True, "all"))
-        if tie_embeddings == "all" and source_vocabulary != target_vocabulary:
+        is_joint = tie_embeddings == "all"
+        if is_joint and source_vocabulary != target_vocabulary:
             raise ValueError(
                 "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
                 f"{source_vocabulary} and {target_vocabulary}"
             )
-        tables = {"embedding_init": embedding_init, "rngs": rngs, **given.dtypes}
+        tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.source_tokens = (
-            None
-            if tie_embeddings == "all"
-            else TokenEmbedding(source_vocabulary, features, **tables)
+            None if is_joint else TokenEmbedding(source_vocabulary, features, **tables)
         )
         self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
         self.source_positions = position_vectors(positions, max_length, features, tables)
         self.target_positions = position_vectors(positions, max_length, features, tables)
-        self.dropout = Dropout(given.dropout_rate, rngs=rngs)
+        self.dropout = Dropout(settings.dropout_rate, rngs=rngs)
         sizes = (features, num_heads, feed_forward)
         self.encoder = Encoder(encoder_layers, *sizes, rngs=rngs, **options)
         self.decoder = Decoder(decoder_layers, *sizes, rngs=rngs, **options)
         self.output = (
             None
             if tie_embeddings
-            else OutputProjection(features, target_vocabulary, rngs=rngs, **given.matrices)
+            else OutputProjection(features, target_vocabulary, rngs=rngs, **settings.matrices)
         )
 
-    @advised_by(TRANSFORMER_ADVICE)
+    @advised_by(TRANSFORMER_ADVICE, TransformerOptions)
     def __call__(
-        self,
-        source_ids: Ids,
-        target_ids: Ids,
-        *,
-        source_mask: MaskLike = None,
-        target_mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        source_positions: Positions = None,
-        target_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, source_ids: Ids, target_ids: Ids, **call: Unpack[TransformerOptions]
     ) -> Float[Array, "*B T vocabulary"]:
         """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
 
         The other arguments are those of `features`.
         """
-        features = self.features(
-            source_ids,
-            target_ids,
-            source_mask=source_mask,
-            target_mask=target_mask,
-            cross_mask=cross_mask,
-            source_positions=source_positions,
-            target_positions=target_positions,
-            deterministic=deterministic,
-            rngs=rngs,
-        )
-        return self.logits(features)
+        return self.logits(self.features(source_ids, target_ids, **call))
 
+    @advised_by(TRANSFORMER_ADVICE, TransformerOptions)
     def features(
-        self,
-        source_ids: Ids,
-        target_ids: Ids,
-        *,
-        source_mask: MaskLike = None,
-        target_mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        source_positions: Positions = None,
-        target_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, source_ids: Ids, target_ids: Ids, **call: Unpack[TransformerOptions]
     ) -> Float[Array, "*B T D"]:
-        """What `logits` reads: `[*B, T, D]`, for losses that do without all logits at once.
+        """Returns the input of `logits`, `[*B, T, D]`, for losses that need not hold all logits.
 
         Args:
-            source_mask: of the encoder's self-attention.
-            target_mask: of the decoder's self-attention, which is causal in any case.
-            cross_mask: which source positions the target may read.
+            source_mask: the mask of the encoder's self-attention.
+            target_mask: the mask of the decoder's self-attention, which is causal in any case.
+            cross_mask: the mask of the attention from target to source.
             source_positions, target_positions: `[*B, S]` and `[*B, T]` (or `[S]`, `[T]`), for
                 packed rows; default `arange`.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
-            rngs: where dropout draws its keys, the stream `dropout`.
+            rngs: the source of dropout keys, from its stream `dropout`.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        memory = self.encode(source_ids, mask=source_mask, positions=source_positions, **run)
+        run, positions = run_options(call), call.get("source_positions")
+        memory = self.encode(source_ids, mask=call.get("source_mask"), positions=positions, **run)
         return self._decoded(
             target_ids,
             memory,
-            mask=target_mask,
-            cross_mask=cross_mask,
-            positions=target_positions,
-            memory_positions=source_positions,
+            mask=call.get("target_mask"),
+            cross_mask=call.get("cross_mask"),
+            positions=call.get("target_positions"),
+            memory_positions=positions,
             **run,
         )
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
-        """The output projection, or the tied embedding."""
+        """Applies the output projection, or the tied embedding."""
         return self.target_tokens.attend(features) if self.output is None else self.output(features)
 
     @property
@@ -645,61 +555,36 @@ class Transformer(Module):
             return self.target_tokens.embedding[...], None
         return self.output.arrays
 
-    def encode(
-        self,
-        source_ids: Ids,
-        *,
-        mask: MaskLike = None,
-        positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
-    ) -> Float[Array, "*B S D"]:
-        """Source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
-        run = {"deterministic": deterministic, "rngs": rngs}
+    @advised_by({}, SelfOptions)
+    def encode(self, source_ids: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B S D"]:
+        """Maps source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
         tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
-        x = embedded(source_ids, tokens, self.source_positions, positions)
-        return self.encoder(self.dropout(x, **run), mask=mask, positions=positions, **run)
+        x = embedded(source_ids, tokens, self.source_positions, call.get("positions"))
+        return self.encoder(self.dropout(x, **run_options(call)), **call)
 
+    @advised_by({}, CrossOptions)
     def decode(
-        self,
-        target_ids: Ids,
-        memory: Float[Array, "*B S D"],
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        positions: Positions = None,
-        memory_positions: Positions = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, target_ids: Ids, memory: Float[Array, "*B S D"], **call: Unpack[CrossOptions]
     ) -> Float[Array, "*B T vocabulary"]:
-        """Target ids `[*B, T]` and the memory `[*B, S, D]` to logits `[*B, T, target_vocabulary]`.
+        """Maps target ids `[*B, T]` and the memory `[*B, S, D]` to logits.
 
-        `mask` is for the self-attention, which is causal in any case.
+        Logits are `[*B, T, target_vocabulary]`. `mask` is for the self-attention, which is causal
+        in any case.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        masks = {"mask": mask, "cross_mask": cross_mask}
-        where = {"positions": positions, "memory_positions": memory_positions}
-        return self.logits(self._decoded(target_ids, memory, **masks, **where, **run))
+        return self.logits(self._decoded(target_ids, memory, **call))
 
     def _decoded(
-        self, target_ids: Ids, memory: Array, *, positions: Positions, **call: Any
+        self, target_ids: Ids, memory: Array, **call: Unpack[CrossOptions]
     ) -> Float[Array, "*B T D"]:
+        positions = call.get("positions")
         x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
-        run = {name: call[name] for name in ("deterministic", "rngs")}
-        return self.decoder(self.dropout(x, **run), memory, positions=positions, **call)
+        return self.decoder(self.dropout(x, **run_options(call)), memory, **call)
 
+    @advised_by({}, CrossStepOptions)
     def step(
-        self,
-        target_ids: Ids,
-        caches: list[LayerCache],
-        *,
-        mask: MaskLike = None,
-        cross_mask: MaskLike = None,
-        valid: Valid = None,
-        deterministic: bool | None = None,
-        rngs: RandomSource = None,
+        self, target_ids: Ids, caches: list[LayerCache], **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T vocabulary"], list[LayerCache]]:
-        """Further target ids `[B, T]`, any number, to logits and the caches grown by them.
+        """Maps further target ids `[B, T]`, any number, to logits and the extended caches.
 
             caches = model.decoder.start(model.encode(source_ids), length)
             logits, caches = model.step(prompt_ids, caches)
@@ -707,9 +592,7 @@ class Transformer(Module):
 
         `valid [B, T]` is False for padding; masks are as in `decode`, over the caches' slots.
         """
-        run = {"deterministic": deterministic, "rngs": rngs}
-        positions = caches[0].tokens.next_positions(target_ids.shape[1], valid)
+        positions = caches[0].tokens.next_positions(target_ids.shape[1], call.get("valid"))
         x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
-        options = {"mask": mask, "cross_mask": cross_mask, "valid": valid, **run}
-        x, caches = self.decoder.step(self.dropout(x, **run), caches, **options)
+        x, caches = self.decoder.step(self.dropout(x, **run_options(call)), caches, **call)
         return self.logits(x), caches

@@ -19,7 +19,7 @@ class Constant(nnx.Variable):
 class PytreeVariables(Module):
     """The arrays of a pytree, such as a mask or a score function, as variables of a module.
 
-    Calling it gives the pytree back, with the present values of the variables.
+    A call returns the pytree with the current values of the variables.
     """
 
     def __init__(self, tree: Any, trained: bool = False):
@@ -35,14 +35,13 @@ class PytreeVariables(Module):
         return self.held_tree()
 
     def held_tree(self) -> Any:
-        """The pytree. By this name it is found where the module stands for it, as in
-        `attention(..., mask=layer.mask)`."""
+        """Returns the pytree; `masks.as_mask` calls it for `attention(..., mask=layer.mask)`."""
         return jax.tree.unflatten(self.structure, [array[...] for array in self.arrays])
 
 
 def lasting_functions(module: Any) -> tuple[Any, ...]:
-    """Returns the functions in masks and scores of a module, as they are now: a key of programs
-    that are compiled for the module."""
+    """Returns snapshots of the functions in a module's masks and scores, a key of the programs that
+    are compiled for the module."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
     masks = [x.lasting().fn for x in leaves if isinstance(x, Predicate)]
@@ -54,7 +53,7 @@ class LearnedScore(PytreeVariables):
 
         MultiHeadAttention(8, 512, score=LearnedScore(scores.RelativeBias(table)), rngs=rngs)
 
-    A score function given without this wrapper keeps its arrays constant, as ALiBi wants it.
+    Without this wrapper the arrays of a score function are constant, as ALiBi needs.
     """
 
     def __init__(self, score: ScoreFunction):

@@ -53,7 +53,7 @@ class _MeshOptions(_ShardOptions, total=False):
     pad: bool
 
 
-class _Cut(NamedTuple):
+class _Sharding(NamedTuple):
     """The sharding of a call: the scheme and the axes."""
 
     scheme: str
@@ -63,8 +63,7 @@ class _Cut(NamedTuple):
         """Raises ValueError and NotImplementedError for whole sizes that cannot be sharded so, and
         for implementations that cannot compute a part of the keys."""
         axes = self.axes
-        for name, size in (("query", shapes.T), ("key", shapes.S)):
-            placement.check_divisible(name, size, axes.devices, axes.order)
+        placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":
             pieces.check_implementation(implementation)
 
@@ -78,9 +77,11 @@ class _Cut(NamedTuple):
         return call.finish(*results)
 
 
-def _check_cut(scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
+def _check_sharding(
+    scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any
+) -> None:
     check_choice("scheme", scheme, tuple(SCHEMES))
-    placement.check_order(order)
+    check_choice("order", order, placement.ORDERS)
     check_axis_names(axis_name, batch_axis, head_axis)
 
 
@@ -150,7 +151,7 @@ def attention_shard(
         TypeError, ValueError: for arguments that do not fit, also outside `shard_map`.
         NotImplementedError: if the named implementation cannot, with its reason.
     """
-    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
     for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if value_of is not None:
@@ -158,9 +159,9 @@ def attention_shard(
     axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, shards=devices, **options)
     registry.check_name(call.implementation)
-    cut, (T, S) = _Cut(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
-    cut.check(call.shapes._replace(T=T, S=S), call.implementation)
-    return cut.attend(call, query, key, value)
+    sharding, (T, S) = _Sharding(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
+    sharding.check(call.shapes._replace(T=T, S=S), call.implementation)
+    return sharding.attend(call, query, key, value)
 
 
 @overload
@@ -228,26 +229,28 @@ def attention(
             share evenly, with both numbers.
         NotImplementedError: if the named implementation cannot, with its reason.
     """
-    _check_cut(scheme, order, axis_name, batch_axis, head_axis)
+    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation)
     check_flag("pad", pad)
     axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
-    cut = _Cut(scheme, axes)
+    sharding = _Sharding(scheme, axes)
     if pad and order == "contiguous":
-        return _padded(call, query, key, value, mesh=mesh, cut=cut)
-    cut.check(call.shapes, call.implementation)
+        return _padded(call, query, key, value, mesh=mesh, sharding=sharding)
+    sharding.check(call.shapes, call.implementation)
     check_shared(call.shapes, mesh, axes)
-    return _on_mesh(call, query, key, value, mesh=mesh, cut=cut)
+    return _on_mesh(call, query, key, value, mesh=mesh, sharding=sharding)
 
 
-def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
+def _padded(
+    call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
+) -> Any:
     """Pads queries and keys to sizes that the devices share evenly, and slices the results.
 
     Nothing attends to the padding.
     """
-    n, shapes = cut.axes.devices, call.shapes
+    n, shapes = sharding.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
     def padded(x: Array, size: int) -> Array:
@@ -256,10 +259,10 @@ def _padded(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cu
 
     spec = slicing.pad_spec(call.spec, shapes.T, shapes.S, T, S)
     whole = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
-    cut.check(whole.shapes, call.implementation)
-    check_shared(whole.shapes, mesh, cut.axes)
+    sharding.check(whole.shapes, call.implementation)
+    check_shared(whole.shapes, mesh, sharding.axes)
     arrays = (padded(query, T), padded(key, S), padded(value, S))
-    results = _on_mesh(whole, *arrays, mesh=mesh, cut=cut)
+    results = _on_mesh(whole, *arrays, mesh=mesh, sharding=sharding)
     if call.lse:
         return results[0][..., : shapes.T, :, :], results[1][..., : shapes.T]
     return results[..., : shapes.T, :, :]
@@ -270,9 +273,11 @@ def _along(letters: str, axes: Axes) -> dict[str, Any]:
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
-@compiled("mesh", "cut")
-def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, cut: _Cut) -> Any:
-    axes, lead = cut.axes, len(call.shapes.batch)
+@compiled("mesh", "sharding")
+def _on_mesh(
+    call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
+) -> Any:
+    axes, lead = sharding.axes, len(call.shapes.batch)
     batch = [axes.batch, *[None] * (lead - 1)] if lead else []
     tokens = P(*batch, axes.name, axes.heads, None)
     of_call = jax.tree.map(
@@ -283,7 +288,7 @@ def _on_mesh(call: Call, query: Array, key: Array, value: Array, *, mesh: Any, c
 
     def local(call: Call, query: Array, key: Array, value: Array) -> Any:
         local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
-        return cut.attend(local_call, query, key, value)
+        return sharding.attend(local_call, query, key, value)
 
     lse, cuts = P(*batch, axes.heads, axes.name), (of_call, tokens, tokens, tokens)
     out_specs = (tokens, lse) if call.lse else tokens

@@ -44,28 +44,24 @@ class Axes(NamedTuple):
         """Returns the number of consecutive tokens among a device's `size` tokens."""
         return size // placement.runs(1, self.order).size
 
-    def vary(self, tree: Any, beside: Any = ()) -> Any:
+    def vary(self, tree: Any, operands: Any = ()) -> Any:
         """Returns the tree with arrays that vary over the axis, and over every axis over which any
-        array of the tree or of `beside` varies."""
-        leaves = jax.tree.leaves((tree, beside))
+        array of the tree or of `operands` varies."""
+        leaves = jax.tree.leaves((tree, operands))
         names = frozenset({self.name}).union(*map(_explicit.varying, leaves))
         return jax.tree.map(lambda x: _explicit.vary(names, x), tree)
 
 
-def check_axis_name(name: str, value: Any, *, several: bool = False) -> None:
-    """Raises TypeError for a value that cannot name an axis of a mesh."""
-    names = value if several and isinstance(value, tuple) and value else (value,)
-    if not all(isinstance(x, str) for x in names):
-        wanted = "a name or a tuple of names" if several else "a name"
-        raise TypeError(f"{name}: expected {wanted} of axes of a mesh, got {shown(value)}")
-
-
 def check_axis_names(axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
-    """Checks the axes along which tokens are cut, and batch and heads if they are."""
-    check_axis_name("axis_name", axis_name)
+    """Raises TypeError for values that cannot name the mesh axes of tokens, batch and heads."""
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: expected a name of axes of a mesh, got {shown(axis_name)}")
     for name, value in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if value is not None:
-            check_axis_name(name, value, several=True)
+        names = value if isinstance(value, tuple) and value else (value,)
+        if value is not None and not all(isinstance(x, str) for x in names):
+            raise TypeError(
+                f"{name}: expected a name or a tuple of names of axes of a mesh, got {shown(value)}"
+            )
 
 
 def bound_size(name: str, value: Any) -> int:

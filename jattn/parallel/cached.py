@@ -109,9 +109,7 @@ def cached_attention(
     check_flag("return_lse", return_lse)
     check_axis_names(axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
-    check_array("query", query, "[B, T, N, H]")
-    if len(query.shape) != 4:
-        raise ValueError(f"query: expected [B, T, N, H], got {list(query.shape)}")
+    check_array("query", query, "[B, T, N, H]", rank=4)
     positions = cache.next_positions(query.shape[1], valid)
     slots, extended = cache.reserve(key, value, valid)
     call = make(query, extended, lse=return_lse, q_positions=positions, **options)

@@ -71,14 +71,6 @@ def _run(
     return run(piece, query, key, value)
 
 
-def _check_heads(N: int, axes: Axes) -> None:
-    if N % axes.devices:
-        raise ValueError(
-            f"query: expected a number of heads that {axes.devices} devices share evenly for "
-            f"scheme 'all_to_all', got N = {N}"
-        )
-
-
 def all_to_all_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
@@ -88,7 +80,11 @@ def all_to_all_attend(
     it.
     """
     n, (B, T, N, _), K = axes.devices, query.shape, key.shape[2]
-    _check_heads(N, axes)
+    if N % n:
+        raise ValueError(
+            f"query: expected a number of heads that {n} devices share evenly for scheme "
+            f"'all_to_all', got N = {N}"
+        )
     copies = math.lcm(K, n) // K
     key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
 

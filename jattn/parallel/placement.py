@@ -32,11 +32,6 @@ def runs(devices: int, order: str) -> Int[np.ndarray, "devices runs"]:
     return np.stack([first, 2 * devices - 1 - first], axis=1)
 
 
-def check_order(order: str) -> None:
-    """Raises ValueError for an unknown order."""
-    check_choice("order", order, ORDERS)
-
-
 def check_divisible(name: str, size: int, devices: int, order: str) -> None:
     """Raises ValueError unless `size` tokens can be cut into equal runs."""
     pieces = runs(devices, order).size
@@ -45,6 +40,12 @@ def check_divisible(name: str, size: int, devices: int, order: str) -> None:
             f"{name}: expected a multiple of {pieces} tokens for {devices} devices in {order} "
             f"order, got {size}"
         )
+
+
+def check_shards(T: int, S: int, devices: int, order: str) -> None:
+    """Raises ValueError unless queries and keys can be cut into equal runs."""
+    check_divisible("query", T, devices, order)
+    check_divisible("key", S, devices, order)
 
 
 def local_places(index: Array, size: int, devices: int, order: str) -> Int[Array, " size"]:
@@ -94,7 +95,7 @@ def _typed_sharding(x: Array) -> Any:
 
 def _taken(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     check_size("devices", devices)
-    check_order(order)
+    check_choice("order", order, ORDERS)
     if not is_integer(axis):
         raise TypeError(f"axis: expected an integer, got {shown(axis)}")
 
@@ -127,7 +128,7 @@ def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Arra
     """
     check_size("T", T, 0)
     check_size("devices", devices)
-    check_order(order)
+    check_choice("order", order, ORDERS)
     check_divisible("T", T, devices, order)
     return jnp.asarray(placed(T, devices, order))
 

@@ -350,25 +350,33 @@ def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
     )
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
-    """Adds the contributions of all shards to `state`, while the next shard is being sent."""
+def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
+    """Folds `compute(kv, distance, hop, state)` over all shards, while the next shard is being
+    sent; `hop` is the hop with which the shard arrived, None for the device's own."""
     hops, distance = ring.route.hops, 0
     next_shard = hops and hops[0].send(kv, ring.axes)
-    state = ring.forward(spec, query, kv, distance, state)
+    state = compute(kv, distance, None, state)
     for hop, next_hop in itertools.zip_longest(hops, hops[1:]):
 
         def body(i: Index, carried: Tree, distance: int = distance, hop: Hops = hop) -> Tree:
             kv, state = carried
             next_shard = hop.send(kv, ring.axes)
-            return next_shard, ring.forward(
-                spec, query, kv, distance + (i + 1) * hop.distance, state
-            )
+            return next_shard, compute(kv, distance + (i + 1) * hop.distance, hop, state)
 
         kv, state = _repeat(hop.times - 1, body, (next_shard, state))
         next_shard = next_hop and next_hop.send(kv, ring.axes)
         distance += hop.times * hop.distance
-        state = ring.forward(spec, query, kv, distance, state)
+        state = compute(kv, distance, hop, state)
     return state
+
+
+def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
+    """Adds the contributions of all shards to `state`."""
+
+    def compute(kv: KVShard, distance: Index, _: Hops | None, state: Tree) -> Tree:
+        return ring.forward(spec, query, kv, distance, state)
+
+    return _over_shards(ring, kv, compute, state)
 
 
 def _backward(
@@ -376,36 +384,22 @@ def _backward(
 ) -> Gradients:
     """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
 
-    While one shard is computed, the next shard is being sent, and so are the gradients for this
-    shard from the devices before.
+    While a shard is computed, the gradients for it arrive from the previous devices.
     """
-    hops, distance = ring.route.hops, 0
     # A barrier makes XLA send the keys again; it would keep those of the forward pass in memory.
     kv, per_query = lax.optimization_barrier((kv, per_query))
-    next_shard = hops and hops[0].send(kv, ring.axes)
-    total = ring.backward(spec, per_query, kv, distance, finite, so_far)
-    if not hops:
-        return total
 
-    def added(hop: Hops, total: Gradients, kv: KVShard, distance: Index) -> Gradients:
+    def compute(kv: KVShard, distance: Index, hop: Hops | None, total: Gradients) -> Gradients:
+        if hop is None:
+            return ring.backward(spec, per_query, kv, distance, finite, total)
         arrived = hop.send_all(total.with_shard, ring.axes)
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
 
-    for current, next_hop in itertools.zip_longest(hops, hops[1:]):
-
-        def body(
-            i: Index, carried: Tree, distance: int = distance, current: Hops = current
-        ) -> Tree:
-            kv, total = carried
-            next_shard = current.send(kv, ring.axes)
-            return next_shard, added(current, total, kv, distance + (i + 1) * current.distance)
-
-        kv, total = _repeat(current.times - 1, body, (next_shard, total))
-        next_shard = next_hop and next_hop.send(kv, ring.axes)
-        distance += current.times * current.distance
-        total = added(current, total, kv, distance)
+    total = _over_shards(ring, kv, compute, so_far)
+    if not ring.route.hops:
+        return total
     d_key, d_value, d_params = total.with_shard
     narrow = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
     home = ring.route.home.send((*narrow, d_params), ring.axes)
@@ -418,12 +412,12 @@ class RingCall(NamedTuple):
     ring: Ring
     rounds: int
 
-    def zeros(self, query: Array, value: Array, beside: Tree) -> Tree:
+    def zeros(self, query: Array, value: Array, operands: Tree) -> Tree:
         """Returns `(out, normalizer, all_finite)` for no keys."""
         dtype = accumulation(query.dtype)
         row = jnp.zeros(query.shape[:3], dtype)
         out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), beside)
+        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), operands)
 
     def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""

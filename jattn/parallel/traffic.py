@@ -84,7 +84,7 @@ def exchanges(
         TypeError, ValueError: the errors of `parallel.attention`.
     """
     check_choice("scheme", scheme, tuple(_SCHEMES))
-    placement.check_order(order)
+    check_choice("order", order, placement.ORDERS)
     check_size("devices", devices)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if not isinstance(array, AnyArray | jax.ShapeDtypeStruct):
@@ -95,17 +95,15 @@ def exchanges(
 
     def collect(query: Array, key: Array, value: Array) -> None:
         call = make(query, key, value, lse=return_lse, **options).prepared()
-        shapes = call.shapes
-        for name, size in (("query", shapes.T), ("key", shapes.S)):
-            placement.check_divisible(name, size, devices, order)
-        cut = _Cut(call, devices, order)
-        exchanged.extend(x for x in _SCHEMES[scheme](cut) if x.bytes and x.times)
+        placement.check_shards(call.shapes.T, call.shapes.S, devices, order)
+        sharded = _ShardedCall(call, devices, order)
+        exchanged.extend(x for x in _SCHEMES[scheme](sharded) if x.bytes and x.times)
 
     jax.eval_shape(collect, query, key, value)
     return tuple(sorted(exchanged, key=lambda x: x.backward))
 
 
-class _Cut(NamedTuple):
+class _ShardedCall(NamedTuple):
     """A prepared call on whole arrays and its sharding."""
 
     call: Call
@@ -130,17 +128,20 @@ class _Cut(NamedTuple):
             yield x, leaf, id(leaf) in learned
 
 
-def _ring(cut: _Cut) -> Iterator[Exchange]:
-    shapes, n = cut.shapes, cut.devices
+def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
+    shapes, n = sharded.shapes, sharded.devices
     S = shapes.S
-    route = Route.of(cut.call.spec, shapes.T, S, n, cut.order)
+    route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
     keys = route.part.stop - route.part.start
     chunks = rounds.chunks(keys)
     sent = n * (keys // chunks)  # tokens at a time, of all devices together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
-    sent_arrays = [("key", cut.share(sent, K, shapes.H)), ("value", cut.share(sent, K, shapes.V))]
-    for letters, leaf, _ in cut.leaves():
+    sent_arrays = [
+        ("key", sharded.share(sent, K, shapes.H)),
+        ("value", sharded.share(sent, K, shapes.V)),
+    ]
+    for letters, leaf, _ in sharded.leaves():
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
             numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
@@ -156,26 +157,26 @@ def _ring(cut: _Cut) -> Iterator[Exchange]:
         hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
             for dtype, hops_each in ((wide, hops), (shapes.dtype, 1)):
-                size, times = cut.share(sent, K, last, dtype=dtype), hops_each * count * chunks
+                size, times = sharded.share(sent, K, last, dtype=dtype), hops_each * count * chunks
                 yield Exchange(kind, name, size, times, n, True, count, chunks)
 
 
-def _all_to_all(cut: _Cut) -> Iterator[Exchange]:
-    shapes, n = cut.shapes, cut.devices
+def _all_to_all(sharded: _ShardedCall) -> Iterator[Exchange]:
+    shapes, n = sharded.shapes, sharded.devices
     key_heads = math.lcm(shapes.K, n)
     arrays = [
-        ("query", cut.share(shapes.T, shapes.N, shapes.H)),
-        ("key", cut.share(shapes.S, key_heads, shapes.H)),
-        ("value", cut.share(shapes.S, key_heads, shapes.V)),
-        ("out", cut.share(shapes.T, shapes.N, shapes.V)),
+        ("query", sharded.share(shapes.T, shapes.N, shapes.H)),
+        ("key", sharded.share(shapes.S, key_heads, shapes.H)),
+        ("value", sharded.share(shapes.S, key_heads, shapes.V)),
+        ("out", sharded.share(shapes.T, shapes.N, shapes.V)),
     ]
-    if cut.call.needs_lse:
+    if sharded.call.needs_lse:
         wide = accumulation(shapes.dtype)
-        arrays.append(("lse", cut.share(shapes.T, shapes.N, dtype=wide)))
+        arrays.append(("lse", sharded.share(shapes.T, shapes.N, dtype=wide)))
     for backward in (False, True):
         for name, size in arrays:
             yield Exchange("all-to-all", name, size * (n - 1) // n, 1, n, backward)
-    for letters, leaf, learned in cut.leaves():
+    for letters, leaf, learned in sharded.leaves():
         rows, heads = (axis_of(x, letters, leaf.ndim) for x in "TN")
         is_cut = travels(letters) or (rows is not None and leaf.shape[rows] == shapes.T)
         size = leaf.size * leaf.dtype.itemsize // n
@@ -192,11 +193,11 @@ def _gathered(name: str, size: int, n: int, learned: bool) -> Iterator[Exchange]
         yield Exchange("reduce-scatter", f"d_{name}", size * (n - 1), 1, n, True)
 
 
-def _gather(cut: _Cut) -> Iterator[Exchange]:
-    shapes, n = cut.shapes, cut.devices
+def _gather(sharded: _ShardedCall) -> Iterator[Exchange]:
+    shapes, n = sharded.shapes, sharded.devices
     for name, last in (("key", shapes.H), ("value", shapes.V)):
-        yield from _gathered(name, cut.share(shapes.S, shapes.K, last), n, True)
-    for letters, leaf, learned in cut.leaves():
+        yield from _gathered(name, sharded.share(shapes.S, shapes.K, last), n, True)
+    for letters, leaf, learned in sharded.leaves():
         if travels(letters):
             yield from _gathered("mask", leaf.size * leaf.dtype.itemsize // n, n, learned)
 

@@ -24,7 +24,7 @@ from jattn.kernels.common import lowering, partition, reverse_mode, slicing, til
 from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.protocol import WeightSums
 from jattn.kernels.xla import blockwise
-from jattn.scores import apart
+from jattn.scores import distance
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling, parameter_letters, parameters, scaled, with_parameters
 
@@ -44,9 +44,9 @@ class _Tile(NamedTuple):
         allowed = self.keys.mask.evaluate(self.at.b, self.at.h, self.at.rows, self.at.columns)
         return allowed.astype(self.weights.dtype)
 
-    def apart(self) -> Float[Array, "t s"]:
+    def distance(self) -> Float[Array, "t s"]:
         """The distance of each pair."""
-        return apart(self.at.rows, self.at.columns, self.weights.dtype)
+        return distance(self.at.rows, self.at.columns, self.weights.dtype)
 
 
 class _Head(NamedTuple):
@@ -150,7 +150,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
                 state.entropy + _sum(w, _entropies(found)),
                 greatest,
                 place,
-                state.distance + _sum(w, found.apart()),
+                state.distance + _sum(w, found.distance()),
                 on_keys,
                 above,
             )
@@ -204,7 +204,7 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
             dq_i, dk, d_params = state
             found = head.at(i, run)
             places = run.start + jnp.arange(run.size, dtype=jnp.int32)
-            d_weights = g["entropy"] * _entropies(found) + g["distance"] * found.apart()
+            d_weights = g["entropy"] * _entropies(found) + g["distance"] * found.distance()
             is_greatest = at(rows.place)[:, None] == places[None, :]
             d_weights = d_weights + jnp.where(is_greatest, g["greatest"], 0)
             if "on_keys" in g:
