@@ -34,7 +34,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
-Forward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
+CacheForward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
 """`(spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
 `[B, T, N]`."""
 
@@ -203,7 +203,9 @@ def _as_arrays(
     return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
-def attend(spec: Spec, query: Array, cache: Cache, forward: Forward) -> tuple[Output, LogSumExp]:
+def attend(
+    spec: Spec, query: Array, cache: Cache, forward: CacheForward
+) -> tuple[Output, LogSumExp]:
     """Computes `(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
     `forward` reads the cache, see `registry.reader`. The derivative is that of blockwise attention

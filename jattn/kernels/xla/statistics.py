@@ -286,7 +286,7 @@ def by_share(
     return lowering.platform_dependent(sharded, like, *inputs)
 
 
-Forward = Callable[[Question, Array, Array], tuple[QueryStatistics, Array]]
+StatisticsForward = Callable[[Question, Array, Array], tuple[QueryStatistics, Array]]
 """A function from `(question, query, key)` to the statistics and the weight that keys receive."""
 
 
@@ -301,7 +301,7 @@ def by_tiles(
 
 
 def statistics(
-    forward: Forward, question: Question, query: Array, key: Array
+    forward: StatisticsForward, question: Question, query: Array, key: Array
 ) -> tuple[QueryStatistics, Array]:
     """Computes `forward`, differentiable: entropy, greatest weight, distance and weight on keys, by
     queries, keys and the spec's parameters."""
