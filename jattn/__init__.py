@@ -118,4 +118,4 @@ if not TYPE_CHECKING:  # a type checker sees the names above only
 
     sys.modules[__name__].__class__ = _Package
 
-    importlib.import_module("jattn.kernels.cpu.library").load_kept()
+    importlib.import_module("jattn.kernels.cpu.library").load_cached()

@@ -24,7 +24,7 @@ def build(dtype: str) -> str | None:
     for function in ("forward", "decode"):
         if reason := library.unavailable(function, dtype, wait=True):
             return f"cannot be built: {reason}"
-        file = library.kept(function, dtype)
+        file = library.cached_path(function, dtype)
         if file is None:
             return "cannot be kept: the cache folder cannot be written, or others may replace it"
         print(f"{dtype}: {file}")

@@ -18,7 +18,7 @@ from jattn.call import Call, compiled, make, of_shapes
 from jattn.checks import check_array, check_number, check_size
 from jattn.kernels import registry
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.questions import Question, Rows
+from jattn.kernels.common.questions import QueryStatistics, Question
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, Padding
 from jattn.options import ScoreOptions
@@ -168,12 +168,12 @@ def _statistics(
     return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
 
 
-def _of_no_pairs(question: Question, query: Array, key: Array) -> tuple[Rows, Array]:
+def _of_no_pairs(question: Question, query: Array, key: Array) -> tuple[QueryStatistics, Array]:
     """Returns the statistics if there are no queries or no keys."""
     (B, T, N, _), S, dtype = query.shape, key.shape[1], accumulation(query.dtype)
     row = jnp.zeros((B, N, T), dtype)
     on_keys, above = (None if x is None else row for x in (question.keys, question.threshold))
-    rows = Rows(row, row, jnp.full((B, N, T), -1, jnp.int32), row, on_keys, above)
+    rows = QueryStatistics(row, row, jnp.full((B, N, T), -1, jnp.int32), row, on_keys, above)
     return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (question, query, key))
 
 

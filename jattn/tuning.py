@@ -88,8 +88,9 @@ class Tuning(NamedTuple):
         numbers; the last is a multiple of the second.
     generated_pairs: the smallest call, in query-key pairs over all heads, for which the kernel for
         CPUs compiles a mask or a score function.
-    looked_at: the smallest head, in query-key pairs, for which tiles that bounds leave undecided
-        are evaluated exactly, and the most pairs that are evaluated.
+    min_exact_pairs: the smallest head, in query-key pairs, for which tiles that bounds leave
+        undecided are evaluated exactly.
+    max_exact_pairs: the most query-key pairs that are evaluated for that.
     few_queries: the most queries for the CPU kernel that reads each key once for all queries.
     many_keys: the fewest keys for that kernel, whose time is the time of reading the keys.
     ring_rounds: the number of rounds in which heads go around a ring of devices, if not in one;
@@ -118,7 +119,8 @@ class Tuning(NamedTuple):
     decode_block: int = 512
     cpu_tiles: str = "64, 128, 1024"
     generated_pairs: int = 2**20
-    looked_at: tuple[int, int] = (2**20, 2**26)
+    min_exact_pairs: int = 2**20
+    max_exact_pairs: int = 2**26
     few_queries: int = 8
     many_keys: int = 512
     ring_rounds: int = 4

@@ -48,7 +48,7 @@ DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
 BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
-RULES = "jattn/kernels/cpu/rules.py"
+BUILT_IN = "jattn/kernels/cpu/built_in.py"
 LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"
 DATA = "experiments/translation/data.py"
 
@@ -67,9 +67,9 @@ def causal(by: int) -> Mutant:
                 f"return _as_truth(kv_lo <= q_hi + {by}), _as_truth(kv_hi <= q_lo + {by})",
             ),
             Change(
-                RULES,
-                "return Runs(0, _until(place.positions, 0, place.S))",
-                f"return Runs(0, _until(place.positions, 0, place.S) + {by})",
+                BUILT_IN,
+                "return KeyRanges(0, _until(queries.positions, 0, queries.S))",
+                f"return KeyRanges(0, _until(queries.positions, 0, queries.S) + {by})",
             ),
         ),
         ("masks", "relations"),
@@ -144,7 +144,7 @@ MUTANTS: dict[str, Mutant] = {
         "masks",
     ),
     "window-in-c": mutant(
-        RULES,
+        BUILT_IN,
         "masks.shifted(jnp.maximum(q, 0), -left)",
         "masks.shifted(jnp.maximum(q, 0), 1 - left)",
         "native",
@@ -180,11 +180,11 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "weights-in-bfloat16": mutant(
         BLOCKWISE,
-        "score, lambda w: _dot(here.drop(w), v_j.finite, spec), differentiable=False",
+        "score, lambda w: dot(part.drop(w), v_j.finite, spec), differentiable=False",
         "score,\n                "
         # A conversion to bfloat16 and back XLA would leave out.
-        "lambda w: _dot(lax.reduce_precision(here.drop(w), 8, 7) "
-        "if v.dtype == jnp.bfloat16 else here.drop(w), v_j.finite, spec),\n"
+        "lambda w: dot(lax.reduce_precision(part.drop(w), 8, 7) "
+        "if v.dtype == jnp.bfloat16 else part.drop(w), v_j.finite, spec),\n"
         "                differentiable=False",
         "contract",
     ),

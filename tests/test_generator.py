@@ -318,7 +318,7 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
     monkeypatch.setattr(compiler, "load_rule", lambda *_: empty)
     name = f"{text} {modifies} {tmp_path}"
     for _ in range(2):
-        with pytest.raises(library.Unbuilt, match="jattn_rule_"):
+        with pytest.raises(library.CompilationFailed, match="jattn_rule_"):
             library.add_rule(name, np.float32, modifies, False)
     assert "jattn_rule_" in str(library.rule_unavailable(name, np.float32))
 
@@ -423,7 +423,7 @@ def check_functions(functions: list[Any]) -> None:
             fn = lambda s, b, h, q, kv, f=function: f(q, kv, s) + 0 * s  # noqa: E731
             spec = made(shapes, score=Score(fn)).spec
             try:
-                rule = generator.rule_of(spec, np.dtype("float64"), gradients=False)
+                rule = generator.generate(spec, np.dtype("float64"), gradients=False)
             except NotImplementedError:
                 continue
             operands = [np.asarray(y) for y in generator.arrays(spec, shapes, np.dtype("float64"))]
@@ -508,7 +508,7 @@ def test_powers_are_those_of_jax(dtype, of):
     for n in exponents:
         score = Score(lambda s, b, h, q, kv, n=n: power(s, n))
         spec = made(shapes, score=score).spec
-        texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
+        texts.append(generator.generate(spec, np.dtype(dtype), gradients=False).text)
     found = compiled(texts, dtype)
     nothing = (ctypes.c_void_p * 40)()
     place = _Place(0, 48, 48, 0, 40, 48, 40, nothing, nothing)
@@ -557,7 +557,7 @@ def test_integers_of_64_bits(dtype):
     for f in INTEGERS.values():
         score = Score(lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv))
         spec = made(shapes, score=score).spec
-        texts.append(generator.rule_of(spec, np.dtype(dtype), gradients=False).text)
+        texts.append(generator.generate(spec, np.dtype(dtype), gradients=False).text)
         operands.append([np.asarray(x) for x in generator.arrays(spec, shapes, np.dtype(dtype))])
     found = compiled(texts, dtype)
     q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
@@ -583,7 +583,7 @@ def test_functions_of_float32():
     for function, _ in FUNCTIONS.values():
         score = Score(lambda s, b, h, q, kv, f=function: f(s))
         spec = made(shapes, score=score).spec
-        texts.append(generator.rule_of(spec, np.dtype("float32"), gradients=False).text)
+        texts.append(generator.generate(spec, np.dtype("float32"), gradients=False).text)
     found = compiled(texts, "float32")
     nothing = (ctypes.c_void_p * 40)()
     for n, (name, (_, true)) in enumerate(FUNCTIONS.items()):

@@ -78,7 +78,7 @@ def test_it_says_the_same_in_jax(name):
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_are_known_as_if_each_pair_were_looked_at(name, block):
     rule = BY_NAME[name]
-    with tuning.using(looked_at=(0, 2**26)):
+    with tuning.using(min_exact_pairs=0, max_exact_pairs=2**26):
         found = masks.tile_map(in_jattn(rule, T)["mask"], T, T, block, block)
     np.testing.assert_array_equal(found, kinds(in_numpy(rule, T), block))
 
@@ -92,7 +92,7 @@ def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
     assert np.mean(empty) > 0.4
     found = masks.tile_map(mask, size, size, block, block)
     np.testing.assert_array_equal(found == masks.EMPTY, empty)
-    with tuning.using(looked_at=(2**62, 0)):
+    with tuning.using(min_exact_pairs=2**62, max_exact_pairs=0):
         by_bounds = masks.tile_map(mask, size, size, block, block) == masks.EMPTY
     assert np.array_equal(by_bounds, empty) or (name == "jagged" and not np.any(by_bounds & ~empty))
 

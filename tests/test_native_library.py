@@ -421,7 +421,7 @@ def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path,
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     compiler._tell_once.cache_clear()
-    library.load_kept()
+    library.load_cached()
     assert not caplog.messages
     for _ in range(2):
         assert "there is no C++ compiler: c++ and g++ and clang++ not found" in reason()

@@ -17,7 +17,7 @@ from tests.oracle import error
 
 
 T = 96
-LOOKED_AT = {"looked_at": (0, 2**20)}
+EXACT = {"min_exact_pairs": 0, "max_exact_pairs": 2**20}
 
 
 def hidden(x: Any) -> Any:
@@ -38,7 +38,7 @@ def tile_map(mask: masks.Mask, **options: Any) -> np.ndarray:
 def test_they_are_what_their_pairs_are():
     want = tile_map(masks.Causal())
     assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         assert np.array_equal(tile_map(Predicate(causal)), want)
         assert np.array_equal(tile_map(~Predicate(causal)), 2 - want)
         both = Predicate(causal) & masks.Window(left=20)
@@ -54,7 +54,7 @@ def test_they_are_looked_at_once(read):
     }
     mask = Predicate(rules[read])
     undecided._kept.cache_clear()
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         for _ in range(3):
             tile_map(mask)
         assert undecided._kept.cache_info().misses == 1
@@ -65,8 +65,8 @@ def test_they_are_looked_at_once(read):
 
 
 def test_not_where_they_are_many_or_few():
-    for limits in ((0, T * T // 2), (2 * T * T, 2**20)):
-        with tuning.using(looked_at=limits):
+    for least, most in ((0, T * T // 2), (2 * T * T, 2**20)):
+        with tuning.using(min_exact_pairs=least, max_exact_pairs=most):
             assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
 
 
@@ -74,7 +74,7 @@ def test_heads_are_told_apart():
     """What is asked about any head is not answered with the first; about one, with that one."""
     mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
     grid = masks.extents(T, 16), masks.extents(T, 16)
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         of_any = masks.kinds(mask, masks.Tile.grid(*grid))
         assert np.unique(of_any).tolist() == [masks.MIXED]
         assert np.array_equal(tile_map(mask, h=0), tile_map(masks.Causal()))
@@ -90,7 +90,7 @@ def test_positions_in_any_order(other):
         "kv_positions": rng.permutation(T) * 3 - 99,
     }
     mask = Predicate(lambda b, h, q, kv: hidden(q) % 64 >= kv) & other
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         masks.check_bounds(mask, T, T, block_q=16, block_kv=32, heads=1, **positions)
         masks.check_bounds(mask, T, T, block_q=16, block_kv=32, heads=1)
 
@@ -100,7 +100,7 @@ def test_tables_that_are_traced_are_not_looked_at():
         mask = Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv)
         return masks.tile_map(mask, T, T, 16, 16)
 
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         assert np.unique(jax.jit(found)(jnp.arange(T, dtype=jnp.int32))).tolist() == [masks.MIXED]
         want = masks.tile_map(masks.Causal(), T, T, 16, 16)
         assert np.array_equal(found(jnp.arange(T, dtype=jnp.int32)), want)
@@ -175,7 +175,7 @@ def test_attention_is_the_same(implementation):
     sharded = jax.shard_map(
         lambda x: own(x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True
     )
-    with tuning.using(**LOOKED_AT):
+    with tuning.using(**EXACT):
         for got in (jax.jit(own)((q, k, v)), jax.vmap(own)(each)):
             np.testing.assert_allclose(np.sum(got[0]), want[0], rtol=1e-5)
             for x, y in zip(got[1], want[1], strict=True):

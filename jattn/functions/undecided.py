@@ -93,10 +93,12 @@ def truths(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """`(any, all)` of `rule(q, kv) -> bool [t, s]` for each box, which are kept for `key`, that
     stands for the rule; None where the boxes have too many pairs, or all `tiles` too few."""
-    least, most = tuning.current().looked_at
+    sizes = tuning.current()
     wide = ends.astype(np.int64)
     rows, columns = (int((wide[:, n + 1] - wide[:, n]).max()) + 1 for n in (0, 2))
-    if tiles * rows * columns < least or len(ends) * rows * columns > most:
+    if tiles * rows * columns < sizes.min_exact_pairs:
+        return None
+    if len(ends) * rows * columns > sizes.max_exact_pairs:
         return None
     return _kept(_Keyed(key, rule), ends.tobytes(), rows, columns)
 

@@ -48,8 +48,9 @@ class Kernel:
     unavailable: returns why the kernel cannot run on this machine or in this program. The registry
         calls it when a program is lowered. It may wait for resources of the kernel if its second
         argument is True.
-    unbuilt: returns why the code for such a call could not be compiled, if that was tried. The
-        kernel's functions then raise `Unbuilt`, and a call that names no kernel takes the next one.
+    compilation_failure: returns why an earlier attempt to compile code for such a call failed. The
+        kernel's functions then raise `CompilationFailed`, and a call that names no kernel takes the
+        next one.
     reader: reads a cache in place. Without it, and if it returns a reason, the kernel receives keys
         and values as arrays.
     """
@@ -58,7 +59,7 @@ class Kernel:
     functions: Callable[[str], AttentionVJP]
     too_small: Callable[[Call], str | None] = lambda call: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
-    unbuilt: Callable[[Call], str | None] = lambda call: None
+    compilation_failure: Callable[[Call], str | None] = lambda call: None
     reader: Reader | None = None
 
 

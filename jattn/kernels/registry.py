@@ -17,8 +17,8 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
+from jattn.kernels.common.compilation import CompilationFailed
 from jattn.kernels.common.questions import Question
-from jattn.kernels.common.unbuilt import Unbuilt
 from jattn.kernels.common.vjp import AttentionVJP, Functions
 from jattn.kernels.protocol import CacheResults, Kernel, Reader, WeightSums
 from jattn.kernels.xla import decode
@@ -124,7 +124,7 @@ def reasons(call: Call, platform: str) -> dict[str, str | None]:
                 or _traced_elsewhere(row, platform)
                 or row.kernel.too_small(call)
                 or row.kernel.unavailable(call.shapes, False)
-                or row.kernel.unbuilt(call)
+                or row.kernel.compilation_failure(call)
             )
 
     jax.eval_shape(collect, call)
@@ -192,7 +192,7 @@ def _first_supported(
 
 
 def _otherwise(
-    name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
+    name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: CompilationFailed
 ) -> AttentionVJP:
     """Returns the functions of another kernel, after this kernel's could not be compiled."""
     if not remaining:
@@ -243,7 +243,7 @@ def sum_weights(platform: str, question: Question, query: Array, key: Array) -> 
         sums: WeightSums = row.load("SUMS")
         if _elsewhere(row, platform) or sums.unsupported(question, Shapes.of(query, key)):
             continue
-        with contextlib.suppress(Unbuilt):
+        with contextlib.suppress(CompilationFailed):
             return sums.run(question, query, key)
     raise AssertionError("the last of them can answer every question")
 

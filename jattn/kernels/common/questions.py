@@ -18,7 +18,7 @@ class Question:
     threshold: float | None = static_field(default=None)
 
 
-class Rows(NamedTuple):
+class QueryStatistics(NamedTuple):
     """The answers for each query, `[B, N, T]`.
 
     `place` is −1 if no key is attended. `on_keys` and `above` are None if not requested.

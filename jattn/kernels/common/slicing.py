@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jattn import dropout, masks, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import Index, Shape, Size
-from jattn.kernels.common.tile_schedule import Run
+from jattn.kernels.common.tile_schedule import TileRun
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
@@ -51,21 +51,28 @@ class Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: Run) -> "Tile":
+    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: TileRun) -> "Tile":
         tile_spec = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(tile_spec.q_positions, row, rows)
         return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
 
-    def modify(self, products: Array, masked: bool) -> Array:
-        """Computes scores from products of queries and keys."""
-        return tile.modify(self.spec, products, self.b, self.h, self.rows, self.columns, masked)
+    @classmethod
+    def whole(cls, spec: Spec, b: Index, h: Index, T: Size, S: Size) -> "Tile":
+        """Returns a whole head as one tile."""
+        return cls(spec, b, h, *tile.spans(spec, T, S))
 
-    def modified(self, products: Array, masked: bool) -> tuple[Array, Any]:
+    def modify(self, products: Array, masked: bool, select: bool = True) -> Array:
+        """Computes scores from products of queries and keys, see `tile.modify`."""
+        return tile.modify(
+            self.spec, products, self.b, self.h, self.rows, self.columns, masked, select
+        )
+
+    def modified(self, products: Array, masked: bool, select: bool = True) -> tuple[Array, Any]:
         """Returns scores, and the map of their cotangent to those of products and parameters."""
 
         def modify(products: Array, params: list[Array]) -> Array:
             changed = self._replace(spec=with_parameters(self.spec, params))
-            return changed.modify(products, masked)
+            return changed.modify(products, masked, select)
 
         return jax.vjp(modify, products, parameters(self.spec))
 

@@ -20,6 +20,7 @@ from jattn._types import LogSumExp, Output, accumulation
 from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
+from jattn.kernels.common.compilation import CompilationFailed
 from jattn.kernels.common.derivatives import (
     Attention,
     DerivativeFunctions,
@@ -27,7 +28,6 @@ from jattn.kernels.common.derivatives import (
     PerQuery,
     Residuals,
 )
-from jattn.kernels.common.unbuilt import Unbuilt
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
 
@@ -75,7 +75,7 @@ class AttentionVJP:
 
     def or_else(
         self,
-        otherwise: Callable[[Unbuilt], "AttentionVJP"],
+        otherwise: Callable[[CompilationFailed], "AttentionVJP"],
         of_piece: Callable[[Call], "AttentionVJP"],
     ) -> "AttentionVJP":
         """Returns the same functions; `otherwise` replaces any that cannot be compiled."""
@@ -84,7 +84,7 @@ class AttentionVJP:
             def run(*operands: Any) -> Any:
                 try:
                     return select(self)(*operands)
-                except Unbuilt as reason:
+                except CompilationFailed as reason:
                     return select(otherwise(reason))(*operands)
 
             return run

@@ -1,11 +1,11 @@
-"""The libraries that `src/*.cc` become: built by the machine's compiler, kept, and loaded.
+"""Builds the libraries of `src/*.cc` with the machine's compiler, caches them, and loads them.
 
-A compiler on the spot knows the processor's own vectors, which a wheel for all could not use. What
-it builds is kept in the user's cache folder, under a name that changes with everything that went
-into it, together with a digest. A file that is damaged is built again, and one that others could
-have written is not looked at. What is loaded is a copy of the contents that were checked, in a
-folder of this process alone, deleted as soon as it is loaded. Every folder that the environment
-names is used only where nobody but this user and root can put another in its place.
+A compiler on the user's machine can use all instructions of its processor, which a wheel for all
+machines cannot. A library is cached in the user's cache folder, with a digest, under a name that
+changes with everything that went into it. A damaged file is built again, and a file that other
+users could have written is not read. The process loads a copy of the checked contents, from a
+private folder that it deletes right after. A folder that the environment names is used only if
+nobody but this user and root can put another folder in its place.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -39,9 +39,9 @@ if os.name == "posix":  # elsewhere nothing is built
     import fcntl
 
 LIMIT = 300.0
-"""Seconds that a compiler may take; one that takes longer hangs."""
+"""The seconds after which a compiler counts as hanging, and is stopped."""
 
-_HERE = Path(__file__).parent / "src"
+_SOURCES = Path(__file__).parent / "src"
 _SINGLE = {"float32": 1, "float64": 0}
 _log = logging.getLogger("jattn")
 _X = TypeVar("_X")
@@ -54,27 +54,28 @@ class BuildError(Exception):
 def load(
     source: str, dtype: str, tiles: str, *, build: bool = True
 ) -> tuple[ctypes.CDLL, Path | None]:
-    """A library and the file where it is kept, built if it is not there; None: it cannot be kept.
-    Without `build` no compiler is started.
+    """Loads a library, building it if it is not cached, and returns it with its cached file; None
+    if it cannot be cached. Without `build` no compiler is started.
 
     Raises BuildError and OSError, and whatever else goes wrong in a strange environment.
     """
-    texts = [(_HERE / name).read_text(encoding="utf-8") for name in (*_headers(), source)]
+    headers = sorted(path.name for path in _SOURCES.glob("*.h"))  # any change builds it again
+    texts = [(_SOURCES / name).read_text(encoding="utf-8") for name in (*headers, source)]
     stem = f"{Path(source).stem}-{dtype}"
     notice = f"jattn: building {source} for {dtype}"
     flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
 
     def compiled(command: list[str], path: Path) -> bytes:
-        return _compiled([*command, str(_HERE / source)], path, texts[-1])
+        return _compiled([*command, str(_SOURCES / source)], path, texts[-1])
 
     return _load(stem, texts, flags, compiled, notice, build)
 
 
 def load_rule(text: str, dtype: str) -> ctypes.CDLL:
-    """The library of a rule that was generated, see `generator`; raises as `load`."""
-    texts = [(_HERE / name).read_text(encoding="utf-8") for name in ("vector.h", "rule.h")]
+    """Loads the library of a rule that `generator` wrote; raises the errors of `load`."""
+    texts = [(_SOURCES / name).read_text(encoding="utf-8") for name in ("vector.h", "rule.h")]
     # Integers wrap around in users' functions, as they do in JAX.
-    flags = [*_flags(dtype, ""), "-O3", "-fwrapv", "-fno-math-errno", f"-I{_HERE}"]
+    flags = [*_flags(dtype, ""), "-O3", "-fwrapv", "-fno-math-errno", f"-I{_SOURCES}"]
 
     def compiled(command: list[str], path: Path) -> bytes:
         source = path.with_suffix(".cc")
@@ -85,11 +86,6 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     return library
 
 
-def _headers() -> list[str]:
-    """The names of all headers: a change of any of them builds the libraries again."""
-    return sorted(path.name for path in _HERE.glob("*.h"))
-
-
 def _load(
     stem: str,
     texts: list[str],
@@ -98,44 +94,46 @@ def _load(
     notice: str | None,
     build: bool = True,
 ) -> tuple[ctypes.CDLL, Path | None]:
-    """A library of these texts, and where it is kept: there already, or `compiled` by a command to
-    a path. `notice` is told to users beforehand."""
+    """Loads the library of these texts, and returns it with its cached file.
+
+    If it is not cached, `compiled(command, path)` returns its contents; users see `notice` first.
+    """
     if os.name != "posix":
         raise BuildError(f"it is not built on {platform.system()}")
     command = [*compiler(tell=build), *flags]
     folder = _folder()
-    name = f"{stem}-{_digest(command, texts, build)}.so"
-    kept = folder / name if folder else None
-    contents = _read(kept)
+    cached_path = folder and folder / f"{stem}-{_digest(command, texts, build)}.so"
+    contents = _read(cached_path)
     if contents is None:
         if not build:
             raise BuildError("it is not built yet")
-        with _one_at_a_time(kept):
-            contents = _read(kept)  # another process may have built it meanwhile
+        with _one_at_a_time(cached_path):
+            contents = _read(cached_path)  # another process may have built it meanwhile
             if contents is None:
-                own = "for this process: no cache folder is its own"
+                unsafe = "for this process: no cache folder is its own"
                 if notice:
-                    _tell(f"{notice}, {'once for this machine' if kept else own}; some seconds")
+                    scope = "once for this machine" if cached_path else unsafe
+                    _tell(f"{notice}, {scope}; some seconds")
                 contents = _in_private_folder(lambda path: compiled(command, path), folder)
-                kept = kept if kept and _keep(kept, contents) else None
-
-    if kept:
-        keep_text(_name_of_macros(command), _macros(tuple(command), build))
+                if cached_path and not _keep(cached_path, contents):
+                    cached_path = None
+    if cached_path:
+        cache_text(_name_of_macros(command), _macros(tuple(command), build))
 
     def from_copy(path: Path) -> ctypes.CDLL:
         path.write_bytes(contents)
         return ctypes.CDLL(str(path))
 
-    return _in_private_folder(from_copy, folder), kept
+    return _in_private_folder(from_copy, folder), cached_path
 
 
 # --- forks --------------------------------------------------------------------------------------
 
 
 _running: set[subprocess.Popen] = set()
-_locks: set[int] = set()  # handles of files
+_locks: set[int] = set()  # file descriptors
 _no_fork = threading.RLock()
-"""Held while files are opened that a forked process must not keep open."""
+"""The lock for opening files that a forked process must not inherit."""
 
 
 def _leave_to_parent() -> None:
@@ -159,10 +157,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def compiler(tell: bool = True) -> list[str]:
-    """Returns the words that start the compiler: those of `CXX`, or the system's compiler, or else
-    that of the package `ziglang`.
+    """Returns the command that starts the compiler: `CXX`, or the system's compiler, or else the
+    compiler of the package `ziglang`.
 
-    Raises BuildError where there is none, and tells the user once.
+    Raises BuildError if there is none, and warns the user once.
     """
     wanted = shlex.split(os.environ.get("CXX", ""))
     candidates = [wanted] if wanted else [["c++"], ["g++"], ["clang++"]]
@@ -187,9 +185,10 @@ def _tell_once(line: str) -> None:
 
 
 def _flags(dtype: str, tiles: str) -> list[str]:
-    own = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    processor = "-march=native" if is_x86 else "-mcpu=native"
     macros = [f"-DJATTN_SINGLE={_SINGLE[dtype]}", f"-DJATTN_TILES={tiles}"]
-    return ["-std=c++17", "-O2", own, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
+    return ["-std=c++17", "-O2", processor, "-ffp-contract=fast", "-fPIC", "-shared", *macros]
 
 
 def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
@@ -200,25 +199,23 @@ def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
 
 @functools.cache
 def _macros(command: tuple[str, ...], build: bool) -> str:
-    """The compiler's own macros, which tell its version and the processor; from the cache folder
-    where the same compiler was asked on the same processor."""
-    if macros := kept_text(_name_of_macros(command)):
+    """Returns the compiler's predefined macros, which depend on its version and the processor.
+
+    They are cached for the same compiler on the same processor.
+    """
+    if macros := cached_text(_name_of_macros(command)):
         return macros
     if not build:
         raise BuildError("its compiler was not asked yet")
     return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
 
 
-def _name_of_macros(command: Iterable[str]) -> str:
-    asked = "\0".join((*command, _file_of(next(iter(command))), _processor()))
-    return f"macros-{hashlib.sha256(asked.encode()).hexdigest()[:32]}.txt"
-
-
-def _file_of(program: str) -> str:
-    """Returns a text that changes when the file of a program does."""
-    path = Path(program).resolve()
+def _name_of_macros(command: Sequence[str]) -> str:
+    path = Path(command[0]).resolve()
     status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    program = f"{path} {status.st_size} {status.st_mtime_ns}"  # changes when the file does
+    key = "\0".join((*command, program, _processor()))
+    return f"macros-{hashlib.sha256(key.encode()).hexdigest()[:32]}.txt"
 
 
 def _processor() -> str:
@@ -227,7 +224,7 @@ def _processor() -> str:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             first, _, _ = file.read(2**14).partition("\n\n")
-    except OSError:  # where there is one kind of processor to a kind of machine
+    except OSError:  # on systems other than Linux
         return f"{platform.platform()} {platform.processor()}"
     return "\n".join(line for line in first.splitlines() if line.startswith(names))
 
@@ -250,14 +247,14 @@ def _compiled(command: list[str], path: Path, text: str) -> bytes:
     _run([*command, "-o", str(path)])
     if not path.exists() or not path.stat().st_size:
         raise BuildError(f"{command[0]} wrote no library")
-    if "python" in Path(sys.executable or "").name:  # not a program that Python is embedded in
+    if "python" in Path(sys.executable or "").name:  # not in a program that embeds Python
         token, names = secrets.token_hex(), _EXPORTED.findall(text)
         loader = [sys.executable, "-I", "-S", "-c", _LOAD, str(path), token, *names]
         try:
             if token not in _run(loader):
                 raise BuildError("it ended the process")
         except BuildError as reason:
-            # Elsewhere it may be loaded: a file system may forbid to execute what lies on it.
+            # It may load from another folder: a file system may forbid to execute its files.
             raise OSError(f"what {command[0]} wrote cannot be loaded: {reason}") from reason
     return path.read_bytes()
 
@@ -271,8 +268,10 @@ def _run(command: list[str]) -> str:
 
 
 def _run_in(folder: Path, command: list[str]) -> str:
-    """Runs a command whose output and temporary files are put into a folder. Nobody waits for a
-    process that the command leaves behind, as the end of a pipe would."""
+    """Runs a command whose output and temporary files go into a folder.
+
+    Output goes to files: a pipe would stay open until processes that the command leaves behind end.
+    """
     printed, complaints = folder / "printed", folder / "complaints"
     with printed.open("wb") as stdout, complaints.open("wb") as stderr, _no_fork:
         process = subprocess.Popen(
@@ -293,8 +292,8 @@ def _run_in(folder: Path, command: list[str]) -> str:
         _kill(process)
         process.wait()
     if process.returncode:
-        said = complaints.read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        messages = complaints.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in messages.splitlines() if line.strip()]
         errors = [line for line in lines if "error" in line.lower()]
         status = f"exit status {process.returncode}"
         raise BuildError(f"{command[0]} failed: {(errors or lines[-1:] or [status])[0]}")
@@ -302,21 +301,19 @@ def _run_in(folder: Path, command: list[str]) -> str:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends a command and all that it has started."""
-    try:
+    """Ends a command and the processes that it has started."""
+    with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
-    except OSError:
-        pass
 
 
 def stop() -> None:
-    """Ends all compilers, so that whoever waits for them is released."""
+    """Ends all compilers, so that threads that wait for them go on."""
     for process in tuple(_running):
         _kill(process)
 
 
 def _tell(line: str, level: int = logging.INFO) -> None:
-    """Tells users a line by `logging`, and on a terminal where no logger shows it."""
+    """Logs a line, and prints it on a terminal if no logger shows it."""
     _log.log(level, line)
     shown = _log.isEnabledFor(level) and (_log.hasHandlers() or level >= logging.WARNING)
     if not shown and sys.stderr and sys.stderr.isatty():
@@ -327,28 +324,28 @@ def _tell(line: str, level: int = logging.INFO) -> None:
 
 
 def _folder() -> Path | None:
-    """The cache folder; None where there is none that only this user, or root, may write."""
+    """Returns the cache folder; None if users other than this one and root may write there."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = _trusted(Path(home) / "jattn")
         return folder if _is_safe(folder.stat()) else None
-    except (OSError, RuntimeError) as reason:  # the latter where there is no home
+    except (OSError, RuntimeError) as reason:  # RuntimeError if there is no home
         _log.info("jattn: no cache folder: %s", reason)
         return None
 
 
 def _trusted(path: Path) -> Path:
-    """A folder, by its path without links; it is made, with those above it, where it is missing.
+    """Returns the path of a folder without links, making the folder and its parents if necessary.
 
-    Raises PermissionError where others than this user and root own a part of the path, or a link on
-    the way, or may write there: they could put another folder in its place. Folders in which only
-    the owners of entries may rename them, such as /tmp, are no such parts. Each part is looked at
-    after those above it, so that what was found stays true.
+    Raises PermissionError if users other than this one and root own a part of the path, or a link
+    on the way, or may write there: they could put another folder in its place. A folder with a
+    sticky bit, such as /tmp, is allowed: there only the owner of an entry may rename it. Each part
+    is checked after its parents, so that earlier checks remain true.
     """
-    place, left, links = Path("/"), [*reversed(path.absolute().parts)], 0
-    while left:
-        name = left.pop()
-        entry = place.parent if name == ".." else place / name
+    folder, parts, links = Path("/"), [*reversed(path.absolute().parts)], 0
+    while parts:
+        name = parts.pop()
+        entry = folder.parent if name == ".." else folder / name
         if not os.path.lexists(entry):
             with contextlib.suppress(FileExistsError):  # another process makes it too
                 entry.mkdir(0o755)
@@ -356,16 +353,16 @@ def _trusted(path: Path) -> Path:
         is_link = stat.S_ISLNK(status.st_mode)
         if not is_link and not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(f"{entry} is not a folder")
-        is_kept = is_link or status.st_mode & stat.S_ISVTX
-        if not (_is_safe(status) or (_is_ours(status) and is_kept)):
+        is_fixed = is_link or status.st_mode & stat.S_ISVTX
+        if not (_is_safe(status) or (_is_ours(status) and is_fixed)):
             raise PermissionError(f"others may replace {entry}, or what is in it")
         if not is_link:
-            place = entry
+            folder = entry
         elif (links := links + 1) > _MOST_LINKS:
             raise OSError(f"{path} has too many links")
         else:
-            left += reversed(entry.readlink().parts)
-    return place
+            parts += reversed(entry.readlink().parts)
+    return folder
 
 
 _MOST_LINKS = 40
@@ -376,28 +373,29 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written it."""
+    """Returns whether nobody but this user and root can have written a file or folder."""
     return _is_ours(status) and not status.st_mode & 0o022
 
 
 def _checksum(name: str, contents: bytes) -> bytes:
-    """The checksum of a file's name and contents, which is written behind the contents."""
+    """Returns the checksum that follows the contents of a cached file."""
     return hashlib.sha256(name.encode() + contents).digest()
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path | None) -> Iterator[None]:
-    """A context in which no other process of this machine builds what will be kept there. Who has
-    waited as long as a compiler may take, or cannot tell, builds too: it is the same."""
-    if path is None:
-        yield
-        return
-    lock = path.with_suffix(".lock")
-    try:
-        with _no_fork:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    """Returns a context in which no other process of this machine builds the same file.
+
+    A process that has waited as long as a compiler may take, or cannot lock, builds too: the file
+    will have the same contents.
+    """
+    flags, lock, handle = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, Path(), None
+    if path is not None:
+        lock = path.with_suffix(".lock")
+        with contextlib.suppress(OSError), _no_fork:
+            handle = os.open(lock, flags, 0o600)
             _locks.add(handle)
-    except OSError:
+    if handle is None:
         yield
         return
     is_locked = _locked(handle)
@@ -413,9 +411,9 @@ def _one_at_a_time(path: Path | None) -> Iterator[None]:
 
 
 def _locked(handle: int) -> bool:
-    """Whether a lock could be had, within `LIMIT`."""
-    last = time.monotonic() + LIMIT
-    while time.monotonic() < last:
+    """Waits for a lock, at most `LIMIT` seconds; returns whether it is acquired."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -427,7 +425,7 @@ def _locked(handle: int) -> bool:
 
 
 def _read(path: Path | None) -> bytes | None:
-    """The contents of a file; None where there is none that is safe and whole."""
+    """Returns the contents of a cached file; None if there is no safe and undamaged one."""
     if path is None:
         return None
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -444,10 +442,10 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def _keep(path: Path, contents: bytes) -> bool:
-    """Writes a file for later; whether it could."""
+    """Writes a file to the cache; returns whether that succeeded."""
     unfinished = None
     try:
-        # Whoever builds at the same time writes the same; a reader sees all of it or nothing.
+        # Processes that build at the same time write the same; readers see all of it or nothing.
         handle, unfinished = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(contents + _checksum(path.name, contents))
@@ -462,36 +460,37 @@ def _keep(path: Path, contents: bytes) -> bool:
         return False
 
 
-def keep_text(name: str, text: str) -> None:
-    """Writes a text for later, under a name that no other text has, where there is a folder."""
+def cache_text(name: str, text: str) -> None:
+    """Writes a text to the cache folder, if there is one, under a name that is its own."""
     folder = _folder()
     if folder and not (folder / name).exists():
         _keep(folder / name, text.encode())
 
 
-def kept_text(name: str) -> str | None:
-    """A text that was written; None where there is none that is safe and whole."""
+def cached_text(name: str) -> str | None:
+    """Returns a text of the cache folder; None if there is no safe and undamaged one."""
     folder = _folder()
     contents = _read(folder / name) if folder else None
     return None if contents is None else contents.decode()
 
 
-def _in_private_folder(work: Callable[[Path], _X], also: Path | None) -> _X:
-    """`work(path)` for a file in a folder of this process alone, which is deleted afterwards.
+def _in_private_folder(work: Callable[[Path], _X], fallback: Path | None) -> _X:
+    """Returns `work(path)` for a file in a private folder, which is deleted afterwards.
 
-    It lies with temporary files, or else, as where these cannot be written or executed, in `also`.
+    The folder is among the temporary files or, if these cannot be written or executed, in
+    `fallback`.
     """
     try:
         return _in_new_folder(_temporary(), work)
     except OSError:
-        if also is None:
+        if fallback is None:
             raise
-        return _in_new_folder(also, work)
+        return _in_new_folder(fallback, work)
 
 
-def _in_new_folder(place: Path, work: Callable[[Path], _X]) -> _X:
+def _in_new_folder(parent: Path, work: Callable[[Path], _X]) -> _X:
     # A `TemporaryDirectory` would be deleted by a forked process too, when that ends.
-    folder = Path(tempfile.mkdtemp(prefix="jattn-", dir=place))
+    folder = Path(tempfile.mkdtemp(prefix="jattn-", dir=parent))
     try:
         return work(folder / "library.so")
     finally:
@@ -499,7 +498,7 @@ def _in_new_folder(place: Path, work: Callable[[Path], _X]) -> _X:
 
 
 def _temporary() -> Path:
-    """The folder of temporary files, where others cannot put a file in place of ours."""
+    """Returns the folder of temporary files; raises FileNotFoundError if it is not safe."""
     try:
         return _trusted(Path(tempfile.gettempdir()))
     except OSError as reason:

@@ -1,8 +1,8 @@
 """A few queries against many keys on CPUs by a kernel in C++, `src/decode.cc`, called from XLA.
 
-It reads every key and value once, as fast as the memory gives them, whether heads lie before tokens
-as in a cache or tokens before heads as in arrays. What a mask allows, and what a score function
-adds, it is handed as arrays `[B, N, T, S]`, computed by XLA: next to the keys they are small.
+The kernel reads every key and value once, at the speed of the memory, both in caches (heads before
+tokens) and in arrays (tokens before heads). XLA computes what the mask allows and what the score
+function adds as arrays `[B, N, T, S]`, which are small beside the keys.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn import masks, scores, tile, tuning
 from jattn._pytree import is_static, leading, number
-from jattn._types import Tree, accumulation
+from jattn._types import accumulation
 from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common import few_queries, lowering, slicing, tile_schedule
@@ -28,7 +28,10 @@ from jattn.spec import Shapes, Spec, has_mask
 
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
-    """Why it cannot compute a call: it takes few queries, score functions that add, no dropout."""
+    """Returns why the kernel cannot compute a call; None if it can.
+
+    It takes few queries and score functions that add a term, without dropout.
+    """
     if reason := few_queries.unsupported(spec, shapes):
         return reason
     if not is_static(spec.scale):
@@ -39,14 +42,14 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
 
 
 def pays(spec: Spec, shapes: Shapes) -> bool:
-    """Whether plain arrays go faster by it than by `attention.cc`, and its library is there."""
+    """Returns whether this kernel is available and faster on plain arrays than `attention.cc`."""
     if shapes.S < tuning.current().many_keys or unsupported(spec, shapes):
         return False
     return unavailable(shapes.dtype) is None
 
 
 def unavailable(dtype: DTypeLike) -> str | None:
-    """Why it cannot run here now, for queries of a dtype."""
+    """Returns why the kernel cannot run on this machine, for queries of a dtype, or None."""
     return library.unavailable("decode", accumulation(dtype))
 
 
@@ -62,50 +65,48 @@ class PagedKV(NamedTuple):
     by_token: bool = False
 
 
-def _functions(tree: Tree, kind: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return any(isinstance(x, kind) for x in leaves)
-
-
-def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile], Array]) -> Array:
-    """`one` of all heads, `[1 or B, 1 or N, T, S]`: of one where all are alike."""
+def _over_heads(
+    spec: Spec, shapes: Shapes, dtype: Any, function: Callable[[slicing.Tile], Array]
+) -> Array:
+    """Returns `function` of all heads, `[1 or B, 1 or N, T, S]`: of one head if all are equal."""
     _, T, S, N, *_ = shapes
     batch, heads = leading(spec)
-    by_any = _functions(spec.mask, masks.Predicate)
-    B = shapes.B if by_any or math.prod(batch) > 1 else 1
-    N = N if by_any or heads > 1 or spec.score is not None else 1
+    is_predicate = lambda x: isinstance(x, masks.Predicate)  # noqa: E731
+    varies = any(map(is_predicate, jax.tree.leaves(spec.mask, is_leaf=is_predicate)))
+    B = shapes.B if varies or math.prod(batch) > 1 else 1
+    N = N if varies or heads > 1 or spec.score is not None else 1
 
-    def head(spec: Spec, b: Array, h: Array, _: Array) -> Array:
-        here = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.Run(0, S, True))
-        return jnp.broadcast_to(one(here), (T, S))
+    def one_head(spec: Spec, b: Array, h: Array, _: Array) -> Array:
+        whole = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.TileRun(0, S, True))
+        return jnp.broadcast_to(function(whole), (T, S))
 
-    return tile.over_heads(head, spec, (jnp.zeros((B, T, N, 1), kind),), (), out_axes=0)
+    return tile.over_heads(one_head, spec, (jnp.zeros((B, T, N, 1), dtype),), (), out_axes=0)
 
 
 def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
-    """What the mask allows; of size 0 if everything."""
+    """The pairs that the mask allows; of size 0 if it allows all."""
     if not has_mask(spec):
         return jnp.zeros((1, 1, 1, 0), bool)
 
-    def one(here: slicing.Tile) -> Array:
-        return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
+    def evaluate(head: slicing.Tile) -> Array:
+        return jnp.asarray(head.spec.mask.evaluate(head.b, head.h, head.rows, head.columns))
 
-    return _over_all(dataclasses.replace(spec, score=None), shapes, bool, one)
+    return _over_heads(dataclasses.replace(spec, score=None), shapes, bool, evaluate)
 
 
-def _added(spec: Spec, shapes: Shapes, dtype: DTypeLike) -> Float[Array, "b n T S"]:
-    """What the score function adds; of size 0 if nothing."""
+def _bias(spec: Spec, shapes: Shapes, dtype: DTypeLike) -> Float[Array, "b n T S"]:
+    """The terms that the score function adds; of size 0 if it adds none."""
     if spec.score is None:
         return jnp.zeros((1, 1, 1, 0), dtype)
     zeros = jnp.zeros((shapes.T, shapes.S), dtype)
     spec = dataclasses.replace(spec, mask=masks.Full())
-    return _over_all(spec, shapes, dtype, lambda here: here.modify(zeros, False))
+    return _over_heads(spec, shapes, dtype, lambda head: head.modify(zeros, False))
 
 
 def attend(
     spec: Spec, query: Float[Array, "B T N H"], paged: PagedKV
 ) -> tuple[Float[Array, "B T N V"], Normalizer]:
-    """The output in the dtype of sums, and the normalizers `[B, T, N]`."""
+    """Computes the output in the dtype of sums, and the normalizers `[B, T, N]`."""
     (B, T, N, _), dtype = query.shape, accumulation(query.dtype)
     table = jnp.zeros((B, 0), jnp.int32) if paged.table is None else paged.table
     page = paged.keys.shape[1 if paged.by_token else 2]
@@ -115,14 +116,13 @@ def attend(
     rows = jax.ShapeDtypeStruct((B, T, N), dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]
     name = library.target("decode", dtype)
-    run = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")
-    out, maximum, log_total = run(
+    out, maximum, log_total = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")(
         query.astype(dtype),
         paged.keys,
         paged.values,
         table,
         _allowed(spec, shapes),
-        _added(spec, shapes, dtype),
+        _bias(spec, shapes, dtype),
         scale=float(number(spec.scale)),
         by_token=paged.by_token,
     )
@@ -130,20 +130,20 @@ def attend(
 
 
 def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> PagedKV:
-    """Arrays of keys and values, as `attention` takes them: each batch row is one page."""
+    """Returns arrays of keys and values as pages: each batch row is one page."""
     if not readable(key.dtype, key.dtype):
         key, value = (x.astype(accumulation(x.dtype)) for x in (key, value))
     return PagedKV(key, value, by_token=True)
 
 
 def readable(dtype: DTypeLike, query_dtype: DTypeLike) -> bool:
-    """Whether it reads keys of a dtype: that of sums, or bfloat16 for sums in float32."""
+    """Returns whether the kernel reads keys of a dtype: that of sums, or bfloat16 with float32."""
     sums = accumulation(query_dtype)
     return dtype == sums or (dtype == jnp.bfloat16 and sums == jnp.float32)
 
 
 def _unreadable(_: str, call: Call, cache: Cache) -> str | None:
-    """Why it cannot read a cache where it lies for a call in this program."""
+    """Returns why the kernel cannot read a cache in place for a call in this program, or None."""
     if lowering.exported():
         return "an exported program may run where its library is not"
     kinds = cache.keys.dtype, cache.values.dtype

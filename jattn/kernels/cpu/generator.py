@@ -1,13 +1,13 @@
 """Masks and score functions as C++ for the kernel's own vectors, with their derivatives.
 
-A spec is one function of scalars: `(score, b, h, i, j) -> (modified score, allowed)`, in the one
-order of `jattn.tile`. It is read as an expression (`jattn.functions.read`), and cut in two. What
-depends on the query alone, on the key alone, on their distance or on the head becomes an array that
-JAX computes once per call; for these T + S numbers any operation will do, and their derivative is
-JAX's. The rest, the core, is what each pair needs, and becomes vector code: lanes are queries.
+A spec is one function of scalars: `(score, b, h, i, j) -> (modified score, allowed)`, in the order
+of `jattn.tile`. `jattn.functions.read` makes an expression of it, which this file cuts in two. The
+parts that depend on the query alone, the key alone, their distance or the head become arrays that
+JAX computes once per call; for these T + S numbers it may use any operation, and it differentiates
+them. The remainder, the core, is computed for each pair by vector code whose lanes are queries.
 
-The derivative of the core is that of JAX too: the core is a function again, whose pullback is read
-like it. Only operations, numbers and names of ours stand in the text that is compiled.
+JAX also differentiates the core: the pullback of the core is a function again, and is read in the
+same way. The compiled text contains only operations, numbers and names of this package.
 """
 
 import dataclasses
@@ -33,46 +33,52 @@ from jattn.spec import Shapes, Spec
 class Operand(NamedTuple):
     """An array that the core reads: `[B or 1, N or 1, size]`.
 
-    Of kind `query` it has an entry for each query, `key` for each key, `distance` for each distance
-    (entry i − j + S − 1), `head` one, and of kind `table` the core says which.
+    An array of kind `query` has an entry for each query, `key` for each key, `distance` for each
+    distance (entry i − j + S − 1), `head` a single entry; of a `table`, the core chooses entries.
     """
 
     kind: str
     dtype: Any  # bool, an integer or a float dtype
-    shape: Shape = ()  # of a table
+    shape: Shape = ()  # the shape of a table
 
 
-class Rule(NamedTuple):
-    """What a spec is for the kernel: the text of its core, and what goes with it."""
+class GeneratedRule(NamedTuple):
+    """The mask and score function of a spec for the kernel, as text of C++.
+
+    differentiated: the operands whose gradients the core computes.
+    modifies: whether the rule changes scores other than by the mask.
+    keeps: whether its derivative needs the unmodified scores.
+    by_row, by_head: whether the mask depends on the batch row, or on the head.
+    """
 
     text: str
     operands: tuple[Operand, ...]
-    differentiated: tuple[int, ...]  # operands whose gradients the core gives
-    modifies: bool  # whether scores change other than by the mask
-    keeps: bool  # whether its derivative needs the scores before
-    by_row: bool  # whether the mask depends on the batch row
-    by_head: bool  # and on the head
+    differentiated: tuple[int, ...]
+    modifies: bool
+    keeps: bool
+    by_row: bool
+    by_head: bool
 
 
 def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
-    """`(run, leaves)`: `run(score, b, h, i, j, *leaves)` gives the modified score of a pair, and
-    whether it is allowed."""
-    own = dataclasses.replace(
+    """Returns `(run, leaves)`: `run(score, b, h, i, j, *leaves)` computes the modified score of a
+    pair, and whether the pair is allowed."""
+    mask_and_score = dataclasses.replace(
         spec, scale=1.0, dropout_key=None, dropout_rate=0.0, precision=None, lse=False, origin=None
     )
-    leaves, structure = jax.tree.flatten(own)
+    leaves, structure = jax.tree.flatten(mask_and_score)
 
     def run(score: Any, b: Any, h: Any, i: Any, j: Any, *leaves: Any) -> Any:
         places = i[None], j[None]
-        here = take_tile(select_head(jax.tree.unflatten(structure, leaves), b, h), *places)
+        pair = take_tile(select_head(jax.tree.unflatten(structure, leaves), b, h), *places)
         rows, columns = (
-            Span((place + 0 if given is None else given).astype(jnp.int32), place)
-            for place, given in zip(places, (here.q_positions, here.kv_positions), strict=True)
+            Span((place + 0 if positions is None else positions).astype(jnp.int32), place)
+            for place, positions in zip(places, (pair.q_positions, pair.kv_positions), strict=True)
         )
         modified = score[None, None]
-        for function in in_order(here.score):
+        for function in in_order(pair.score):
             modified = function.evaluate(modified, b, h, rows, columns)
-        allowed = jnp.broadcast_to(here.mask.evaluate(b, h, rows, columns), (1, 1))
+        allowed = jnp.broadcast_to(pair.mask.evaluate(b, h, rows, columns), (1, 1))
         return modified[0, 0], allowed[0, 0]
 
     return run, leaves
@@ -82,16 +88,23 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
 
 
 class _Core(NamedTuple):
-    """The part for each pair: `results` in terms of inputs, of which those from `first` on are
-    operands, one for each of `cuts`: a node to be computed outside, or a table."""
+    """The part of an expression that is computed for each pair.
+
+    results: the modified score and whether the pair is allowed, in terms of inputs.
+    cuts: the operands, which are the inputs from `FIRST` on, each with the node that JAX computes
+        or, for a table, its number and the places that the head chooses.
+    mask_on: the inputs on which the mask depends.
+    tables: the arrays in which the expression looks up entries.
+    """
 
     results: list[Node]
     cuts: list[tuple[Operand, Any]]
-    mask_on: frozenset[int]  # inputs on which the mask depends
+    mask_on: frozenset[int]
+    tables: list[Any]
 
 
 class _Cutter:
-    """Replaces what is computed outside with inputs."""
+    """Replaces the nodes that JAX computes in advance with inputs."""
 
     def __init__(self, results: Sequence[Node], tables: list[Any]):
         self.depends = dependence.of_nodes(results)
@@ -127,7 +140,7 @@ class _Cutter:
             return nodes.const(node.param, dtype)
         wide = Node("convert_element_type", (node,), np.dtype(dtype))
         self.depends[id(wide)] = self.depends[id(node)]
-        self._made.append(wide)  # as long as its id is
+        self._made.append(wide)  # its id is used: it must stay alive
         return self.replaced(wide)
 
     def _operand(self, operand: Operand, cut: Any) -> Node:
@@ -135,8 +148,10 @@ class _Cutter:
         return Node("input", (), operand.dtype, FIRST + len(self.cuts) - 1)
 
     def _look_up(self, node: Node, dtype: Any) -> Node:
-        """An entry, in a dtype, of a table that each pair chooses; places that the head chooses
-        come first."""
+        """Returns the entry, in a dtype, that each pair chooses in a table.
+
+        The places that depend on the head alone must come first; JAX indexes the table with them.
+        """
         outer = 0
         while self.depends[id(node.args[outer])].kind == "head":
             outer += 1
@@ -151,8 +166,11 @@ class _Cutter:
 
 
 def _widens(node: Node) -> bool:
-    """Whether it is a float with more bits, which holds all numbers of its type: then what it is
-    chosen from may be converted, and whole tables."""
+    """Returns whether a node converts a float to a wider dtype.
+
+    Such a conversion is exact, so that whole tables, and the cases of a selection, may be converted
+    instead.
+    """
     if node.op != "convert_element_type":
         return False
     narrow, wide = np.dtype(node.args[0].dtype), np.dtype(node.dtype)
@@ -163,62 +181,73 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-_MOST_IN_A_ROW = 200  # operations; Python's own recursion bears some more
+_MAX_DEPTH = 200  # operations; Python's own recursion limit allows a few more
 
 
-def _cut(results: list[Node], tables: list[Any]) -> _Core:
-    def in_a_row(node: Node, before: list[int]) -> int:
+def _core(spec: Spec, dtype: Any) -> _Core:
+    """Reads a spec and cuts it; raises NotImplementedError for an unknown operation."""
+
+    def depth(node: Node, depths: list[int]) -> int:
         if node.op == "unknown":
             raise NotImplementedError(f"functions of pairs have no operation {node.param}")
-        if 1 + max(before, default=0) > _MOST_IN_A_ROW:
+        if len(depths) and max(depths) >= _MAX_DEPTH:
             raise NotImplementedError(
-                f"functions of pairs have at most {_MOST_IN_A_ROW} operations in a row"
+                f"functions of pairs have at most {_MAX_DEPTH} operations in a row"
             )
-        return 1 + max(before, default=0)
+        return 1 + max(depths, default=0)
 
-    nodes.fold(results, in_a_row)
+    run, leaves = spec_function(spec)
+    with jax.numpy_dtype_promotion("standard"):
+        results, tables, effect = read(run, (dtype, *[np.int32] * 4), leaves)
+    if effect:
+        raise NotImplementedError(f"functions of pairs have no operation {effect}")
+    nodes.fold(results, depth)
     cutter = _Cutter(results, tables)
     mask_on = cutter.depends[id(results[1])].on
-    return _Core([cutter.replaced(x) for x in results], cutter.cuts, mask_on)
+    return _Core([cutter.replaced(x) for x in results], cutter.cuts, mask_on, tables)
 
 
 # --- evaluation by JAX --------------------------------------------------------------------------
 
 
 def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
-    """What a spec's rule reads, in the order of its operands and in the types of its text: a
-    function of the spec's arrays."""
-    core, tables = _core_of(spec, dtype)
-    T, S = shapes.T, shapes.S
-    along = {
-        "head": (0, 0, 1),
-        "query": (jnp.arange(T), 0, T),
-        "key": (0, jnp.arange(S), S),
-        # Of a place on a diagonal: any query and key that lie on it.
-        "distance": (
-            jnp.maximum(jnp.arange(T + S - 1) - (S - 1), 0),
-            jnp.maximum((S - 1) - jnp.arange(T + S - 1), 0),
-            T + S - 1,
-        ),
+    """Computes the operands of a spec's rule, in the dtypes of its text: a function of the spec's
+    arrays."""
+    core, (T, S) = _core(spec, dtype), shapes[1:3]
+    distances = jnp.arange(T + S - 1) - (S - 1)
+    places = {
+        "head": (0, 0),
+        "query": (jnp.arange(T), 0),
+        "key": (0, jnp.arange(S)),
+        # Any query and key that have this distance.
+        "distance": (jnp.maximum(distances, 0), jnp.maximum(-distances, 0)),
     }
-    found = []
-    for operand, cut in core.cuts:
+    sizes = {"head": 1, "query": T, "key": S, "distance": T + S - 1}
+
+    def array(operand: Operand, cut: Any) -> Any:
         if operand.kind == "table":
-            number, head = cut
-            found.append(_table_of(tables, number, head, shapes, operand))
-            continue
-        i, j, size = along[operand.kind]
-        inputs = _places(i, j, shapes)
-        (value,) = operations.evaluated([cut], inputs, tables)
+            table, head = cut
+            return _table(core.tables, table, head, shapes, operand)
+        i, j = places[operand.kind]
+        inputs = _inputs(i, j, shapes)
+        (value,) = operations.evaluated([cut], inputs, core.tables)
         lead = (1,) * (3 - value.ndim) + value.shape
-        value = jnp.broadcast_to(value.reshape(lead), (*lead[:2], size))
-        found.append(_padded(value, operand.kind))
-    whole = np.int32 if dtype == np.float32 else np.int64
-    return [x.astype(whole) if kind(x.dtype, dtype) in "ib" else x for x in found]
+        value = jnp.broadcast_to(value.reshape(lead), (*lead[:2], sizes[operand.kind]))
+        if operand.kind in ("head", "key"):
+            return value
+        mode = "edge" if value.shape[-1] else "constant"
+        return jnp.pad(value, ((0, 0), (0, 0), (0, _MARGIN)), mode=mode)
+
+    results = [array(*x) for x in core.cuts]
+    integer = np.int32 if dtype == np.float32 else np.int64
+    return [x.astype(integer) if kind(x.dtype, dtype) in "ib" else x for x in results]
 
 
-def _places(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
-    """Inputs that broadcast to `[B, N, size]`."""
+_MARGIN = 64  # more entries than any vector has lanes, for lanes without a query
+
+
+def _inputs(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
+    """Returns inputs that broadcast to `[B, N, size]`, for queries i and keys j."""
     as_row = lambda x: jnp.asarray(x, jnp.int32).reshape(1, 1, -1)  # noqa: E731
     return {
         BATCH_ROW: jnp.arange(shapes.B, dtype=jnp.int32)[:, None, None],
@@ -228,21 +257,12 @@ def _places(i: Any, j: Any, shapes: Shapes) -> dict[Any, Any]:
     }
 
 
-_MARGIN = 64  # more entries than any vector has lanes, for lanes without a query
-
-
-def _padded(x: Any, kind: str) -> Any:
-    if kind in ("head", "key"):
-        return x
-    return jnp.pad(x, ((0, 0), (0, 0), (0, _MARGIN)), mode="edge" if x.shape[-1] else "constant")
-
-
-def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand: Operand) -> Any:
-    """The entries of a table that heads choose, `[B or 1, N or 1, size]`."""
+def _table(tables: list[Any], number: int, head: Any, shapes: Shapes, operand: Operand) -> Any:
+    """Returns the entries of a table that heads choose, `[B or 1, N or 1, size]`."""
     table = jnp.asarray(tables[number]).astype(operand.dtype)
     if not head:
         return table.reshape(1, 1, -1)
-    places = operations.evaluated(head, _places(0, 0, shapes), tables)
+    places = operations.evaluated(head, _inputs(0, 0, shapes), tables)
     shape = np.broadcast_shapes(*map(np.shape, places), (1, 1, 1))
     places = [jnp.broadcast_to(x, shape)[..., 0] for x in places]
     chosen = table.at[tuple(places)].get(mode="clip")
@@ -252,31 +272,23 @@ def _table_of(tables: list[Any], number: int, head: Any, shapes: Shapes, operand
 # --- the rule -----------------------------------------------------------------------------------
 
 
-def _core_of(spec: Spec, dtype: Any) -> tuple[_Core, list[Any]]:
-    run, leaves = spec_function(spec)
-    with jax.numpy_dtype_promotion("standard"):
-        expression = read(run, (dtype, *[np.int32] * 4), leaves)
-    if expression.effect:
-        raise NotImplementedError(f"functions of pairs have no operation {expression.effect}")
-    return _cut(expression.results, expression.tables), expression.tables
+MOST_OPERANDS = 31
 
 
-def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
-    """The rule of a spec whose arrays have one batch axis.
+def generate(spec: Spec, dtype: Any, gradients: bool) -> GeneratedRule:
+    """Generates the rule of a spec whose arrays have one batch axis.
 
-    Raises NotImplementedError with the reason for what vector code does not know.
+    Raises NotImplementedError with the reason if vector code lacks an operation.
     """
-    core, _ = _core_of(spec, dtype)
+    core = _core(spec, dtype)
     operands = tuple(operand for operand, _ in core.cuts)
     score, _ = core.results
     modifies = not (score.op == "input" and score.param == SCORE)
     pull = _pullback(core, operands, np.dtype(dtype)) if modifies else None
     text = function_of(nodes.values(core.results), operands, dtype)
-    keeps = False
-    differentiated: tuple[int, ...] = ()
+    keeps, differentiated = False, ()
     if pull is not None:
-        d_score, d_operands = pull
-        d_operands = d_operands if gradients else []
+        d_score, d_operands = pull if gradients else (pull[0], [])
         differentiated = tuple(sorted({n for n, _ in d_operands}))
         backward = nodes.values([d_score, *(node for _, node in d_operands)])
         keeps = any(x.op == "input" and x.param == SCORE for x in nodes.in_order(backward))
@@ -285,56 +297,52 @@ def rule_of(spec: Spec, dtype: Any, gradients: bool) -> Rule:
     if len(operands) > MOST_OPERANDS:
         raise NotImplementedError(f"its functions read {len(operands)} arrays, at most 32 fit")
     by_row, by_head = (x in core.mask_on for x in (BATCH_ROW, HEAD))
-    return Rule(text, operands, differentiated, modifies, keeps, by_row, by_head)
-
-
-MOST_OPERANDS = 31
+    return GeneratedRule(text, operands, differentiated, modifies, keeps, by_row, by_head)
 
 
 def _pullback(
     core: _Core, operands: tuple[Operand, ...], dtype: Any
 ) -> tuple[Node, list[tuple[int, Node]]]:
-    """Nodes of the cotangents of the score and of float operands, given that of the result; of a
-    table there may be several."""
+    """Returns the cotangent of the score, and those of float operands with their numbers, as nodes
+    in terms of the cotangent of the result. A table has one for each entry that the core reads."""
     score = core.results[0]
     pairs = nodes.in_order([score])
     entries = [x for x in pairs if x.op == "entry"]
     floats = [n for n, x in enumerate(operands) if _is_float(x.dtype) and x.kind != "table"]
-    looked_up = [x for x in entries if _is_float(x.dtype)]
-    others = [x for x in pairs if x.op == "input" and not _is_float(x.dtype)]
-    given = [x for x in entries if not _is_float(x.dtype)]
+    float_entries = [x for x in entries if _is_float(x.dtype)]
+    constants = [x for x in pairs if x.op == "input" and not _is_float(x.dtype)]
+    constant_entries = [x for x in entries if not _is_float(x.dtype)]
 
-    # What is differentiated comes first, then what is not, as scalars.
-    def value(own: Sequence[Any], rest: Sequence[Any]) -> Any:
-        inputs = dict.fromkeys(x.param for x in pairs if x.op == "input") | {SCORE: own[0]}
-        inputs |= {FIRST + n: x for n, x in zip(floats, own[1:], strict=False)}
-        inputs |= {node.param: x for node, x in zip(others, rest, strict=False)}
-        known = dict(zip(map(id, looked_up), own[1 + len(floats) :], strict=True))
-        known |= dict(zip(map(id, given), rest[len(others) :], strict=True))
+    # Differentiable scalars come first: the score, float operands, float entries.
+    def value(differentiable: Sequence[Any], rest: Sequence[Any]) -> Any:
+        inputs = dict.fromkeys(x.param for x in pairs if x.op == "input")
+        inputs |= {SCORE: differentiable[0]}
+        inputs |= {FIRST + n: x for n, x in zip(floats, differentiable[1:], strict=False)}
+        inputs |= {node.param: x for node, x in zip(constants, rest, strict=False)}
+        known = dict(zip(map(id, float_entries), differentiable[1 + len(floats) :], strict=True))
+        known |= dict(zip(map(id, constant_entries), rest[len(constants) :], strict=True))
         return operations.evaluated([score], inputs, (), known)[0]
 
-    count = 1 + len(floats) + len(looked_up)
-    wanted = [operands[n].dtype for n in floats] + [x.dtype for x in looked_up]
+    count = 1 + len(floats) + len(float_entries)
 
     def pullback(*scalars: Any) -> Any:
-        own, rest, cotangent = scalars[:count], scalars[count:-1], scalars[-1]
-        _, pull = jax.vjp(lambda *own: value(own, rest), *own)
+        rest, cotangent = scalars[count:-1], scalars[-1]
+        _, pull = jax.vjp(lambda *x: value(x, rest), *scalars[:count])
         return [x.astype(dtype) for x in pull(cotangent)]
 
-    dtypes = [dtype, *wanted, *(x.dtype for x in (*others, *given)), dtype]
-    expression = read(pullback, dtypes)
+    inputs: list[Any] = [Node("input", (), dtype, SCORE)]
+    inputs += [Node("input", (), operands[n].dtype, FIRST + n) for n in floats]
+    inputs += [*float_entries, *constants, *constant_entries, Node("input", (), dtype, COTANGENT)]
+    expression = read(pullback, [x.dtype for x in inputs])
     if expression.tables:
         raise NotImplementedError("the derivative of a score function needs an array of its own")
-    numbers: list[Any] = [Node("input", (), dtype, SCORE)]
-    numbers += [Node("input", (), operands[n].dtype, FIRST + n) for n in floats]
-    numbers += [*looked_up, *others, *given, Node("input", (), dtype, COTANGENT)]
-    renamed = nodes.replaced(
+    d_score, *gradients = nodes.replaced(
         expression.results,
-        lambda node, _: numbers[node.param] if node.op == "input" else None,  # pyright: ignore
+        lambda node, _: inputs[node.param] if node.op == "input" else None,  # pyright: ignore
     )
-    found = list(zip(floats, renamed[1:], strict=False))
-    for node, d_node in zip(looked_up, renamed[1 + len(floats) :], strict=True):
+    results = list(zip(floats, gradients, strict=False))
+    for node, d_node in zip(float_entries, gradients[len(floats) :], strict=True):
         number: Any = node.args[0].param
         scattered = Node("scatter", (d_node, *node.args[1:]), dtype, node.param)
-        found.append((number - FIRST, scattered))
-    return renamed[0], found
+        results.append((number - FIRST, scattered))
+    return d_score, results

@@ -1,4 +1,4 @@
-"""What weights look like, on CPUs by the kernel in C++: its scores and its masks, with sums over
+"""Statistics of weights on CPUs by the kernel in C++: its scores and masks, followed by sums over
 rows and columns of weights in place of the product with values."""
 
 import dataclasses
@@ -11,83 +11,79 @@ from jaxtyping import Array, Float
 from jattn import masks
 from jattn._types import Keys, Queries
 from jattn.call import Call
-from jattn.kernels.common.questions import Question, Rows
+from jattn.kernels.common.questions import QueryStatistics, Question
 from jattn.kernels.cpu import native
 from jattn.kernels.protocol import WeightSums
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
-def unsupported(asked: Question, shapes: Shapes) -> str | None:
-    """Why the kernel cannot answer here, or does not pay; None if it can."""
+def unsupported(question: Question, shapes: Shapes) -> str | None:
+    """Returns why the kernel cannot answer a question here, or is not faster; None if it can."""
     if 0 in (shapes.B, shapes.T, shapes.S):
         return "there are no pairs of queries and keys"
-    for spec in (asked.spec, _on_keys(asked)):
-        if spec is None:
-            continue
+    for spec in filter(None, (question.spec, _on_keys(question))):
         call = Call(spec, shapes)
         if reason := native.supports(call) or native.too_small(call):
             return reason
     return native.unavailable(shapes, False)
 
 
-def statistics(asked: Question, query: Queries, key: Keys) -> tuple[Rows, Float[Array, "B N S"]]:
-    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives; raises `Unbuilt`
-    where what the call needs cannot be compiled."""
+def statistics(
+    question: Question, query: Queries, key: Keys
+) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
+    """Computes the statistics of each query, `[B, N, T]`, and the weight `[B, N, S]` that each key
+    receives; raises `CompilationFailed` if the rule of the call cannot be compiled."""
     (B, T, N, _), S = query.shape, key.shape[1]
-    spec, query = native.static_scale(asked.spec, query)
+    spec, query = native.static_scale(question.spec, query)
     operands = native.operands_of(spec, query, key, _no_values(key))
-    marks, least = _marks(asked, operands.dtype), asked.threshold
+    marks, least = _marks(question, operands.dtype), question.threshold
     rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
-    nobody = jax.ShapeDtypeStruct((0, T, N), operands.dtype)
-    like = [
-        rows,
-        rows,
-        jax.ShapeDtypeStruct((B, T, N), jnp.int32),
-        rows,
-        rows if marks.size else nobody,
-        nobody if least is None else rows,
-        jax.ShapeDtypeStruct((B, N, S), operands.dtype),
-    ]
+    no_rows = jax.ShapeDtypeStruct((0, T, N), operands.dtype)
+    places = jax.ShapeDtypeStruct((B, T, N), jnp.int32)
+    received = jax.ShapeDtypeStruct((B, N, S), operands.dtype)
+    on_keys, above = rows if marks.size else no_rows, no_rows if least is None else rows
+    like = [rows, rows, places, rows, on_keys, above, received]
     positions = (_positions(x) for x in (spec.q_positions, spec.kv_positions))
     normalizer = _normalizer(operands)
     arrays = *normalizer, *positions, marks
     changed = {} if least is None else {"least": float(least)}
-    *found, received = native.call("statistics", like, operands, *arrays, **changed)
-    found = Rows(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
-    if other := _on_keys(asked):
-        found = found._replace(on_keys=_share(other, query, key, normalizer))
-    return found, received
+    *columns, received = native.call("statistics", like, operands, *arrays, **changed)
+    answers = (jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in columns)
+    result = QueryStatistics(*answers)
+    if other := _on_keys(question):
+        result = result._replace(on_keys=_share(other, query, key, normalizer))
+    return result, received
 
 
 def _no_values(key: Array) -> Array:
     return jnp.zeros((*key.shape[:-1], 0), key.dtype)
 
 
-def _positions(given: Array | None) -> Array:
-    """`[B or 1, 1, T or S]`; of size 0 where they are places."""
-    if given is None:
+def _positions(positions: Array | None) -> Array:
+    """Returns positions as `[B or 1, 1, T or S]`; of size 0 if they are places."""
+    if positions is None:
         return jnp.zeros((1, 1, 0), jnp.int32)
-    return jnp.atleast_2d(given.astype(jnp.int32))[:, None, :]
+    return jnp.atleast_2d(positions.astype(jnp.int32))[:, None, :]
 
 
-def _marks(asked: Question, dtype: DTypeLike) -> Array:
-    """1 for the keys asked for, `[B or 1, 1, S]`; of size 0 if they are not the same for all
-    queries, or nobody asks."""
-    if asked.keys is None or not isinstance(asked.keys.mask, masks.Padding):
+def _marks(question: Question, dtype: DTypeLike) -> Array:
+    """Returns 1 for the question's keys, `[B or 1, 1, S]`; of size 0 if they depend on the query,
+    or the question has none."""
+    if question.keys is None or not isinstance(question.keys.mask, masks.Padding):
         return jnp.zeros((1, 1, 0), dtype)
-    return jnp.atleast_2d(asked.keys.mask.attention_mask).astype(dtype)[:, None, :]
+    return jnp.atleast_2d(question.keys.mask.attention_mask).astype(dtype)[:, None, :]
 
 
-def _on_keys(asked: Question) -> Spec | None:
-    """Attention to nothing but the pairs asked for, where each query has its own."""
-    if asked.keys is None or isinstance(asked.keys.mask, masks.Padding):
+def _on_keys(question: Question) -> Spec | None:
+    """Returns attention to the question's keys alone, if they depend on the query."""
+    if question.keys is None or isinstance(question.keys.mask, masks.Padding):
         return None
-    return dataclasses.replace(asked.spec, mask=asked.spec.mask & asked.keys.mask)
+    return dataclasses.replace(question.spec, mask=question.spec.mask & question.keys.mask)
 
 
-def _normalizer(operands: native.Operands) -> Normalizer:
-    """The normalizer of each row, `[B, T, N]`, by the same kernel."""
+def _normalizer(operands: native.KernelOperands) -> Normalizer:
+    """Computes the normalizer of each row, `[B, T, N]`, by the same kernel."""
     B, T, N, _ = operands.arrays.query.shape
     rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, 0), operands.dtype), rows, rows]
@@ -95,7 +91,7 @@ def _normalizer(operands: native.Operands) -> Normalizer:
 
 
 def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:
-    """The part `[B, N, T]` of each row's weights that a spec leaves."""
+    """Returns the part `[B, N, T]` of each row's weights that a spec leaves."""
     spec, query = native.static_scale(spec, query)
     part = _normalizer(native.operands_of(spec, query, key, _no_values(key)))
     log = (part.maximum - whole.maximum) + (part.log_total - whole.log_total)

@@ -1,7 +1,7 @@
 """The core of a rule as text of C++: straight-line vector code, see `src/rule.h`.
 
-Each node becomes a variable of the loop over pairs. Types are `Vector` for floats, `Ints` for
-integers, and for truths `Ints` whose bits are all set or none.
+Each node becomes a variable of the loop over pairs. Floats have the type `Vector`, integers `Ints`,
+and booleans `Ints` whose bits are all set or all clear.
 """
 
 import math
@@ -14,17 +14,14 @@ from jattn.functions.dependence import KEY, QUERY, SCORE
 from jattn.functions.nodes import Node, in_order
 
 
-# Numbers of inputs: operands come from FIRST on.
+# Numbers of inputs; operands have the numbers from FIRST on.
 FIRST = KEY + 1
 COTANGENT = -1
 
 
 def kind(dtype: Any, working: Any) -> str:
-    """ "f" for floats of the kernel's type, "i" for integers, "b" for truths; and where they are of
-    another width than the kernel's, "d" for floats and "l" for integers.
-
-    Raises NotImplementedError for others.
-    """
+    """Returns "f" for floats of the kernel's dtype, "i" for integers and "b" for booleans, "d" and
+    "l" for floats and integers of another width; raises NotImplementedError for other dtypes."""
     if dtype == np.bool_:
         return "b"
     if dtype == np.int32 or (dtype == np.int64 and working == np.float64):
@@ -39,8 +36,8 @@ def kind(dtype: Any, working: Any) -> str:
 
 
 class _Words(NamedTuple):
-    """What a kind is in C++: a vector of it, one number, a vector of one number, how vectors are
-    read, and entries of a table."""
+    """The C++ names for a kind: the types of a vector and of one number, and the functions that
+    repeat one number in a vector, read a vector, and read entries of a table."""
 
     vector: str
     element: str
@@ -91,7 +88,7 @@ _OF_INTEGERS = {
     **{op: f"{op}<{{bits}}>({{all}})" for op in _SHIFTS},
 }
 
-# How operations on floats, integers and truths are written.
+# The text of each operation, by the kind of its arguments.
 _WRITTEN: dict[str, dict[str, str]] = {
     "f": _OF_FLOATS,
     "d": _OF_FLOATS,
@@ -107,7 +104,7 @@ _WRITTEN: dict[str, dict[str, str]] = {
         "ne": "{0} != {1}",
     },
 }
-# In lanes of 64 bits, what 32 would not hold.
+# Operations whose results on int32 may overflow, in lanes of 64 bits.
 _WRAPPED = (*_BINARY, "neg", "square", "integer_pow", "abs", "div", "floor_divide", *_SHIFTS)
 
 
@@ -126,7 +123,7 @@ def _constant(node: Node, what: str) -> str:
 
 
 class _Writer:
-    """Names nodes and writes them down."""
+    """Writes each node as the definition of a variable."""
 
     def __init__(self, working: Any):
         self.working = working
@@ -136,8 +133,8 @@ class _Writer:
     def kind(self, node: Node) -> str:
         return kind(node.dtype, self.working)
 
-    def write(self, roots: Sequence[Node], tables: dict[int, int]) -> None:
-        """`tables` has the size of each operand that is one."""
+    def write(self, roots: Sequence[Node], tables: set[int]) -> None:
+        """Writes the nodes of `roots`, except the inputs that are `tables`."""
         for node in in_order(roots):
             if node.op == "input" and node.param in tables:
                 continue
@@ -146,78 +143,73 @@ class _Writer:
             self.lines.append(f"const {_KINDS[self.kind(node)].vector} {name} = {text};")
 
     def places(self, nodes: Sequence[Node], shape: Any) -> str:
-        """The number of an entry of a table."""
-        names = [self.names[id(x)] for x in nodes]
-        pairs = zip(nodes, names, strict=True)
-        names = [f"as_i(from_l({name}))" if self.kind(x) == "l" else name for x, name in pairs]
-        found = names[0]
+        """Returns the index of an entry in the flattened table."""
+        wide = lambda x: self.kind(x) == "l"  # noqa: E731
+        names = [
+            f"as_i(from_l({self.names[id(x)]}))" if wide(x) else self.names[id(x)] for x in nodes
+        ]
+        index = names[0]
         for name, size in zip(names[1:], shape[1:], strict=True):
-            found = f"({found}) * Int({size}) + {name}"
-        return found
+            index = f"({index}) * Int({size}) + {name}"
+        return index
 
     def text(self, node: Node) -> str:
         what, op = self.kind(node), node.op
         if op == "const":
             return _constant(node, what)
         if op == "input":
-            return _input(node)
+            number: Any = node.param
+            names = {SCORE: "x", QUERY: "query", KEY: "key", COTANGENT: "d_x"}
+            return f"in{number - FIRST}" if number >= FIRST else names[number]
         if op == "entry":
             table = node.args[0].param - FIRST  # pyright: ignore
             return f"{_KINDS[what].gather}(o{table}, {self.places(node.args[1:], node.param)})"
         if op == "scatter":
             return self.names[id(node.args[0])]
-        args = [self.names[id(x)] for x in node.args]
-        return self.operation(node, what, self.kind(node.args[0]) if args else what, args)
+        return self.operation(node, what, [self.names[id(x)] for x in node.args])
 
-    def operation(self, node: Node, what: str, of: str, args: list[str]) -> str:
-        """An operation on arguments of kind `of`."""
-        if node.op == "select_n":
+    def operation(self, node: Node, what: str, args: list[str]) -> str:
+        """Returns the text of an operation on arguments."""
+        op, of = node.op, self.kind(node.args[0]) if args else what
+        if op == "select_n":
             return _selected(of, *args)
-        if node.op == "div" and what == "f" and _has_inverse(node.args[1]):
+        if op == "div" and what == "f" and _has_inverse(node.args[1]):
             return f"quotient({args[0]}, {args[1]}, T(1) / {args[1]})"
-        if node.op == "convert_element_type":
+        if op == "convert_element_type":
             return _converted(node, what, of, args[0])
-        if node.op == "integer_pow" and abs(node.param) >= 2**63:  # pyright: ignore
+        if op == "integer_pow" and abs(node.param) >= 2**63:  # pyright: ignore
             raise NotImplementedError("functions of pairs have no powers from 2**63 on")
-        written = _WRITTEN[of].get(node.op)
-        if written is None:
-            name = node.param if node.op == "unknown" else node.op
+        if op not in _WRITTEN[of]:
+            name = node.param if op == "unknown" else op
             raise NotImplementedError(f"functions of pairs have no {name} of {node.dtype}")
         bits = 8 * np.dtype(node.dtype).itemsize
-        found = written.format(*args, all=", ".join(args), param=node.param, bits=bits)
-        wraps = node.op in _WRAPPED and what == "i" and node.dtype == np.int32
-        return f"wrap({found})" if wraps else found
+        text = _WRITTEN[of][op].format(*args, all=", ".join(args), param=node.param, bits=bits)
+        wraps = op in _WRAPPED and what == "i" and node.dtype == np.int32
+        return f"wrap({text})" if wraps else text
 
 
 def _has_inverse(node: Node) -> bool:
-    """Whether it is a constant neither large nor small, so that nothing is lost in its inverse."""
+    """Returns whether a node is a constant whose inverse is a normal number."""
     value: Any = node.param
     return node.op == "const" and 1e-9 < abs(value) < 1e9
 
 
-def _converted(node: Node, what: str, of: str, given: str) -> str:
+def _converted(node: Node, what: str, of: str, text: str) -> str:
     if what != of:
         wide = "_long" if what == "i" and node.dtype == np.int64 else ""
-        return f"as_{what}{wide}(from_{of}({given}))"
+        return f"as_{what}{wide}(from_{of}({text}))"
     narrows = what == "i" and node.dtype == np.int32 and node.args[0].dtype == np.int64
-    return f"wrap({given})" if narrows else given
+    return f"wrap({text})" if narrows else text
 
 
 def _selected(of: str, which: str, *cases: str) -> str:
-    """One of several, by a truth or by number."""
+    """Returns the choice among cases by a boolean or by an integer."""
     if of == "b":
         return f"pick({which}, {cases[1]}, {cases[0]})"
-    found = cases[-1]
-    for place in range(len(cases) - 2, -1, -1):
-        found = f"pick({which} <= {place}, {cases[place]}, {found})"
-    return found
-
-
-def _input(node: Node) -> str:
-    number: Any = node.param
-    if number >= FIRST:
-        return f"in{number - FIRST}"
-    return {SCORE: "x", QUERY: "query", KEY: "key", COTANGENT: "d_x"}[number]
+    text = cases[-1]
+    for i in reversed(range(len(cases) - 1)):
+        text = f"pick({which} <= {i}, {cases[i]}, {text})"
+    return text
 
 
 _LOADS = {
@@ -227,6 +219,41 @@ _LOADS = {
     "distance": ("by key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
 }
 
+# The lines that sum the gradient of operand n, by its kind: its declaration, the lines for each
+# block of queries, for each pair and after the queries of a block, and a line after everything.
+_SUMS = {
+    "query": (
+        "",
+        "Vector sum{n} = Vector{{}};",
+        "sum{n} += {live};",
+        "add_to(g{n} + at.first + i, sum{n});",
+        "",
+    ),
+    "key": (
+        "std::vector<Vector> sum{n}(at.keys);",
+        "",
+        "sum{n}[s] += {live};",
+        "",
+        "for (Index s = 0; s < at.keys; ++s) g{n}[at.j + s] += total(sum{n}[s]);",
+    ),
+    "distance": (
+        "std::vector<T> sum{n}(at.width + at.keys);",
+        "",
+        "add_to(sum{n}.data() + i - s + at.keys - 1, {live});",
+        "",
+        "for (Index n = 0; n < at.count + at.keys - 1; ++n)"
+        " g{n}[at.first - (at.j + at.keys - 1) + at.S - 1 + n] += sum{n}[n];",
+    ),
+    "head": (
+        "Vector sum{n} = Vector{{}};",
+        "",
+        "sum{n} += {live};",
+        "",
+        "g{n}[0] += total(sum{n});",
+    ),
+    "table": ("", "", "scatter(g{n}, {places}, {live}, at.count - i);", "", ""),
+}
+
 
 def function_of(
     results: Sequence[Node],
@@ -234,13 +261,12 @@ def function_of(
     working: Any,
     gradients: Sequence[tuple[int, Any]] | None = None,
 ) -> str:
-    """The forward function of `[modified score, allowed]`, or the backward one of the cotangents of
-    the score and of those operands that `gradients` names."""
+    """Returns the forward function of `[modified score, allowed]`, or the backward function of the
+    cotangents of the score and of the operands in `gradients`."""
     writer = _Writer(working)
-    tables = {FIRST + n: 0 for n, x in enumerate(operands) if x.kind == "table"}
-    writer.write(results, tables)
+    writer.write(results, {FIRST + n for n, x in enumerate(operands) if x.kind == "table"})
     used = {x.param for x in in_order(results) if x.op == "input"}
-    pointers, before = [], {"once": [], "by query": [], "by key": []}
+    pointers, loads = [], {"once": [], "by query": [], "by key": []}
     for n, operand in enumerate(operands):
         if FIRST + n not in used:
             continue
@@ -248,121 +274,82 @@ def function_of(
         element = f"const {words.element}*"
         pointers.append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
         if operand.kind != "table":
-            where, load = _LOADS[operand.kind]
+            loop, load = _LOADS[operand.kind]
             text = load.format(n=n, all=words.all, load=words.load)
-            before[where].append(f"const {words.vector} in{n} = {text};")
-    names = [writer.names[id(x)] for x in results]
-    body = (
-        _forward_body(names)
-        if gradients is None
-        else _backward_body(names, results, gradients, writer)
-    )
-    return body.format(
-        pointers="\n  ".join(pointers + before["once"]),
-        by_query="\n    ".join(before["by query"]),
-        by_key="\n      ".join(before["by key"]),
-        core="\n      ".join(writer.lines),
-    )
+            loads[loop].append(f"const {words.vector} in{n} = {text};")
+    lines = {
+        "pointers": pointers + loads["once"],
+        "by_query": loads["by query"],
+        "by_key": loads["by key"],
+        "core": writer.lines,
+    }
+    score, *names = (writer.names[id(x)] for x in results)
+    body, indents = _FORWARD, {"pointers": 2, "by_query": 4, "by_key": 6, "core": 6}
+    if gradients is not None:
+        parts = {"declared": 2, "per_query": 4, "per_pair": 6, "after_queries": 4, "after_all": 2}
+        body, indents = _BACKWARD, indents | parts
+        lines |= {part: [] for part in parts}
+        for name, node, (n, operand) in zip(names, results[1:], gradients, strict=True):
+            pointer = f"T* g{n} = static_cast<T*>(at.gradients[{n}]);"
+            if pointer not in lines["declared"]:
+                lines["declared"].append(pointer)
+            live = f"pick(live, {name}, Vector{{}})"
+            places = writer.places(node.args[1:], node.param) if operand.kind == "table" else ""
+            for part, line in zip(parts, _SUMS[operand.kind], strict=True):
+                if line:
+                    lines[part].append(line.format(n=n, live=live, places=places))
+    joined = {name: f"\n{' ' * indents[name]}".join(x) for name, x in lines.items()}
+    return body.format(score=score, allowed=names and names[0], **joined)
 
 
-def _forward_body(names: list[str]) -> str:
-    score, allowed = names
-    return f"""
+_FORWARD = """
 template <bool kMasked>
-void forward(const Place& given, T* scores) {{{{
+void forward(const Place& given, T* scores) {{
   const Place at = given;  // no score that is written is a part of it
-  {{pointers}}
-  for (Index i = 0; i < at.width; i += kLanes) {{{{
+  {pointers}
+  for (Index i = 0; i < at.width; i += kLanes) {{
     const Ints query = queries(at, i);
-    {{by_query}}
-    for (Index s = 0; s < at.keys; ++s) {{{{
+    {by_query}
+    for (Index s = 0; s < at.keys; ++s) {{
       const Index j = at.j + s;
       const Ints key = whole(j);
       T* here = scores + s * at.width + i;
       const Vector x = load(here);
-      {{by_key}}
-      {{core}}
+      {by_key}
+      {core}
       store(here, kMasked ? pick({allowed}, {score}, all(-kInfinity)) : {score});
-    }}}}
-  }}}}
-}}}}
-extern "C" void jattn_rule_forward(const Place& at, T* scores, bool masked) {{{{
+    }}
+  }}
+}}
+extern "C" void jattn_rule_forward(const Place& at, T* scores, bool masked) {{
   masked ? forward<true>(at, scores) : forward<false>(at, scores);
-}}}}
+}}
 """
 
-
-def _backward_body(
-    names: list[str], results: Sequence[Node], gradients: Sequence[tuple[int, Any]], writer: Any
-) -> str:
-    declared, per_query, per_pair, after_queries, after_all = [], [], [], [], []
-    for name, node, (n, operand) in zip(names[1:], results[1:], gradients, strict=True):
-        pointer = f"T* g{n} = static_cast<T*>(at.gradients[{n}]);"
-        if pointer not in declared:
-            declared.append(pointer)
-        live = f"pick(live, {name}, Vector{{{{}}}})"
-        if operand.kind == "query":
-            per_query.append(f"Vector sum{n} = Vector{{{{}}}};")
-            per_pair.append(f"sum{n} += {live};")
-            after_queries.append(f"add_to(g{n} + at.first + i, sum{n});")
-        elif operand.kind == "key":
-            declared.append(f"std::vector<Vector> sum{n}(at.keys);")
-            per_pair.append(f"sum{n}[s] += {live};")
-            after_all.append(
-                f"for (Index s = 0; s < at.keys; ++s) g{n}[at.j + s] += total(sum{n}[s]);"
-            )
-        elif operand.kind == "distance":
-            declared.append(f"std::vector<T> sum{n}(at.width + at.keys);")
-            per_pair.append(f"add_to(sum{n}.data() + i - s + at.keys - 1, {live});")
-            after_all.append(
-                f"for (Index n = 0; n < at.count + at.keys - 1; ++n)"
-                f" g{n}[at.first - (at.j + at.keys - 1) + at.S - 1 + n] += sum{n}[n];"
-            )
-        elif operand.kind == "head":
-            declared.append(f"Vector sum{n} = Vector{{{{}}}};")
-            per_pair.append(f"sum{n} += {live};")
-            after_all.append(f"g{n}[0] += total(sum{n});")
-        else:
-            places = writer.places(node.args[1:], node.param)
-            per_pair.append(f"scatter(g{n}, {places}, {live}, at.count - i);")
-    parts = declared, per_query, per_pair, after_queries, after_all
-    return _backward_text(names[0], *parts)
-
-
-def _backward_text(
-    d_product: str,
-    declared: list[str],
-    per_query: list[str],
-    per_pair: list[str],
-    after_queries: list[str],
-    after_all: list[str],
-) -> str:
-    """The backward function, with lines that sum gradients of operands in their places."""
-    join = lambda lines, space: f"\n{space}".join(lines)  # noqa: E731
-    return f"""
-extern "C" void jattn_rule_backward(const Place& given, const T* before, T* d_scores) {{{{
+_BACKWARD = """
+extern "C" void jattn_rule_backward(const Place& given, const T* before, T* d_scores) {{
   const Place at = given;
-  {{pointers}}
-  {join(declared, "  ")}
-  for (Index i = 0; i < at.width; i += kLanes) {{{{
+  {pointers}
+  {declared}
+  for (Index i = 0; i < at.width; i += kLanes) {{
     const Ints query = queries(at, i);
     const Ints exists = lanes() < whole(at.count - i);
-    {{by_query}}
-    {join(per_query, "    ")}
-    for (Index s = 0; s < at.keys; ++s) {{{{
+    {by_query}
+    {per_query}
+    for (Index s = 0; s < at.keys; ++s) {{
       const Index j = at.j + s;
       const Ints key = whole(j);
       T* here = d_scores + s * at.width + i;
-      const Vector x = before ? load(before + s * at.width + i) : Vector{{{{}}}};
+      const Vector x = before ? load(before + s * at.width + i) : Vector{{}};
       const Vector d_x = load(here);
       const Ints live = exists & (d_x != all(T(0)));
-      {{by_key}}
-      {{core}}
-      {join(per_pair, "      ")}
-      store(here, pick(live, {d_product}, Vector{{{{}}}}));
-    }}}}
-    {join(after_queries, "    ")}
-  }}}}
-  {join(after_all, "  ")}
-}}}}
+      {by_key}
+      {core}
+      {per_pair}
+      store(here, pick(live, {score}, Vector{{}}));
+    }}
+    {after_queries}
+  }}
+  {after_all}
+}}
 """

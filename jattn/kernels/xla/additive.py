@@ -29,7 +29,7 @@ class AdditiveScore:
     w_score: Float[Array, " A"] = array_field("A")
 
     def products(self, query: Float[Array, "t A"], key: Float[Array, "s A"]) -> Float[Array, "t s"]:
-        """The scores of all pairs, a block of keys at a time, in the dtype of sums."""
+        """Computes the scores of all pairs, a block of keys at a time, in the dtype of sums."""
         q, k = (tile.finite(x.astype(accumulation(x.dtype))) for x in (query, key))
         rows, columns = (tile.nan_where_nonfinite(x) for x in (query, key))
         return self._blocks(q, k) + (rows[:, None] + columns[None, :])
@@ -50,38 +50,41 @@ class AdditiveScore:
 
 
 def choose_tiling(T: int, S: int) -> Tiling:
-    """Tiles of about the size that measured fastest on CPUs; short inputs are one."""
+    """Returns tiles of about the size that is fastest on CPUs; one tile for short inputs."""
     about = tuning.current().additive_tile
     return Tiling(*(tile_schedule.even(max(1, size), about) for size in (T, S)))
 
 
-def _cuts(_: Call, query: Array, *__: Any, **___: Any) -> Any:
-    """How results are cut where that is part of types: as queries are."""
+def _sharding(_: Call, query: Array, *__: Any, **___: Any) -> Any:
+    """Returns the sharding of results on explicit meshes: that of the queries."""
     return PartitionSpec(*cuts_of(query)[:-1], None)
 
 
 @compiled()
-@left_to_xla(_cuts)
+@left_to_xla(_sharding)
 def weights(call: Call, query: Array, key: Array, w_score: Array) -> Array:
-    """Weights `[*B, T, S]` after softmax and dropout, of the projected arrays of `attend`."""
+    """Computes the weights `[*B, T, S]` after softmax and dropout, from projected arrays."""
     spec, q, k = _prepared(call, w_score, query, key)
     return call.shaped(reference.weights(spec, q, k)[:, 0])
 
 
 def _prepared(call: Call, w_score: Array, *arrays: Array) -> tuple[Any, ...]:
-    """The prepared spec with its pair score, and arrays `[*B, X, D]` as `[B, X, 1, D]`."""
+    """Returns the prepared spec with its pair score, and arrays `[*B, X, D]` as `[B, X, 1, D]`."""
     pair = dataclasses.replace(call.spec, pair=AdditiveScore(w_score))
     prepared = dataclasses.replace(call, spec=pair).prepared()
     return prepared.spec, *call.flat(*(x[..., None, :] for x in arrays))
 
 
 @compiled("tiling")
-@left_to_xla(_cuts)
+@left_to_xla(_sharding)
 def attend(
     call: Call, query: Array, key: Array, value: Array, w_score: Array, *, tiling: Tiling
 ) -> Array:
-    """`[*B, T, V]` from projected `query [*B, T, A]`, `key [*B, S, A]`, `value [*B, S, V]` and
-    `w_score [A]`. A single tile is computed as the formula, which has all derivatives."""
+    """Computes `[*B, T, V]` from projected `query [*B, T, A]`, `key [*B, S, A]`,
+    `value [*B, S, V]` and `w_score [A]`.
+
+    A single tile is computed as the formula, which has all derivatives.
+    """
     spec, q, k, v = _prepared(call, w_score, query, key, value)
     shapes = call.shapes
     if tiling == (shapes.T, shapes.S) or 0 in (shapes.T, shapes.S):

@@ -1,10 +1,10 @@
-"""A few queries against a cache: every key and value is read once, in the order it lies in memory.
+"""A few queries against a cache: every key and value is read once, in the order of the memory.
 
-A step of decoding does two operations for each number that it reads, so reading is all that
-counts. All heads go at once, those of a group by one product with the keys they share. Long
-caches are read in blocks, put together by the online softmax of `jattn.softmax` (after Dao et al.
-2023, "Flash-Decoding"), where the mask empties at least half of them; blocks that it empties for
-all rows are not read.
+A step of decoding does two operations for each number that it reads, so only reading takes time.
+All heads run at once; the heads of a group share one product with their keys. If the mask empties
+at least half of the blocks of a long cache, the cache is read in blocks, without those that are
+empty for all rows, and the online softmax of `jattn.softmax` merges their results (after Dao et al.
+2023, "Flash-Decoding").
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
-Forward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
+CacheForward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
 """`(spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
 `[B, T, N]`."""
 
@@ -45,7 +45,8 @@ def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Float[Array, "R s"]:
-    """q kᵀ. One query goes as a vector: XLA copies what a product of matrices reads on CPUs."""
+    """Computes q kᵀ, for one query as a vector: on CPUs XLA copies the operands of a product of
+    matrices."""
     if len(q) > 1:
         return tile.product(q, k, spec.precision)
     dtype = accumulation(q.dtype)
@@ -53,7 +54,7 @@ def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Floa
 
 
 def _weigh(spec: Spec, v: Float[Array, "s V"], weights: Float[Array, "R s"]) -> Array:
-    """weights · v, of one query as a vector too."""
+    """Computes weights · v, for one query as a vector."""
     if len(weights) > 1:
         return jnp.dot(weights, v, precision=spec.precision)
     return jnp.dot(weights[0], v, precision=spec.precision)[None]
@@ -65,13 +66,13 @@ def _part(
     queries: Float[Array, "B K R H"],
     key: Float[Array, "B K s H"],
     value: Float[Array, "B K s V"],
-    run: tile_schedule.Run,
+    run: tile_schedule.TileRun,
     exact: bool,
 ) -> softmax.Partial:
-    """What a run of keys contributes to R = G × T queries of each key head.
+    """Computes the part of a run of keys for R = G × T queries of each key head.
 
-    Masked values have weight 0, and 0 × NaN is NaN: `exact` takes values that are not finite as 0,
-    for which it reads them twice, and lets NaN reach the queries that attend to them, by the
+    Masked values have weight 0, and 0 × NaN is NaN: `exact` replaces values that are not finite by
+    0, for which it reads values twice, and makes the queries that attend to them NaN through their
     scores.
     """
     dtype = accumulation(queries.dtype)
@@ -89,32 +90,31 @@ def _part(
 
 
 def _modified(
-    spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.Run
+    spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.TileRun
 ) -> Array:
-    """Scores after scale, score functions and mask, which may differ between a group's heads."""
+    """Applies scale, score functions and mask, which may differ between the heads of a group."""
     B, K, R, s = products.shape
 
     def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
-        here = slicing.Tile.at(spec, b, h, 0, T, run)
-        return tile.modify(here.spec, products, b, h, here.rows, here.columns)
+        return slicing.Tile.at(spec, b, h, 0, T, run).modify(products, True)
 
     by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
     return tile.over_heads(modify, spec, (by_query,), (), out_axes=0).reshape(B, K, R, s)
 
 
 def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array, " n"]:
-    """Which blocks of keys any of `[B, N]` heads sees."""
+    """Returns which blocks of keys any of `[B, N]` heads sees."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
         return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size), b, h))[0]
 
     B, N = shape
-    found = tile.over_heads(kinds, spec, (jnp.zeros((B, 1, N, 1)),), (), out_axes=0)
-    return jnp.any(found != masks.EMPTY, axis=(0, 1))
+    tile_kinds = tile.over_heads(kinds, spec, (jnp.zeros((B, 1, N, 1)),), (), out_axes=0)
+    return jnp.any(tile_kinds != masks.EMPTY, axis=(0, 1))
 
 
 def _block_size(cache: Cache) -> int:
-    """The most keys of a block that divides the cache, in whole pages."""
+    """Returns the largest size of blocks that divide the cache into whole pages."""
     page = cache.page_size if isinstance(cache, PagedCache) else 1
     pages = cache.capacity // page
     most = max(1, tuning.current().decode_block // page)
@@ -122,7 +122,7 @@ def _block_size(cache: Cache) -> int:
 
 
 def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """`out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]`, by XLA."""
+    """Computes `out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]`, by XLA."""
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
     spec, query, _ = scaled(spec, query)
@@ -131,19 +131,19 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     finished = _over_heads(softmax.quotient)
 
     def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
-        part = _part(spec, T, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
+        part = _part(spec, T, queries, *cache.read(), tile_schedule.TileRun(0, S, True), exact)
         return finished(part)
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
-        def step(place: Any, state: softmax.Partial) -> softmax.Partial:
-            run = tile_schedule.Run(order[place] * size, size, True)
+        def add_block(i: Any, state: softmax.Partial) -> softmax.Partial:
+            run = tile_schedule.TileRun(order[i] * size, size, True)
             part = _part(spec, T, queries, *cache.block(run.start, size), run, exact)
             return _over_heads(softmax.combine)(state, part)
 
         V = cache.values.shape[-1]
         nothing = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
-        return finished(tile_schedule.repeat(0, count, step, state))
+        return finished(tile_schedule.repeat(0, count, add_block, state))
 
     small = size < tuning.current().decode_block // 4
     if size == S or (small and not isinstance(cache, PagedCache)):
@@ -151,24 +151,27 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
-    if exact or isinstance(cache, PagedCache):  # exact takes copies, which blocks keep small
+    if exact or isinstance(cache, PagedCache):  # `exact` makes copies, which blocks keep small
         return _by_token(query, *in_blocks(spec, queries, cache))
-    # A block is copied before it is read, which takes as long again.
-    enough = 2 * count > S // size
-    return _by_token(query, *unbatched_cond(enough, batched, in_blocks, spec, queries, cache))
+    # A block is copied before it is read, which doubles the time.
+    most_are_seen = 2 * count > S // size
+    return _by_token(
+        query, *unbatched_cond(most_are_seen, batched, in_blocks, spec, queries, cache)
+    )
 
 
-def _by_token(query: Array, *found: Tree) -> Tree:
-    """`[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, T, N]`."""
+def _by_token(query: Array, *results: Tree) -> Tree:
+    """Returns `[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, T, N]`."""
     B, T, N, _ = query.shape
-    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), found)
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), results)
 
 
-def or_exact(found: Tree, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """What was found, and by XLA with `exact` where that is not finite."""
-    first = lambda found, spec, query, cache: found  # noqa: E731
-    again = lambda found, spec, query, cache: _portable(True, spec, query, cache)  # noqa: E731
-    return unbatched_cond(jnp.isfinite(jnp.sum(found[0])), first, again, found, spec, query, cache)
+def or_exact(results: Tree, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """Returns the results, or, if they are not finite, those of XLA with `exact`."""
+    first = lambda results, *_: results  # noqa: E731
+    again = lambda _, *operands: _portable(True, *operands)  # noqa: E731
+    is_finite = jnp.isfinite(jnp.sum(results[0]))
+    return unbatched_cond(is_finite, first, again, results, spec, query, cache)
 
 
 def _read(_: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
@@ -181,8 +184,8 @@ READER = Reader(lambda platform, call, cache: None, _read)
 def attend_part(
     read: Callable[..., Any], spec: Spec, query: Array, cache: Cache
 ) -> tuple[Output, Normalizer]:
-    """`out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]` by a `Reader`'s
-    function, without a derivative: what parts of a cache are put together by."""
+    """Computes `out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]` with a
+    `Reader`'s function, without a derivative: parts of a cache are merged by these."""
     (*rows, _), dtype = query.shape, accumulation(query.dtype)
     row = jax.ShapeDtypeStruct(rows, dtype)
     out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
@@ -191,27 +194,27 @@ def attend_part(
     return lowering.platform_dependent(read, like, spec, query, cache)
 
 
-def _attend(forward: Forward, spec: Spec, query: Array, cache: Cache) -> tuple[Output, LogSumExp]:
-    """As `attend`, in the dtype of sums and without a derivative."""
-    out, normalizer = forward(spec, query, cache)
-    return out, jnp.swapaxes(normalizer.lse, 1, 2)
-
-
 def _as_arrays(
     spec: Spec, cache: Any, params: list[Array], query: Array, keys: Array, values: Array
 ) -> tuple[Output, LogSumExp]:
-    """The same by `blockwise`."""
-    held = dataclasses.replace(cache, keys=keys, values=values).read()
-    key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in held)
+    """Computes the results of `attend` by `blockwise`."""
+    contents = dataclasses.replace(cache, keys=keys, values=values).read()
+    key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in contents)
     return tangents.attend(with_parameters(spec, params), query, key, value)
 
 
-def attend(spec: Spec, query: Array, cache: Cache, forward: Forward) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
+def attend(
+    spec: Spec, query: Array, cache: Cache, forward: CacheForward
+) -> tuple[Output, LogSumExp]:
+    """Computes `(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
     `forward` reads the cache, see `registry.reader`. The derivative is that of blockwise attention
-    to what the cache holds.
+    to the contents of the cache.
     """
+
+    def without_derivative(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+        out, normalizer = forward(spec, query, cache)
+        return out, jnp.swapaxes(normalizer.lse, 1, 2)
 
     @jax.custom_vjp
     def run(
@@ -219,19 +222,19 @@ def attend(spec: Spec, query: Array, cache: Cache, forward: Forward) -> tuple[Ou
     ) -> tuple[Array, ...]:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
-        alone = reverse_mode.nondifferentiable(functools.partial(_attend, forward))
-        return alone(with_parameters(spec, params), query, cache)
+        attend_once = reverse_mode.nondifferentiable(without_derivative)
+        return attend_once(with_parameters(spec, params), query, cache)
 
-    def keep(*operands: Tree) -> Tree:
+    def with_residuals(*operands: Tree) -> Tree:
         return run(*operands), operands
 
     def backward(operands: Tree, cotangents: tuple[Array, ...]) -> Tree:
         (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
-        found, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
-        cast = [d.astype(x.dtype) for d, x in zip(cotangents, found, strict=True)]
+        results, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
+        cast = [d.astype(x.dtype) for d, x in zip(cotangents, results, strict=True)]
         return *pull(tuple(cast)), None
 
-    run.defvjp(keep, backward)
+    run.defvjp(with_residuals, backward)
     differentiable = (query, cache.keys, cache.values, *parameters(spec))
     query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
     out, lse = run(params, query, keys, values, (spec, cache))

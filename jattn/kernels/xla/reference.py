@@ -1,9 +1,9 @@
-"""Attention by the formula: one head as it is written in the paper, mapped over heads and batch.
+"""Attention by the formula: one head as the paper writes it, mapped over heads and batch.
 
     out = dropout(softmax(mask(score(q kᵀ × scale)))) v
 
-Vaswani et al. 2017, equation 1. Memory grows with T × S. Differentiable in every mode and order,
-and what every other implementation is compared with.
+Vaswani et al. 2017, equation 1. Memory grows with T × S. It has derivatives of every mode and
+order, and all other implementations are compared with it.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,7 @@ from jattn import dropout, softmax, tile
 from jattn._types import LogSumExp, Output, Tree, Weights
 from jattn.kernels.common import reverse_mode
 from jattn.kernels.common.one_operation import as_one_operation
-from jattn.spec import Shapes, Spec, parameters, with_parameters
-
-
-def supports(spec: Spec, shapes: Shapes) -> str | None:
-    """None: the reference computes everything."""
-    return None
+from jattn.spec import Spec, parameters, with_parameters
 
 
 def _one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -40,21 +35,23 @@ def _one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> t
 def _over_heads(
     one_head: Callable[..., Any], out_axes: Any, spec: Spec, query: Array, *keys: Array
 ) -> Tree:
-    """`one_head` mapped over heads and batch as one operation: NaN and infinities in what is masked
-    are no results of the program."""
+    """Maps `one_head` over heads and batch as one operation, which hides NaN and infinities of
+    masked numbers from JAX's debugging checks."""
 
     def formula(spec: Spec, inputs: Tree) -> Tree:
         params, query, keys = inputs
         spec = with_parameters(spec, params)
         results = tile.over_heads(one_head, spec, (query,), keys, out_axes=out_axes)
-        return reverse_mode.varied_like(results, (spec, inputs))  # without keys it reads nothing
+        return reverse_mode.varied_like(
+            results, (spec, inputs)
+        )  # without keys there is nothing to vary
 
     inputs = reverse_mode.varied_like((parameters(spec), query, keys), spec)
     return as_one_operation(formula)(spec, inputs)
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """`(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
+    """Computes `(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
     return _over_heads(_one_head, (1, 0), spec, query, key, value)
 
 

@@ -1,30 +1,27 @@
 // Attention on CPUs, as XLA calls it: forward, backward, and statistics of weights.
 //
-// threads.h shares a call (call.h) among threads; forward.h, backward.h and statistics.h compute one
-// head by tiles, and block.h says what a block of queries sees.
+// threads.h distributes a call (call.h) over threads; forward.h, backward.h and statistics.h compute
+// one head by tiles, and block.h determines which keys a block of queries sees.
 //
 // A block of queries visits its tiles of keys with the online softmax (Milakov and Gimelshein
-// 2018; Dao et al. 2022, FlashAttention, algorithms 1 and 4). A tile of scores lies in the first
-// cache and is transposed: rows are keys, and the lanes of a vector are queries. So each query's
-// maximum, sum and bounds are lanes as well, nothing is ever summed across a vector, and of all
-// operands only the block of queries (and of d_out) has to be transposed:
+// 2018; Dao et al. 2022, FlashAttention, algorithms 1 and 4). A tile of scores fits the L1 cache and
+// is transposed: rows are keys, and the lanes of a vector are queries. So the maximum, sum and bounds
+// of the queries are vectors too, nothing is summed across a vector, and the only operand to be
+// transposed is the block of queries (and of d_out):
 //
 //   scores   [s, t] = k [s, H] · qT [H, t]          d_weights [s, t] = v [s, V] · d_outT [V, t]
 //   out      [t, V] += weightsT [t, s] · v [s, V]    d_query   [t, H] += d_scoresT [t, s] · k [s, H]
 //   d_key    [s, H] += d_scores [s, t] · q [t, H]    d_value   [s, V] += weights [s, t] · d_out [t, V]
 //
-// Which keys a query sees is a run of places, `start <= j < stop`, and equality of ids where there
-// are some. Tiles that this empties are skipped, and those that it leaves whole are not masked.
-// Other masks and score functions are rules that are compiled apart (rule.h): they change a tile of
-// scores in place, and a tile map says which tiles are empty and which need no masking.
-// What is masked is selected away; in sums over keys or queries it has weight 0, and there numbers
-// that are not finite count as 0, so that 0 × NaN does not reach anybody.
+// A query sees the keys `start <= j < stop`, of these only keys with its id if there are ids. Empty
+// tiles are skipped, and full tiles are not masked. Other masks and score functions are rules that
+// are compiled separately (rule.h): they change a tile of scores in place, and a tile map tells which
+// tiles are empty and which are full. Masked scores are replaced by -infinity; sums over keys or
+// queries replace numbers that are not finite by 0, because a weight of 0 times NaN would be NaN.
 
 #include "threads.h"
 
 namespace {
-
-using Out = ffi::Result<ffi::AnyBuffer>;
 
 Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.element_type())); }
 
@@ -104,7 +101,7 @@ ffi::Error run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer max
   return ffi::Error::Success();
 }
 
-// A function as XLA calls it, with each of the arrays by itself.
+// Returns a function as XLA calls it, with each of the arrays as an argument.
 template <typename Run>
 auto called(const Run& run) {
   return [run](ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer start,
@@ -141,10 +138,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_statistics, called(run_statistics),
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
                                   .Ret<Buffer>().Attrs<Attributes>());
 
-// Sets the function that is called with the number of a rule that the process lacks, and adds it.
+// Sets the callback that adds a rule, given its number, if the process does not have it.
 extern "C" void jattn_ask_for_rules(void (*ask)(int64_t)) { ask_for_rule = ask; }
 
-// Adds a rule that was compiled, once; its library stays loaded.
+// Adds a compiled rule, unless it was added before; its library stays loaded.
 extern "C" void jattn_add_rule(int64_t number, void* forward, void* backward, int modifies,
                                int keeps) {
   if (rule_of(number)) return;

@@ -6,15 +6,15 @@
 
 namespace {
 
-// What goes with the queries, and where gradients go.
+// The arrays along the queries, and the destinations of gradients.
 struct Back {
   Rows<const T> d_out, most, log_sum, delta;
   Rows<T> d_q, d_k, d_v;
   Put how;
-  Index begin = 0;  // the key from which d_q is summed: with it, d_q is written over
+  Index begin = 0;  // the first key of the sum d_q, for which d_q is overwritten
 };
 
-// Whose gradients are computed.
+// The arrays whose gradients are computed.
 enum class Of { kAll, kQueries, kKeys };
 
 // The gradients of a run of keys: its tiles, and the sums.
@@ -43,7 +43,7 @@ struct BackwardBlock {
   Block block;
   Index H, V;
   typename Products::Backward sums;
-  T factor;  // what products are multiplied with
+  T factor;  // the factor of products
   alignas(64) T most[kQueries], log_sum[kQueries], delta[kQueries];
 
   static Index size(Index H, Index V) { return Products::Backward::size(kQueries, kKeys, H, V); }
@@ -67,7 +67,7 @@ struct BackwardBlock {
     }
   }
 
-  // Adds what these keys of a run that starts at key `start` contribute.
+  // Adds the gradients of these keys; `run` starts at key `start`.
   template <Of kOf>
   void visit(const Head& head, const Keys& seen, Index start, const Sums<Products>& run) {
     Piece pieces[3];
@@ -103,8 +103,8 @@ struct BackwardBlock {
     if constexpr (kOf != Of::kKeys) sums.add_to_queries(tile, at, keys, lanes, ds);
   }
 
-  // Products q k become weights p after dropout, and products d_out v the cotangent of products
-  // q k; that of scores is p (dp - delta), with p before dropout.
+  // Turns products q k into weights p after dropout, and products d_out v into the cotangent of the
+  // products q k; that of scores is p (dp - delta), with p before dropout.
   template <Steps kSteps>
   JATTN_APART void derive(const Rules& rules, Lanes lanes, Index j, Index keys, const T* nonfinite,
                           T* products, T* d_weights) {
@@ -127,7 +127,7 @@ struct BackwardBlock {
         Vector ds = p * (dp - load(delta + i));
         if constexpr (kModified) {
           if (!kByRule && rules.cap != 0) ds *= 1 - (score / rules.cap) * (score / rules.cap);
-          if constexpr (kMasked) {  // in a row that is NaN as well
+          if constexpr (kMasked) {  // also in a row that is NaN
             const Ints allowed =
                 kByRule ? score != all(-kInfinity) : block.allowed(rules, i, j + s);
             p = allowed ? p : Vector{};
@@ -148,8 +148,8 @@ struct BackwardBlock {
   }
 };
 
-// Adds to the sums of keys from .. until - 1 what queries first .. last - 1 contribute, and to the
-// queries' gradients; either may be left out.
+// Adds the contributions of queries first .. last - 1 and keys from .. until - 1 to the gradients of
+// keys and queries; kOf may leave out either.
 template <Of kOf, typename Products>
 void backward(const Head& head, const Back& back, Index first, Index last, Index from,
               Index until, const Sums<Products>& sums, Index H, Index V, const Bench& bench) {

@@ -1,5 +1,5 @@
-// What a block of queries sees of one head's keys, and what becomes of its products with them: masks,
-// score functions, dropout, and rules that were generated.
+// The keys of one head that a block of queries sees, and what turns its products into scores and
+// weights: masks, score functions, dropout, and generated rules.
 
 #pragma once
 
@@ -10,28 +10,28 @@ namespace {
 
 enum class Kind { kEmpty, kMixed, kFull };
 
-// What a tile's products go through to become scores: they are scaled; score functions and marks of
-// numbers that are not finite come after that; or the mask as well; or a rule has done all of it.
+// The steps from products to scores: scaling; then score functions, and NaN for values that are not
+// finite; then the mask; or a rule, which does all of this.
 enum class Steps { kScale, kModify, kMask, kRule };
 
-// `count` keys from j on, and what the mask says about them.
+// `count` keys from j on, and how the mask treats them.
 struct Keys {
   Kind kind;
   Index j, count;
   Index end() const { return j + count; }
 };
 
-// Some lanes of a block, and keys that they see.
+// Some lanes of a block, and the keys that they see.
 struct Piece {
   Lanes lanes;
   Keys keys;
 };
 
-// A rule that was generated, see rule.h.
+// A generated rule, see rule.h.
 struct Generated {
   void (*forward)(const Place&, T* scores, bool masked);
   void (*backward)(const Place&, const T* before, T* d_scores);
-  bool modifies, keeps;  // whether it changes more than masks, and needs scores before the change
+  bool modifies, keeps;  // whether it changes unmasked scores; whether `backward` needs old scores
   int64_t number;
   const Generated* next;
 };
@@ -44,29 +44,29 @@ struct HeadRule {
   const void* operands[kMostOperands];
   void* gradients[kMostOperands];
   const int8_t* map = nullptr;  // [rows of queries, chunks of keys]: 0 empty, 1 mixed, 2 full
-  Index row, chunk, chunks, t, S;  // row: queries in each; a part of a block, or the whole of it
+  Index row, chunk, chunks, t, S;  // row: queries in a row of the map, a block or a part of it
 
   bool changes(Kind kind) const { return rule && (rule->modifies || kind == Kind::kMixed); }
 };
 
-// What a head's mask, score function and dropout are.
+// The mask, score function and dropout of a head.
 struct Rules {
   const int32_t* start;  // [T]: query i sees keys start[i] <= j < stop[i]
   const int32_t* stop;   // [T]
-  const int32_t* q_ids;  // [T] or null: and among them those of its own id
+  const int32_t* q_ids;  // [T] or null: and only keys with its own id
   const int32_t* kv_ids; // [S]
   const T* bias;         // [T + S - 1] or null: bias[i - j + S - 1] is added to score (i, j)
   T* d_bias;             // its gradient
   T cap;                 // scores become cap tanh(score / cap), if not 0
-  uint32_t seed;         // of this head's dropout
+  uint32_t seed;         // the seed of this head's dropout
   uint32_t threshold;    // weights whose hash is less are dropped; 0: none
-  T dropout_scale;               // what the others are multiplied with
+  T dropout_scale;       // the factor of the other weights
   Index S;
-  HeadRule own;          // in place of runs, ids, bias and cap, if there is one
+  HeadRule own;          // replaces runs, ids, bias and cap, if there is one
 };
 
-// As `jattn.tile`: Wellons's "lowbias32"; queries whose places differ in one bit share all of a hash
-// but its last factor.
+// The hash of `jattn.dropout`: Wellons's "lowbias32". Queries whose places differ in one bit share all
+// but the last factor of a hash.
 constexpr uint32_t kShared = 8, kLast = 0x846CA68Bu, kOtherLast = kLast * 2891336453u;
 template <typename W>
 inline W first_round(W x) {
@@ -82,12 +82,12 @@ inline uint32_t mix(uint32_t x) {
 constexpr Index kSizes[] = {JATTN_TILES};
 constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
 constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written
-// Queries of half a block, if that is what products take: whole vectors, and whole depths of pairs.
+// Queries of half a block, if products can take it: whole vectors, and whole depths of pairs.
 constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
 constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
-constexpr Index kWorth = kPart < 32 ? 1 : 32;  // keys of a part that are worth a piece of its own
+constexpr Index kWorth = kPart < 32 ? 1 : 32;  // fewest keys saved for which a block is cut
 
-// The ids of some lanes: each of them while they are few, and the range of all.
+// The ids of some lanes: a list if there are few, and their range.
 struct Ids {
   static constexpr int kFew = 8;
   int32_t each[kFew];
@@ -111,8 +111,8 @@ struct Ids {
   }
 };
 
-// What some lanes of a block see: keys from the first to the last that anybody sees, those that all
-// see, and ids; or rows of the map.
+// The keys that some lanes of a block see: bounds of the keys that any lane sees and of those that all
+// lanes see, and ids; or rows of the map.
 struct Range {
   Lanes lanes;
   Index least_start, most_start, least_stop, most_stop;
@@ -120,7 +120,7 @@ struct Range {
   Index first_row, rows;
 };
 
-// A block of at most kQueries queries: what its lanes see.
+// A block of at most kQueries queries, and the keys that its lanes see.
 struct Block {
   Index first, count, width;  // width: count as whole vectors
   alignas(64) Int start[kQueries], stop[kQueries], ids[kQueries];
@@ -129,7 +129,7 @@ struct Block {
 
   Block(const Rules& rules, Index first, Index count) : Block(rules, first, count, 0, rules.S) {}
 
-  // For keys j .. end - 1: of no others is the map read.
+  // For keys j .. end - 1: the map is only read for these.
   Block(const Rules& rules, Index first, Index count, Index j, Index end)
       : first(first), count(count), width(up(count, kLanes)) {
     if (!rules.own.map) read_runs(rules);
@@ -140,7 +140,7 @@ struct Block {
       parts[p] = range(rules, {p * kPart, kPart}, whole.least_start, whole.most_stop);
   }
 
-  // What a rule is told of some lanes and keys.
+  // The arguments of a rule for some lanes and keys.
   Place at(const HeadRule& own, Lanes lanes, const Keys& seen) const {
     const Index last = std::min(count, lanes.end());
     return {first + lanes.first, last - lanes.first, lanes.size, seen.j,       seen.count,
@@ -184,7 +184,7 @@ struct Block {
     return x;
   }
 
-  // The first and the last key of chunks from j to end that the map leaves.
+  // Reads the first and the last key, of the chunks from j to end, that the map allows.
   void read_map(const HeadRule& own, Range& x, Index j, Index end) const {
     x.first_row = (first + x.lanes.first) / own.row;
     x.rows = (first + std::min(count, x.lanes.end()) - 1) / own.row - x.first_row + 1;
@@ -194,7 +194,7 @@ struct Block {
     x.most_stop = low < high ? std::min(high * own.chunk, own.S) : 0;
   }
 
-  // Leaves out chunks at both ends that are empty.
+  // Removes empty chunks at both ends.
   static void trim(const HeadRule& own, const Range& x, Index& low, Index& high) {
     const auto empty = [&](Index n) {
       const int8_t* kind = own.map + x.first_row * own.chunks + n;
@@ -206,7 +206,7 @@ struct Block {
     while (high > low && empty(high - 1)) --high;
   }
 
-  // As `seen`, by the map: chunks of the tile from the first to the last that is not empty.
+  // `seen` by the map: chunks of the tile from the first to the last that is not empty.
   static Keys seen_in_map(const HeadRule& own, const Range& x, Index j, Index end) {
     Index low = j / own.chunk, high = (end - 1) / own.chunk + 1;
     trim(own, x, low, high);
@@ -220,8 +220,8 @@ struct Block {
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
-  // Those of `keys` keys from j on that are between the first and the last that anybody sees.
-  // Lanes without a query may count as whatever suits: nothing reads them.
+  // The keys, of `keys` keys from j on, between the first and the last that any lane sees. Lanes
+  // without a query do not matter: nothing reads them.
   Keys seen(const Rules& rules, const Range& x, Index j, Index keys) const {
     Index end = std::min(j + keys, x.most_stop);
     j = std::max(j, x.least_start);
@@ -239,8 +239,8 @@ struct Block {
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
-  // What is computed of keys that the block sees: at most three pieces. Where its parts see `least`
-  // keys less, all together, these are what one part sees, what both do, and what one does after that.
+  // Cuts the keys that the block sees into at most three pieces, if this saves its parts at least
+  // `least` keys in total: keys of one part, then keys of both, then keys of one part.
   int cut(const Rules& rules, const Keys& seen, Index least, Piece* pieces) const {
     pieces[0] = {whole.lanes, seen};
     if (!in_parts() || seen.kind != Kind::kMixed) return 1;
@@ -304,12 +304,12 @@ struct Head {
 
 constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
 
-// Multiplies whole vectors.
+// Multiplies numbers, which are whole vectors, by a factor.
 void scale(T* x, Index size, T factor) {
   for (Index i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor);
 }
 
-// Products become scores by a rule.
+// Turns products into scores by a rule.
 void apply(const HeadRule& own, const Block& block, Lanes lanes, const Keys& seen,
            const T* nonfinite, T* scores) {
   const Index t = lanes.size;
@@ -319,8 +319,8 @@ void apply(const HeadRule& own, const Block& block, Lanes lanes, const Keys& see
   own.rule->forward(block.at(own, lanes, seen), scores, seen.kind == Kind::kMixed);
 }
 
-// Reads each tile of keys that some blocks see a part of, for `visit(block, seen, start)` of each of
-// these blocks: what it sees of the keys from `start` on.
+// Reads each tile of keys that some blocks see, and calls `visit(block, seen, start)` for each of these
+// blocks: `seen` are the keys of the tile from `start` on that the block sees.
 template <typename OneBlock, typename Tile, typename Visit>
 void visit_tiles(const Head& head, std::vector<OneBlock>& blocks, Tile& tile, const Visit& visit) {
   const Index S = head.rules.S;

@@ -1,4 +1,4 @@
-// A call: the arrays of all heads, of which each head has its part, and the rules of this process.
+// A call: the arrays of all heads, the part of each head, and the rules of this process.
 
 #pragma once
 
@@ -8,20 +8,7 @@
 
 namespace {
 
-// The axes of an array before its last `own`, as one: batch rows, maybe fewer than the call's, of
-// which each then stands for several.
-Index leading(const ffi::AnyBuffer& x, int own) {
-  Index size = 1;
-  const auto sizes = x.dimensions();
-  for (size_t a = 0; a + own < sizes.size(); ++a) size *= sizes[a];
-  return size;
-}
-
-Index axis(const ffi::AnyBuffer& x, int from_end) {
-  return x.dimensions()[x.dimensions().size() - from_end];
-}
-
-// Heads (b, n) of [B, t, n, size]; size is 1 where there is no such axis.
+// The heads (b, n) of [B, t, n, size]; size is 1 if there is no such axis.
 template <typename E>
 struct Heads {
   E* start;
@@ -42,7 +29,7 @@ Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
   return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
 }
 
-// Heads (b, n) of queries, keys or values [B, t, n, size].
+// The heads (b, n) of queries, keys or values [B, t, n, size].
 struct Inputs {
   Input first;
   Index tokens, heads, size;
@@ -62,7 +49,7 @@ struct Inputs {
   }
 };
 
-// An operand [b, n, size]: of fewer batch rows or heads than the call, each stands for several.
+// An operand [b, n, size]. If b or n is less than in the call, rows or heads share a part.
 template <typename E>
 struct Shared {
   const E* start;  // null if there is none
@@ -79,11 +66,11 @@ struct Shared {
   }
 };
 
-// Results of as many numbers do not all stay in the caches until somebody reads them.
+// Results of a MiB or more do not stay in the caches until they are read.
 Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
 
-// The rules of this process, in lists of numbers whose last bits are the same. Rules are added and
-// never removed, so that compiled programs find theirs, and nothing is locked when a process forks.
+// The rules of this process, in lists by the last bits of their numbers. Rules are added and never
+// removed, so that compiled programs find theirs, and no lock is held when a process forks.
 std::atomic<const Generated*> rules_by_number[256];
 
 std::atomic<const Generated*>& rules_like(int64_t number) { return rules_by_number[number & 255]; }
@@ -120,24 +107,22 @@ struct CallRule {
   }
 };
 
-using Buffer = ffi::AnyBuffer;
-
-// The arrays that every function of the kernel is called with, in the order of `native.Arrays`.
+// The arrays that every function of the kernel takes, in the order of `native.KernelArrays`.
 struct Arrays {
   Buffer query, key, value;
   Buffer start, stop, q_ids, kv_ids, bias, seeds;  // see Rules
 };
 
-// The numbers that every function is called with: see Rules; `rule` is the number of a generated rule,
-// or 0, and `row` and `chunk` are the sizes of its tile map, see HeadRule. `differentiated` has a bit
-// for each operand whose gradient is computed; statistics add up weights above `least`.
+// The numbers that every function takes, see Rules. `rule` is the number of a generated rule, or 0;
+// `row` and `chunk` are the sizes of its tile map, see HeadRule. `differentiated` has a bit for each
+// operand whose gradient is computed; statistics sum the weights above `least`.
 struct Attributes {
   double scale, cap, dropout_scale;
   int64_t threshold, rule, row, chunk, differentiated;
   double least;
 };
 
-// A call: everything but what goes in and comes out per query.
+// A call: everything but the inputs and outputs of each query.
 struct Call {
   Inputs q, k, v;
   Index B, N, K, t, S;
@@ -178,7 +163,7 @@ struct Call {
   }
 };
 
-// Runs with the products that a call's queries, keys and values take.
+// Calls `run` with the kind of products for the dtypes of queries, keys and values.
 template <typename Run>
 void by_products(const Call& call, const Run& run) {
 #if JATTN_PAIRS

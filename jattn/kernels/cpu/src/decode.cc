@@ -1,31 +1,31 @@
-// A few queries against many keys, called from XLA: every key and value is read once, in the order in
-// which they lie in the memory.
+// A few queries against many keys, called from XLA: every key and value is read once, in the order of
+// the memory.
 //
-// There are two operations for each number that is read, so reading is all that counts. Heads whose
-// keys lie side by side go together, and so do the rows of a key head, its group's heads × tokens.
-// While the keys of a tile are computed with, its values are asked for, and the other way round, so
-// that the memory never waits. Long runs of keys are cut into parts, put together by their sums (Dao
-// et al. 2023, Flash-Decoding). Tiles that nobody sees are not read.
+// There are two operations for each number that is read, so only reading takes time. Heads whose keys
+// lie side by side are computed together, and so are the rows of a key head: its group's heads ×
+// tokens. Values are prefetched while the products with the keys are computed, and keys while values
+// are summed, so that the memory always works. Long sequences are cut into parts, whose results are
+// merged (Dao et al. 2023, Flash-Decoding). Tiles that no query sees are not read.
 
 #include "native.h"
 
 namespace {
 
-constexpr Index kTile = 1 << 17;      // bytes of a tile's keys: with its values, part of a second cache
-constexpr Index kMostKeys = 512;      // of a tile
-constexpr Index kPart = 1 << 20;      // bytes of keys in a part at least
-constexpr Index kTogether = 1 << 14;  // sums of heads that go together, at most
+constexpr Index kTile = 1 << 17;      // bytes of a tile's keys: with its values, part of the L2 cache
+constexpr Index kMostKeys = 512;      // the most keys of a tile
+constexpr Index kPart = 1 << 20;      // the fewest bytes of keys in a part
+constexpr Index kTogether = 1 << 14;  // the most sums of heads that are computed together
 constexpr Index kTurned = 64;         // keys that are transposed at a time
-constexpr Index kFewRows = 16;        // for which sums across lanes are cheaper than transposing keys
-constexpr Index kFewAlone = 8;        // the same where a head's keys are read alone
-constexpr Index kFewSums = 4;         // rows whose sums stay in registers without `product`
+constexpr Index kFewRows = 16;        // the most rows for which sums across lanes beat transposing keys
+constexpr Index kFewAlone = 8;        // the same if one head's keys are read at a time
+constexpr Index kFewSums = 4;         // the most rows whose sums stay in registers without `product`
 constexpr Index kPair = 2;            // keys that are multiplied side by side
-constexpr Index kLine = 64;           // bytes
+constexpr Index kLine = 64;           // bytes of a cache line
 
 #if JATTN_SINGLE
 inline T widened(Bfloat16 x) { return widened(&x, 1)[0]; }
 
-// Rows as numbers to compute with: those of 16 bits go through `memory`.
+// Rows widened to T: rows of 16-bit numbers are written to `memory`.
 inline Rows<const T> widened(Rows<const Bfloat16> from, Index count, T* memory) {
   for (Index i = 0; i < count; ++i) {
     T* to = memory + i * from.size;
@@ -38,8 +38,8 @@ inline Rows<const T> widened(Rows<const Bfloat16> from, Index count, T* memory) 
 #endif
 inline Rows<const T> widened(Rows<const T> from, Index, T*) { return from; }
 
-// Asks for the rows of some tokens before they are needed, a few lines at each of `steps`: the memory
-// has work all the time, and never so much that loads wait behind it.
+// Prefetches the rows of some tokens, a few cache lines at each of `steps`: the memory always has
+// work, and never so much that loads have to wait.
 class Ahead {
  public:
   template <typename E>
@@ -66,7 +66,7 @@ class Ahead {
   Index row_, gap_, left_, each_;
 };
 
-// One vector of the lanes' sums of each of `kLanes` vectors: halves of pairs are added at each step.
+// Returns the sum of the lanes of each of `kLanes` vectors; each step adds halves of pairs.
 template <int s, int... l>
 inline Vector add_lanes(Vector* x, std::integer_sequence<int, l...> lanes) {
   constexpr Ints low = {(l & s ? kLanes + l - s : l)...};
@@ -139,17 +139,17 @@ void weigh_rows(Index rows, Index keys, const T* weights, Index stride, Rows<con
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Keys or values of E: tokens of a page and its heads, in one order or the other. Which page a row's
-// tokens are in is said by a table [B, M]; without one, row b has page b.
+// Keys or values of E in pages of tokens and heads, in one order or the other. A table [B, M] lists
+// the pages of each row; without a table, row b has page b.
 template <typename E>
 struct Pages {
   const E* start;
   const int32_t* table;
-  Index pages, rows;  // of each group of rows, which have pages and a table of their own
+  Index pages, rows;  // of each group of rows, which has its own pages and table
   Index K, page, size, M;
   Index by_head, by_token;
 
-  // Token j of row b and those after it in its page; nothing where the row has no such page.
+  // Token j of row b and those after it in its page; null if the row has no such page.
   Rows<const E> at(Index b, Index k, Index j) const {
     const Index group = b / rows, p = table ? table[b * M + j / page] : b % rows;
     if (p < 0 || p >= pages) return {nullptr, by_token, size};
@@ -181,17 +181,17 @@ struct Call {
   Index group() const { return N / K; }
 };
 
-// What some keys contribute to some rows.
+// The part of some keys in the results of some rows.
 struct Part {
   T *most, *sum, *out;  // [R], [R], [R, V]
-  T* down;              // what values were multiplied with, so that sums do not overflow
+  T* down;              // the factor of values, so that sums do not overflow
 
   static Index size(Index R, Index V) { return R * (V + 2) + 1; }
   Part(T* memory, Index R, Index V)
       : most(memory), sum(memory + R), out(memory + 2 * R), down(out + R * V) {}
 };
 
-// The rows of some key heads of a batch row, on their way over the keys.
+// Computes the part of some keys for the rows of some key heads of a batch row.
 template <typename E>
 class Reader {
  public:
@@ -216,9 +216,9 @@ class Reader {
     }
   }
 
-  // What is masked has weight 0, and 0 × NaN is NaN: if that was met, all again with values that are
-  // not finite taken as 0, and NaN for those who attend to them. Then what is still not finite has
-  // overflowed, and values are multiplied with `down`.
+  // Masked values have weight 0, and 0 × NaN is NaN: if a result is not finite, everything is computed
+  // again with 0 for values that are not finite, and NaN for the rows that attend to them. Results
+  // that are still not finite have overflowed, and values are multiplied by `down`.
   void run(Index from, Index until, T down) {
     read(from, until);
     if (finite()) return;
@@ -234,7 +234,7 @@ class Reader {
     Index j, count;
   };
 
-  // Whether all rows are that are not NaN for another reason than a sum of values.
+  // Whether all rows are finite, except those that are NaN because of their scores.
   bool finite() const {
     for (Index r = 0; r < heads_ * R_; ++r)
       if (!all_finite(part_.out + r * V_, V_) && (!exact_ || std::isfinite(part_.sum[r])))
@@ -258,7 +258,7 @@ class Reader {
   Index head(Index r) const { return k_ * call_.group() + r / call_.T_; }
   Index token(Index r) const { return r % call_.T_; }
 
-  // The first tile from j on that anybody sees; whole vectors but for the last of a run.
+  // The first tile from j on that any row sees; whole vectors, except at the end of a page.
   Keys next(Index j, Index until) const {
     for (Index count; j < until; j += count) {
       count = std::min({tile_, until - j, call_.keys.page - j % call_.keys.page});
@@ -276,7 +276,7 @@ class Reader {
     return false;
   }
 
-  // How often rows are gone through, `each` at a time and then by halves.
+  // The number of passes over the rows, `each` at a time and then by halves.
   static Index times(Index rows, Index each) {
     Index n = rows / each;
     for (Index left = rows % each; left; left &= left - 1) ++n;
@@ -295,7 +295,7 @@ class Reader {
     const Index run = heads_ == 1 && R_ > kFewSums ? kTurned : kLanes;
     const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
     const Index steps = run == kTurned ? up(now.count, run) / run : now.count * blocks;
-    const Index place = then.count ? then.j : now.j;  // past the last page there is no other
+    const Index place = then.count ? then.j : now.j;  // after the last page there is none
     const Rows<const E> keys = call_.keys.at(b_, k_, place);
     Ahead for_keys(keys, heads_, then.count, heads_ * steps);
     for (Index s = 0; s < now.count; s += run)
@@ -312,7 +312,7 @@ class Reader {
       }
   }
 
-  // q k for few rows: keys as they lie.
+  // q k for few rows: keys are not transposed.
   void multiply(Keys now, Ahead& ahead) {
     for (Index s = 0; s < now.count; s += kLanes)
       for (Index h = 0; h < heads_; ++h) {
@@ -346,7 +346,7 @@ class Reader {
     if (left) weigh_rows<4, 1>(R_, count, weights, tile_, values, out, V_, ahead);
   }
 
-  // The same by copies as wide as whole vectors, and finite if need be.
+  // The same with copies of values, padded to whole vectors and made finite if necessary.
   void weigh_copies(Keys now) {
     Ahead nothing(Rows<const T>{nullptr, 0, 0}, 0, 0, 1);
     for (Index h = 0; h < heads_; ++h) {
@@ -422,13 +422,13 @@ class Reader {
   T *q_, *scores_, *transposed_, *wide_, *values_, *nonfinite_;
 };
 
-// Where results go: out [B, T, N, V], and of each row the largest score and the log of the sum of
+// The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of
 // weights relative to it, [B, T, N].
 struct Results {
   T *out, *most, *log_sum;
 };
 
-// Row r of all parts as one, by way of `sums [V]`.
+// Merges row r of all parts, using `sums [V]` as memory.
 void merge(const std::vector<Part>& parts, Index r, Index V, T down, T* sums, Rows<T> out, T* most,
            T* log_sum) {
   T top = -kInfinity, sum = 0;
@@ -453,13 +453,13 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) 
   const Index threads = std::max<Index>(1, pool.num_threads());
   const Index R = call.group() * call.T_, H = call.keys.size, V = up(call.values.size, kLanes);
   if (call.B * R == 0) return;
-  // Heads go together where they lie side by side.
+  // Heads that lie side by side are computed together.
   const bool together = call.keys.by_head < call.keys.by_token;
   const Index most = together ? kTogether / (R * std::max(H, V)) : 1;
   const Index heads = std::clamp<Index>(most, 1, call.K), runs = (call.K + heads - 1) / heads;
   const Index row = heads * H * sizeof(E), units = call.B * runs;
   const Index tile = std::min(kMostKeys, std::max<Index>(kTile / row / kLanes, 1) * kLanes);
-  // Enough parts for all threads to end together, none of them small.
+  // There are enough parts for all threads to end together, and none of them is small.
   const Index wanted = (8 * threads + units - 1) / units;
   const Index length = up(std::max(kPart / row, (call.S + wanted - 1) / wanted), tile);
   const Index parts = (call.S + length - 1) / length, size = Part::size(heads * R, V);
@@ -483,20 +483,6 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) 
             results.most + place, results.log_sum + place);
     }
   });
-}
-
-using Buffer = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
-
-Index axis(const Buffer& x, int from_end) {
-  return x.dimensions()[x.dimensions().size() - from_end];
-}
-
-// The axes before the last `own`, as one.
-Index leading(const Buffer& x, int own) {
-  Index size = 1;
-  for (size_t a = 0; a + own < x.dimensions().size(); ++a) size *= x.dimensions()[a];
-  return size;
 }
 
 template <typename E>

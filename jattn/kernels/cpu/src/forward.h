@@ -7,28 +7,28 @@
 
 namespace {
 
-// A maximum that grows by less than this stays: weights may be up to e^8, and what has been summed
-// up need not be multiplied (the rule of FlashAttention-4).
+// A maximum is not updated if it increases by less than this: weights may be up to e^8, and sums need
+// not be rescaled (as in FlashAttention-4).
 constexpr T kSlack = 8;
 
-// Where results go. Weights are e^(score - most - log_sum): two numbers, as their sum would have no
-// digits left for the second where scores are large. They are written if somebody asks for them.
+// The destinations of results. Weights are e^(score - most - log_sum): two numbers, as their sum would
+// have no digits left for the second if scores are large. They are written if `sums`.
 struct Results {
   Rows<T> out, most, log_sum;
   bool sums;
   Put how;
 };
 
-// A block of queries on its way over the keys: the online softmax.
+// A block of queries that visits keys, with the state of the online softmax.
 template <typename Products>
 struct ForwardBlock {
   static constexpr Index L = kLanes;
 
   Block block;
   typename Products::Forward sums;
-  T factor;                      // what products are multiplied with
+  T factor;                      // the factor of products
   bool fresh = true;             // no values are summed yet
-  alignas(64) T most[kQueries];  // the largest score up to kSlack, which weights are relative to
+  alignas(64) T most[kQueries];  // the largest score, within kSlack: weights are e^(score - most)
   alignas(64) T sum[kQueries], shrink[kQueries];
 
   ForwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
@@ -75,8 +75,8 @@ struct ForwardBlock {
     fresh = false;
   }
 
-  // Products, times a factor above 0 if that is the only step, become weights. Returns whether the
-  // running maximum of any query increased.
+  // Turns products into weights; if scaling is the only step, the factor is above 0. Returns whether
+  // the running maximum of any query increased.
   template <Steps kSteps>
   JATTN_APART bool online_softmax_step(const Rules& rules, Lanes lanes, Index j, Index keys,
                                        const T* nonfinite, T factor, T* scores) {
@@ -92,7 +92,7 @@ struct ForwardBlock {
     return grows;
   }
 
-  // For N vectors of lanes side by side, so that none waits for its own last sum. Their scores are
+  // The step of N vectors of lanes side by side, which hides the latency of sums. Their scores are
   // rows `t` apart.
   template <Steps kSteps, int N>
   bool step_lanes(const Rules& rules, Index first, Index t, Index j, Index keys, const T* nonfinite,
@@ -142,7 +142,7 @@ struct ForwardBlock {
     return grows;
   }
 
-  // Whether a sum of values has overflowed in a row that is not NaN for another reason.
+  // Whether a sum of values has overflowed in a row that is not NaN because of its scores.
   bool overflowed(Index V) const {
     if (fresh || all_finite(sums.out, block.count * V)) return false;
     for (Index i = 0; i < block.count; ++i)
@@ -168,8 +168,8 @@ struct ForwardBlock {
   }
 };
 
-// Results of queries first .. first + count - 1, at most kTogether blocks. Values are multiplied with
-// `down`, a power of two, and once more with a smaller one where their sums overflow.
+// Computes the results of queries first .. first + count - 1, at most kTogether blocks. Values are
+// multiplied by `down`, a power of two; if their sums overflow, all is repeated with a smaller one.
 template <typename Products>
 void forward(const Head& head, Index first, Index count, const Results& results, T down = 1) {
   using OneBlock = ForwardBlock<Products>;

@@ -1,5 +1,5 @@
-// What the kernels for CPUs share: vectors, products of small matrices, rows of arrays, memory and
-// threads. Each source that includes this is a library of its own, for float or for double.
+// The common parts of the kernels for CPUs: products of small matrices, rows of arrays, memory and
+// threads. Each source that includes this file is compiled once for float and once for double.
 
 #pragma once
 
@@ -17,6 +17,21 @@
 namespace {
 
 namespace ffi = xla::ffi;
+
+using Buffer = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+// The size of an axis, counted from 1 at the end.
+Index axis(const Buffer& x, int from_end) {
+  return x.dimensions()[x.dimensions().size() - from_end];
+}
+
+// The product of the sizes of all axes but the last `own`.
+Index leading(const Buffer& x, int own) {
+  Index size = 1;
+  for (size_t a = 0; a + own < x.dimensions().size(); ++a) size *= x.dimensions()[a];
+  return size;
+}
 
 // ------------------------------------------------------------------------------------------------
 // Products
@@ -60,7 +75,7 @@ JATTN_APART void rows_product(Index rows, Index depth, const T* a, Index am, Ind
     if (rows) rows_product<N, kLess>(rows, depth, a, am, ak, b, bk, c, cm, add);
 }
 
-// As small_product, for any number of rows, and columns that are whole vectors.
+// The same product for any number of rows, and for columns that are whole vectors.
 JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
                          const T* b, Index bk, T* c, Index cm, bool add) {
   Index left = columns / kLanes;
@@ -86,7 +101,7 @@ struct Rows {
   Rows from(Index i) const { return {start + i * stride, stride, size}; }
 };
 
-// Numbers of 16 bits, which are widened on the way in.
+// 16-bit numbers, which are widened when they are loaded.
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -94,7 +109,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Two of them that follow one another.
+// Two consecutive bfloat16 numbers.
 using Pair = uint32_t;
 
 inline Vector widened(const T* from) { return load(from); }
@@ -111,7 +126,7 @@ inline Vector widened(const Float16* from) {
   const Words bits = __builtin_convertvector(load<Shorts>(from), Words);
   const Words size = (bits & 0x7FFF) << 13, exponent = bits & 0x7C00;
   const Words usual = size + (112 << 23), far = size + (224 << 23);
-  // Numbers without an exponent: 2^-14 (1 + m) - 2^-14.
+  // Denormal numbers: 2^-14 (1 + m) - 2^-14.
   const Words near = (Words)((Vector)(size + (113 << 23)) - 6.103515625e-05f);
   const Words found = exponent == 0 ? near : (exponent == 0x7C00 ? far : usual);
   return (Vector)(found | (bits & 0x8000) << 16);
@@ -119,7 +134,7 @@ inline Vector widened(const Float16* from) {
 }
 inline Vector widened(const Pair* from) { return (Vector)load<Words>(from); }
 #endif
-// The first so many of a vector, and 0.
+// The first `count` numbers of a vector, and 0 in the other lanes.
 template <typename E>
 inline Vector widened(const E* from, Index count) {
   E some[kLanes] = {};
@@ -127,7 +142,7 @@ inline Vector widened(const E* from, Index count) {
   return widened(some);
 }
 
-// Copies rows to the width of whole vectors, and says whether all of them are finite.
+// Copies rows, padding them with 0 to whole vectors; returns whether all numbers are finite.
 template <typename E>
 JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
@@ -151,7 +166,7 @@ JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
   return finite;
 }
 
-// Whether all of so many numbers, whole vectors, are finite.
+// Whether `size` numbers, which are whole vectors, are all finite.
 inline bool all_finite(const T* x, Index size) {
   Ints bits = {};  // the bits of x - x: 0, or those of NaN
   for (Index i = 0; i < size; i += kLanes) {
@@ -163,7 +178,7 @@ inline bool all_finite(const T* x, Index size) {
   return finite;
 }
 
-// Takes what is not finite as 0, and adds NaN to `nonfinite`, if given, for rows that hold such.
+// Replaces numbers that are not finite by 0, and sets `nonfinite` of their rows, if given, to NaN.
 inline void zero_nonfinite(T* x, Index count, Index width, T* nonfinite) {
   for (Index i = 0; i < count; ++i) {
     for (Index h = 0; h < width; ++h) {
@@ -175,19 +190,19 @@ inline void zero_nonfinite(T* x, Index count, Index width, T* nonfinite) {
   }
 }
 
-// Some queries of a block, which are lanes of vectors.
+// Consecutive queries of a block, which are lanes of vectors.
 struct Lanes {
   Index first, size;
   Index end() const { return first + size; }
 };
 
-// How results are written: over what was there, added to it, or past the caches.
+// The way results are written: overwriting, adding, or overwriting memory past the caches.
 enum class Put { kOver, kAdd, kPast };
 
 // to[i] = x[i] × factor, or += it, for rows x of whole vectors.
 inline void put_row(T* to, const T* x, Index size, T factor, Put how) {
   constexpr int L = kLanes;
-  // Only whole lines are faster past the caches.
+  // Writing past the caches is only faster for whole cache lines.
   const bool lines = (reinterpret_cast<uintptr_t>(to) | (size * sizeof(T))) % 64 == 0;
   Index h = 0;
   if (how == Put::kPast && lines) {
@@ -216,7 +231,7 @@ inline Vector choose(Vector x, Vector y, Ints lanes) {
 inline Vector choose(Vector x, Vector y, Ints lanes) { return __builtin_shuffle(x, y, lanes); }
 #endif
 
-// Transposes a square of vectors: halves of blocks change places, of twice the size at each step.
+// Transposes a square of vectors: each step swaps halves of blocks, which double in size.
 template <int s, int... l>
 inline void turn_blocks(Vector* rows, std::integer_sequence<int, l...> lanes) {
   constexpr int L = kLanes;
@@ -234,8 +249,8 @@ inline void turn_square(Vector* rows) {
   turn_blocks<1>(rows, std::make_integer_sequence<int, kLanes>());
 }
 
-// [count, size] as [size, t] times a factor; t is whole vectors, and filled up with 0. Pairs are moved
-// as they are.
+// Transposes [count, size] to [size, t], times a factor; t is whole vectors, padded with 0. Pairs are
+// not multiplied.
 template <typename E>
 JATTN_APART void transpose(Rows<const E> from, Index count, Index t, T* to, T factor) {
   constexpr int L = kLanes;
@@ -259,7 +274,7 @@ JATTN_APART void transpose(Rows<const E> from, Index count, Index t, T* to, T fa
     }
 }
 
-// Rows of an array as the caller has it, which may be of 16 bits.
+// Rows of an array of the caller, whose numbers may have 16 bits.
 struct Input {
   const char* start;
   Index stride, size;  // in numbers
@@ -293,14 +308,14 @@ void transpose(const Input& from, Index count, Index t, T* to, T factor) {
 // Memory and threads
 // ------------------------------------------------------------------------------------------------
 
-// A thread's own memory for tiles, kept between calls: it is as small as the caches.
+// A thread's memory for tiles, kept between calls: it is as small as the caches.
 class Bench {
  public:
   explicit Bench(Index size) {
     thread_local std::vector<char> memory;
     const Index bytes = (size + 64 * kBytes) * sizeof(T);
     if (static_cast<Index>(memory.size()) < bytes) {
-      std::vector<char>().swap(memory);  // what is too small is given back first
+      std::vector<char>().swap(memory);  // frees the memory before it allocates more
       memory.resize(bytes);
     }
     next_ = reinterpret_cast<T*>(up(reinterpret_cast<uintptr_t>(memory.data()), kBytes));
@@ -316,11 +331,10 @@ class Bench {
   T* next_;
 };
 
-// Does work(i) for all i < n on the threads of XLA, some that follow one another by the same: heads
-// that do lie side by side. Towards the end it is fewer, so that all threads end together. The caller
-// works too, so that it never waits for a thread that has not begun. Threads that cannot allocate
-// what they need go on counting, without working, and the caller throws when all is counted: no
-// exception may leave a thread of XLA.
+// Does work(i) for all i < n on the threads of XLA. A thread takes several consecutive i, whose heads
+// lie side by side, and fewer towards the end, so that all threads end together. The caller works too,
+// so that it never waits for a thread that has not begun. After a failed allocation threads go on
+// counting without working, and the caller throws at the end: no exception may leave a thread of XLA.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   struct Count {
@@ -347,7 +361,7 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   try {
     for (Index i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
   } catch (...) {
-  }  // those that could be scheduled help
+  }  // the threads that could be scheduled help
   run();
   while (count->done.load(std::memory_order_acquire) < n)
 #if defined(__x86_64__)
@@ -358,7 +372,7 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
   if (count->failed) throw std::bad_alloc();
 }
 
-// What XLA is told of a call: an exception that reached it would end the process.
+// Runs a call and returns its error to XLA: an exception that reached XLA would end the process.
 template <typename Run>
 ffi::Error reported(const Run& run) {
   try {

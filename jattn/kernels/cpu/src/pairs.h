@@ -1,10 +1,10 @@
-// Products of attention in bfloat16 with sums in float32: by the matrix units of AMX, or by the dot
-// products of AVX512-BF16. Both take two numbers at a time that follow one another along the axis
-// that is summed, so one operand of each product is rows of bfloat16 and the other rows of pairs.
+// Products of attention in bfloat16 with sums in float32, by the matrix units of AMX or by the dot
+// products of AVX512-BF16. Both take pairs of numbers that are consecutive along the axis of the sum,
+// so one operand of each product is rows of bfloat16 and the other rows of pairs.
 //
-// Where nobody asks for more than the output, weights are rounded to bfloat16, as in FlashAttention
-// (Dao et al. 2022). For gradients they are two numbers of bfloat16 each, rounded and what is left,
-// and so are the cotangents of scores: their sums cancel.
+// If only the output is needed, weights are rounded to bfloat16, as in FlashAttention (Dao et al.
+// 2022). For gradients each weight is two numbers of bfloat16, the rounded weight and the remainder,
+// and so are the cotangents of scores, whose sums cancel.
 
 #pragma once
 
@@ -23,7 +23,7 @@
 
 namespace {
 
-constexpr Index kDepth = 32;  // what is summed comes in multiples of this
+constexpr Index kDepth = 32;  // the length of a sum is a multiple of this
 
 // ------------------------------------------------------------------------------------------------
 // Rows of bfloat16, and of pairs
@@ -31,7 +31,7 @@ constexpr Index kDepth = 32;  // what is summed comes in multiples of this
 
 inline __mmask32 first_halves(Index count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// Copies rows, filled up with 0, and says whether all is finite.
+// Copies rows, padding them with 0; returns whether all numbers are finite.
 inline bool copy(Rows<const Bfloat16> from, Index count, Bfloat16* to, Index width) {
   const __m512i exponent = _mm512_set1_epi16(0x7F80);
   __mmask32 bad = 0;
@@ -45,7 +45,7 @@ inline bool copy(Rows<const Bfloat16> from, Index count, Bfloat16* to, Index wid
   return !bad;
 }
 
-// As for T: takes what is not finite as 0.
+// The same as for T: replaces numbers that are not finite by 0.
 inline void zero_nonfinite(Bfloat16* x, Index count, Index width, T* nonfinite) {
   for (Index i = 0; i < count; ++i)
     for (Index h = 0; h < width; ++h) {
@@ -56,14 +56,14 @@ inline void zero_nonfinite(Bfloat16* x, Index count, Index width, T* nonfinite) 
     }
 }
 
-// Rounded to bfloat16, and what is left.
+// Rounds to bfloat16; the remainder.
 inline __m256i narrowed(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __m512 rest_of(__m512 x, __m256i rounded) {
   return _mm512_sub_ps(x, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
 }
 
-// Rows of T rounded to bfloat16: the first `size` of each, filled up with 0 to `width`; and in
-// `rest`, if given, what is left, rounded as well.
+// Rounds the first `size` numbers of each row of T to bfloat16, padding them with 0 to `width`, and
+// writes the remainders to `rest`, if given.
 inline void narrow(const T* from, Index stride, Index count, Index size, Bfloat16* to, Index width,
                    Bfloat16* rest = nullptr) {
   for (Index i = 0; i < count; ++i, from += stride)
@@ -77,7 +77,7 @@ inline void narrow(const T* from, Index stride, Index count, Index size, Bfloat1
     }
 }
 
-// Two rows as one of pairs.
+// Interleaves two rows as one row of pairs.
 inline void store_pairs(__m256i x, __m256i y, Pair* to) {
   alignas(64) static constexpr uint16_t kTurns[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
@@ -86,7 +86,7 @@ inline void store_pairs(__m256i x, __m256i y, Pair* to) {
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), both));
 }
 
-// Rows [count, width] as pairs [rows / 2, width]; those from `count` on are 0. `rest` as in `narrow`.
+// Writes rows [count, width] as pairs [rows / 2, width], padded with 0, and remainders to `rest`.
 inline void pair_rows(const T* from, Index count, Index width, Pair* to, Index rows,
                       Pair* rest = nullptr) {
   for (Index i = 0; i < rows; i += 2)
@@ -110,7 +110,7 @@ inline void pair_rows(const Bfloat16* from, Index count, Index width, Pair* to, 
     }
 }
 
-// Rows [count, width] of bfloat16, whose numbers are pairs, as [width / 2, t].
+// Transposes rows [count, width] of bfloat16, as rows of pairs, to [width / 2, t].
 inline void turn_pairs(const Bfloat16* from, Index count, Index width, Index t, Pair* to) {
   const Rows<const Pair> rows{reinterpret_cast<const Pair*>(from), width / 2, width / 2};
   transpose(rows, count, t, reinterpret_cast<T*>(to), T{1});
@@ -122,14 +122,14 @@ inline void turn_pairs(const Bfloat16* from, Index count, Index width, Index t, 
 
 #if JATTN_MATRICES
 
-// Whether the system lets this process use matrix units: it must be asked.
+// Whether Linux lets this process use matrix units, which it must request.
 inline bool has_matrix_units() {
   constexpr int kAsk = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
   return granted;
 }
 
-constexpr Index kSide = 16;  // of a tile of sums
+constexpr Index kSide = 16;  // rows and columns of a tile of sums
 
 // c [16 M, 16 N] (+)= a b. Tiles 0 to 3 are sums, 4 and 5 rows of a, 6 and 7 pairs of b.
 template <int M, int N>
@@ -166,7 +166,7 @@ inline void matrices(Index depth, const Bfloat16* a, Index am, const Pair* b, In
   if constexpr (M == 2 && N == 2) _tile_stored(3, below + kSide, c_bytes);
 }
 
-// For rows that are fewer than a tile's.
+// The product of fewer rows than a tile has.
 inline void few_rows(Index rows, Index depth, const Bfloat16* a, Index am, const Pair* b, Index bk,
                      T* c, Index cm, bool add) {
   alignas(64) T sums[kSide * kSide];
@@ -192,7 +192,7 @@ inline void matrix_columns(Index rows, Index depth, const Bfloat16* a, Index am,
 
 inline void matrix_product(Index rows, Index columns, Index depth, const Bfloat16* a, Index am,
                            const Pair* b, Index bk, T* c, Index cm, bool add) {
-  asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+  asm volatile("" ::: "memory");  // the compiler does not know that tiles are loaded
   Index left = columns;
   for (; left >= 2 * kSide; left -= 2 * kSide, b += 2 * kSide, c += 2 * kSide)
     matrix_columns<2>(rows, depth, a, am, b, bk, c, cm, add);
@@ -205,7 +205,7 @@ inline void matrix_product(Index, Index, Index, const Bfloat16*, Index, const Pa
                            bool) {}
 #endif
 
-// As `small_product`, of pairs.
+// `small_product` of pairs.
 template <int M, int N>
 inline void dot_products(Index pairs, const Bfloat16* a, Index am, const Pair* b, Index bk, T* c,
                          Index cm, bool add) {
@@ -244,7 +244,7 @@ JATTN_APART void dot_rows(Index rows, Index pairs, const Bfloat16* a, Index am, 
 }
 
 // c [rows, columns] (+)= a [rows, depth] b [depth / 2, columns]: a rows of bfloat16, `am` apart, b of
-// pairs, `bk` apart; columns are whole vectors, depth is whole kDepth. Rows of a are read in sixteens.
+// pairs, `bk` apart; columns are whole vectors, depth is whole kDepth. Rows of a are read 16 at a time.
 JATTN_APART void pair_product(Index rows, Index columns, Index depth, const Bfloat16* a, Index am,
                               const Pair* b, Index bk, T* c, Index cm, bool add) {
   if (has_matrix_units()) return matrix_product(rows, columns, depth, a, am, b, bk, c, cm, add);
@@ -256,14 +256,14 @@ JATTN_APART void pair_product(Index rows, Index columns, Index depth, const Bflo
 }
 
 // ------------------------------------------------------------------------------------------------
-// Tiles and blocks, as those of `Wide`
+// Tiles and blocks, with the interface of `Wide`
 // ------------------------------------------------------------------------------------------------
 
 struct Pairs {
   static constexpr bool kScales = false;
   static Index room(Index keys) { return up(keys, kDepth) / 2 * 3; }
 
-  // A thread's matrix units have a shape while it uses them.
+  // The configuration of a thread's matrix units while it uses them.
   struct Session {
 #if JATTN_MATRICES
     Session() {
@@ -315,7 +315,7 @@ struct Pairs {
         nonfinite = memory_;
       }
       const Index width = backward_ ? H : V;
-      stride = up(count, kDepth) + kDepth;  // a product may end with so many zeros
+      stride = up(count, kDepth) + kDepth;  // a product may read kDepth zeros at the end
       pair_rows(backward_ ? finite_k : v, count, width, pairs_, stride);
       const Rows<const Pair> rows{pairs_, width, width};
       transpose(rows, stride / 2, stride / 2, reinterpret_cast<T*>(transposed), T{1});
@@ -350,7 +350,7 @@ struct Pairs {
     void clear() { std::fill(sums_, sums_ + V_ * t_, T{0}); }
     void add(const Tile& tile, Index at, Index keys, Lanes lanes, T* weights, bool fresh, bool exact) {
       const Index depth = up(keys, kDepth), t = lanes.size;
-      // Pairs over what has been read, what is left of them behind.
+      // Pairs overwrite weights that have been read; their remainders come after them.
       Pair *pairs = reinterpret_cast<Pair*>(weights), *rest = exact ? pairs + depth * t : nullptr;
       const Bfloat16* v = tile.transposed + at;
       T* sums = sums_ + lanes.first;

@@ -1,8 +1,8 @@
-// What rules that are generated for a mask and a score function are made of.
+// The functions that generated rules, for a mask and a score function, are made of.
 //
 // A rule changes a tile of scores in place, `[keys, width]` as in attention.cc: lanes are queries. It
-// reads operands of one head, by query, by key, by their distance, or as a table. Backward it makes
-// the cotangent of scores that of products, and adds to gradients of operands.
+// reads operands of one head: by query, by key, by their distance, or as a table. Backward it turns
+// the cotangent of scores into that of products, and adds to gradients of operands.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline Ints lanes() {
   for (int l = 0; l < kLanes; ++l) x[l] = l;
   return x;
 }
-// The queries of a vector; lanes without one stand for the last.
+// The queries of a vector; lanes past the last query repeat it.
 inline Ints queries(const Place& at, Index i) {
   const Ints x = lanes() + whole(at.first + i), last = whole(at.T - 1);
   return x > last ? last : x;
@@ -44,7 +44,7 @@ inline Ints wrap(Ints x) {
   return (x << (sizeof(Int) * 8 - 32)) >> (sizeof(Int) * 8 - 32);
 }
 
-// By way of memory, so that the compiler finds the loop.
+// Through memory, so that the compiler vectorises the loop.
 template <typename F>
 inline Vector each(Vector x, F f) {
   T all[kLanes];
@@ -58,7 +58,7 @@ inline V each(V x, V y, F f) {
   return x;
 }
 
-// NaN for NaN on either side, as in JAX.
+// NaN if either argument is NaN, as in JAX.
 inline Vector greatest(Vector x, Vector y) { return pick((x > y) | (x != x), x, y); }
 inline Vector least(Vector x, Vector y) { return pick((x < y) | (x != x), x, y); }
 inline Ints greatest(Ints x, Ints y) { return pick(x > y, x, y); }
@@ -69,7 +69,7 @@ inline Ints abs_of(Ints x) { return pick(x < 0, -x, x); }
 inline Vector sign_of(Vector x) { return x > 0 ? all(1) : (x < 0 ? all(-1) : x); }
 inline Ints sign_of(Ints x) { return (x < 0) - (x > 0); }
 
-// For integers I of lanes that are as wide or wider.
+// Division of integers as in JAX: x / 0 is -1, and x rem 0 is x.
 template <typename I>
 inline I divided(I x, I y) {
   if (y == 0) return -1;
@@ -93,11 +93,6 @@ inline I remaining(I x, I y) {
   const I r = rest(x, y);
   return r != 0 && (r < 0) != (y < 0) ? r + y : r;
 }
-inline Ints div_of(Ints x, Ints y) { return each(x, y, divided<Int>); }
-inline Ints rem_of(Ints x, Ints y) { return each(x, y, rest<Int>); }
-inline Ints floor_divide_of(Ints x, Ints y) { return each(x, y, floor_divided<Int>); }
-inline Ints remainder_of(Ints x, Ints y) { return each(x, y, remaining<Int>); }
-
 template <int kBits, typename I>
 inline I shifted_left(I x, I by) {
   if (by < 0 || by >= kBits) return 0;
@@ -112,20 +107,21 @@ inline I shifted_right_as_bits(I x, I by) {
   using Bits = std::conditional_t<kBits == 32, uint32_t, uint64_t>;
   return by < 0 || by >= kBits ? I{0} : static_cast<I>(static_cast<Bits>(x) >> by);
 }
-template <int kBits>
-inline Ints shift_left(Ints x, Ints by) {
-  return each(x, by, shifted_left<kBits, Int>);
-}
-template <int kBits>
-inline Ints shift_right_arithmetic(Ints x, Ints by) {
-  return each(x, by, shifted_right<kBits, Int>);
-}
-template <int kBits>
-inline Ints shift_right_logical(Ints x, Ints by) {
-  return each(x, by, shifted_right_as_bits<kBits, Int>);
-}
+// The operations of vectors V of integers I.
+#define JATTN_INTEGERS(V, I)                                                                  \
+  inline V div_of(V x, V y) { return each(x, y, divided<I>); }                                \
+  inline V rem_of(V x, V y) { return each(x, y, rest<I>); }                                   \
+  inline V floor_divide_of(V x, V y) { return each(x, y, floor_divided<I>); }                 \
+  inline V remainder_of(V x, V y) { return each(x, y, remaining<I>); }                        \
+  template <int kBits>                                                                        \
+  inline V shift_left(V x, V by) { return each(x, by, shifted_left<kBits, I>); }              \
+  template <int kBits>                                                                        \
+  inline V shift_right_arithmetic(V x, V by) { return each(x, by, shifted_right<kBits, I>); } \
+  template <int kBits>                                                                        \
+  inline V shift_right_logical(V x, V by) { return each(x, by, shifted_right_as_bits<kBits, I>); }
+JATTN_INTEGERS(Ints, Int)
 
-// Conversions go by way of the kind that something is of.
+// A conversion is as_<kind of the result>(from_<kind of the argument>(x)), see text.py.
 inline Vector from_f(Vector x) { return x; }
 inline Ints from_i(Ints x) { return x; }
 struct Truths {
@@ -135,7 +131,7 @@ inline Truths from_b(Ints x) { return {x}; }
 inline Vector as_f(Ints x) { return __builtin_convertvector(x, Vector); }
 inline Vector as_f(Truths t) { return t.x ? all(1) : Vector{}; }
 inline Ints as_i(Truths t) { return t.x & 1; }
-// Towards 0, held within what I holds; NaN is 0.
+// Rounds towards 0 and clamps to the range of I; NaN becomes 0.
 template <typename I, typename E>
 inline I held(E x) {
   constexpr E kEnd = sizeof(I) == 4 ? E(2147483648.0) : E(9223372036854775808.0);
@@ -144,23 +140,21 @@ inline I held(E x) {
          : x <= -kEnd ? std::numeric_limits<I>::min()
                       : static_cast<I>(x);
 }
-inline Ints as_i(Vector x) {
-  Ints found;
-  for (int l = 0; l < kLanes; ++l) found[l] = held<int32_t>(x[l]);
-  return found;
+template <typename I, typename V, typename F>
+inline V held_each(F x) {
+  V result;
+  for (int l = 0; l < kLanes; ++l) result[l] = held<I>(x[l]);
+  return result;
 }
+inline Ints as_i(Vector x) { return held_each<int32_t, Ints>(x); }
 #if !JATTN_SINGLE
 inline Ints as_i_long(Truths t) { return as_i(t); }
-inline Ints as_i_long(Vector x) {
-  Ints found;
-  for (int l = 0; l < kLanes; ++l) found[l] = held<int64_t>(x[l]);
-  return found;
-}
+inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
 #endif
 inline Ints as_b(Vector x) { return x != all(0); }
 inline Ints as_b(Ints x) { return x != 0; }
 
-// Floats and integers of another width than T and Int, as many as there are lanes.
+// Floats and integers of another width than T and Int, one for each lane.
 using Far = std::conditional_t<JATTN_SINGLE, double, float>;
 typedef Far FarLanes __attribute__((vector_size(kLanes * sizeof(Far))));
 typedef int64_t LongLanes __attribute__((vector_size(kLanes * sizeof(int64_t))));
@@ -210,16 +204,14 @@ inline Other operator+(Other x, int y) { return x + other(Far(y)); }
 inline Long operator+(Long x, int y) { return x + longs(y); }
 inline Other load_other(const Far* from) { return {load<FarLanes>(from)}; }
 inline Long load_long(const int64_t* from) { return {load<LongLanes>(from)}; }
-inline Other gather_other(const Far* table, Ints at) {
-  Other found;
-  for (int l = 0; l < kLanes; ++l) found.x[l] = table[at[l]];
-  return found;
+template <typename V, typename E>
+inline V gather_lanes(const E* table, Ints at) {
+  V result;
+  for (int l = 0; l < kLanes; ++l) result[l] = table[at[l]];
+  return result;
 }
-inline Long gather_long(const int64_t* table, Ints at) {
-  Long found;
-  for (int l = 0; l < kLanes; ++l) found.x[l] = table[at[l]];
-  return found;
-}
+inline Other gather_other(const Far* table, Ints at) { return {gather_lanes<FarLanes>(table, at)}; }
+inline Long gather_long(const int64_t* table, Ints at) { return {gather_lanes<LongLanes>(table, at)}; }
 
 inline Other abs_of(Other x) {
   return each(x, [](Far x) { return std::fabs(x); });
@@ -229,22 +221,7 @@ inline Other sign_of(Other x) {
   return pick(x > other(0), other(1), pick(x < other(0), other(-1), x));
 }
 inline Long sign_of(Long x) { return each(x, sign<int64_t>); }
-inline Long div_of(Long x, Long y) { return each(x, y, divided<int64_t>); }
-inline Long rem_of(Long x, Long y) { return each(x, y, rest<int64_t>); }
-inline Long floor_divide_of(Long x, Long y) { return each(x, y, floor_divided<int64_t>); }
-inline Long remainder_of(Long x, Long y) { return each(x, y, remaining<int64_t>); }
-template <int kBits>
-inline Long shift_left(Long x, Long by) {
-  return each(x, by, shifted_left<kBits, int64_t>);
-}
-template <int kBits>
-inline Long shift_right_arithmetic(Long x, Long by) {
-  return each(x, by, shifted_right<kBits, int64_t>);
-}
-template <int kBits>
-inline Long shift_right_logical(Long x, Long by) {
-  return each(x, by, shifted_right_as_bits<kBits, int64_t>);
-}
+JATTN_INTEGERS(Long, int64_t)
 
 inline Other from_d(Other x) { return x; }
 inline Long from_l(Long x) { return x; }
@@ -256,12 +233,6 @@ inline Other as_d(Long x) { return {__builtin_convertvector(x.x, FarLanes)}; }
 inline Other as_d(Truths t) { return as_d(t.x & 1); }
 inline Long as_l(Ints x) { return {__builtin_convertvector(x, LongLanes)}; }
 inline Long as_l(Truths t) { return as_l(t.x & 1); }
-template <typename I, typename V, typename F>
-inline V held_each(F x) {
-  V found;
-  for (int l = 0; l < kLanes; ++l) found[l] = held<I>(x[l]);
-  return found;
-}
 inline Long as_l(Vector x) { return {held_each<int64_t, LongLanes>(x)}; }
 inline Long as_l(Other x) { return {held_each<int64_t, LongLanes>(x.x)}; }
 inline Ints as_i(Other x) { return held_each<int32_t, Ints>(x.x); }
@@ -286,19 +257,16 @@ inline V power(V x) {
   if constexpr (N < 0) return 1 / times_power<0 - static_cast<uint64_t>(N)>(V{} + 1, x);
   else return times_power<static_cast<uint64_t>(N)>(V{} + 1, x);
 }
-// Halves away from 0, or to even.
-template <int kMethod>
-inline Vector rounded(Vector x) {
-  return each(x, [](T x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
-}
-template <int kMethod>
-inline Other rounded(Other x) {
-  return each(x, [](Far x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
+// Rounds halves away from 0, or to even.
+template <int kMethod, typename V>
+inline V rounded(V x) {
+  using E = std::conditional_t<std::is_same_v<V, Vector>, T, Far>;
+  return each(x, [](E x) { return kMethod == 0 ? std::round(x) : std::nearbyint(x); });
 }
 
 #if JATTN_SINGLE
-// e^x for all x: `exponential` ends where a weight is 0, and before infinity. Without an instruction
-// for it two powers of 2 take the place of one that is no normal number.
+// e^x for all x: `exponential` is for weights, and neither reaches infinity nor denormal numbers.
+// Without AVX-512 the result is scaled by two powers of 2, as one might not be a normal number.
 inline Vector exp_of(Vector x) {
   Vector shifted;
 #if defined(__AVX512F__)
@@ -318,7 +286,7 @@ inline Vector logistic_of(Vector x) { return 1.0f / (1.0f + exp_of(-x)); }
 #if defined(__AVX512F__)
 inline Vector log_of(Vector x) { return logarithm(x); }
 #else
-// log x for all x: `logarithm` takes numbers that are not denormal.
+// log x for all x: `logarithm` does not accept denormal numbers.
 inline Vector log_of(Vector x) {
   const Ints small = x < 1.17549435e-38f;
   const Vector usual = logarithm(small ? x * 8388608.0f : x);
@@ -327,8 +295,8 @@ inline Vector log_of(Vector x) {
   return (x > 0.0f) & (x < kInfinity) ? found : end;
 }
 #endif
-// What is rounded away in u = 1 + x is made up for, by its share 1 / u, which need be right near 1
-// only: it is 2 - u there.
+// The rounding error of u = 1 + x is added back, times 1 / u, which is about 2 - u near 1; elsewhere
+// the error does not matter.
 inline Vector log1p_of(Vector x) {
   const Vector u = 1.0f + x, lost = x - (u - 1.0f), found = log_of(u);
   return u < 2.0f ? found + lost * (2.0f - u) : found;
@@ -380,26 +348,15 @@ JATTN_EACH(acosh, std::acosh)
 JATTN_EACH(atanh, std::atanh)
 inline Vector rsqrt_of(Vector x) { return 1 / sqrt_of(x); }
 inline Other rsqrt_of(Other x) { return 1 / sqrt_of(x); }
-inline Other div_of(Other x, Other y) { return x / y; }
-inline Other rem_of(Other x, Other y) {
-  return each(x, y, [](Far x, Far y) { return std::fmod(x, y); });
-}
-inline Other pow_of(Other x, Other y) {
-  return each(x, y, [](Far x, Far y) { return std::pow(x, y); });
-}
-inline Other atan2_of(Other x, Other y) {
-  return each(x, y, [](Far x, Far y) { return std::atan2(x, y); });
-}
-inline Vector div_of(Vector x, Vector y) { return x / y; }
-inline Vector rem_of(Vector x, Vector y) {
-  return each(x, y, [](T x, T y) { return std::fmod(x, y); });
-}
-inline Vector pow_of(Vector x, Vector y) {
-  return each(x, y, [](T x, T y) { return std::pow(x, y); });
-}
-inline Vector atan2_of(Vector x, Vector y) {
-  return each(x, y, [](T x, T y) { return std::atan2(x, y); });
-}
+#define JATTN_EACH_TWO(V, E, name, function) \
+  inline V name##_of(V x, V y) { return each(x, y, [](E x, E y) { return function(x, y); }); }
+#define JATTN_TWO_FLOATS(V, E)              \
+  inline V div_of(V x, V y) { return x / y; } \
+  JATTN_EACH_TWO(V, E, rem, std::fmod)      \
+  JATTN_EACH_TWO(V, E, pow, std::pow)       \
+  JATTN_EACH_TWO(V, E, atan2, std::atan2)
+JATTN_TWO_FLOATS(Vector, T)
+JATTN_TWO_FLOATS(Other, Far)
 
 inline bool is_zero(Ints x) {
 #if defined(__AVX512F__)
@@ -412,8 +369,8 @@ inline bool is_zero(Ints x) {
   return bits == 0;
 #endif
 }
-// Whether places follow one another, as those of neighbouring queries often do: what stands there is
-// one vector, which is read in a fraction of the time.
+// Whether indices are consecutive, as those of neighbouring queries often are: their entries are one
+// vector, which is read in a fraction of the time.
 inline bool in_a_row(Ints at) { return is_zero(at ^ (lanes() + at[0])); }
 
 // Entries of a table.
@@ -427,9 +384,7 @@ inline Ints gather_any(const Int* table, Ints at) {
 #else
 template <typename E>
 inline auto gather_any(const E* table, Ints at) {
-  std::conditional_t<std::is_same_v<E, T>, Vector, Ints> found;
-  for (int l = 0; l < kLanes; ++l) found[l] = table[at[l]];
-  return found;
+  return gather_lanes<std::conditional_t<std::is_same_v<E, T>, Vector, Ints>>(table, at);
 }
 #endif
 template <typename E>
@@ -440,7 +395,7 @@ inline auto gather(const E* table, Ints at) {
 inline Ints gather_truth(const Int* table, Ints at) { return gather(table, at) != 0; }
 
 inline void add_to(T* to, Vector x) { store(to, load(to) + x); }
-// Lanes from `count` on are 0.
+// Adds lanes to entries of a table; lanes from `count` on are 0.
 inline void scatter(T* table, Ints at, Vector x, Index count) {
   if (in_a_row(at)) return add_to(table + at[0], x);
   for (int l = 0; l < kLanes && l < count; ++l) table[at[l]] += x[l];

@@ -1,5 +1,5 @@
-// What weights look like: sums over each query's row of weights and over each key's column, given
-// each row's normalizer.
+// Statistics of weights: sums over each query's row of weights and over each key's column, given each
+// row's normalizer.
 
 #pragma once
 
@@ -7,24 +7,24 @@
 
 namespace {
 
-// What is asked about the weights of one head. `q_positions` and `kv_positions` are null where they
-// are places.
+// A question about the weights of one head. `q_positions` and `kv_positions` are null if they are
+// places.
 struct Asked {
   Rows<const T> maximum, log_total;
   const int32_t *q_positions, *kv_positions;  // [T], [S] or null
-  const T* marks;                             // [S] or null: what weights on keys count
-  T threshold;                                // weights above it are added up; none if negative
+  const T* marks;                             // [S] or null: the factors of weights on keys
+  T threshold;                                // weights above it are summed; none if negative
 
   bool more() const { return marks || threshold >= 0; }
 };
 
-// Where the statistics of one head go. Of `on_keys` and `above` there are none if nobody asks.
+// The destinations of the statistics of one head; `on_keys` and `above` may be missing.
 struct Found {
   Rows<T> entropy, greatest, distance, on_keys, above;
   Rows<int32_t> place;
 };
 
-// A block of queries on its way over the keys.
+// A block of queries that visits keys, with its sums.
 template <typename Products>
 struct StatisticsBlock {
   static constexpr Index L = kLanes;
@@ -32,9 +32,9 @@ struct StatisticsBlock {
 
   Block block;
   typename Products::Forward sums;
-  T factor;  // what products are multiplied with
+  T factor;  // the factor of products
   alignas(64) Int positions[kQueries], place[kQueries];
-  // A row without keys has maximum 0 in place of -infinity. A lane without a query has no weight.
+  // A row without keys has maximum 0 in place of -infinity; `real` is 0 in lanes without a query.
   alignas(64) Lanes maximum, log_total, real, most, entropy, distance, on_keys, above;
 
   StatisticsBlock(const Head& head, const Asked& asked, Index first, Index count, Index H,
@@ -54,7 +54,7 @@ struct StatisticsBlock {
     }
   }
 
-  // Adds these keys, which stand from `at` on in the tile. `columns` is room for kKeys vectors.
+  // Adds these keys, which begin at row `at` of the tile. `columns` is memory for kKeys vectors.
   void visit(const Head& head, const Asked& asked, const Keys& seen, Index at,
              const typename Products::Tile& tile, T* scores, T* columns, T* received) {
     sums.scores(tile, at, seen.count, block.whole.lanes, scores);
@@ -76,7 +76,7 @@ struct StatisticsBlock {
     add_columns(columns, seen.count, received + seen.j);
   }
 
-  // Products become scores.
+  // Turns products into scores.
   template <bool kMasked>
   JATTN_APART void modify(const Rules& rules, const Keys& seen, T* scores) const {
     for (Index s = 0; s < seen.count; ++s)
@@ -86,7 +86,7 @@ struct StatisticsBlock {
       }
   }
 
-  // Sums over keys stay in lanes; those over queries go to `columns`, a vector for each key.
+  // Sums over keys are lanes; sums over queries are written to `columns`, a vector for each key.
   template <bool kMore>
   JATTN_APART void add(const Asked& asked, const Keys& seen, T left, const T* scores, T* columns) {
     Index i = 0;
@@ -139,7 +139,7 @@ struct StatisticsBlock {
     }
   }
 
-  // |q - kv|, which has one bit more than positions: here it has no sign.
+  // |q - kv|, as an unsigned number: it has one bit more than positions.
   static Vector apart(Ints q, Int kv) {
     const Ints other = kv - Ints{}, size = (q > other ? q : other) - (q > other ? other : q);
 #if JATTN_SINGLE
@@ -149,7 +149,7 @@ struct StatisticsBlock {
 #endif
   }
 
-  // The sum of each vector; there is room for whole squares.
+  // Adds the sum of each vector to `received`; `columns` has memory for whole squares.
   JATTN_APART static void add_columns(T* columns, Index keys, T* received) {
     for (Index s = 0; s < keys; s += L) {
       Vector square[L];
@@ -175,8 +175,8 @@ struct StatisticsBlock {
   }
 };
 
-// Statistics of queries first .. first + count - 1, at most kTogether blocks; what keys receive of
-// them is added to `received`.
+// Computes the statistics of queries first .. first + count - 1, at most kTogether blocks, and adds
+// the weights that keys receive from them to `received`.
 template <typename Products>
 void statistics(const Head& head, const Asked& asked, Index first, Index count, const Found& to,
                 T* received) {

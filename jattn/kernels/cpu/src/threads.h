@@ -1,4 +1,4 @@
-// What the threads of XLA do of a call: which queries and keys of which heads each of them takes.
+// The distribution of a call over the threads of XLA: the queries and keys of heads for each of them.
 
 #pragma once
 
@@ -17,7 +17,7 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
   while (size > kQueries && call.B * N * pieces_of(size) < enough) size /= 2;
   const Index pieces = pieces_of(size);
   const Put how = put_of(call.B * call.t * N * out.size);
-  // The last queries of a causal mask see most, so they go first.
+  // With a causal mask the last queries see most keys, so they are computed first.
   parallel(pool, call.B * N * pieces, [&](Index task) {
     const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
     const Index first = piece * size;
@@ -42,8 +42,8 @@ struct Gradients {
   }
 };
 
-// Where heads are fewer than threads, the runs of a head's keys are shared out among `count` parts.
-// What a part adds to the queries' gradients is summed apart; the first adds to the result itself.
+// If there are fewer heads than threads, the runs of a head's keys are divided into `count` parts. Each
+// part sums its gradients of queries separately; the first part uses the result itself.
 struct Parts {
   Index count, t, heads, size, each;  // [B, t, heads, size], of `each` numbers
   std::unique_ptr<T[]> sums;
@@ -55,7 +55,7 @@ struct Parts {
   Rows<T> at(Index part, Index b, Index n) const {
     return Heads<T>{sums.get() + (part - 1) * each, t, heads, size}.at(b, n);
   }
-  // There and back, so that a causal mask gives all parts as much to do.
+  // Forwards and backwards alternately, so that with a causal mask all parts have equal work.
   Index of(Index run) const {
     const Index turn = run / count, place = run % count;
     return turn % 2 ? count - 1 - place : place;
@@ -94,7 +94,7 @@ struct Worker {
     return one;
   }
 
-  // Gradients of keys from .. until - 1 of key head k, and what they contribute to queries'.
+  // Computes the gradients of keys from .. until - 1 of key head k, and their part of the queries'.
   template <Of kOf>
   void keys(Index b, Index k, Index from, Index until, const Parts* parts = nullptr,
             Index part = 0) {
@@ -113,7 +113,7 @@ struct Worker {
     put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, all.how);
   }
 
-  // All gradients of key head k and its query heads.
+  // Computes all gradients of key head k and its query heads.
   void heads(Index b, Index k) {
     for (Index n = k * group; n < (k + 1) * group; ++n) {
       for (size_t i = 0; i < call.own.gradients.size(); ++i)
@@ -125,14 +125,14 @@ struct Worker {
     for (Index from = 0; from < S; from += kRun) keys<Of::kAll>(b, k, from, std::min(S, from + kRun));
   }
 
-  // Gradients of the keys of one part of key head k, and what they contribute to queries'.
+  // Computes the gradients of one part of the keys of key head k, and their part of the queries'.
   void share(Index b, Index k, const Parts& parts, Index part) {
     for (Index from = 0; from < S; from += kRun)
       if (parts.of(from / kRun) == part)
         keys<Of::kAll>(b, k, from, std::min(S, from + kRun), &parts, part);
   }
 
-  // Gradients of queries first .. last - 1 alone.
+  // Computes the gradients of queries first .. last - 1 alone.
   void queries(Index b, Index n, Index first, Index last) {
     const Head one = head(b, n);
     const Back to = all.at(b, n, group);
@@ -144,8 +144,8 @@ struct Worker {
   }
 };
 
-// Into how many parts the keys of each head are cut so that all threads have as much to do; 0 if that
-// takes too many: each needs the memory of the queries' gradients.
+// Returns the number of parts of the keys of each head that gives all threads equal work; 0 if it is
+// too large: each part needs the memory of the queries' gradients.
 Index parts_of(Index units, Index threads, Index runs) {
   for (Index parts = 1; parts <= 8 && (parts == 1 || parts <= runs); ++parts)
     if (units * parts >= 4 * threads || units * parts % threads == 0) return parts;
@@ -164,7 +164,7 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
     parallel(pool, units, [&](Index i) { OneWorker(call, all).heads(i / K, i % K); });
     return;
   }
-  // The queries of block i of all heads, the last ones first.
+  // Calls `work` for each block of queries of all heads, the last block first.
   auto each_block = [&](auto work) {
     parallel(pool, call.B * N * blocks, [&](Index i) {
       const Index head = i / blocks, first = (blocks - 1 - i % blocks) * kRun;
@@ -182,8 +182,8 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
     });
     return;
   }
-  // Many more threads than heads: runs of keys, then runs of queries, whose weights are computed
-  // twice so that no two threads add to the same place.
+  // There are many more threads than heads: runs of keys are computed first, then runs of queries.
+  // Weights are computed twice, so that no two threads add to the same place.
   parallel(pool, units * runs, [&](Index i) {
     const Index unit = i % units, from = i / units * kRun;
     const Index until = std::min(S, from + kRun);
@@ -194,7 +194,7 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   });
 }
 
-// Where statistics of a call go; those that nobody asks for have no rows.
+// The question and the destinations of the statistics of a call; missing statistics have no rows.
 struct Statistics {
   Heads<const T> maximum, log_total;
   Shared<int32_t> q_positions, kv_positions;
@@ -214,8 +214,8 @@ struct Statistics {
   }
 };
 
-// A head's queries are cut into as many pieces as keep the threads busy; what keys receive of a piece
-// is summed apart, and then that of all pieces.
+// Divides a head's queries into enough pieces to keep the threads busy. The weights that keys receive
+// are summed for each piece, and then over all pieces.
 void statistics_all(ffi::ThreadPool& pool, const Call& call, const Statistics& all) {
   const Index N = call.N, units = call.B * N, S = call.S, group = kTogether * kQueries;
   const Index enough = 4 * std::max<Index>(1, pool.num_threads());

@@ -1,4 +1,4 @@
-// Vectors, and functions of them: what the kernels for CPUs and the rules generated for them share.
+// Vectors and functions of vectors, for the kernels for CPUs and the rules generated for them.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-// What is called for a whole tile: compiled once, not into everyone who calls it.
+// Marks a function of a whole tile, which is compiled once and not inlined.
 #define JATTN_APART __attribute__((noinline, unused))
 
 namespace {
@@ -22,7 +22,7 @@ namespace {
 using Index = std::ptrdiff_t;
 
 #if defined(__AVX512F__)
-constexpr int kBytes = 64, kWide = 4;  // of a vector; vectors side by side in a product
+constexpr int kBytes = 64, kWide = 4;  // bytes of a vector; vectors side by side in a product
 #elif defined(__AVX__)
 constexpr int kBytes = 32, kWide = 2;
 #else
@@ -30,7 +30,7 @@ constexpr int kBytes = 16, kWide = 4;
 #endif
 constexpr int kHigh = 6;  // rows of a product; its sums stay in registers
 
-// What is computed in, float or double: each is a library of its own.
+// The dtype of sums, float or double: each has its own library.
 #if JATTN_SINGLE
 using T = float;
 #else
@@ -53,7 +53,7 @@ inline V load(const E* from) {
 inline void store(T* to, Vector x) {
   std::memcpy(to, &x, sizeof(x));
 }
-// Past the caches, which would first read what is then overwritten; `fence` makes it seen by all.
+// Stores past the caches, which would first read the line; `fence` makes the data visible to all.
 #if defined(__x86_64__)
 inline void store_past(T* to, Vector x) {
 #if defined(__AVX512F__)
@@ -73,8 +73,8 @@ inline Vector all(T x) { return x - Vector{}; }
 
 inline Index up(Index size, Index multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// x / y where `inverse` is 1 / y rounded, and both are normal numbers: rounded as a division is, by
-// what is left of x, in a third of its time.
+// x / y, where `inverse` is 1 / y rounded, and both are normal numbers. The remainder corrects the
+// rounding to that of a division, in a third of its time.
 inline Vector quotient(Vector x, Vector y, Vector inverse) {
 #if defined(__FMA__) || defined(__aarch64__)
   const Vector q = x * inverse;
@@ -87,8 +87,8 @@ inline Vector quotient(Vector x, Vector y, Vector inverse) {
 
 #if JATTN_SINGLE
 
-// e^x = 2^n times a polynomial in what is left of x, the minimax one (3e-9) whose first two terms
-// are 1 + x; n + 127 stands in the lowest bits of `shifted`.
+// e^x = 2^n times a polynomial in the remainder of x, the minimax polynomial (3e-9) with the first two
+// terms 1 + x. The lowest bits of `shifted` hold n + 127.
 inline Vector scaled_exponential(Vector x, Vector* shifted) {
   const Vector magic = all(12583039.0f);  // 1.5 × 2^23 + 127: adding it rounds, and biases exponents
   *shifted = x * 1.44269504088896341f + magic;

@@ -1,4 +1,4 @@
-// Products of attention in T: what a tile of keys and a block of queries hold for them.
+// Products of attention in T, and the operands that a tile of keys and a block of queries hold.
 
 #pragma once
 
@@ -8,19 +8,19 @@ namespace {
 
 struct Wide {
   static constexpr bool kScales = true;  // whether queries come multiplied with the scale
-  static Index room(Index keys) { return keys; }  // for the scores of one query, and its weights
+  static Index room(Index keys) { return keys; }  // numbers for the scores or weights of one query
 
-  // What a thread needs while it computes products: nothing.
+  // The state of a thread while it computes products: none.
   struct Session {
     ~Session() {}
   };
 
-  // Some keys and values side by side; heads lie between those of the arrays, too far apart for the
-  // caches. Values that are not finite are 0, and those who attend to them get NaN from `nonfinite`.
+  // Copies of some keys and values without the other heads, which lie between them in the arrays.
+  // Values that are not finite are 0; `nonfinite` makes the queries that attend to them NaN.
   struct Tile {
     Index H, V;
     T *k, *v, *finite_k;           // finite_k: k with 0 for what is not finite
-    T down = 1;                    // what values are multiplied with, so that sums do not overflow
+    T down = 1;                    // the factor of values, so that sums do not overflow
     const T* nonfinite = nullptr;  // null if all is finite
 
     static Index size(Index H, Index V, Index keys) { return keys * (2 * H + V + 1); }
@@ -80,7 +80,7 @@ struct Wide {
         for (Index h = 0; h < V_; h += kLanes)
           store(out + i * V_ + h, load(out + i * V_ + h) * factors[i]);
     }
-    // Nothing more is added: `out` is read.
+    // Called when all is added, before `out` is read.
     void settle() {}
 
    private:

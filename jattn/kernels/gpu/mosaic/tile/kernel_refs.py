@@ -140,7 +140,7 @@ def raise_if_wrong_everywhere(
 
     def outside(leaves: Any, products: Array) -> Array:
         spec = select_head(padded(structure, leaves, shapes, tiling), 0, 0)
-        run = tile_schedule.Run(0, tiling.block_kv, True)
+        run = tile_schedule.TileRun(0, tiling.block_kv, True)
         return slicing.Tile.at(spec, 0, 0, 0, tiling.block_q, run).modify(products, True)
 
     jax.eval_shape(outside, leaves, _products(tiling))
