@@ -318,7 +318,7 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
     monkeypatch.setattr(compiler, "load_rule", lambda *_: empty)
     name = f"{text} {modifies} {tmp_path}"
     for _ in range(2):
-        with pytest.raises(library.Unbuilt, match="jattn_rule_"):
+        with pytest.raises(library.CompilationFailed, match="jattn_rule_"):
             library.add_rule(name, np.float32, modifies, False)
     assert "jattn_rule_" in str(library.rule_unavailable(name, np.float32))
 

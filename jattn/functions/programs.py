@@ -19,7 +19,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jattn._explicit import evaluated, is_bound, without_mesh
 from jattn.functions import operations, snapshots
 from jattn.functions.operations import is_reference
-from jattn.functions.read import Reader
+from jattn.functions.read import ProgramReader
 from jattn.functions.snapshots import Key, Same, Unsure
 
 
@@ -57,7 +57,7 @@ class Program:
 
     def _read(self, values: list[Any]) -> Any:
         """The result by its expression, as values are references to memory."""
-        reader, scalars = Reader(), [x for x in values if np.ndim(x) == 0]
+        reader, scalars = ProgramReader(), [x for x in values if np.ndim(x) == 0]
         numbers = itertools.count()
         given = [
             reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values

@@ -40,7 +40,7 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
     """
     like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
     program = jax.make_jaxpr(function)(*like, *operands)
-    reader = Reader()
+    reader = ProgramReader()
     inputs = [reader.input(number, dtype) for number, dtype in enumerate(scalars)]
     arrays = [reader.table(x) for x in jax.tree.leaves(operands)]
     constants = [reader.table(x) for x in program.consts]
@@ -176,11 +176,11 @@ def _division(name: str, dtype: Any) -> ClosedJaxpr:
 
 def read_division(name: str, dtype: Any) -> Node:
     """`floor_divide` or `remainder` of two inputs by the operations that JAX has for it."""
-    reader = Reader()
+    reader = ProgramReader()
     return reader.division(name, reader.input(0, dtype), reader.input(1, dtype))
 
 
-class Reader:
+class ProgramReader:
     """Makes nodes of equations. Equal nodes are one."""
 
     def __init__(self) -> None:

@@ -17,10 +17,8 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
-from jattn.kernels.common.questions import Question
-from jattn.kernels.common.unbuilt import Unbuilt
-from jattn.kernels.common.vjp import AttentionVJP, Functions
-from jattn.kernels.protocol import CacheResults, Kernel, Reader, WeightSums
+from jattn.kernels.common.vjp import AttentionVJP, CompilationFailed, Functions
+from jattn.kernels.protocol import CacheResults, Kernel, Reader, StatisticsRequest, WeightSums
 from jattn.kernels.xla import decode
 from jattn.spec import Shapes, Spec
 
@@ -192,7 +190,7 @@ def _first_supported(
 
 
 def _otherwise(
-    name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: Unbuilt
+    name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: CompilationFailed
 ) -> AttentionVJP:
     """Returns the functions of another kernel, after this kernel's could not be compiled."""
     if not remaining:
@@ -237,13 +235,15 @@ def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheRe
     raise AssertionError("the last of them reads every cache")
 
 
-def sum_weights(platform: str, question: Question, query: Array, key: Array) -> tuple[Any, Array]:
+def sum_weights(
+    platform: str, question: StatisticsRequest, query: Array, key: Array
+) -> tuple[Any, Array]:
     """Answers a question about weights by the first supported of `SUMS`."""
     for row in SUMS:
         sums: WeightSums = row.load("SUMS")
         if _elsewhere(row, platform) or sums.unsupported(question, Shapes.of(query, key)):
             continue
-        with contextlib.suppress(Unbuilt):
+        with contextlib.suppress(CompilationFailed):
             return sums.run(question, query, key)
     raise AssertionError("the last of them can answer every question")
 

@@ -36,7 +36,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Spec, with_parameters
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The differentiable inputs of attention: parameters of the spec, query, key and value.
 
     The same class holds their tangents or cotangents; None stands for 0.
@@ -67,17 +67,17 @@ class Residuals(NamedTuple):
         return self._replace(normalizer=self.normalizer.finite())
 
 
-class Results(NamedTuple):
+class AttentionResults(NamedTuple):
     """The results out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
     out: Tree
     lse: Any
 
 
-def _results(residuals: Residuals) -> Results:
+def _results(residuals: Residuals) -> AttentionResults:
     """Returns the parts of residuals that have tangents: out, and the normalizer's `log_total`,
     which stands for the sum of its two numbers."""
-    return Results(residuals.out, residuals.normalizer.log_total)
+    return AttentionResults(residuals.out, residuals.normalizer.log_total)
 
 
 def _normalizer_tangent(d_lse: Array) -> Any:
@@ -85,8 +85,8 @@ def _normalizer_tangent(d_lse: Array) -> Any:
     return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
 
 
-_At = tuple[Spec, Inputs, Residuals]
-_AtBoth = tuple[Spec, Inputs, Residuals, Results]
+_At = tuple[Spec, AttentionInputs, Residuals]
+_AtBoth = tuple[Spec, AttentionInputs, Residuals, AttentionResults]
 
 
 class PerQuery(NamedTuple):
@@ -124,7 +124,7 @@ def row_dots(x: Array, y: Array) -> Array:
     return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, ones), axis=-1), ones)
 
 
-def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
+def _per_query(query: Array, residuals: Residuals, cotangents: AttentionResults) -> PerQuery:
     delta = row_dots(cotangents.out, residuals.out) - cotangents.lse
     return PerQuery(query, cotangents.out, *residuals.normalizer, delta)
 
@@ -154,7 +154,7 @@ class DerivativeFunctions(NamedTuple):
     backward: Callable[..., Any]
 
 
-class Attention(NamedTuple):
+class DifferentiableAttention(NamedTuple):
     """Attention with its derivatives, made of three functions of a kernel and `derivatives`.
 
     value(spec, *qkv) -> (out, lse)
@@ -168,29 +168,29 @@ class Attention(NamedTuple):
     backward: Callable[..., Any]
     derivatives: DerivativeFunctions
 
-    def __call__(self, spec: Spec, inputs: Inputs) -> Results:
+    def __call__(self, spec: Spec, inputs: AttentionInputs) -> AttentionResults:
         """Computes F, differentiable by the inputs."""
 
-        def value(spec: Spec, inputs: Inputs) -> Results:
-            return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
+        def value(spec: Spec, inputs: AttentionInputs) -> AttentionResults:
+            return AttentionResults(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
-        def rule(operands: Tree, tangents: Tree) -> tuple[Results, Results]:
+        def rule(operands: Tree, tangents: Tree) -> tuple[AttentionResults, AttentionResults]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
-            results = Results(out, residuals.normalizer.lse)
+            results = AttentionResults(out, residuals.normalizer.lse)
             return results, self._jvp(spec, inputs, residuals.finite(), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _residuals(self, spec: Spec, inputs: Inputs) -> Residuals:
+    def _residuals(self, spec: Spec, inputs: AttentionInputs) -> Residuals:
         """Computes the results of the forward function.
 
         Weights depend on the normalizer only through the sum of its two numbers, so that only one
         of them has a tangent.
         """
 
-        def value(spec: Spec, inputs: Inputs) -> Residuals:
+        def value(spec: Spec, inputs: AttentionInputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
@@ -203,10 +203,18 @@ class Attention(NamedTuple):
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _vjp(self, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
+    def _vjp(
+        self,
+        spec: Spec,
+        inputs: AttentionInputs,
+        residuals: Residuals,
+        cotangents: AttentionResults,
+    ) -> AttentionInputs:
         """Computes the gradients, in the dtypes of the inputs."""
 
-        def value(spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
+        def value(
+            spec: Spec, inputs: AttentionInputs, residuals: Residuals, cotangents: AttentionResults
+        ) -> AttentionInputs:
             per_query = _per_query(inputs.query, residuals, cotangents)
             keys = (inputs.key, inputs.value)
             with_params = with_parameters(spec, inputs.params)
@@ -215,67 +223,84 @@ class Attention(NamedTuple):
             )
             return _cast(gradients, inputs)
 
-        def rule(operands: _AtBoth, tangents: Any) -> tuple[Inputs, Inputs]:
+        def rule(operands: _AtBoth, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
             _, d_inputs, d_residuals, d_cotangents = tangents
             d_operands = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
             return self._vjp(*operands), self._jvp_of_vjp(*operands, d_operands)
 
         return with_derivative(value, rule)(spec, inputs, residuals, cotangents)
 
-    def _jvp(self, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs) -> Results:
+    def _jvp(
+        self, spec: Spec, inputs: AttentionInputs, residuals: Residuals, tangent: AttentionInputs
+    ) -> AttentionResults:
         """Computes the tangents of the results."""
         if not jax.tree.leaves(tangent):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
 
         def run(
-            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
-        ) -> Results:
+            platform: str,
+            spec: Spec,
+            inputs: AttentionInputs,
+            residuals: Residuals,
+            tangent: AttentionInputs,
+        ) -> AttentionResults:
             return self._compute_jvp(platform, spec, inputs, residuals, filled(tangent, inputs))
 
         nonzero = where_given(tangent)
 
-        def transpose(rest: _At, cotangents: Results) -> Inputs:
+        def transpose(rest: _At, cotangents: AttentionResults) -> AttentionInputs:
             return wanted(self._vjp(*rest, cotangents), nonzero)
 
-        def derivative(rest: _At, tangent: Inputs, d_rest: Any, d_tangent: Inputs) -> Results:
+        def derivative(
+            rest: _At, tangent: AttentionInputs, d_rest: Any, d_tangent: AttentionInputs
+        ) -> AttentionResults:
             _, d_inputs, d_residuals = d_rest
             return self._jvp_of_jvp(
                 *rest, tangent, _Tangents(d_inputs, _results(d_residuals), d_tangent)
             )
 
         like = _results(residuals)
-        rules = lowering.Linear(transpose, derivative)
+        rules = lowering.LinearRules(transpose, derivative)
         operands, dims = (spec, inputs, residuals, tangent), _Dims.of(spec, inputs, residuals)
         order = [*dims.inputs, *dims.residuals, *dims.inputs]
         cut = partition.partitioned_derivative(run, operands, order, dims.results)
         return lowering.linear(cut, like, rules, *operands)
 
     def _compute_jvp(
-        self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
-    ) -> Results:
+        self,
+        platform: str,
+        spec: Spec,
+        inputs: AttentionInputs,
+        residuals: Residuals,
+        tangent: AttentionInputs,
+    ) -> AttentionResults:
         """Computes `_jvp` in operations that JAX can differentiate."""
         rows = TangentInputs(inputs.query, tangent.query, residuals.out)
         keys = (inputs.key, tangent.key, inputs.value, tangent.value)
         with_params = with_parameters(spec, inputs.params)
-        return Results(
+        return AttentionResults(
             *self.derivatives.tangent(platform, with_params, tangent.params, rows, *keys)
         )
 
     def _jvp_of_vjp(
         self,
         spec: Spec,
-        inputs: Inputs,
+        inputs: AttentionInputs,
         residuals: Residuals,
-        cotangents: Results,
+        cotangents: AttentionResults,
         tangents: "_Tangents",
-    ) -> Inputs:
+    ) -> AttentionInputs:
         """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, inputs)
 
         def gradients(
-            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results
-        ) -> Inputs:
+            platform: str,
+            spec: Spec,
+            inputs: AttentionInputs,
+            residuals: Residuals,
+            cotangents: AttentionResults,
+        ) -> AttentionInputs:
             per_query = _per_query(inputs.query, residuals, cotangents)
             with_params = with_parameters(spec, inputs.params)
             keys = (inputs.key, inputs.value)
@@ -285,11 +310,11 @@ class Attention(NamedTuple):
         def run(
             platform: str,
             spec: Spec,
-            inputs: Inputs,
+            inputs: AttentionInputs,
             residuals: Residuals,
-            cotangents: Results,
+            cotangents: AttentionResults,
             tangents: _Tangents,
-        ) -> Inputs:
+        ) -> AttentionInputs:
             run = functools.partial(gradients, platform, spec)
             if not jax.tree.leaves((tangents.inputs, tangents.results)):
                 return run(inputs, residuals, filled(tangents.operand, cotangents))
@@ -297,14 +322,14 @@ class Attention(NamedTuple):
 
         nonzero = where_given(tangents)
 
-        def transpose(rest: _AtBoth, cotangent: Inputs) -> _Tangents:
+        def transpose(rest: _AtBoth, cotangent: AttentionInputs) -> _Tangents:
             d_results = self._jvp(*rest[:3], cotangent)
             d_inputs = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
             return _Tangents(
                 wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_results, nonzero.operand)
             )
 
-        rules = lowering.Linear(transpose, _refuse_third_order)
+        rules = lowering.LinearRules(transpose, _refuse_third_order)
         operands = (spec, inputs, residuals, cotangents, tangents)
         dims = _Dims.of(spec, inputs, residuals)
         order = [*dims.inputs, *dims.residuals, *dims.results]
@@ -315,11 +340,11 @@ class Attention(NamedTuple):
     def _jvp_of_jvp(
         self,
         spec: Spec,
-        inputs: Inputs,
+        inputs: AttentionInputs,
         residuals: Residuals,
-        tangent: Inputs,
+        tangent: AttentionInputs,
         tangents: "_Tangents",
-    ) -> Results:
+    ) -> AttentionResults:
         """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
         if not jax.tree.leaves(tangents):
             return jax.tree.map(jnp.zeros_like, _results(residuals))
@@ -327,17 +352,17 @@ class Attention(NamedTuple):
         def run(
             platform: str,
             spec: Spec,
-            inputs: Inputs,
+            inputs: AttentionInputs,
             residuals: Residuals,
-            tangent: Inputs,
+            tangent: AttentionInputs,
             tangents: _Tangents,
-        ) -> Results:
+        ) -> AttentionResults:
             run = functools.partial(self._compute_jvp, platform, spec)
             return tangents.derivative_of(run, inputs, residuals, filled(tangent, inputs))
 
         nonzero = where_given(tangents)
 
-        def transpose(rest: Any, cotangents: Results) -> _Tangents:
+        def transpose(rest: Any, cotangents: AttentionResults) -> _Tangents:
             spec, inputs, residuals, tangent = rest
             d_results = self._jvp(spec, inputs, residuals, tangent)
             first_order = _Tangents(tangent, d_results, _NOTHING)
@@ -348,7 +373,7 @@ class Attention(NamedTuple):
             )
 
         like = _results(residuals)
-        rules = lowering.Linear(transpose, _refuse_third_order)
+        rules = lowering.LinearRules(transpose, _refuse_third_order)
         operands = (spec, inputs, residuals, tangent, tangents)
         dims = _Dims.of(spec, inputs, residuals)
         order = [*dims.inputs, *dims.residuals, *dims.inputs]
@@ -365,7 +390,7 @@ class _Dims(NamedTuple):
     results: list[partition.Dims]
 
     @classmethod
-    def of(cls, spec: Spec, inputs: Inputs, residuals: Residuals) -> "_Dims":
+    def of(cls, spec: Spec, inputs: AttentionInputs, residuals: Residuals) -> "_Dims":
         row, rows, keys = partition.BY_QUERY[:3], partition.BY_QUERY, partition.by_key(inputs.key)
         kept = [partition.BY_HEAD] * len(residuals.kept)
         return cls(
@@ -375,7 +400,7 @@ class _Dims(NamedTuple):
         )
 
 
-_NOTHING = Results(None, None)
+_NOTHING = AttentionResults(None, None)
 
 
 class _Tangents(NamedTuple):
@@ -387,16 +412,20 @@ class _Tangents(NamedTuple):
     operand: the tangents of the operand in which the differentiated function is itself linear.
     """
 
-    inputs: Inputs
-    results: Results
+    inputs: AttentionInputs
+    results: AttentionResults
     operand: Tree
 
     def derivative_of(
-        self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
+        self,
+        function: Callable[..., Any],
+        inputs: AttentionInputs,
+        residuals: Residuals,
+        operand: Any,
     ) -> Any:
         """Returns the derivative of `function(inputs, residuals, operand)` along these tangents."""
 
-        def at_results(inputs: Inputs, results: Results, operand: Any) -> Any:
+        def at_results(inputs: AttentionInputs, results: AttentionResults, operand: Any) -> Any:
             normalizer = residuals.normalizer._replace(log_total=results.lse)
             return function(
                 inputs, residuals._replace(out=results.out, normalizer=normalizer), operand
@@ -430,9 +459,9 @@ def wanted(values: Tree, like: Tree) -> Tree:
     return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
 
 
-def _cast(gradients: Tree, inputs: Inputs) -> Inputs:
+def _cast(gradients: Tree, inputs: AttentionInputs) -> AttentionInputs:
     """Casts gradients to the dtypes of the inputs."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), AttentionInputs(*gradients), inputs)
 
 
 def _refuse_third_order(*_: Any) -> NoReturn:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jattn.functions.nodes import Node, values
 from jattn.functions.operations import is_reference
-from jattn.functions.read import Entries, Reader, operation
+from jattn.functions.read import Entries, ProgramReader, operation
 
 
 class TileFunction(NamedTuple):
@@ -31,7 +31,7 @@ class TileFunction(NamedTuple):
     out: Any
 
 
-class _TileReader(Reader):
+class _TileProgramReader(ProgramReader):
     """Reads programs of arrays `[t, s]`, `[t]` and `[s]` at one row and one column; `known` names
     more primitives that are computed entry by entry.
 
@@ -112,7 +112,7 @@ def read(
     if effect is not None:
         raise NotImplementedError(effect)
     shapes = [x.shape for x in (*program.in_avals, *program.out_avals) if x.ndim == 2]
-    reader = _TileReader(known, max(shapes, key=math.prod, default=()))
+    reader = _TileProgramReader(known, max(shapes, key=math.prod, default=()))
     leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
     given = [
         reader.table(x) if is_reference(x) else reader.argument(number, aval)

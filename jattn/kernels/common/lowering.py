@@ -75,7 +75,7 @@ def exported() -> bool:
     return _exported.get()
 
 
-class Linear(NamedTuple):
+class LinearRules(NamedTuple):
     """The rules of an operation that is linear in its last operand, a tree.
 
     transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
@@ -88,8 +88,8 @@ class Linear(NamedTuple):
     derivative: Callable[..., Any]
 
 
-class _Flat(NamedTuple):
-    """`Linear` for flat operands, in whose `last` ones the operation is linear."""
+class _FlatRules(NamedTuple):
+    """`LinearRules` for flat operands, in whose `last` ones the operation is linear."""
 
     last: int
     transpose: Callable[..., list[Any]]
@@ -126,7 +126,7 @@ def platform_dependent(function: Callable[..., Any], like: Tree, *operands: Tree
     return _bind(function, like, operands, None)
 
 
-def linear(function: Callable[..., Any], like: Tree, rules: Linear, *operands: Tree) -> Tree:
+def linear(function: Callable[..., Any], like: Tree, rules: LinearRules, *operands: Tree) -> Tree:
     """`platform_dependent` for a function that is linear in its last operand.
 
     The `rules` give it derivatives in every mode.
@@ -145,12 +145,12 @@ def linear(function: Callable[..., Any], like: Tree, rules: Linear, *operands: T
         trees = zip(structures, (rest, last, d_rest, d_last), strict=True)
         return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in trees)))
 
-    flat = _Flat(last_structure.num_leaves, transpose, derivative)
+    flat = _FlatRules(last_structure.num_leaves, transpose, derivative)
     return _bind(function, like, operands, flat)
 
 
 def _bind(
-    function: Callable[..., Any], like: Tree, operands: tuple[Any, ...], linear: _Flat | None
+    function: Callable[..., Any], like: Tree, operands: tuple[Any, ...], linear: _FlatRules | None
 ) -> Tree:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
@@ -238,7 +238,7 @@ def _batch(
     function: Callable[..., Any],
     like: Tree,
     settings: _Settings,
-    linear: _Flat | None,
+    linear: _FlatRules | None,
 ) -> Tree:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     if linear:
@@ -259,7 +259,7 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
+def _mapped_rules(linear: _FlatRules, axes: list[Any], size: int) -> _FlatRules:
     """Returns the rules of a mapped operation.
 
     The other operands are mapped along `axes`, everything else along the first axis. None stays
@@ -267,7 +267,7 @@ def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
     """
     transpose = jax.vmap(linear.transpose, (axes, 0), axis_size=size)
     derivative = jax.vmap(linear.derivative, (axes, 0, axes, 0), axis_size=size)
-    return _Flat(linear.last, transpose, derivative)
+    return _FlatRules(linear.last, transpose, derivative)
 
 
 def _mapped(
@@ -278,7 +278,7 @@ def _mapped(
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-def _jvp(operands: Tree, tangents: Tree, *, linear: _Flat | None, **how: Any) -> Any:
+def _jvp(operands: Tree, tangents: Tree, *, linear: _FlatRules | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
     results = _stage(*operands, linear=linear, **how)
@@ -291,7 +291,7 @@ def _jvp(operands: Tree, tangents: Tree, *, linear: _Flat | None, **how: Any) ->
     return results, _stage(*operands[:n], *last, linear=linear, **how)
 
 
-def _transpose(cotangents: Tree, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
+def _transpose(cotangents: Tree, *operands: Any, linear: _FlatRules, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
     arguments = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
     results = linear.transpose(*left_again(arguments))

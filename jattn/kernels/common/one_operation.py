@@ -69,5 +69,5 @@ def _tangents(
         return _tangents(push, results_like, constants, of_inputs, (d_rest[1], d_tangents))
 
     results_like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), results)
-    rules = lowering.Linear(transpose, derivative)
+    rules = lowering.LinearRules(transpose, derivative)
     return lowering.linear(run, results_like, rules, constants, inputs, tangents)

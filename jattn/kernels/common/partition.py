@@ -154,7 +154,7 @@ def partitioned_statistics(
 def partitioned_derivative(
     function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
 ) -> Callable[..., Any]:
-    """Partitions a linear function of a spec, `Inputs` and other trees like these.
+    """Partitions a linear function of a spec, `AttentionInputs` and other trees like these.
 
     `dims` are the letters of the trees' leaves; leaves that are None stand for 0. The forward
     function, in the same program, gives the warnings.

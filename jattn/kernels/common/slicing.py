@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jattn import dropout, masks, tile
 from jattn._pytree import axis_names, axis_of
 from jattn._types import Index, Shape, Size
-from jattn.kernels.common.tile_schedule import Run
+from jattn.kernels.common.tile_schedule import TileRun
 from jattn.masks import Span
 from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
@@ -41,7 +41,7 @@ class Scored(Protocol):
         ...
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """One tile of one head: the spec sliced to it, and its place."""
 
     spec: Spec
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: Run) -> "Tile":
+    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: TileRun) -> "HeadTile":
         tile_spec = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(tile_spec.q_positions, row, rows)
         return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
@@ -151,7 +151,7 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
     return spec
 
 
-class Call(NamedTuple):
+class PaddedCall(NamedTuple):
     """A call in the sizes of a kernel: whole tiles, wider heads, words for a random key.
 
     `rows` are the query and, backward, the other arrays along queries, each `[B, T, N, ...]`.
@@ -172,7 +172,7 @@ class Call(NamedTuple):
         rows: tuple[Array, ...],
         key: Array,
         value: Array,
-    ) -> "Call":
+    ) -> "PaddedCall":
         """Pads a call; `width` maps a head size to its padded size."""
         shapes = Shapes.of(rows[0], value)
         T, S = round_up(shapes.T, shapes.S, tiling)

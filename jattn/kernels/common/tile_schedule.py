@@ -33,7 +33,7 @@ def kinds(
     return masks.kinds(spec.mask, box)
 
 
-class Run(NamedTuple):
+class TileRun(NamedTuple):
     """Consecutive tiles of keys of one kind, computed together as one wide tile."""
 
     start: Index
@@ -50,10 +50,10 @@ class Schedule(NamedTuple):
     """
 
     block: int
-    runs: list[list[Run]] | None
+    runs: list[list[TileRun]] | None
     tiles: list[tuple[int, bool, Any, Any]]
 
-    def of(self, i: Index) -> list[Run]:
+    def of(self, i: Index) -> list[TileRun]:
         """Returns the runs of query block i; an empty list if they are not known."""
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
@@ -98,7 +98,7 @@ def schedule(
         if sum(map(len, runs)) <= (tuning.current().max_written_out if unrolled else 1):
             return Schedule(block, runs, [])
     if columns == 1:
-        return Schedule(block, [[Run(0, block, True)]], [])  # a check costs as much as the tile
+        return Schedule(block, [[TileRun(0, block, True)]], [])  # a check costs as much as the tile
     xp = np if isinstance(kinds_of_tiles, np.ndarray) else jnp
     full = kinds_of_tiles == masks.FULL
     wanted = [(1, True, kinds_of_tiles == masks.MIXED)]
@@ -117,12 +117,12 @@ def schedule(
     )
 
 
-def _runs_of(kinds: np.ndarray, block: int) -> list[Run]:
+def _runs_of(kinds: np.ndarray, block: int) -> list[TileRun]:
     """Returns the runs of one block of queries, of at most `tuning.max_width` keys each."""
-    runs: list[Run] = []
+    runs: list[TileRun] = []
     for j, kind in enumerate(kinds):
-        run = Run(j * block, block, bool(kind == masks.MIXED))
-        last = runs[-1] if runs else Run(-1, 0, False)
+        run = TileRun(j * block, block, bool(kind == masks.MIXED))
+        last = runs[-1] if runs else TileRun(-1, 0, False)
         joins = last.start + last.size == run.start and last.masked == run.masked
         if kind != masks.EMPTY and joins and last.size + block <= tuning.current().max_width:
             runs[-1] = last._replace(size=last.size + block)
@@ -138,7 +138,7 @@ def where_true(xp: Any, which: AnyArray) -> tuple[Any, Any]:
     return (order if xp is jnp else order[:, : max(1, count.max(initial=0))]), count
 
 
-def visit(schedule: Schedule, i: Index, step: Callable[[Run, Any], Any], state: Tree) -> Tree:
+def visit(schedule: Schedule, i: Index, step: Callable[[TileRun, Any], Any], state: Tree) -> Tree:
     """Folds `step(run, state)` over the runs that block i visits."""
     state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
     for width, masked, order, count in schedule.tiles:
@@ -152,7 +152,7 @@ def visit(schedule: Schedule, i: Index, step: Callable[[Run, Any], Any], state: 
 def _visit_one(
     step: Callable[..., Any], order: Array, size: int, masked: bool, place: Array, state: Tree
 ) -> Tree:
-    return step(Run(order[place] * size, size, masked), state)
+    return step(TileRun(order[place] * size, size, masked), state)
 
 
 class Band(NamedTuple):

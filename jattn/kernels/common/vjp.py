@@ -21,15 +21,21 @@ from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import (
-    Attention,
+    AttentionInputs,
     DerivativeFunctions,
-    Inputs,
+    DifferentiableAttention,
     PerQuery,
     Residuals,
 )
-from jattn.kernels.common.unbuilt import Unbuilt
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
+
+
+class CompilationFailed(OSError):
+    """The code that a kernel's functions need for a call cannot be compiled on this machine.
+
+    The functions raise this error while they are traced.
+    """
 
 
 class AttentionVJP:
@@ -75,7 +81,7 @@ class AttentionVJP:
 
     def or_else(
         self,
-        otherwise: Callable[[Unbuilt], "AttentionVJP"],
+        otherwise: Callable[[CompilationFailed], "AttentionVJP"],
         of_piece: Callable[[Call], "AttentionVJP"],
     ) -> "AttentionVJP":
         """Returns the same functions; `otherwise` replaces any that cannot be compiled."""
@@ -84,7 +90,7 @@ class AttentionVJP:
             def run(*operands: Any) -> Any:
                 try:
                     return select(self)(*operands)
-                except Unbuilt as reason:
+                except CompilationFailed as reason:
                     return select(otherwise(reason))(*operands)
 
             return run
@@ -168,14 +174,14 @@ def attention(
         return reverse_mode.varied_like(nothing, (query, key, value, spec))
     qkv = (query, key, value)
     query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
-    shapes, inputs = Shapes.of(query, value), Inputs(params, query, key, value)
+    shapes, inputs = Shapes.of(query, value), AttentionInputs(params, query, key, value)
     out, log = _with_derivatives(functions, derivatives, shapes, lse)(spec, inputs)
     return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)
 
 
 def _with_derivatives(
     functions: Functions, derivatives: DerivativeFunctions, shapes: Shapes, lse: bool
-) -> Attention:
+) -> DifferentiableAttention:
     """Returns attention by the functions of a kernel, with its derivatives."""
     (B,), T, S, N, *_ = shapes
     dtype, keep = accumulation(shapes.dtype), keeps_weights(shapes)
@@ -204,7 +210,7 @@ def _with_derivatives(
         select: Select = lambda vjp: vjp.backward  # noqa: E731
         return functions.run(select, results, spec, per_query, *rest, backward=True)
 
-    return Attention(value, forward, backward, derivatives)
+    return DifferentiableAttention(value, forward, backward, derivatives)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:

@@ -67,7 +67,9 @@ def _functions(tree: Tree, kind: Any) -> bool:
     return any(isinstance(x, kind) for x in leaves)
 
 
-def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile], Array]) -> Array:
+def _over_all(
+    spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.HeadTile], Array]
+) -> Array:
     """`one` of all heads, `[1 or B, 1 or N, T, S]`: of one where all are alike."""
     _, T, S, N, *_ = shapes
     batch, heads = leading(spec)
@@ -76,7 +78,7 @@ def _over_all(spec: Spec, shapes: Shapes, kind: Any, one: Callable[[slicing.Tile
     N = N if by_any or heads > 1 or spec.score is not None else 1
 
     def head(spec: Spec, b: Array, h: Array, _: Array) -> Array:
-        here = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.Run(0, S, True))
+        here = slicing.HeadTile.at(spec, b, h, 0, T, tile_schedule.TileRun(0, S, True))
         return jnp.broadcast_to(one(here), (T, S))
 
     return tile.over_heads(head, spec, (jnp.zeros((B, T, N, 1), kind),), (), out_axes=0)
@@ -87,7 +89,7 @@ def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
     if not has_mask(spec):
         return jnp.zeros((1, 1, 1, 0), bool)
 
-    def one(here: slicing.Tile) -> Array:
+    def one(here: slicing.HeadTile) -> Array:
         return jnp.asarray(here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns))
 
     return _over_all(dataclasses.replace(spec, score=None), shapes, bool, one)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import tuning
-from jattn.kernels.common.unbuilt import Unbuilt
+from jattn.kernels.common.vjp import CompilationFailed
 from jattn.kernels.cpu import compiler
 
 
@@ -81,9 +81,12 @@ def unavailable(function: str, dtype: DTypeLike, *, wait: bool = False) -> str |
 
 
 def target(function: str, dtype: DTypeLike) -> str:
-    """The name under which XLA finds a function; Unbuilt where its library cannot be built."""
+    """Returns the name under which XLA finds a function.
+
+    Raises CompilationFailed if its library cannot be built.
+    """
     if reason := unavailable(function, dtype, wait=True):
-        raise Unbuilt(reason)
+        raise CompilationFailed(reason)
     return _name(function, np.dtype(dtype).name, tuning.current().cpu_tiles)
 
 
@@ -116,14 +119,14 @@ def add_rule(text: str, dtype: DTypeLike, modifies: bool, keeps: bool) -> int:
     where this machine has not done so yet, in about a second.
 
     Raises:
-        Unbuilt: it cannot be; a process tries once.
+        CompilationFailed: it cannot be; a process tries once.
     """
     name = np.dtype(dtype).name
     number = _number(name, description := f"{modifies} {keeps} {text}")
     with _lock_of_rules:
         reason = rule_unavailable(text, dtype) or unavailable("forward", dtype, wait=True)
         if reason:
-            raise Unbuilt(reason)
+            raise CompilationFailed(reason)
         try:
             rule = _rules.get((text, name)) or compiler.load_rule(text, name)
             functions = [rule.jattn_rule_forward, rule.jattn_rule_backward if modifies else None]
@@ -134,7 +137,7 @@ def add_rule(text: str, dtype: DTypeLike, modifies: bool, keeps: bool) -> int:
             add(number, *places, modifies, keeps)
         except Exception as error:
             _failures[text, name] = _words(error)
-            raise Unbuilt(_failures[text, name]) from error
+            raise CompilationFailed(_failures[text, name]) from error
         if (text, name) not in _rules:
             compiler.keep_text(_name_of_rule(name, number), description)
         _rules[text, name] = rule

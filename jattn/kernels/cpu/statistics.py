@@ -11,14 +11,13 @@ from jaxtyping import Array, Float
 from jattn import masks
 from jattn._types import Keys, Queries
 from jattn.call import Call
-from jattn.kernels.common.questions import Question, Rows
 from jattn.kernels.cpu import native
-from jattn.kernels.protocol import WeightSums
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
-def unsupported(asked: Question, shapes: Shapes) -> str | None:
+def unsupported(asked: StatisticsRequest, shapes: Shapes) -> str | None:
     """Why the kernel cannot answer here, or does not pay; None if it can."""
     if 0 in (shapes.B, shapes.T, shapes.S):
         return "there are no pairs of queries and keys"
@@ -31,9 +30,13 @@ def unsupported(asked: Question, shapes: Shapes) -> str | None:
     return native.unavailable(shapes, False)
 
 
-def statistics(asked: Question, query: Queries, key: Keys) -> tuple[Rows, Float[Array, "B N S"]]:
-    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives; raises `Unbuilt`
-    where what the call needs cannot be compiled."""
+def statistics(
+    asked: StatisticsRequest, query: Queries, key: Keys
+) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
+    """Returns the statistics `[B, N, T]` of each query and the weight `[B, N, S]` of each key.
+
+    Raises CompilationFailed if the code for the call cannot be compiled.
+    """
     (B, T, N, _), S = query.shape, key.shape[1]
     spec, query = native.static_scale(asked.spec, query)
     operands = native.operands_of(spec, query, key, _no_values(key))
@@ -54,7 +57,7 @@ def statistics(asked: Question, query: Queries, key: Keys) -> tuple[Rows, Float[
     arrays = *normalizer, *positions, marks
     changed = {} if least is None else {"least": float(least)}
     *found, received = native.call("statistics", like, operands, *arrays, **changed)
-    found = Rows(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
+    found = QueryStatistics(*(jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in found))
     if other := _on_keys(asked):
         found = found._replace(on_keys=_share(other, query, key, normalizer))
     return found, received
@@ -71,7 +74,7 @@ def _positions(given: Array | None) -> Array:
     return jnp.atleast_2d(given.astype(jnp.int32))[:, None, :]
 
 
-def _marks(asked: Question, dtype: DTypeLike) -> Array:
+def _marks(asked: StatisticsRequest, dtype: DTypeLike) -> Array:
     """1 for the keys asked for, `[B or 1, 1, S]`; of size 0 if they are not the same for all
     queries, or nobody asks."""
     if asked.keys is None or not isinstance(asked.keys.mask, masks.Padding):
@@ -79,7 +82,7 @@ def _marks(asked: Question, dtype: DTypeLike) -> Array:
     return jnp.atleast_2d(asked.keys.mask.attention_mask).astype(dtype)[:, None, :]
 
 
-def _on_keys(asked: Question) -> Spec | None:
+def _on_keys(asked: StatisticsRequest) -> Spec | None:
     """Attention to nothing but the pairs asked for, where each query has its own."""
     if asked.keys is None or isinstance(asked.keys.mask, masks.Padding):
         return None

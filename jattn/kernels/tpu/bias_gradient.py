@@ -16,12 +16,12 @@ from jattn import masks, softmax
 from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.tpu import operands, programs
-from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.spec import parameter_letters, parameters, with_parameters
 
 
 def of(
-    problem: programs.Problem, which: int, rows: list[Array], k: Array, v: Array
+    problem: programs.TiledCall, which: int, rows: list[Array], k: Array, v: Array
 ) -> Array | None:
     """The gradient of a parameter `[B or 1, N or 1, T, S]` in its own shape, in float32; None if it
     is another."""
@@ -34,9 +34,9 @@ def of(
     shared = [1 if n > 1 else size for n, size in zip(own, (shapes.B, shapes.N), strict=True)]
     grid = (*own, shapes.T // t, shapes.S // s, math.prod(shared))
 
-    def place(_: Tree, b: Array, h: Array, i: Array, j: Array, step: Array) -> Place:
+    def place(_: Tree, b: Array, h: Array, i: Array, j: Array, step: Array) -> TileIndex:
         each = jnp.int32(shared[1])
-        return Place(b + lax.div(step, each), h + lax.rem(step, each), i, j)
+        return TileIndex(b + lax.div(step, each), h + lax.rem(step, each), i, j)
 
     def kernel(kinds: Tree, leaves: Ref, arrays: Ref, results: Ref, scratch: Ref) -> None:
         *rows_refs, k_ref, v_ref = arrays
@@ -62,17 +62,17 @@ def of(
     kinds = problem.kinds.astype(jnp.int32)
     tiles = block_mask.BlockMask(kinds, kinds[..., :1, :1], ())
     arrays = [*((x, False) for x in rows), (k, True), (v, True)]
-    result = programs.Whole(leaf.shape, own)
+    result = programs.TileResult(leaf.shape, own)
     return programs.launch(
         "jattn_d_bias", problem, grid, place, kernel, tiles, arrays, [result], [(t, s)]
     )[0]
 
 
 def _at_tile(
-    problem: programs.Problem,
+    problem: programs.TiledCall,
     which: int,
     leaves: Ref,
-    at: Place,
+    at: TileIndex,
     rows: list[Array],
     k: Array,
     v: Array,
@@ -81,7 +81,12 @@ def _at_tile(
     q, d_out, *statistics = rows
 
     def found(
-        here: slicing.Tile, products: Array, d_weights: Array, top: Array, log: Array, delta: Array
+        here: slicing.HeadTile,
+        products: Array,
+        d_weights: Array,
+        top: Array,
+        log: Array,
+        delta: Array,
     ) -> Array:
         values = parameters(here.spec)
 

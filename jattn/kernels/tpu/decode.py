@@ -33,7 +33,7 @@ from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
 from jattn.kernels.protocol import Reader
 from jattn.kernels.tpu import operands, programs
-from jattn.kernels.tpu.operands import LANES, Place
+from jattn.kernels.tpu.operands import LANES, TileIndex
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -211,7 +211,7 @@ def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Memory(NamedTuple):
+class _Buffers(NamedTuple):
     """What lies in the core's memory: of two steps in turn the keys `[2, K, block, H]`, or as the
     layout has them, the values, and what rows have summed after a step, `[2, K, R, ·]` as in
     `programs.no_keys`."""
@@ -224,7 +224,7 @@ class _Memory(NamedTuple):
     weighted: Ref
 
     @classmethod
-    def shapes(cls, shapes: Shapes, layout: Layout) -> "_Memory":
+    def shapes(cls, shapes: Shapes, layout: Layout) -> "_Buffers":
         pltpu = importlib.import_module("jax.experimental.pallas.tpu")
         K, R = shapes.K, shapes.G * _padded(shapes.T)
 
@@ -258,7 +258,7 @@ class _Kernel(NamedTuple):
         return self.shapes.G * _padded(self.shapes.T)
 
     def __call__(
-        self, steps: Steps, leaves: Ref, arrays: Ref, results: Ref, memory: _Memory
+        self, steps: Steps, leaves: Ref, arrays: Ref, results: Ref, memory: _Buffers
     ) -> None:
         query, *pools = arrays
         step, last = pl.program_id(0), steps.count[0] - 1
@@ -286,7 +286,7 @@ class _Kernel(NamedTuple):
 
             @pl.when(steps.kinds[step] == kind)
             def _visit(masked: bool = kind == masks.MIXED) -> None:
-                at = Place(b, 0, 0, steps.blocks[step])
+                at = TileIndex(b, 0, 0, steps.blocks[step])
                 finite = self._visit(leaves, query, memory, slot, at, masked, exact=False)
 
                 @pl.when(jnp.logical_not(finite))
@@ -301,9 +301,9 @@ class _Kernel(NamedTuple):
         self,
         leaves: Ref,
         query: Ref,
-        memory: _Memory,
+        memory: _Buffers,
         slot: Array,
-        at: Place,
+        at: TileIndex,
         masked: bool,
         exact: bool,
     ) -> Array:
@@ -331,7 +331,9 @@ class _Kernel(NamedTuple):
         marks = jnp.zeros((self.rows, self.shapes.V), jnp.float32)
         return jnp.sum(tile_schedule.repeat(0, self.shapes.K, one, marks)) == 0
 
-    def _modified(self, leaves: Ref, kv: Array, at: Place, products: Array, masked: bool) -> Array:
+    def _modified(
+        self, leaves: Ref, kv: Array, at: TileIndex, products: Array, masked: bool
+    ) -> Array:
         """Scores `[R, block]` of a group, whose heads may have masks and scores of their own."""
         T, found = _padded(self.shapes.T), []
         for g in range(self.shapes.G):
@@ -341,7 +343,7 @@ class _Kernel(NamedTuple):
             found.append(jnp.broadcast_to(score, part.shape))
         return jnp.concatenate(found, axis=0)
 
-    def _finish(self, memory: _Memory, slot: Array, results: Ref) -> None:
+    def _finish(self, memory: _Buffers, slot: Array, results: Ref) -> None:
         def one(kv: Array, _: Array) -> int:
             maximum, total, weighted = (x[slot, kv] for x in memory.sums)
             headroom = programs.headroom(self.layout.S)
@@ -360,7 +362,7 @@ class _Copies(NamedTuple):
     layout: Layout
     steps: Steps
     pools: Tree
-    memory: _Memory
+    memory: _Buffers
 
     def start(self, step: Array, slot: Array) -> None:
         self._each(step, slot, lambda copy: copy.start())
@@ -439,12 +441,12 @@ def _launch(
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     B, K, R, _ = rows.shape
     flat, over = reverse_mode.varying_alike([*steps, *kernel.rules.arrays, rows, *pools])
-    leaves, memory = len(kernel.rules.arrays), _Memory.shapes(kernel.shapes, kernel.layout)
+    leaves, memory = len(kernel.rules.arrays), _Buffers.shapes(kernel.shapes, kernel.layout)
     results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
 
-    def place(step: Array, *lists: Ref) -> Place:
+    def place(step: Array, *lists: Ref) -> TileIndex:
         own = Steps(*lists)
-        return Place(own.rows[step], 0, 0, own.blocks[step])
+        return TileIndex(own.rows[step], 0, 0, own.blocks[step])
 
     def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape[1:]), lambda *at: (place(*at).b, 0, 0, 0))
@@ -453,7 +455,7 @@ def _launch(
         own, refs = Steps(*refs[: len(steps)]), refs[len(steps) :]
         first, second = leaves + 3, leaves + 3 + len(results)
         parts = refs[:leaves], refs[leaves:first], refs[first:second]
-        kernel(own, *parts, _Memory(*refs[second:]))
+        kernel(own, *parts, _Buffers(*refs[second:]))
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(

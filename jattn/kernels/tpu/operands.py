@@ -27,7 +27,7 @@ from jattn.spec import Spec, Tiling
 LANES = 128  # of a register: along them lies the last axis of an array
 
 
-class Place(NamedTuple):
+class TileIndex(NamedTuple):
     """Where a tile is: batch row, head, block of queries and block of keys."""
 
     b: Index
@@ -93,7 +93,7 @@ class _Part(NamedTuple):
             leaf, small = leaf.reshape(-1), jnp.int32
         return leaf.astype(small) if leaf.dtype == bool else leaf
 
-    def block(self, tiling: Tiling, place: Callable[..., Place], every: bool) -> pl.BlockSpec:
+    def block(self, tiling: Tiling, place: Callable[..., TileIndex], every: bool) -> pl.BlockSpec:
         if not self.in_blocks:
             # Not with the library: this takes longer to import than all of it.
             tpu = importlib.import_module("jax.experimental.pallas.tpu")
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
     def block_shape(self, tiling: Tiling) -> tuple[int, int]:
         return (tiling.block_q, tiling.block_kv) if all(self.along) else (1, tiling[self.along[1]])
 
-    def value(self, ref: Ref, at: Place) -> Tree:
+    def value(self, ref: Ref, at: TileIndex) -> Tree:
         """In a kernel: what a tile is given, on two axes."""
         if self.in_blocks:
             every = len(ref.shape) > 2
@@ -168,7 +168,7 @@ class SpecOperands:
         ]
         return sum(heads * max(t, 8) * s for heads, t, s in shapes)
 
-    def blocks(self, place: Callable[..., Place]) -> list[pl.BlockSpec]:
+    def blocks(self, place: Callable[..., TileIndex]) -> list[pl.BlockSpec]:
         """How the arrays are cut for a program whose tile `place(*indices)` gives."""
         return [part.block(self._tiling, place, self._every_head) for part in self._parts]
 
@@ -179,9 +179,11 @@ class SpecOperands:
             for part, x in zip(self._parts, self.arrays, strict=True)
         ]
         zero = jnp.zeros((), jnp.int32)
-        return self.run(function, refs, Place(zero, zero, zero, zero), *operands)
+        return self.run(function, refs, TileIndex(zero, zero, zero, zero), *operands)
 
-    def run(self, function: Callable[..., Any], refs: Tree, at: Place, *operands: Array) -> Tree:
+    def run(
+        self, function: Callable[..., Any], refs: Tree, at: TileIndex, *operands: Array
+    ) -> Tree:
         """`function(tile, *operands)`. Operands are `[t, s]`, or `[t, 1]` for what the function
         sees as `[t]`; so are the results."""
         values = [part.value(x, at) for part, x in zip(self._parts, refs, strict=True)]
@@ -203,6 +205,6 @@ class SpecOperands:
             spec = jax.tree.unflatten(self._treedef, leaves)
             pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
             spans = (slicing.span_in_kernel(*x) for x in pairs)
-            return function(slicing.Tile(spec, b, h, *spans), *operands)
+            return function(slicing.HeadTile(spec, b, h, *spans), *operands)
 
         return tile_functions.run(here, given, expected, self._tiling)

@@ -22,7 +22,7 @@ from jattn import masks, softmax, tile, tuning
 from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask, reverse_mode, slicing
 from jattn.kernels.tpu import operands
-from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.spec import Shapes, Spec, Tiling, has_mask
 
 
@@ -38,7 +38,7 @@ def head_width(size: int) -> int:
     return size if size % 64 == 0 else -(-size // operands.LANES) * operands.LANES
 
 
-class Problem(NamedTuple):
+class TiledCall(NamedTuple):
     """The sizes of a call in whole tiles, its spec as kernels take it, its tile maps
     `[B or 1, N or 1, n, m]`, and whether the kernels are interpreted."""
 
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
     def of(cls, platform: str, spec: Spec, rows: Tree, key: Array, value: Array) -> Tree:
         """And the padded call, its `[B, N, T, ·]` and `[B, N, 1, T]`, and its `[B, K, S, ·]`."""
         tiling = choose_tiling(Shapes.of(rows[0], value))
-        call = slicing.Call.of(tiling, head_width, spec, rows, key, value)
+        call = slicing.PaddedCall.of(tiling, head_width, spec, rows, key, value)
         kinds = block_mask.kinds(call.spec, call.shapes.T, call.shapes.S, tiling)
         rules = operands.SpecOperands(call.spec, tiling)
         problem = cls(call.spec, call.shapes, tiling, rules, kinds, platform == "cpu")
@@ -82,7 +82,7 @@ class Visits(NamedTuple):
         return step < full, (step >= full) & (step < visited)
 
 
-class Block(NamedTuple):
+class BlockOperand(NamedTuple):
     """An array `[B, heads, ·, ·]` and the blocks in which a kernel takes or gives it: at the tile
     of queries (or of keys), whole along all other axes."""
 
@@ -106,7 +106,7 @@ class Block(NamedTuple):
         return pl.BlockSpec((None, None, *sizes), index)
 
 
-class Whole(NamedTuple):
+class TileResult(NamedTuple):
     """A result `[B or 1, N or 1, T, S]` in float32, given in tiles."""
 
     shape: tuple[int, ...]
@@ -127,13 +127,13 @@ class Whole(NamedTuple):
 
 def launch(
     name: str,
-    problem: Problem,
+    problem: TiledCall,
     grid: tuple[int, ...],
     place: Callable[..., Any],
     kernel: Callable[..., None],
     visits: block_mask.BlockMask,
     arrays: Tree,
-    results: Sequence[Block | Whole],
+    results: Sequence[BlockOperand | TileResult],
     scratch: list[tuple[int, ...]],
 ) -> list[Array]:
     """`kernel(visits, leaves, arrays, results, scratch)` for every place of the grid, whose last
@@ -146,7 +146,7 @@ def launch(
     )
     leaves = len(problem.rules.arrays)
 
-    def at(*indices: Ref) -> Place:
+    def at(*indices: Ref) -> TileIndex:
         *here, order, ends = indices
         return place(Visits(order, ends), *here)
 
@@ -178,9 +178,9 @@ def launch(
     return list(call(*flat))
 
 
-def block_of(x: Array, tiling: Tiling, keys: bool) -> Block:
+def block_of(x: Array, tiling: Tiling, keys: bool) -> BlockOperand:
     axis = 3 if x.shape[2] == 1 else 2  # statistics of rows
-    return Block(x.shape, x.dtype, tiling[keys], keys, axis)
+    return BlockOperand(x.shape, x.dtype, tiling[keys], keys, axis)
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:
@@ -243,7 +243,7 @@ def all_keys(
     return out, top, jnp.log(by)
 
 
-def lists(problem: Problem, by_key: bool = False) -> tuple[block_mask.BlockMask, int]:
+def lists(problem: TiledCall, by_key: bool = False) -> tuple[block_mask.BlockMask, int]:
     """What blocks visit, and how many steps they take at most."""
     visits = block_mask.of(problem.kinds, by_key=by_key)
     return visits, visits.order.shape[-1]
@@ -261,14 +261,25 @@ def at_tile(
 
 
 def d_products_and_weights(
-    problem: Problem, leaves: Tree, at: Place, masked: bool, rows: list[Array], k: Array, v: Array
+    problem: TiledCall,
+    leaves: Tree,
+    at: TileIndex,
+    masked: bool,
+    rows: list[Array],
+    k: Array,
+    v: Array,
 ) -> tuple[Array, Array]:
     """The cotangent of q kᵀ, and the weights after dropout. With weights p and dp = d_out vᵀ, that
     of the scores is p (dp − delta)."""
     q, d_out, *statistics = rows
 
     def found(
-        here: slicing.Tile, products: Array, d_weights: Array, top: Array, log: Array, delta: Array
+        here: slicing.HeadTile,
+        products: Array,
+        d_weights: Array,
+        top: Array,
+        log: Array,
+        delta: Array,
     ) -> tuple[Array, Array]:
         score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
         weights = softmax.weights(score, top, log, masked)

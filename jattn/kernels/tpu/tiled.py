@@ -32,10 +32,10 @@ from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.tpu import bias_gradient, operands, programs
 from jattn.kernels.tpu.decode import READER
-from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.kernels.tpu.programs import (
-    Block,
-    Problem,
+    BlockOperand,
+    TiledCall,
     Visits,
     at_tile,
     choose_tiling,
@@ -103,7 +103,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
         if rules.scalar_entries > _MOST_SCALARS:
             raise NotImplementedError(f"{rules.scalar_entries} numbers in scalar memory")
 
-        def modify(here: slicing.Tile, products: Array) -> Tree:
+        def modify(here: slicing.HeadTile, products: Array) -> Tree:
             score, pull = jax.vjp(lambda x: here.modify(x, True), products)
             return score, pull(score)
 
@@ -122,7 +122,7 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
 
 
 def _forward(
-    problem: Problem, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
+    problem: TiledCall, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
 ) -> list[Array]:
     """Output `[B, N, T, V]` in a dtype and, if asked for, maximum and log of the sum
     `[B, N, 1, T]`."""
@@ -134,7 +134,7 @@ def _forward(
         q_ref, k_ref, v_ref = arrays
         maximum, total, weighted = scratch
         b, h, i, step = map(pl.program_id, range(4))
-        at = Place(b, h, i, visits_at.tile(b, h, i, step))
+        at = TileIndex(b, h, i, visits_at.tile(b, h, i, step))
 
         @pl.when(step == 0)
         def _start() -> None:
@@ -160,14 +160,14 @@ def _forward(
                 result[...] = operands.row(column)
 
     B, N, T = shapes.B, shapes.N, shapes.T
-    results = [Block((B, N, T, shapes.V), dtype, rows, False)]
+    results = [BlockOperand((B, N, T, shapes.V), dtype, rows, False)]
     if statistics:
-        results += [Block((B, N, 1, T), jnp.float32, rows, False, 3)] * 2
+        results += [BlockOperand((B, N, 1, T), jnp.float32, rows, False, 3)] * 2
     return launch(
         "jattn_forward",
         problem,
         (B, N, T // rows, steps),
-        lambda visits, b, h, i, step: Place(b, h, i, visits.tile(b, h, i, step)),
+        lambda visits, b, h, i, step: TileIndex(b, h, i, visits.tile(b, h, i, step)),
         kernel,
         visits,
         [(q, False), (k, True), (v, True)],
@@ -176,7 +176,9 @@ def _forward(
     )
 
 
-def _d_queries(problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike) -> Array:
+def _d_queries(
+    problem: TiledCall, rows: list[Array], k: Array, v: Array, dtype: DTypeLike
+) -> Array:
     """The gradient `[B, N, T, H]`."""
     shapes, (block, _) = problem.shapes, problem.tiling
     visits, steps = lists(problem)
@@ -185,7 +187,7 @@ def _d_queries(problem: Problem, rows: list[Array], k: Array, v: Array, dtype: D
         *rows_refs, k_ref, v_ref = arrays
         (total,) = scratch
         b, h, i, step = map(pl.program_id, range(4))
-        at = Place(b, h, i, visits_at.tile(b, h, i, step))
+        at = TileIndex(b, h, i, visits_at.tile(b, h, i, step))
 
         @pl.when(step == 0)
         def _start() -> None:
@@ -207,17 +209,17 @@ def _d_queries(problem: Problem, rows: list[Array], k: Array, v: Array, dtype: D
         "jattn_d_queries",
         problem,
         (B, N, T // block, steps),
-        lambda visits, b, h, i, step: Place(b, h, i, visits.tile(b, h, i, step)),
+        lambda visits, b, h, i, step: TileIndex(b, h, i, visits.tile(b, h, i, step)),
         kernel,
         visits,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [Block((B, N, T, shapes.H), dtype, block, False)],
+        [BlockOperand((B, N, T, shapes.H), dtype, block, False)],
         [(block, shapes.H)],
     )[0]
 
 
 def _d_keys(
-    problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike
+    problem: TiledCall, rows: list[Array], k: Array, v: Array, dtype: DTypeLike
 ) -> list[Array]:
     """The gradients `[B, K, S, H]` and `[B, K, S, V]`; the steps go through a group's heads."""
     shapes, (_, block) = problem.shapes, problem.tiling
@@ -232,7 +234,7 @@ def _d_keys(
         *rows_refs, k_ref, v_ref = arrays
         b, kv, j, step = map(pl.program_id, range(4))
         h, own = split(kv, step)
-        at = Place(b, h, visits_at.tile(b, h, j, own), j)
+        at = TileIndex(b, h, visits_at.tile(b, h, j, own), j)
 
         @pl.when(step == 0)
         def _start() -> None:
@@ -255,9 +257,9 @@ def _d_keys(
             for result, total in zip(results, scratch, strict=True):
                 result[...] = total[...].astype(dtype)
 
-    def place(visits: Visits, b: Array, kv: Array, j: Array, step: Array) -> Place:
+    def place(visits: Visits, b: Array, kv: Array, j: Array, step: Array) -> TileIndex:
         h, own = split(kv, step)
-        return Place(b, h, visits.tile(b, h, j, own), j)
+        return TileIndex(b, h, visits.tile(b, h, j, own), j)
 
     B, K, S = shapes.B, shapes.K, shapes.S
     return launch(
@@ -268,7 +270,7 @@ def _d_keys(
         kernel,
         visits,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [Block((B, K, S, x), dtype, block, True) for x in (shapes.H, shapes.V)],
+        [BlockOperand((B, K, S, x), dtype, block, True) for x in (shapes.H, shapes.V)],
         [(block, x) for x in (shapes.H, shapes.V)],
     )
 
@@ -287,7 +289,7 @@ def _tokens_first(x: Array, shape: tuple[int, ...]) -> Array:
 def _forward_pass(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
-    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
+    problem, _, (q,), k, v = TiledCall.of(platform, spec, (query,), key, value)
     out, *statistics = _forward(problem, q, k, v, jnp.float32, True)
     rows = query.shape[:3]
     normalizer = Normalizer(*(_tokens_first(x, rows) for x in statistics))
@@ -298,7 +300,7 @@ def _values(
     platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
     """As `_forward_pass`, without the normalizer and with digits for the dtype of the query."""
-    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
+    problem, _, (q,), k, v = TiledCall.of(platform, spec, (query,), key, value)
     (out,) = _forward(problem, q, k, v, query.dtype, False)
     out = _tokens_first(out, (*query.shape[:3], value.shape[3])).astype(jnp.float32)
     nothing = jnp.zeros(query.shape[:3], jnp.float32)
@@ -309,7 +311,7 @@ def _backward_pass(
     platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     given = cast_cotangent(per_query)
-    problem, call, rows, k, v = Problem.of(platform, spec, given, key, value)
+    problem, call, rows, k, v = TiledCall.of(platform, spec, given, key, value)
     d_query = _d_queries(problem, rows, k, v, key.dtype)
     d_key, d_value = _d_keys(problem, rows, k, v, key.dtype)
     d_query, d_key, d_value = (
@@ -320,7 +322,7 @@ def _backward_pass(
 
 
 def _d_parameters(
-    problem: Problem, call: slicing.Call, spec: Spec, rows: list[Array], k: Array, v: Array
+    problem: TiledCall, call: slicing.PaddedCall, spec: Spec, rows: list[Array], k: Array, v: Array
 ) -> list[Array]:
     """Each written tile by tile if it runs along T and S; the others are summed by XLA, which can
     scatter."""

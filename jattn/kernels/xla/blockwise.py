@@ -113,7 +113,7 @@ class Values(NamedTuple):
         wide = v.astype(accumulation(v.dtype))
         return cls(tile.finite(wide), tile.nan_where_nonfinite(wide) if has_mask(spec) else None)
 
-    def at(self, run: tile_schedule.Run) -> "Values":
+    def at(self, run: tile_schedule.TileRun) -> "Values":
         """Those of a run of keys."""
         finite = slicing.take(self.finite, run.start, run.size)
         nonfinite = (
@@ -122,13 +122,13 @@ class Values(NamedTuple):
         return Values(finite, nonfinite)
 
 
-def products(here: slicing.Tile, q: Array, k: Array, values: Values) -> Array:
+def products(here: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
     """Of a tile, NaN where a value is not finite."""
     found = tile.products(here.spec, q, k)
     return found if values.nonfinite is None else found + values.nonfinite[None, :]
 
 
-def _scores(here: slicing.Tile, q: Array, k: Array, values: Values, masked: bool) -> Tree:
+def _scores(here: slicing.HeadTile, q: Array, k: Array, values: Values, masked: bool) -> Tree:
     """Scores of a tile, and their cotangent's way to products and parameters."""
     return here.modified(products(here, q, k, values), masked)
 
@@ -156,8 +156,8 @@ def _forward_head(
     def block(i: Index) -> tuple[Array, Normalizer]:
         q_i = slicing.take(q, i * rows, rows)
 
-        def step(run: tile_schedule.Run, state: softmax.Partial | None) -> softmax.Partial:
-            here = slicing.Tile.at(spec, b, h, i * rows, rows, run)
+        def step(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
+            here = slicing.HeadTile.at(spec, b, h, i * rows, rows, run)
             k_j, v_j = slicing.take(k, run.start, run.size), values.at(run)
             score, _ = _scores(here, q_i, k_j, v_j, run.masked)
             part = softmax.of(
@@ -219,12 +219,12 @@ class _Operands(NamedTuple):
         rows = (q, q_finite, d_out, maximum, log_total, delta)
         return cls(spec, b, h, *rows, k, k_finite, values)
 
-    def at(self, row: Index, rows: int, run: tile_schedule.Run) -> tuple[Array, Array, Any]:
+    def at(self, row: Index, rows: int, run: tile_schedule.TileRun) -> tuple[Array, Array, Any]:
         """Of a tile: the cotangent of its products, its weights, its parameters' gradients.
 
         With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
         """
-        here = slicing.Tile.at(self.spec, self.b, self.h, row, rows, run)
+        here = slicing.HeadTile.at(self.spec, self.b, self.h, row, rows, run)
         along = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
         q, d_out, maximum, log_total, delta = (slicing.take(x, row, rows) for x in along)
         k, values = slicing.take(self.k, run.start, run.size), self.values.at(run)
@@ -263,7 +263,7 @@ def backward_head(
     def block(i: Index, total: _Gradients) -> _Gradients:
         qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_transposed, d_transposed))
 
-        def step(run: tile_schedule.Run, state: Tree) -> Tree:
+        def step(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, dk, dv, d_params = state
             d_products, weights, d_here = head.at(i * rows, rows, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
@@ -341,7 +341,7 @@ def _gradients_of_queries(
     spec = head.spec
     letters = parameter_letters(spec)
 
-    def step(run: tile_schedule.Run, state: Tree) -> Tree:
+    def step(run: tile_schedule.TileRun, state: Tree) -> Tree:
         dq_i, d_params = state
         d_products, _, d_here = head.at(i * rows, rows, run)
         k_j = slicing.take(head.k_finite, run.start, run.size)
@@ -364,9 +364,9 @@ def _gradients_of_keys(
     """Gradients of a block of keys and of their values."""
     spec = head.spec
 
-    def step(run: tile_schedule.Run, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(run: tile_schedule.TileRun, state: tuple[Array, ...]) -> tuple[Array, ...]:
         dk_j, dv_j = state
-        keys = tile_schedule.Run(j * columns, columns, run.masked)
+        keys = tile_schedule.TileRun(j * columns, columns, run.masked)
         d_products, weights, _ = head.at(run.start, run.size, keys)
         q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
         if spec.pair is None:
@@ -482,8 +482,8 @@ def _forward_band(
     def piece(
         head: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
     ) -> Any:
-        run = tile_schedule.Run(starts[i], band.width, True)
-        here = slicing.Tile.at(spec, b, h, i * band.rows, band.rows, run)
+        run = tile_schedule.TileRun(starts[i], band.width, True)
+        here = slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, run)
         return head(here.spec, b, h, (here.rows, here.columns), *qkv)
 
     def run(head: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:

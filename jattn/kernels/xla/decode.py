@@ -65,7 +65,7 @@ def _part(
     queries: Float[Array, "B K R H"],
     key: Float[Array, "B K s H"],
     value: Float[Array, "B K s V"],
-    run: tile_schedule.Run,
+    run: tile_schedule.TileRun,
     exact: bool,
 ) -> softmax.Partial:
     """What a run of keys contributes to R = G × T queries of each key head.
@@ -89,13 +89,13 @@ def _part(
 
 
 def _modified(
-    spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.Run
+    spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.TileRun
 ) -> Array:
     """Scores after scale, score functions and mask, which may differ between a group's heads."""
     B, K, R, s = products.shape
 
     def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
-        here = slicing.Tile.at(spec, b, h, 0, T, run)
+        here = slicing.HeadTile.at(spec, b, h, 0, T, run)
         return tile.modify(here.spec, products, b, h, here.rows, here.columns)
 
     by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
@@ -131,12 +131,12 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
     finished = _over_heads(softmax.quotient)
 
     def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
-        part = _part(spec, T, queries, *cache.read(), tile_schedule.Run(0, S, True), exact)
+        part = _part(spec, T, queries, *cache.read(), tile_schedule.TileRun(0, S, True), exact)
         return finished(part)
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         def step(place: Any, state: softmax.Partial) -> softmax.Partial:
-            run = tile_schedule.Run(order[place] * size, size, True)
+            run = tile_schedule.TileRun(order[place] * size, size, True)
             part = _part(spec, T, queries, *cache.block(run.start, size), run, exact)
             return _over_heads(softmax.combine)(state, part)
 

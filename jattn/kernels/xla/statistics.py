@@ -21,8 +21,7 @@ from jattn._explicit import left_again
 from jattn._pytree import select_head
 from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
-from jattn.kernels.common.questions import Question, Rows
-from jattn.kernels.protocol import WeightSums
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
 from jattn.kernels.xla import blockwise
 from jattn.scores import apart
 from jattn.softmax import Normalizer
@@ -34,7 +33,7 @@ class _Tile(NamedTuple):
 
     weights: Float[Array, "t s"]
     logs: Float[Array, "t s"]
-    at: slicing.Tile
+    at: slicing.HeadTile
     keys: Spec | None
     pull: Any
 
@@ -52,7 +51,7 @@ class _Tile(NamedTuple):
 class _Head(NamedTuple):
     """One head: sizes are whole tiles. `normalizer` is that of each row, see `normalized`."""
 
-    asked: Question
+    asked: StatisticsRequest
     b: Any
     h: Any
     q: Float[Array, "T H"]
@@ -70,7 +69,7 @@ class _Head(NamedTuple):
         rows, schedule = self.tiling.block_q, self.schedule()
 
         def block(i: Index) -> Normalizer:
-            def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
+            def step(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
                 score = self.scores(i, run)[1]
                 part = softmax.of(score, lambda weights: weights[:, :0], differentiable=False)
                 return softmax.combine(state, part)
@@ -86,15 +85,15 @@ class _Head(NamedTuple):
         T, S = len(self.q), len(self.k)
         return tile_schedule.schedule(self.asked.spec, self.b, self.h, T, S, self.tiling)
 
-    def scores(self, i: Index, run: tile_schedule.Run) -> tuple[slicing.Tile, Array, Any]:
+    def scores(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.HeadTile, Array, Any]:
         """Where the tile of query block i and a run of keys is, its scores, and the way of their
         cotangent."""
         rows = self.tiling.block_q
-        here = slicing.Tile.at(self.asked.spec, self.b, self.h, i * rows, rows, run)
+        here = slicing.HeadTile.at(self.asked.spec, self.b, self.h, i * rows, rows, run)
         q_i, k_j = slicing.take(self.q, i * rows, rows), slicing.take(self.k, run.start, run.size)
         return here, *here.modified(tile.products(here.spec, q_i, k_j), run.masked)
 
-    def at(self, i: Index, run: tile_schedule.Run) -> _Tile:
+    def at(self, i: Index, run: tile_schedule.TileRun) -> _Tile:
         """The tile of query block i and a run of keys."""
         assert self.normalizer is not None
         rows, keys = self.tiling.block_q, self.asked.keys
@@ -117,7 +116,7 @@ def _entropies(found: _Tile) -> Float[Array, "t s"]:
     return jnp.where(found.logs == -jnp.inf, 0, -found.logs)
 
 
-def _greatest(found: _Tile, start: Index, state: Rows) -> tuple[Array, Array]:
+def _greatest(found: _Tile, start: Index, state: QueryStatistics) -> tuple[Array, Array]:
     """The greatest log of a weight so far, and its place: the first of several."""
     most = jnp.max(found.logs, axis=1)
     places = start + jnp.arange(found.logs.shape[1], dtype=jnp.int32)
@@ -129,14 +128,14 @@ def _greatest(found: _Tile, start: Index, state: Rows) -> tuple[Array, Array]:
     return jnp.maximum(most, state.greatest), place
 
 
-def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
+def _rows_and_columns(head: _Head) -> tuple[QueryStatistics, Float[Array, " S"]]:
     """The statistics `[T]` of each query, and the weight `[S]` that each key receives."""
     head = head.normalized()
     asked, rows, dtype = head.asked, head.tiling.block_q, head.dtype
     schedule = head.schedule()
 
     def block(i: Index, total: Any) -> Any:
-        def step(run: tile_schedule.Run, carried: Any) -> Any:
+        def step(run: tile_schedule.TileRun, carried: Any) -> Any:
             state, received = carried
             found = head.at(i, run)
             w = found.weights
@@ -146,7 +145,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
                 on_keys = on_keys + _sum(w, found.on_keys())
             if asked.threshold is not None:
                 above = above + jnp.sum(jnp.where(w > asked.threshold, w, 0), axis=1)
-            state = Rows(
+            state = QueryStatistics(
                 state.entropy + _sum(w, _entropies(found)),
                 greatest,
                 place,
@@ -157,7 +156,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
             return state, slicing.add_at(received, jnp.sum(w, axis=0), run.start, 0)
 
         zeros = jnp.zeros(rows, dtype)
-        state = Rows(
+        state = QueryStatistics(
             zeros,
             jnp.full(rows, -jnp.inf, dtype),
             jnp.full(rows, -1, jnp.int32),
@@ -172,7 +171,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
 
     T, S = len(head.q), len(head.k)
     zeros = jnp.zeros(T, dtype)
-    by_row = Rows(
+    by_row = QueryStatistics(
         zeros,
         zeros,
         jnp.zeros(T, jnp.int32),
@@ -185,7 +184,7 @@ def _rows_and_columns(head: _Head) -> tuple[Rows, Float[Array, " S"]]:
     return found._replace(greatest=jnp.exp(found.greatest)), received
 
 
-def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
+def _gradients(head: _Head, rows: QueryStatistics, cotangents: QueryStatistics) -> Any:
     """Of queries `[T, H]`, keys `[S, H]` and the spec's parameters, with those of the sums."""
     head = head.normalized()
     assert head.normalizer is not None
@@ -200,7 +199,7 @@ def _gradients(head: _Head, rows: Rows, cotangents: Rows) -> Any:
         at = lambda x: slicing.take(x, i * size, size)  # noqa: E731
         g = {name: at(g)[:, None] for name, (g, _) in sums.items()}
 
-        def step(run: tile_schedule.Run, state: Tree) -> Any:
+        def step(run: tile_schedule.TileRun, state: Tree) -> Any:
             dq_i, dk, d_params = state
             found = head.at(i, run)
             places = run.start + jnp.arange(run.size, dtype=jnp.int32)
@@ -237,7 +236,7 @@ def _top(head: _Head, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T n"]]:
     schedule = head.schedule()
 
     def block(i: Index) -> Any:
-        def step(run: tile_schedule.Run, state: Tree) -> Any:
+        def step(run: tile_schedule.TileRun, state: Tree) -> Any:
             logs, places = state
             here = run.start + jnp.arange(run.size, dtype=jnp.int32)
             here = jnp.broadcast_to(here, (rows, run.size))
@@ -260,12 +259,12 @@ def _top(head: _Head, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T n"]]:
 class _Call(NamedTuple):
     """A call in sizes that are whole tiles."""
 
-    asked: Question
+    asked: StatisticsRequest
     tiling: Tiling
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, asked: Question, T: int, S: int) -> "_Call":
+    def of(cls, asked: StatisticsRequest, T: int, S: int) -> "_Call":
         found = tuning.sizes(jax.default_backend())
         tiling = Tiling(T, S)
         if T * S > found.max_untiled:
@@ -273,7 +272,7 @@ class _Call(NamedTuple):
         sizes = slicing.round_up(T, S, tiling)
         spec = slicing.pad_spec(asked.spec, T, S, *sizes)
         keys = asked.keys and slicing.pad_spec(asked.keys, T, S, *sizes)
-        return cls(Question(spec, keys, asked.threshold), tiling, sizes)
+        return cls(StatisticsRequest(spec, keys, asked.threshold), tiling, sizes)
 
     def over_heads(
         self, function: Callable[..., Any], query: Array, key: Array, *others: Any
@@ -289,7 +288,7 @@ class _Call(NamedTuple):
             k = slicing.pad_to(key[b, :, h // (N // K)], S)
             rows = jax.tree.map(lambda x: slicing.pad_to(x[b, h], T), others)
             spec, q, _ = scaled(asked.spec, q)
-            asked = Question(spec, asked.keys, asked.threshold)
+            asked = StatisticsRequest(spec, asked.keys, asked.threshold)
             return function(_Head(asked, b, h, q, k, self.tiling), *rows)
 
         together = None if tuning.sizes(jax.default_backend()).in_turn else B * N
@@ -308,25 +307,29 @@ def by_share(
     return lowering.platform_dependent(cut, like, *given)
 
 
-Forward = Callable[[Question, Array, Array], tuple[Rows, Array]]
+Forward = Callable[[StatisticsRequest, Array, Array], tuple[QueryStatistics, Array]]
 """`(rows, received)` of `(asked, query, key)`, see `statistics`."""
 
 
-def by_tiles(asked: Question, query: Array, key: Array) -> tuple[Rows, Float[Array, "B N S"]]:
-    """`Rows` of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
+def by_tiles(
+    asked: StatisticsRequest, query: Array, key: Array
+) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
+    """`QueryStatistics` of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
     T, S = query.shape[1], key.shape[1]
     call = _Call.of(asked, T, S)
     rows, received = call.over_heads(_rows_and_columns, query, key)
     return jax.tree.map(lambda x: x[:, :, :T], rows), received[:, :, :S]
 
 
-def statistics(forward: Forward, asked: Question, query: Array, key: Array) -> tuple[Rows, Array]:
+def statistics(
+    forward: Forward, asked: StatisticsRequest, query: Array, key: Array
+) -> tuple[QueryStatistics, Array]:
     """`forward` of these, differentiable: entropy, greatest weight, distance and weight on keys, by
     queries, keys and the spec's parameters.
     """
 
     @jax.custom_vjp
-    def run(params: list[Array], asked: Question, query: Array, key: Array) -> Any:
+    def run(params: list[Array], asked: StatisticsRequest, query: Array, key: Array) -> Any:
         return forward(_with(asked, params), query, key)
 
     def with_residuals(*operands: Tree) -> Any:
@@ -346,12 +349,16 @@ def statistics(forward: Forward, asked: Question, query: Array, key: Array) -> t
     return rows._replace(**constant), lax.stop_gradient(received)
 
 
-def _with(asked: Question, params: list[Array]) -> Question:
-    return Question(with_parameters(asked.spec, params), asked.keys, asked.threshold)
+def _with(asked: StatisticsRequest, params: list[Array]) -> StatisticsRequest:
+    return StatisticsRequest(with_parameters(asked.spec, params), asked.keys, asked.threshold)
 
 
 def _pulled_back(
-    asked: Question, query: Array, key: Array, rows: Rows, cotangents: Rows
+    asked: StatisticsRequest,
+    query: Array,
+    key: Array,
+    rows: QueryStatistics,
+    cotangents: QueryStatistics,
 ) -> tuple[list[Array], Array, Array]:
     """Gradients of the spec's parameters, queries and keys. Their own derivatives raise: `rows` are
     constants here."""
@@ -363,11 +370,11 @@ def _pulled_back(
 
 def _all_gradients(
     platform: str,
-    asked: Question,
+    asked: StatisticsRequest,
     query: Array,
     key: Array,
-    rows: Rows,
-    cotangents: Rows,
+    rows: QueryStatistics,
+    cotangents: QueryStatistics,
 ) -> tuple[list[Array], Array, Array]:
     """Those of `_pulled_back`, the same way on every platform."""
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
@@ -388,7 +395,7 @@ def top(spec: Spec, query: Array, key: Array, n: int) -> tuple[Array, Array]:
 
     def run(_: str, spec: Spec, query: Array, key: Array) -> Any:
         T, S = query.shape[1], key.shape[1]
-        call = _Call.of(Question(spec), T, S)
+        call = _Call.of(StatisticsRequest(spec), T, S)
         logs, places = call.over_heads(functools.partial(_top, n=n), query, key)
         return logs[:, :, :T], places[:, :, :T]
 

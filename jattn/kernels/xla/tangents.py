@@ -68,7 +68,7 @@ class _HeadSchedule(NamedTuple):
         starts = jnp.asarray(band.starts)
 
         def visit(i: Index, step: Callable[..., Any], state: Tree) -> Any:
-            return step(tile_schedule.Run(starts[i], band.width, True), state)
+            return step(tile_schedule.TileRun(starts[i], band.width, True), state)
 
         indices = jnp.arange(len(starts), dtype=jnp.int32)
         together = min(len(starts), tuning.current().band_blocks)
@@ -96,8 +96,8 @@ def _head(
     def block(i: Index) -> tuple[Array, Array]:
         own = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
 
-        def step(run: tile_schedule.Run, state: softmax.Partial) -> softmax.Partial:
-            here = slicing.Tile.at(specs.spec, b, h, i * rows, rows, run)
+        def step(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
+            here = slicing.HeadTile.at(specs.spec, b, h, i * rows, rows, run)
             d_params = parameters(
                 slicing.slice_tile(specs.tangent, i * rows, rows, run.start, run.size)
             )
