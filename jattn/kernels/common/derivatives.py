@@ -21,7 +21,6 @@ forward mode, of its `tangent` and its `backward`. Both read the results of the 
 the residuals, and so the residuals have a tangent too.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -80,15 +79,6 @@ def _results(residuals: Residuals) -> AttentionResults:
     return AttentionResults(residuals.out, residuals.normalizer.log_total)
 
 
-def _normalizer_tangent(d_lse: Array) -> Any:
-    """Returns the tangent of a normalizer, given the tangent of the sum of its two numbers."""
-    return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
-
-
-_At = tuple[Spec, AttentionInputs, Residuals]
-_AtBoth = tuple[Spec, AttentionInputs, Residuals, AttentionResults]
-
-
 class PerQuery(NamedTuple):
     """The arrays along the queries that a backward pass receives, each `[B, T, N, ...]`.
 
@@ -124,11 +114,6 @@ def row_dots(x: Array, y: Array) -> Array:
     return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, ones), axis=-1), ones)
 
 
-def _per_query(query: Array, residuals: Residuals, cotangents: AttentionResults) -> PerQuery:
-    delta = row_dots(cotangents.out, residuals.out) - cotangents.lse
-    return PerQuery(query, cotangents.out, *residuals.normalizer, delta)
-
-
 class TangentInputs(NamedTuple):
     """The arrays along queries of `DerivativeFunctions.tangent`, each `[B, T, N, ...]`.
 
@@ -154,6 +139,35 @@ class DerivativeFunctions(NamedTuple):
     backward: Callable[..., Any]
 
 
+class _Point(NamedTuple):
+    """The arguments at which derivatives are taken, with the results of the forward function."""
+
+    spec: Spec
+    inputs: AttentionInputs
+    residuals: Residuals
+
+    @property
+    def letters(self) -> tuple[list[partition.Dims], list[partition.Dims], list[partition.Dims]]:
+        """The letters of the leaves of inputs, residuals and results, and of their tangents."""
+        row, rows = partition.BY_QUERY[:3], partition.BY_QUERY
+        keys = partition.by_key(self.inputs.key)
+        kept = [partition.BY_HEAD] * len(self.residuals.kept)
+        return (
+            [*partition.of_parameters(self.spec), rows, keys, keys],
+            [rows, rows, row, row, (), *kept],
+            [rows, row],
+        )
+
+    def per_query(self, cotangents: AttentionResults) -> PerQuery:
+        """Returns the arrays along queries for a backward pass."""
+        delta = row_dots(cotangents.out, self.residuals.out) - cotangents.lse
+        return PerQuery(self.inputs.query, cotangents.out, *self.residuals.normalizer, delta)
+
+    def spec_with_parameters(self) -> Spec:
+        """Returns the spec with the parameters of the inputs."""
+        return with_parameters(self.spec, self.inputs.params)
+
+
 class DifferentiableAttention(NamedTuple):
     """Attention with its derivatives, made of three functions of a kernel and `derivatives`.
 
@@ -175,11 +189,10 @@ class DifferentiableAttention(NamedTuple):
             return AttentionResults(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
         def rule(operands: Tree, tangents: Tree) -> tuple[AttentionResults, AttentionResults]:
-            spec, inputs = operands
-            residuals = self._residuals(spec, inputs)
+            residuals = self._residuals(*operands)
             out = residuals.rounded.astype(residuals.out.dtype)
             results = AttentionResults(out, residuals.normalizer.lse)
-            return results, self._jvp(spec, inputs, residuals.finite(), tangents[1])
+            return results, self._jvp(_Point(*operands, residuals.finite()), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
@@ -194,210 +207,98 @@ class DifferentiableAttention(NamedTuple):
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
-            spec, inputs = operands
-            residuals = self._residuals(spec, inputs)
-            d_out, d_lse = self._jvp(spec, inputs, residuals.finite(), tangents[1])
-            d_rounded = d_out.astype(residuals.rounded.dtype)
-            d_normalizer, nothing = _normalizer_tangent(d_lse), [None] * len(residuals.kept)
+            residuals = self._residuals(*operands)
+            d_out, d_lse = self._jvp(_Point(*operands, residuals.finite()), tangents[1])
+            d_rounded, nothing = d_out.astype(residuals.rounded.dtype), [None] * len(residuals.kept)
+            # The tangent of the log stands for the tangent of the sum of the two numbers.
+            d_normalizer = Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
             return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _vjp(
-        self,
-        spec: Spec,
-        inputs: AttentionInputs,
-        residuals: Residuals,
-        cotangents: AttentionResults,
-    ) -> AttentionInputs:
+    def _vjp(self, at: _Point, cotangents: AttentionResults) -> AttentionInputs:
         """Computes the gradients, in the dtypes of the inputs."""
 
-        def value(
-            spec: Spec, inputs: AttentionInputs, residuals: Residuals, cotangents: AttentionResults
-        ) -> AttentionInputs:
-            per_query = _per_query(inputs.query, residuals, cotangents)
-            keys = (inputs.key, inputs.value)
-            with_params = with_parameters(spec, inputs.params)
-            gradients = self.backward(
-                with_params, per_query, *keys, residuals.all_finite, *residuals.kept
-            )
-            return _cast(gradients, inputs)
+        def value(at: _Point, cotangents: AttentionResults) -> AttentionInputs:
+            _, (_, _, key, value), residuals = at
+            operands = at.per_query(cotangents), key, value, residuals.all_finite, *residuals.kept
+            gradients = self.backward(at.spec_with_parameters(), *operands)
+            return _cast(gradients, at.inputs)
 
-        def rule(operands: _AtBoth, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
-            _, d_inputs, d_residuals, d_cotangents = tangents
-            d_operands = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
-            return self._vjp(*operands), self._jvp_of_vjp(*operands, d_operands)
+        def rule(operands: Any, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
+            return self._vjp(*operands), self._jvp_of_vjp(*operands, _Tangents.of(*tangents))
 
-        return with_derivative(value, rule)(spec, inputs, residuals, cotangents)
+        return with_derivative(value, rule)(at, cotangents)
 
-    def _jvp(
-        self, spec: Spec, inputs: AttentionInputs, residuals: Residuals, tangent: AttentionInputs
-    ) -> AttentionResults:
+    def _jvp(self, at: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes the tangents of the results."""
         if not jax.tree.leaves(tangent):
-            return jax.tree.map(jnp.zeros_like, _results(residuals))
+            return jax.tree.map(jnp.zeros_like, _results(at.residuals))
 
-        def run(
-            platform: str,
-            spec: Spec,
-            inputs: AttentionInputs,
-            residuals: Residuals,
-            tangent: AttentionInputs,
-        ) -> AttentionResults:
-            return self._compute_jvp(platform, spec, inputs, residuals, filled(tangent, inputs))
+        def run(platform: str, *operands: Any) -> AttentionResults:
+            *point, tangent = operands
+            return self._tangent(platform, _Point(*point), filled(tangent, point[1]))
 
         nonzero = where_given(tangent)
 
-        def transpose(rest: _At, cotangents: AttentionResults) -> AttentionInputs:
-            return wanted(self._vjp(*rest, cotangents), nonzero)
+        def transpose(rest: Any, cotangents: AttentionResults) -> AttentionInputs:
+            return wanted(self._vjp(_Point(*rest), cotangents), nonzero)
 
-        def derivative(
-            rest: _At, tangent: AttentionInputs, d_rest: Any, d_tangent: AttentionInputs
-        ) -> AttentionResults:
-            _, d_inputs, d_residuals = d_rest
-            return self._jvp_of_jvp(
-                *rest, tangent, _Tangents(d_inputs, _results(d_residuals), d_tangent)
-            )
+        def derivative(rest: Any, tangent: Any, d_rest: Any, d_tangent: Any) -> AttentionResults:
+            tangents = _Tangents.of(_Point(*d_rest), d_tangent)
+            return self._jvp_of_jvp(_Point(*rest), tangent, tangents)
 
-        like = _results(residuals)
+        inputs, residuals, results = at.letters
+        operands, letters = (*at, tangent), [*inputs, *residuals, *inputs]
+        cut = partition.partitioned_derivative(run, operands, letters, results)
         rules = lowering.LinearRules(transpose, derivative)
-        operands, dims = (spec, inputs, residuals, tangent), _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.inputs]
-        cut = partition.partitioned_derivative(run, operands, order, dims.results)
-        return lowering.linear(cut, like, rules, *operands)
+        return lowering.linear(cut, _results(at.residuals), rules, *operands)
 
-    def _compute_jvp(
-        self,
-        platform: str,
-        spec: Spec,
-        inputs: AttentionInputs,
-        residuals: Residuals,
-        tangent: AttentionInputs,
-    ) -> AttentionResults:
+    def _tangent(self, platform: str, at: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes `_jvp` in operations that JAX can differentiate."""
-        rows = TangentInputs(inputs.query, tangent.query, residuals.out)
-        keys = (inputs.key, tangent.key, inputs.value, tangent.value)
-        with_params = with_parameters(spec, inputs.params)
-        return AttentionResults(
-            *self.derivatives.tangent(platform, with_params, tangent.params, rows, *keys)
-        )
+        rows = TangentInputs(at.inputs.query, tangent.query, at.residuals.out)
+        keys = (at.inputs.key, tangent.key, at.inputs.value, tangent.value)
+        spec = at.spec_with_parameters()
+        results = self.derivatives.tangent(platform, spec, tangent.params, rows, *keys)
+        return AttentionResults(*results)
+
+    def _gradients(
+        self, platform: str, at: _Point, cotangents: AttentionResults
+    ) -> AttentionInputs:
+        """Computes `_vjp` in operations that JAX can differentiate."""
+        operands = at.per_query(cotangents), at.inputs.key, at.inputs.value
+        gradients = self.derivatives.backward(platform, at.spec_with_parameters(), *operands)
+        return _cast(gradients, at.inputs)
 
     def _jvp_of_vjp(
-        self,
-        spec: Spec,
-        inputs: AttentionInputs,
-        residuals: Residuals,
-        cotangents: AttentionResults,
-        tangents: "_Tangents",
+        self, at: _Point, cotangents: AttentionResults, tangents: "_Tangents"
     ) -> AttentionInputs:
         """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
-        if not jax.tree.leaves(tangents):
-            return jax.tree.map(jnp.zeros_like, inputs)
 
-        def gradients(
-            platform: str,
-            spec: Spec,
-            inputs: AttentionInputs,
-            residuals: Residuals,
-            cotangents: AttentionResults,
-        ) -> AttentionInputs:
-            per_query = _per_query(inputs.query, residuals, cotangents)
-            with_params = with_parameters(spec, inputs.params)
-            keys = (inputs.key, inputs.value)
-            d_inputs = self.derivatives.backward(platform, with_params, per_query, *keys)
-            return _cast(d_inputs, inputs)
+        def transpose(at: _Point, cotangents: Any, cotangent: Any) -> tuple[Any, Any]:
+            d_results = self._jvp(at, cotangent)
+            tangents = _Tangents(cotangent, d_results, _NOTHING)
+            return self._jvp_of_vjp(at, cotangents, tangents), d_results
 
-        def run(
-            platform: str,
-            spec: Spec,
-            inputs: AttentionInputs,
-            residuals: Residuals,
-            cotangents: AttentionResults,
-            tangents: _Tangents,
-        ) -> AttentionInputs:
-            run = functools.partial(gradients, platform, spec)
-            if not jax.tree.leaves((tangents.inputs, tangents.results)):
-                return run(inputs, residuals, filled(tangents.operand, cotangents))
-            return tangents.derivative_of(run, inputs, residuals, cotangents)
-
-        nonzero = where_given(tangents)
-
-        def transpose(rest: _AtBoth, cotangent: AttentionInputs) -> _Tangents:
-            d_results = self._jvp(*rest[:3], cotangent)
-            d_inputs = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
-            return _Tangents(
-                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_results, nonzero.operand)
-            )
-
-        rules = lowering.LinearRules(transpose, _refuse_third_order)
-        operands = (spec, inputs, residuals, cotangents, tangents)
-        dims = _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.results]
-        order += [*dims.inputs, *dims.results, *dims.results]
-        cut = partition.partitioned_derivative(run, operands, order, dims.inputs)
-        return lowering.linear(cut, inputs, rules, *operands)
+        inputs, _, results = at.letters
+        letters = results, inputs
+        return _second_order(
+            self._gradients, transpose, at, cotangents, tangents, at.inputs, letters
+        )
 
     def _jvp_of_jvp(
-        self,
-        spec: Spec,
-        inputs: AttentionInputs,
-        residuals: Residuals,
-        tangent: AttentionInputs,
-        tangents: "_Tangents",
+        self, at: _Point, tangent: AttentionInputs, tangents: "_Tangents"
     ) -> AttentionResults:
         """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
-        if not jax.tree.leaves(tangents):
-            return jax.tree.map(jnp.zeros_like, _results(residuals))
 
-        def run(
-            platform: str,
-            spec: Spec,
-            inputs: AttentionInputs,
-            residuals: Residuals,
-            tangent: AttentionInputs,
-            tangents: _Tangents,
-        ) -> AttentionResults:
-            run = functools.partial(self._compute_jvp, platform, spec)
-            return tangents.derivative_of(run, inputs, residuals, filled(tangent, inputs))
+        def transpose(at: _Point, tangent: Any, cotangents: Any) -> tuple[Any, Any]:
+            first_order = _Tangents(tangent, self._jvp(at, tangent), _NOTHING)
+            d_inputs = self._jvp_of_vjp(at, cotangents, first_order)
+            return d_inputs, self._vjp(at, cotangents)
 
-        nonzero = where_given(tangents)
-
-        def transpose(rest: Any, cotangents: AttentionResults) -> _Tangents:
-            spec, inputs, residuals, tangent = rest
-            d_results = self._jvp(spec, inputs, residuals, tangent)
-            first_order = _Tangents(tangent, d_results, _NOTHING)
-            d_inputs = self._jvp_of_vjp(spec, inputs, residuals, cotangents, first_order)
-            d_tangent = self._vjp(spec, inputs, residuals, cotangents)
-            return _Tangents(
-                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_tangent, nonzero.operand)
-            )
-
-        like = _results(residuals)
-        rules = lowering.LinearRules(transpose, _refuse_third_order)
-        operands = (spec, inputs, residuals, tangent, tangents)
-        dims = _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.inputs]
-        order += [*dims.inputs, *dims.results, *dims.inputs]
-        cut = partition.partitioned_derivative(run, operands, order, dims.results)
-        return lowering.linear(cut, like, rules, *operands)
-
-
-class _Dims(NamedTuple):
-    """The letters of the leaves of inputs, residuals and results, and of their tangents."""
-
-    inputs: list[partition.Dims]
-    residuals: list[partition.Dims]
-    results: list[partition.Dims]
-
-    @classmethod
-    def of(cls, spec: Spec, inputs: AttentionInputs, residuals: Residuals) -> "_Dims":
-        row, rows, keys = partition.BY_QUERY[:3], partition.BY_QUERY, partition.by_key(inputs.key)
-        kept = [partition.BY_HEAD] * len(residuals.kept)
-        return cls(
-            [*partition.of_parameters(spec), rows, keys, keys],
-            [rows, rows, row, row, (), *kept],
-            [rows, row],
-        )
+        inputs, _, results = at.letters
+        like, letters = _results(at.residuals), (inputs, results)
+        return _second_order(self._tangent, transpose, at, tangent, tangents, like, letters)
 
 
 _NOTHING = AttentionResults(None, None)
@@ -416,23 +317,61 @@ class _Tangents(NamedTuple):
     results: AttentionResults
     operand: Tree
 
-    def derivative_of(
-        self,
-        function: Callable[..., Any],
-        inputs: AttentionInputs,
-        residuals: Residuals,
-        operand: Any,
-    ) -> Any:
-        """Returns the derivative of `function(inputs, residuals, operand)` along these tangents."""
+    @classmethod
+    def of(cls, d_point: _Point, d_operand: Tree) -> "_Tangents":
+        return cls(d_point.inputs, _results(d_point.residuals), d_operand)
+
+
+def _second_order(
+    function: Callable[..., Any],
+    transpose: Callable[..., tuple[Any, Any]],
+    at: _Point,
+    operand: Tree,
+    tangents: _Tangents,
+    like: Tree,
+    letters: tuple[list[partition.Dims], list[partition.Dims]],
+) -> Any:
+    """Returns the derivative of `function(platform, at, operand)` along tangents, as one operation.
+
+    Args:
+        function: is linear in `operand`, in which None stands for 0.
+        transpose: `transpose(at, operand, cotangent)` returns the cotangents of inputs and operand.
+        like: has the types of the results.
+        letters: the letters of the leaves of the operand and of the results.
+    """
+    if not jax.tree.leaves(tangents):
+        return jax.tree.map(jnp.zeros_like, like)
+
+    def run(platform: str, *operands: Any) -> Any:
+        *point, operand, tangents = operands
+        spec, inputs, residuals = point
+        like_operand = inputs if isinstance(operand, AttentionInputs) else _results(residuals)
+        if not jax.tree.leaves((tangents.inputs, tangents.results)):
+            return function(platform, _Point(*point), filled(tangents.operand, like_operand))
 
         def at_results(inputs: AttentionInputs, results: AttentionResults, operand: Any) -> Any:
             normalizer = residuals.normalizer._replace(log_total=results.lse)
-            return function(
-                inputs, residuals._replace(out=results.out, normalizer=normalizer), operand
-            )
+            moved = residuals._replace(out=results.out, normalizer=normalizer)
+            return function(platform, _Point(spec, inputs, moved), operand)
 
-        primals = (inputs, _results(residuals), operand)
-        return jax.jvp(at_results, primals, filled(self, primals))[1]
+        primals = (inputs, _results(residuals), filled(operand, like_operand))
+        return jax.jvp(at_results, primals, filled(tangents, primals))[1]
+
+    nonzero = where_given(tangents)
+
+    def transposed(rest: Any, cotangent: Any) -> _Tangents:
+        *point, operand = rest
+        d_inputs, d_operand = transpose(_Point(*point), operand, cotangent)
+        d_operand = wanted(d_operand, nonzero.operand)
+        return _Tangents(wanted(d_inputs, nonzero.inputs), _NOTHING, d_operand)
+
+    inputs, residuals, results = at.letters
+    of_operand, of_results = letters
+    operands = (*at, operand, tangents)
+    order = [*inputs, *residuals, *of_operand, *inputs, *results, *of_operand]
+    cut = partition.partitioned_derivative(run, operands, order, of_results)
+    rules = lowering.LinearRules(transposed, _refuse_third_order)
+    return lowering.linear(cut, like, rules, *operands)
 
 
 def _is_none(x: Any) -> bool:
