@@ -304,9 +304,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "parameters-forgotten": mutant(
         DERIVATIVES,
-        "            return _cast(gradients, at.inputs)\n\n        def rule",
+        "            return _cast(gradients, point.inputs)\n\n        def rule",
         "            zeros = [0 * x for x in gradients[0]]\n"
-        "            return _cast((zeros, *gradients[1:]), at.inputs)\n\n        def rule",
+        "            return _cast((zeros, *gradients[1:]), point.inputs)\n\n        def rule",
         "contract",
         "scores",
     ),

@@ -50,15 +50,15 @@ class AttentionInputs(NamedTuple):
 class Residuals(NamedTuple):
     """The results of the forward function, see `AttentionVJP`, or their tangents.
 
-    `kept` is the list of further results of `forward_with_weights`. `rounded` is `out` in the
-    query's dtype: a kernel may have stored it separately from its rounding errors.
+    `weights` is a list of the weights from `forward_with_weights`, or empty. `rounded` is `out` in
+    the query's dtype: a kernel may have stored it separately from its rounding errors.
     """
 
     out: Tree
     rounded: Array
     normalizer: Normalizer
     all_finite: Any
-    kept: Tree
+    weights: Tree
 
     def finite(self) -> "Residuals":
         """Returns the residuals in the form that derivatives read and programs keep: without −inf
@@ -151,10 +151,10 @@ class _Point(NamedTuple):
         """The letters of the leaves of inputs, residuals and results, and of their tangents."""
         row, rows = partition.BY_QUERY[:3], partition.BY_QUERY
         keys = partition.by_key(self.inputs.key)
-        kept = [partition.BY_HEAD] * len(self.residuals.kept)
+        weights = [partition.BY_HEAD] * len(self.residuals.weights)
         return (
             [*partition.of_parameters(self.spec), rows, keys, keys],
-            [rows, rows, row, row, (), *kept],
+            [rows, rows, row, row, (), *weights],
             [rows, row],
         )
 
@@ -173,8 +173,8 @@ class DifferentiableAttention(NamedTuple):
 
     value(spec, *qkv) -> (out, lse)
     forward(spec, *qkv) -> Residuals
-    backward(spec, per_query, key, value, all_finite, *kept) -> gradients in the dtype of sums, see
-        `AttentionVJP`.
+    backward(spec, per_query, key, value, all_finite, *weights) -> gradients in the dtype of sums,
+        see `AttentionVJP`.
     """
 
     value: Callable[..., Any]
@@ -209,31 +209,38 @@ class DifferentiableAttention(NamedTuple):
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
             residuals = self._residuals(*operands)
             d_out, d_lse = self._jvp(_Point(*operands, residuals.finite()), tangents[1])
-            d_rounded, nothing = d_out.astype(residuals.rounded.dtype), [None] * len(residuals.kept)
+            d_rounded = d_out.astype(residuals.rounded.dtype)
+            nothing = [None] * len(residuals.weights)
             # The tangent of the log stands for the tangent of the sum of the two numbers.
             d_normalizer = Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
             return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _vjp(self, at: _Point, cotangents: AttentionResults) -> AttentionInputs:
+    def _vjp(self, point: _Point, cotangents: AttentionResults) -> AttentionInputs:
         """Computes the gradients, in the dtypes of the inputs."""
 
-        def value(at: _Point, cotangents: AttentionResults) -> AttentionInputs:
-            _, (_, _, key, value), residuals = at
-            operands = at.per_query(cotangents), key, value, residuals.all_finite, *residuals.kept
-            gradients = self.backward(at.spec_with_parameters(), *operands)
-            return _cast(gradients, at.inputs)
+        def value(point: _Point, cotangents: AttentionResults) -> AttentionInputs:
+            _, (_, _, key, value), residuals = point
+            operands = (
+                point.per_query(cotangents),
+                key,
+                value,
+                residuals.all_finite,
+                *residuals.weights,
+            )
+            gradients = self.backward(point.spec_with_parameters(), *operands)
+            return _cast(gradients, point.inputs)
 
         def rule(operands: Any, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
             return self._vjp(*operands), self._jvp_of_vjp(*operands, _Tangents.of(*tangents))
 
-        return with_derivative(value, rule)(at, cotangents)
+        return with_derivative(value, rule)(point, cotangents)
 
-    def _jvp(self, at: _Point, tangent: AttentionInputs) -> AttentionResults:
+    def _jvp(self, point: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes the tangents of the results."""
         if not jax.tree.leaves(tangent):
-            return jax.tree.map(jnp.zeros_like, _results(at.residuals))
+            return jax.tree.map(jnp.zeros_like, _results(point.residuals))
 
         def run(platform: str, *operands: Any) -> AttentionResults:
             *point, tangent = operands
@@ -248,57 +255,57 @@ class DifferentiableAttention(NamedTuple):
             tangents = _Tangents.of(_Point(*d_rest), d_tangent)
             return self._jvp_of_jvp(_Point(*rest), tangent, tangents)
 
-        inputs, residuals, results = at.letters
-        operands, letters = (*at, tangent), [*inputs, *residuals, *inputs]
+        inputs, residuals, results = point.letters
+        operands, letters = (*point, tangent), [*inputs, *residuals, *inputs]
         cut = partition.partitioned_derivative(run, operands, letters, results)
         rules = lowering.LinearRules(transpose, derivative)
-        return lowering.linear(cut, _results(at.residuals), rules, *operands)
+        return lowering.linear(cut, _results(point.residuals), rules, *operands)
 
-    def _tangent(self, platform: str, at: _Point, tangent: AttentionInputs) -> AttentionResults:
+    def _tangent(self, platform: str, point: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes `_jvp` in operations that JAX can differentiate."""
-        rows = TangentInputs(at.inputs.query, tangent.query, at.residuals.out)
-        keys = (at.inputs.key, tangent.key, at.inputs.value, tangent.value)
-        spec = at.spec_with_parameters()
+        rows = TangentInputs(point.inputs.query, tangent.query, point.residuals.out)
+        keys = (point.inputs.key, tangent.key, point.inputs.value, tangent.value)
+        spec = point.spec_with_parameters()
         results = self.derivatives.tangent(platform, spec, tangent.params, rows, *keys)
         return AttentionResults(*results)
 
     def _gradients(
-        self, platform: str, at: _Point, cotangents: AttentionResults
+        self, platform: str, point: _Point, cotangents: AttentionResults
     ) -> AttentionInputs:
         """Computes `_vjp` in operations that JAX can differentiate."""
-        operands = at.per_query(cotangents), at.inputs.key, at.inputs.value
-        gradients = self.derivatives.backward(platform, at.spec_with_parameters(), *operands)
-        return _cast(gradients, at.inputs)
+        operands = point.per_query(cotangents), point.inputs.key, point.inputs.value
+        gradients = self.derivatives.backward(platform, point.spec_with_parameters(), *operands)
+        return _cast(gradients, point.inputs)
 
     def _jvp_of_vjp(
-        self, at: _Point, cotangents: AttentionResults, tangents: "_Tangents"
+        self, point: _Point, cotangents: AttentionResults, tangents: "_Tangents"
     ) -> AttentionInputs:
         """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
 
-        def transpose(at: _Point, cotangents: Any, cotangent: Any) -> tuple[Any, Any]:
-            d_results = self._jvp(at, cotangent)
+        def transpose(point: _Point, cotangents: Any, cotangent: Any) -> tuple[Any, Any]:
+            d_results = self._jvp(point, cotangent)
             tangents = _Tangents(cotangent, d_results, _NOTHING)
-            return self._jvp_of_vjp(at, cotangents, tangents), d_results
+            return self._jvp_of_vjp(point, cotangents, tangents), d_results
 
-        inputs, _, results = at.letters
+        inputs, _, results = point.letters
         letters = results, inputs
         return _second_order(
-            self._gradients, transpose, at, cotangents, tangents, at.inputs, letters
+            self._gradients, transpose, point, cotangents, tangents, point.inputs, letters
         )
 
     def _jvp_of_jvp(
-        self, at: _Point, tangent: AttentionInputs, tangents: "_Tangents"
+        self, point: _Point, tangent: AttentionInputs, tangents: "_Tangents"
     ) -> AttentionResults:
         """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
 
-        def transpose(at: _Point, tangent: Any, cotangents: Any) -> tuple[Any, Any]:
-            first_order = _Tangents(tangent, self._jvp(at, tangent), _NOTHING)
-            d_inputs = self._jvp_of_vjp(at, cotangents, first_order)
-            return d_inputs, self._vjp(at, cotangents)
+        def transpose(point: _Point, tangent: Any, cotangents: Any) -> tuple[Any, Any]:
+            first_order = _Tangents(tangent, self._jvp(point, tangent), _NOTHING)
+            d_inputs = self._jvp_of_vjp(point, cotangents, first_order)
+            return d_inputs, self._vjp(point, cotangents)
 
-        inputs, _, results = at.letters
-        like, letters = _results(at.residuals), (inputs, results)
-        return _second_order(self._tangent, transpose, at, tangent, tangents, like, letters)
+        inputs, _, results = point.letters
+        like, letters = _results(point.residuals), (inputs, results)
+        return _second_order(self._tangent, transpose, point, tangent, tangents, like, letters)
 
 
 _NOTHING = AttentionResults(None, None)
@@ -325,17 +332,19 @@ class _Tangents(NamedTuple):
 def _second_order(
     function: Callable[..., Any],
     transpose: Callable[..., tuple[Any, Any]],
-    at: _Point,
+    point: _Point,
     operand: Tree,
     tangents: _Tangents,
     like: Tree,
     letters: tuple[list[partition.Dims], list[partition.Dims]],
 ) -> Any:
-    """Returns the derivative of `function(platform, at, operand)` along tangents, as one operation.
+    """Returns the derivative of `function(platform, point, operand)`, as one operation.
 
     Args:
         function: is linear in `operand`, in which None stands for 0.
-        transpose: `transpose(at, operand, cotangent)` returns the cotangents of inputs and operand.
+        transpose: `transpose(point, operand, cotangent)` returns the cotangents of the inputs and
+            of the operand.
+        tangents: the direction.
         like: has the types of the results.
         letters: the letters of the leaves of the operand and of the results.
     """
@@ -365,9 +374,9 @@ def _second_order(
         d_operand = wanted(d_operand, nonzero.operand)
         return _Tangents(wanted(d_inputs, nonzero.inputs), _NOTHING, d_operand)
 
-    inputs, residuals, results = at.letters
+    inputs, residuals, results = point.letters
     of_operand, of_results = letters
-    operands = (*at, operand, tangents)
+    operands = (*point, operand, tangents)
     order = [*inputs, *residuals, *of_operand, *inputs, *results, *of_operand]
     cut = partition.partitioned_derivative(run, operands, order, of_results)
     rules = lowering.LinearRules(transposed, _refuse_third_order)

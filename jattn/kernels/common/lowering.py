@@ -6,9 +6,8 @@ operation, `platform_dependent`. Its function is traced when the program is lowe
 the platforms that it is lowered for.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jattn._explicit import left_again
 from jattn._types import Tree
 from jattn.kernels.common import cached_programs, partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
+from jattn.kernels.common.partition import setting
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -41,7 +41,7 @@ class _Settings(NamedTuple):
     numpy_rank_promotion: str
 
     @classmethod
-    def now(cls) -> "_Settings":
+    def current(cls) -> "_Settings":
         return cls(*(getattr(jax.config, f"jax_{name}") for name in cls._fields))
 
     def restored(self) -> ExitStack:
@@ -54,20 +54,11 @@ class _Settings(NamedTuple):
 
 def default_settings() -> ExitStack:
     """Returns a context for JAX's own code, which does not trace under all settings."""
-    precision = _Settings.now().default_matmul_precision
+    precision = _Settings.current().default_matmul_precision
     return _Settings(False, precision, "standard", "allow").restored()
 
 
 _exported = ContextVar("exported", default=False)
-
-
-@contextlib.contextmanager
-def _lowering(exported: bool) -> Iterator[None]:
-    token = _exported.set(exported)
-    try:
-        yield
-    finally:
-        _exported.reset(token)
 
 
 def exported() -> bool:
@@ -123,17 +114,34 @@ def platform_dependent(function: Callable[..., Any], like: Tree, *operands: Tree
 
     Derivatives raise NotImplementedError: the caller has to define them.
     """
-    return _bind(function, like, operands, None)
+    return linear(function, like, None, *operands)
 
 
-def linear(function: Callable[..., Any], like: Tree, rules: LinearRules, *operands: Tree) -> Tree:
-    """`platform_dependent` for a function that is linear in its last operand.
+def linear(
+    function: Callable[..., Any], like: Tree, rules: LinearRules | None, *operands: Tree
+) -> Tree:
+    """Computes `platform_dependent` of a function that is linear in its last operand.
 
     The `rules` give it derivatives in every mode.
     """
-    rest, last = operands[:-1], operands[-1]
+    flat, structure = jax.tree.flatten(operands)
+    shapes, results = jax.tree.flatten(like)
+    leaves = _stage(
+        *flat,
+        function=functools.partial(_on_leaves, function, structure),
+        like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
+        settings=_Settings.current(),
+        linear=rules and _flat_rules(rules, results, operands[:-1], operands[-1]),
+    )
+    return jax.tree.unflatten(results, leaves)
+
+
+def _flat_rules(rules: LinearRules, results: Any, rest: Tree, last: Tree) -> _FlatRules:
+    """Returns rules for flat operands and results, from rules for trees like these.
+
+    `results` is the structure of the results.
+    """
     rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
-    results = jax.tree.structure(like)
 
     def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
         of_results = jax.tree.unflatten(results, cotangents)
@@ -145,23 +153,7 @@ def linear(function: Callable[..., Any], like: Tree, rules: LinearRules, *operan
         trees = zip(structures, (rest, last, d_rest, d_last), strict=True)
         return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in trees)))
 
-    flat = _FlatRules(last_structure.num_leaves, transpose, derivative)
-    return _bind(function, like, operands, flat)
-
-
-def _bind(
-    function: Callable[..., Any], like: Tree, operands: tuple[Any, ...], linear: _FlatRules | None
-) -> Tree:
-    flat, structure = jax.tree.flatten(operands)
-    shapes, results = jax.tree.flatten(like)
-    leaves = _stage(
-        *flat,
-        function=functools.partial(_on_leaves, function, structure),
-        like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        settings=_Settings.now(),
-        linear=linear,
-    )
-    return jax.tree.unflatten(results, leaves)
+    return _FlatRules(last_structure.num_leaves, transpose, derivative)
 
 
 def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Tree:
@@ -184,7 +176,7 @@ def _lower(
     def run(*flat: Array) -> Tree:
         # Each device of a `shard_map` runs this, so that the axes over which arrays vary no longer
         # matter; with the check Pallas would require each kernel to declare them.
-        with settings.restored(), _lowering(exported), check_varying(False):
+        with settings.restored(), setting(_exported, exported), check_varying(False):
             results = function(platform, *flat)
         assert [(x.ndim, x.dtype) for x in results] == [(x.ndim, x.dtype) for x in like]
         return results
