@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jattn._pytree import axis_names
+from jattn._pytree import axis_names, split_letters
 from jattn._types import Tree
 from jattn.kernels.common.place import Place, at_place
 from jattn.spec import Spec, parameter_letters, parameters
@@ -179,7 +179,7 @@ def _dims(letters: str, leaf: Array, cuttable: str = "BTN") -> Dims:
 
     The sharding of keys does not extend to arrays along S, which may also be arrays along T.
     """
-    named = [x.lstrip("*") for x in letters.replace("#", "").split()]
+    named = [x.lstrip("*") for x in split_letters(letters)]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import masks
+from jattn._pytree import split_letters
 from jattn.kernels.common import block_mask, slicing
 from jattn.kernels.tpu import programs
 from jattn.kernels.tpu.operands import TileIndex
@@ -24,7 +25,7 @@ def of(call: programs.TiledCall, which: int, rows: list[Array], k: Array, v: Arr
     """Returns the gradient of a parameter `[B or 1, N or 1, T, S]` in float32; None if the
     parameter has other axes."""
     leaf = parameters(call.spec)[which]
-    names = parameter_letters(call.spec)[which].replace("#", "").split()
+    names = split_letters(parameter_letters(call.spec)[which])
     shapes, (t, s) = call.shapes, call.tiling
     if names != ["*B", "N", "T", "S"] or leaf.shape[2:] != (shapes.T, shapes.S):
         return None

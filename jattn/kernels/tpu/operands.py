@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn._pytree import axis_names
+from jattn._pytree import axis_names, split_letters
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.tpu import tile_functions
@@ -70,7 +70,7 @@ class _SpecArray(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Array, letters: str, tiling: Tiling) -> "_SpecArray":
-        names = letters.replace("#", "").split() or [""] * leaf.ndim
+        names = split_letters(letters) or [""] * leaf.ndim
         axes = list(zip(names, leaf.shape, strict=True))
         sizes, tile_sizes = dict(axes), dict(zip("TS", tiling, strict=True))
         # The axis of heads is the first, except in a table of buckets, which is indexed as a whole.
