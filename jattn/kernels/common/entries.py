@@ -19,7 +19,7 @@ from jattn.functions.read import Entries, ProgramReader, operation
 
 
 class TileFunction(NamedTuple):
-    """The entries of a function's results, the tables that they index, and the types of the results.
+    """The entries of a function's results, the tables that they index, and the results' types.
 
     Inputs of the entries are pairs: the number of an argument, and the axes of the tile, of "ts",
     along which its entry is taken. Argument −1 is the place along the axis.
