@@ -63,7 +63,7 @@ class Program:
             reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values
         ]
         (result,) = reader.run(self._jaxpr, given)
-        node = reader.shared(result.at(()))
+        node = reader.shared(result.entry(()))
         try:
             return operations.evaluated([node], scalars, reader.tables)[0]
         except NotImplementedError as error:

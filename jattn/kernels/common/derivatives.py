@@ -189,10 +189,11 @@ class DifferentiableAttention(NamedTuple):
             return AttentionResults(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
         def rule(operands: Tree, tangents: Tree) -> tuple[AttentionResults, AttentionResults]:
-            residuals = self._residuals(*operands)
+            spec, inputs = operands
+            residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
             results = AttentionResults(out, residuals.normalizer.lse)
-            return results, self._jvp(_Point(*operands, residuals.finite()), tangents[1])
+            return results, self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
@@ -207,8 +208,9 @@ class DifferentiableAttention(NamedTuple):
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
-            residuals = self._residuals(*operands)
-            d_out, d_lse = self._jvp(_Point(*operands, residuals.finite()), tangents[1])
+            spec, inputs = operands
+            residuals = self._residuals(spec, inputs)
+            d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
             d_rounded = d_out.astype(residuals.rounded.dtype)
             nothing = [None] * len(residuals.weights)
             # The tangent of the log stands for the tangent of the sum of the two numbers.
@@ -233,7 +235,9 @@ class DifferentiableAttention(NamedTuple):
             return _cast(gradients, point.inputs)
 
         def rule(operands: Any, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
-            return self._vjp(*operands), self._jvp_of_vjp(*operands, _Tangents.of(*tangents))
+            point, cotangents = operands
+            d_gradients = self._jvp_of_vjp(point, cotangents, _Tangents.of(*tangents))
+            return self._vjp(point, cotangents), d_gradients
 
         return with_derivative(value, rule)(point, cotangents)
 

@@ -58,11 +58,11 @@ class _TileProgramReader(ProgramReader):
     def result(self, x: Entries) -> Node:
         """Returns the entry of a result. An array of one axis may run along either axis."""
         if len(x.shape) != 1:
-            return self.shared(x.at(self._at(x.shape, self.places)))
+            return self.shared(x.entry(self._at(x.shape, self.places)))
         try:
-            return self.shared(x.at(self._at(x.shape, self.places)))
+            return self.shared(x.entry(self._at(x.shape, self.places)))
         except NotImplementedError:
-            return self.shared(x.at(self._at(x.shape, self.places[1:])))
+            return self.shared(x.entry(self._at(x.shape, self.places[1:])))
 
     @staticmethod
     def _at(shape: tuple[int, ...], places: list[Node]) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class _TileProgramReader(ProgramReader):
             rest = iter(places)
             outer = (0 if axis in axes else next(rest) for axis in range(2))
             inner = (self.places[axis] if axis in wide else x for axis, x in enumerate(outer))
-            return self.node(f"reduce_{op}", (x.at(tuple(inner)),), result.dtype, param)
+            return self.node(f"reduce_{op}", (x.entry(tuple(inner)),), result.dtype, param)
 
         return [Entries(result.shape, x.dtype, entry)]
 

@@ -245,7 +245,7 @@ def _refusal(
     """Returns why a function cannot be sharded along queries; None if it can."""
 
     def trial(begin: dict[str, Any], *flat: Any) -> None:
-        axes = dict.fromkeys(begin, ("any",))
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(begin, ("any",))
         with setting(_share, _Share(axes, lambda x, _: begin[x], is_trial=True)):
             function(platform, *flat)
 

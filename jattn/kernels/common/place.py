@@ -162,8 +162,9 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
         case scores.Score():
             return scores.Score(*_with_offsets(score, place)) if _depends(score, place) else score
     known = scores.Alibi | scores.RelativeBias | scores.Bias | scores.SoftCap | scores.Temperature
-    is_known = score is None or isinstance(score, known)
-    return score if is_known else _MovedScore(score, place.origin)
+    if score is None or isinstance(score, known):
+        return score
+    return _MovedScore(score, place.origin)
 
 
 @pytree_dataclass

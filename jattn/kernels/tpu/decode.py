@@ -227,7 +227,8 @@ class _Buffers(NamedTuple):
             for size, axis in zip((shapes.H, shapes.V), layout.axes, strict=True)
         )
         sums = (pltpu.VMEM((2, K, R, size), jnp.float32) for size in (1, 1, shapes.V))
-        return cls(*blocks, pltpu.SemaphoreType.DMA((2, 2)), *sums)
+        buffers: Any = (*blocks, pltpu.SemaphoreType.DMA((2, 2)), *sums)
+        return cls(*buffers)
 
     @property
     def sums(self) -> tuple[Any, Any, Any]:
@@ -337,8 +338,9 @@ class _Kernel(NamedTuple):
 
     def _finish(self, buffers: _Buffers, slot: Array, results: Ref) -> None:
         def finish_head(kv: Array, _: Array) -> int:
-            sums = (x[slot, kv] for x in buffers.sums)
-            out, *columns = programs.all_keys(*sums, programs.headroom(self.layout.S))
+            maximum, total, weighted = (x[slot, kv] for x in buffers.sums)
+            headroom = programs.headroom(self.layout.S)
+            out, *columns = programs.all_keys(maximum, total, weighted, headroom)
             results[0][kv] = out
             for result, column in zip(results[1:], columns, strict=True):
                 result[kv] = operands.row(column)

@@ -227,7 +227,7 @@ def _block(
 
     def index(*at: Ref) -> tuple[Any, ...]:
         b, h, i, j = tile_at(*at)
-        inner = [0, 0]
+        inner: list[Any] = [0, 0]
         inner[axis] = j if by_key else i
         return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
 

@@ -121,8 +121,8 @@ def _forward(
         part = dot(dropped * headroom, finite(spec, v), (1, 0), spec)
         return maximum, total, weighted * factor + part
 
-    def finish(*state: Array) -> list[Array]:
-        out, *columns = programs.all_keys(*state, headroom)
+    def finish(maximum: Array, total: Array, weighted: Array) -> list[Array]:
+        out, *columns = programs.all_keys(maximum, total, weighted, headroom)
         return [out, *map(operands.row, columns if statistics else ())]
 
     B, N, T = shapes.B, shapes.N, shapes.T
