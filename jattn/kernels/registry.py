@@ -17,7 +17,8 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
-from jattn.kernels.common.vjp import AttentionVJP, CompilationFailed, Functions
+from jattn.kernels.common.errors import CompilationFailed
+from jattn.kernels.common.vjp import AttentionVJP, Functions
 from jattn.kernels.protocol import CacheResults, Kernel, Reader, StatisticsRequest, WeightSums
 from jattn.kernels.xla import decode
 from jattn.spec import Shapes, Spec

@@ -27,15 +27,9 @@ from jattn.kernels.common.derivatives import (
     PerQuery,
     Residuals,
 )
+from jattn.kernels.common.errors import CompilationFailed
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
-
-
-class CompilationFailed(OSError):
-    """The code that a kernel's functions need for a call cannot be compiled on this machine.
-
-    The functions raise this error while they are traced.
-    """
 
 
 FunctionName = Literal["forward", "forward_alone", "forward_with_weights", "backward"]
