@@ -111,11 +111,6 @@ def _of_booleans(operation: Callable[..., Any], rule: _Rule) -> _Rule:
     return of_dtype
 
 
-# ---------------------------------------------------------------------------------------------
-# Arithmetic
-# ---------------------------------------------------------------------------------------------
-
-
 def _as_wide(x: Any) -> Any:
     """Converts x to a wide float, which does not overflow."""
     wide = np.float64 if is_static(x) else jnp.zeros(0).dtype  # the widest float that is enabled
@@ -262,11 +257,6 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     return either(x.lo >= 0, RULES["remainder"](node, x, y), anything(node.dtype))
 
 
-# ---------------------------------------------------------------------------------------------
-# Bits
-# ---------------------------------------------------------------------------------------------
-
-
 def _bits_of_points(x: Interval, y: Interval, operation: Any, other: Interval) -> Any:
     """Returns the exact result for two single numbers, else the interval `other`."""
     are_points = (x.lo == x.hi) & (y.lo == y.hi)
@@ -327,11 +317,6 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     factor = np.asarray(1, node.dtype) << where(usual, y.lo, 0).astype(node.dtype)
     product = RULES["mul"](node, x, Interval(factor, factor))
     return either(usual, product, anything(node.dtype))
-
-
-# ---------------------------------------------------------------------------------------------
-# Comparisons, selections and conversions
-# ---------------------------------------------------------------------------------------------
 
 
 def _truth(x: Any) -> Any:
@@ -400,11 +385,6 @@ def _(node: Node, x: Interval) -> Interval:
     ends = (where(fits, end, 0) for end in x[:2])
     safe = (xp.trunc(end) if source == "f" else end for end in ends)
     return either(fits, Interval(*(end.astype(node.dtype) for end in safe)), anything(node.dtype))
-
-
-# ---------------------------------------------------------------------------------------------
-# Functions of floats
-# ---------------------------------------------------------------------------------------------
 
 
 def _increasing(roundings: int, absolute: float, function: Callable[..., Any]) -> _Rule:

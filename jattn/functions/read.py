@@ -544,15 +544,10 @@ def _is_alike(x: Entries, result: Any) -> bool:
 
 def _fill(value: Any, dtype: Any) -> Any:
     """Returns the value that JAX gives for an index outside an array."""
-    dtype = np.dtype(dtype)
-    if value is not None:
-        return value
-    if dtype == np.bool_:
-        return True
-    if np.issubdtype(dtype, np.integer):
-        limits = np.iinfo(dtype)
-        return limits.max if limits.min == 0 else limits.min
-    return math.nan
+    kind = np.dtype(dtype).kind
+    if value is None and kind in "iu":
+        return np.iinfo(dtype).min or np.iinfo(dtype).max
+    return value if value is not None else True if kind == "b" else math.nan
 
 
 def _of_same_order(x: Entries, shape: Shape) -> Any:

@@ -250,10 +250,8 @@ class DifferentiableAttention(NamedTuple):
             *point, tangent = operands
             return self._tangent(platform, _Point(*point), filled(tangent, point[1]))
 
-        nonzero = where_given(tangent)
-
         def transpose(rest: Any, cotangents: AttentionResults) -> AttentionInputs:
-            return wanted(self._vjp(_Point(*rest), cotangents), nonzero)
+            return self._vjp(_Point(*rest), cotangents)
 
         def derivative(rest: Any, tangent: Any, d_rest: Any, d_tangent: Any) -> AttentionResults:
             tangents = _Tangents.of(_Point(*d_rest), d_tangent)
@@ -370,13 +368,10 @@ def _second_order(
         primals = (inputs, _results(residuals), filled(operand, like_operand))
         return jax.jvp(at_results, primals, filled(tangents, primals))[1]
 
-    nonzero = where_given(tangents)
-
     def transposed(rest: Any, cotangent: Any) -> _Tangents:
         *point, operand = rest
         d_inputs, d_operand = transpose(_Point(*point), operand, cotangent)
-        d_operand = wanted(d_operand, nonzero.operand)
-        return _Tangents(wanted(d_inputs, nonzero.inputs), _NOTHING, d_operand)
+        return _Tangents(d_inputs, _NOTHING, d_operand)
 
     inputs, residuals, results = point.letters
     of_operand, of_results = letters
@@ -387,28 +382,12 @@ def _second_order(
     return lowering.linear(cut, like, rules, *operands)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
 def filled(tangents: Any, like: Any) -> Any:
     """Returns tangents with zeros for None."""
     zero_for_none = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
-    leaves = jax.tree.leaves(tangents, is_leaf=_is_none)
+    leaves = jax.tree.leaves(tangents, is_leaf=lambda x: x is None)
     leaves_like, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, map(zero_for_none, leaves, leaves_like))
-
-
-def where_given(tangents: Tree) -> Tree:
-    """Returns True for each given tangent; a rule that outlives a trace may not hold arrays."""
-    return jax.tree.map(lambda x: True, tangents)
-
-
-def wanted(values: Tree, like: Tree) -> Tree:
-    """Returns the values for which `like` has a leaf, and None for the others."""
-    wanted_leaves, structure = jax.tree.flatten(like, is_leaf=_is_none)
-    pick = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
 
 
 def _cast(gradients: Tree, inputs: AttentionInputs) -> AttentionInputs:

@@ -70,7 +70,8 @@ class LinearRules(NamedTuple):
     """The rules of an operation that is linear in its last operand, a tree.
 
     transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
-        stands for 0. `rest` are the other operands.
+        stands for 0. `rest` are the other operands. Cotangents of operands that are None are
+        ignored.
     derivative(rest, last, d_rest, d_last) -> tangents of the results, if some of the `rest` have
         tangents; None stands for 0.
     """
@@ -142,11 +143,13 @@ def _flat_rules(rules: LinearRules, results: Any, rest: Tree, last: Tree) -> _Fl
     `results` is the structure of the results.
     """
     rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
+    is_given = [x is not None for x in jax.tree.leaves(last, is_leaf=lambda x: x is None)]
 
     def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
         of_results = jax.tree.unflatten(results, cotangents)
         cotangent = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
-        return last_structure.flatten_up_to(cotangent)
+        leaves = jax.tree.leaves(cotangent, is_leaf=lambda x: x is None)
+        return [x for x, is_wanted in zip(leaves, is_given, strict=True) if is_wanted]
 
     def derivative(rest: Any, last: Any, d_rest: Any, d_last: Any) -> list[Any]:
         structures = (rest_structure, last_structure) * 2
