@@ -164,7 +164,7 @@ def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) ->
         operands = tuple(map(operand, equation.invars))
         results = tuple(x.aval for x in equation.outvars)
         params = _parameters(equation, orders)
-        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
+        numbers |= {x: len(numbers) + n for n, x in enumerate(equation.outvars)}
         equations.append((equation.primitive, operands, results, params))
     results = tuple(map(operand, jaxpr.outvars))
     known = tuple(_parameter(x, orders) for x in constants)
