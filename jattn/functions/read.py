@@ -435,12 +435,11 @@ class ProgramReader:
             tuple(0 if n == 1 else places[a] for a, n in zip(axes, x.shape, strict=True))
         )
 
-    def _squeeze(self, values: Any, params: Any, result: Any) -> Any:
-        return _of_same_order(values[0], result.shape)
-
     def _reshape(self, values: Any, params: Any, result: Any) -> Any:
         narrow = [[n for n in shape if n != 1] for shape in (values[0].shape, result.shape)]
         return _of_same_order(values[0], result.shape) if narrow[0] == narrow[1] else None
+
+    _squeeze = _reshape
 
     def _transpose(self, values: Any, params: Any, result: Any) -> Any:
         order = params["permutation"]
