@@ -64,12 +64,17 @@ def array_field(letters: str, **kwargs: Any) -> Any:
     return dataclasses.field(metadata={"letters": letters}, **kwargs)
 
 
+def split_letters(letters: str) -> list[str]:
+    """Returns the letters of each axis, such as "*B" or "T", without the marks of size 1."""
+    return letters.replace("#", "").split()
+
+
 def axis_of(letter: str, letters: str, ndim: int) -> int | None:
     """Returns the axis with this letter of an array declared along `letters`, or None.
 
     The array's batch axes may be missing.
     """
-    named = letters.replace("#", "").split()
+    named = split_letters(letters)
     return ndim - len(named) + named.index(letter) if letter in named else None
 
 
@@ -211,8 +216,9 @@ def leading(tree: Any) -> tuple[Shape, int]:
 
 def _split(letters: str, leaf: Any) -> tuple[list[str], int]:
     """Returns the letters of an array's own axes, and the number of batch axes before them."""
-    named = [x for x in letters.replace("#", "").split() if x != "*B"]
-    return named, leaf.ndim - len(named) if "*B" in letters.replace("#", "") else 0
+    names = split_letters(letters)
+    inner = [x for x in names if x != "*B"]
+    return inner, leaf.ndim - len(inner) if "*B" in names else 0
 
 
 def flatten_batch(tree: Any, batch: Shape) -> Any:
@@ -252,7 +258,7 @@ def take_tile(tree: Any, rows: Indices, columns: Indices) -> Any:
     """Gathers the arrays along T and S of a tree, selected for one head, at these places."""
 
     def gathered(letters: str, leaf: Any) -> Any:
-        named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
+        named = [x for x in split_letters(letters) if x not in ("*B", "N")]
         for letter, places in (("T", rows), ("S", columns)):
             if letter in named and leaf.shape[named.index(letter)] > 1:
                 leaf = jnp.take(leaf, places, axis=named.index(letter))

@@ -25,6 +25,7 @@ from jattn._pytree import (
     flatten_batch,
     is_static,
     pytree_dataclass,
+    split_letters,
     static_field,
 )
 from jattn._types import Shape, Size, accumulation
@@ -252,7 +253,7 @@ def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards
     one of several shards, arrays along T and S hold all keys.
     """
     named = letters.split()
-    beside_queries = "T" in letters.replace("#", "").split()
+    beside_queries = "T" in split_letters(letters)
     sizes = {
         "T": shapes.T,
         "S": shapes.S * shards if beside_queries else shapes.S,

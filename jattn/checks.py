@@ -42,13 +42,10 @@ def check_array(
 ) -> None:
     """Checks for an array of a kind of dtype, with at least `ndim` or exactly `rank` axes, or of a
     shape."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not hasattr(value, "shape"):
+    is_array = getattr(value, "dtype", None) is not None and hasattr(value, "shape")
+    if not is_array or not any(jnp.issubdtype(value.dtype, x) for x in KINDS[kind]):
         article = "an" if kind == "integer" else "a"
         raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {_type(value)}")
-    if not any(jnp.issubdtype(dtype, x) for x in KINDS[kind]):
-        article = "an" if kind == "integer" else "a"
-        raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {dtype}")
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(value.shape)}")
     if rank is not None and len(value.shape) != rank:

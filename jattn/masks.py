@@ -60,7 +60,7 @@ from jattn.functions import dependence, integers, intervals, undecided
 from jattn.functions.integers import is_below, is_integer, is_known
 from jattn.functions.interval_rules import Interval
 from jattn.functions.nodes import Expression
-from jattn.functions.programs import Program, program_of, unseen
+from jattn.functions.programs import TracedFunction, program_of, unseen
 from jattn.functions.read import read
 from jattn.functions.snapshots import frozen, is_frozen
 
@@ -1093,7 +1093,7 @@ class Predicate(Mask):
         Raises:
             TypeError: the function does not return a boolean scalar.
         """
-        if isinstance(self.fn, Program):
+        if isinstance(self.fn, TracedFunction):
             return self
         with explained("Predicate", self.fn):
             unnamed = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)

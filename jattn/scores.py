@@ -40,7 +40,7 @@ from jattn.checks import (
     explained,
     function_name,
 )
-from jattn.functions.programs import Program, program_of
+from jattn.functions.programs import TracedFunction, program_of
 
 
 __all__ = [
@@ -395,7 +395,7 @@ class Score(ScoreFunction):
         Raises:
             TypeError: the function does not return a float scalar.
         """
-        if isinstance(self.fn, Program):
+        if isinstance(self.fn, TracedFunction):
             return self
         wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):

@@ -131,10 +131,6 @@ def _learned(spec: Spec) -> tuple[Any, Any, Any]:
     return spec.score, spec.scale, spec.pair
 
 
-def _with_learned(spec: Spec, learned: tuple[Any, Any, Any]) -> Spec:
-    return dataclasses.replace(spec, **dict(zip(("score", "scale", "pair"), learned, strict=True)))
-
-
 def _is_param(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -157,7 +153,8 @@ def with_parameters(spec: Spec, values: list[Any]) -> Spec:
     leaves, treedef = jax.tree.flatten(_learned(spec))
     new = iter(values)
     replaced = [next(new) if _is_param(x) else x for x in leaves]
-    return _with_learned(spec, jax.tree.unflatten(treedef, replaced))
+    score, scale, pair = jax.tree.unflatten(treedef, replaced)
+    return dataclasses.replace(spec, score=score, scale=scale, pair=pair)
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:

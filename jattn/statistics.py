@@ -18,7 +18,7 @@ from jattn.call import Call, compiled, make, of_shapes
 from jattn.checks import check_array, check_number, check_size
 from jattn.kernels import registry
 from jattn.kernels.common import partition, reverse_mode
-from jattn.kernels.common.questions import QueryStatistics, Question
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest
 from jattn.kernels.xla import statistics as tiles
 from jattn.masks import Mask, Padding
 from jattn.options import ScoreOptions
@@ -159,7 +159,7 @@ def _statistics(
     call: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
     on = on_keys and on_keys.prepared().spec
-    question = Question(call.prepared().spec, on, threshold)
+    question = StatisticsRequest(call.prepared().spec, on, threshold)
     flat, shapes = call.flat(query, key), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.S, shapes.N):
         rows, received = _of_no_pairs(question, *flat)
@@ -168,7 +168,9 @@ def _statistics(
     return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
 
 
-def _of_no_pairs(question: Question, query: Array, key: Array) -> tuple[QueryStatistics, Array]:
+def _of_no_pairs(
+    question: StatisticsRequest, query: Array, key: Array
+) -> tuple[QueryStatistics, Array]:
     """Returns the statistics if there are no queries or no keys."""
     (B, T, N, _), S, dtype = query.shape, key.shape[1], accumulation(query.dtype)
     row = jnp.zeros((B, N, T), dtype)
@@ -177,7 +179,7 @@ def _of_no_pairs(question: Question, query: Array, key: Array) -> tuple[QuerySta
     return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (question, query, key))
 
 
-def _by_platform(question: Question, query: Array, key: Array) -> Any:
+def _by_platform(question: StatisticsRequest, query: Array, key: Array) -> Any:
     """Computes the statistics with the platform's kernel, chosen when the program is lowered."""
     like = jax.eval_shape(tiles.by_tiles, question, query, key)
     dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn._pytree import axis_names, number
+from jattn._pytree import axis_names, number, split_letters
 from jattn._types import Scores, Size, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
@@ -162,7 +162,7 @@ class _Leaves:
         self.arrays: list[Array] = []
         self.letters: list[tuple[str, ...]] = []
         for name, leaf in zip(letters, jax.tree.leaves(spec), strict=True):
-            array, axes = self._prepare(leaf, name.replace("#", "").split(), groups)
+            array, axes = self._prepare(leaf, split_letters(name), groups)
             self.arrays.append(array)
             self.letters.append(axes)
 
@@ -277,7 +277,7 @@ def gather_gradients(
 
 def sum_heads(parts: Array, leaf: Array, letters: str) -> Array:
     """Sums gradients `[B, N, ...]` of a parameter to the parameter's own shape."""
-    named = letters.replace("#", "").split()
+    named = split_letters(letters)
     if "N" not in named or leaf.shape[named.index("N")] == 1:
         parts = parts.sum(axis=1)
     elif named.index("N") > 1 or "*B" not in named:

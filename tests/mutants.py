@@ -286,8 +286,8 @@ MUTANTS: dict[str, Mutant] = {
     # Gradients.
     "gradient-twice": mutant(
         DERIVATIVES,
-        "lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs",
-        "lambda x, y: 2 * x.astype(y.dtype), Inputs(*gradients), inputs",
+        "lambda x, y: x.astype(y.dtype), AttentionInputs(*gradients), inputs",
+        "lambda x, y: 2 * x.astype(y.dtype), AttentionInputs(*gradients), inputs",
         "contract",
     ),
     "gradient-of-values-twice-in-c": mutant(
@@ -298,15 +298,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-delta": mutant(
         DERIVATIVES,
-        "delta = row_dots(cotangents.out, residuals.out) - cotangents.lse",
-        "delta = row_dots(cotangents.out, residuals.out)",
+        "delta = row_dots(cotangents.out, self.residuals.out) - cotangents.lse",
+        "delta = row_dots(cotangents.out, self.residuals.out)",
         "contract",
     ),
     "parameters-forgotten": mutant(
         DERIVATIVES,
-        "            return _cast(gradients, inputs)\n\n        def rule",
+        "            return _cast(gradients, point.inputs)\n\n        def rule",
         "            zeros = [0 * x for x in gradients[0]]\n"
-        "            return _cast((zeros, *gradients[1:]), inputs)\n\n        def rule",
+        "            return _cast((zeros, *gradients[1:]), point.inputs)\n\n        def rule",
         "contract",
         "scores",
     ),

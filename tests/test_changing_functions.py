@@ -799,3 +799,20 @@ def test_arrays_of_jax_in_a_list_are_read_as_they_are_now():
         read[0] = jnp.int32(limit)
         out = jattn.attention(q, q, v, mask=lambda b, h, i, j: read[1][j] < read[0])
         np.testing.assert_allclose(out, (limit - 1) / 2, rtol=1e-6)
+
+
+def test_results_of_operations_with_several_results_are_told_apart():
+    """Programs that differ only in the result that they return are two programs."""
+    q = jnp.ones((1, 8, 1, 4))
+    v = jnp.broadcast_to(jnp.arange(8.0)[None, :, None, None], q.shape)
+    read, both = [0, 1], jax.jit(lambda i, j: (i - j, j))
+
+    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+        difference, key = both(i, j)
+        zero = difference * read[0]
+        return (key if read[1] else zero) >= 4
+
+    out = jattn.attention(q, q, v, mask=rule)
+    np.testing.assert_allclose(out, 5.5, rtol=1e-6)  # the last four keys
+    read[1] = 0
+    np.testing.assert_array_equal(jattn.attention(q, q, v, mask=rule), 0)  # no key

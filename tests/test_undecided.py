@@ -53,11 +53,11 @@ def test_they_are_looked_at_once(read):
         "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0]),
     }
     mask = Predicate(rules[read])
-    undecided._kept.cache_clear()
+    undecided._evaluated.cache_clear()
     with tuning.using(**EXACT):
         for _ in range(3):
             tile_map(mask)
-        assert undecided._kept.cache_info().misses == 1
+        assert undecided._evaluated.cache_info().misses == 1
         box[0] = 16
         shift = 16 if read == "list" else 0
         want = tile_map(Predicate(lambda b, h, q, kv: q >= kv + shift))

@@ -1,6 +1,6 @@
-"""Users' masks, score functions and rules: how they are kept, read and asked about.
+"""Users' masks, score functions and normalizers as keys of programs and as expressions.
 
 `snapshots` and `programs` make a function a lasting key of compiled programs. `read` makes an
-expression of it (`nodes`), `intervals` says what is certain about that in a tile, and `undecided`
-looks into the tiles of which nothing is.
+expression of it (`nodes`), `intervals` bounds the expression in a tile, and `undecided` evaluates
+the tiles that bounds leave undecided.
 """

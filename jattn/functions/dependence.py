@@ -1,4 +1,4 @@
-"""What a function of pairs depends on: which of its inputs, and whether by a distance alone."""
+"""The inputs on which a function of pairs depends, and whether only their distance matters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 
 
 class Dependence(NamedTuple):
-    """The inputs on which a node depends, and by how much it grows where query and key both grow by
-    one, also where 32 bits are too few; None where that is not known."""
+    """The inputs on which a node depends, and its growth if query and key both grow by one, also if
+    it overflows 32 bits; None for an unknown growth."""
 
     on: frozenset[int]
     growth: int | None
 
     @property
     def kind(self) -> str:
-        """`head` (or batch row), `query` or `key` if it is the same for all others, `distance` if
-        the distance of query and key decides, else `pair`."""
+        """The kind of dependence: `head` (or batch row), `query` or `key` if the node depends on
+        nothing else, `distance` if it depends on the distance of query and key, else `pair`."""
         on = self.on - {BATCH_ROW, HEAD}
         kinds = {(): "head", (QUERY,): "query", (KEY,): "key"}
         if on == {QUERY, KEY} and self.growth == 0:
@@ -32,14 +32,14 @@ class Dependence(NamedTuple):
 
 
 def of_nodes(roots: Sequence[Node]) -> dict[int, Dependence]:
-    """The dependence of each node that these are made of, by its id; what is not known depends on
-    everything."""
+    """Returns the dependence of each node below the roots, by the node's id. Unknown operations
+    depend on everything."""
 
-    def one(node: Node, args: list[Dependence]) -> Dependence:
-        own: Any = {"input": [node.param], "unknown": range(KEY + 1)}.get(node.op, ())
-        return Dependence(frozenset(own).union(*(x.on for x in args)), _growth(node, args))
+    def dependence(node: Node, args: list[Dependence]) -> Dependence:
+        inputs: Any = {"input": [node.param], "unknown": range(KEY + 1)}.get(node.op, ())
+        return Dependence(frozenset(inputs).union(*(x.on for x in args)), _growth(node, args))
 
-    return fold(roots, one)
+    return fold(roots, dependence)
 
 
 def _growth(node: Node, args: list[Dependence]) -> int | None:
@@ -59,5 +59,5 @@ def _growth(node: Node, args: list[Dependence]) -> int | None:
 def reads(function: Callable[..., Any], arguments: int) -> set[int]:
     """Returns the numbers of the arguments, int32 scalars, that may change a function's result."""
     expression = read(function, [np.int32] * arguments)
-    found = of_nodes(expression.results)
-    return set().union(*(found[id(x)].on for x in expression.results))
+    dependences = of_nodes(expression.results)
+    return set().union(*(dependences[id(x)].on for x in expression.results))

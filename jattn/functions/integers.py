@@ -1,10 +1,10 @@
-"""Users' integers in the 32 bits with which everything here counts: kept exactly, or refused.
+"""Conversion of users' integers to int32, in which attention counts, exactly or with an error.
 
-JAX narrows what does not fit without a word: NumPy's 64 bits where 64-bit types are not enabled,
-and everywhere by `astype`. So each integer comes in here once, by its kind. Values that are known
-and fit become int32, whatever their dtype. Others become what means the same: ids only need to be
-told apart, so they are numbered; lengths end where there is nothing more to count. Positions have
-no such form: known ones are refused, and traced ones are reported, for results to be NaN.
+JAX narrows integers silently: 64-bit arrays of NumPy if 64-bit types are not enabled, and any array
+in `astype`. So each integer is converted here once, by its kind. Known values that fit become
+int32, whatever their dtype. Other values become equivalent ones: ids only need to be distinct, so
+they are numbered; lengths are clamped. Positions have no equivalent: known ones raise an error,
+traced ones are reported, and the results are then NaN.
 """
 
 from typing import Any
@@ -20,46 +20,47 @@ LEAST, MOST = -(2**31), 2**31 - 1
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values of an array can be looked at while tracing."""
+    """Returns whether the values of an array are known while tracing."""
     if isinstance(x, jax.Array):
         return not isinstance(x, Tracer) and x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is one integer of Python or NumPy; truth values are none."""
+    """Returns whether a value is an integer of Python or NumPy; booleans are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def known_range(x: Any) -> tuple[int, int] | None:
-    """The least and greatest of an integer or an array; None for none, or where they are traced."""
+    """Returns the least and greatest value of an integer or an array; None if it is empty or
+    traced."""
     if not (isinstance(x, int) or is_known(x)) or not np.size(x):
         return None
-    values = np.asarray(x)  # NumPy's, as jnp's minimum would be traced along
+    values = np.asarray(x)  # jnp's minimum would be traced
     return int(values.min()), int(values.max())
 
 
 def is_narrow(x: Any) -> bool:
-    """Whether every value of its dtype is one of int32."""
+    """Returns whether int32 has every value of an array's dtype."""
     limits = jnp.iinfo(x.dtype)
     return limits.min >= LEAST and limits.max <= MOST
 
 
 def fits(x: Any) -> bool:
-    """Whether all values are known to fit int32, by the dtype or by looking."""
+    """Returns whether all values are known to fit int32, from the dtype or from the values."""
     if is_narrow(x):
         return True
-    found = known_range(x)
-    return is_known(x) if found is None else LEAST <= found[0] and found[1] <= MOST
+    values = known_range(x)
+    return is_known(x) if values is None else LEAST <= values[0] and values[1] <= MOST
 
 
 def as_int32(x: Any) -> Any:
-    """An array of values that fit; NumPy's stay NumPy's."""
+    """Casts an array whose values fit; an array of NumPy stays one."""
     return x if x.dtype == np.int32 else x.astype(np.int32)
 
 
 def clamped(x: Any) -> Any:
-    """The nearest values of int32, for an integer or an array."""
+    """Returns the nearest values of int32, for an integer or an array."""
     if isinstance(x, int):
         return min(max(int(x), LEAST), MOST)
     if is_narrow(x):
@@ -72,9 +73,9 @@ def clamped(x: Any) -> Any:
 
 
 def lengths(name: str, x: Any) -> Any:
-    """Lengths for `is_below`: int32 where they fit, in a wider dtype where they may not.
+    """Returns lengths for `is_below`: int32 if they fit, else a wider dtype.
 
-    Raises ValueError for known lengths that no dtype at hand can hold.
+    Raises ValueError for known lengths that no available dtype can hold.
     """
     if not hasattr(x, "astype"):
         return x
@@ -88,7 +89,7 @@ def lengths(name: str, x: Any) -> Any:
 
 
 def is_below(x: Any, length: Any) -> Any:
-    """`x < length` for positions and any of `lengths`, or any Python integer."""
+    """Computes `x < length` for positions and results of `lengths`, or any Python integer."""
     if isinstance(x, int):
         return x < length
     limits = jnp.iinfo(x.dtype)
@@ -102,7 +103,7 @@ def is_below(x: Any, length: Any) -> Any:
 
 
 def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
-    """Positions as int32, and whether some of them do not fit, where only the program can tell.
+    """Returns positions as int32, and a traced boolean, true if some do not fit, or None.
 
     Raises ValueError for known positions that do not fit.
     """
@@ -121,8 +122,9 @@ def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
 
 
 def of_formula(name: str, x: Any) -> Any:
-    """Positions as int32, or, traced in a wider dtype, as int64; for formulas alone, whose results
-    cannot be NaN.
+    """Returns positions as int32, or as int64 if they are traced in a wider dtype.
+
+    For formulas of positions, which cannot report traced positions that do not fit.
 
     Raises ValueError and TypeError for positions that do not fit.
     """
@@ -137,16 +139,16 @@ def of_formula(name: str, x: Any) -> Any:
 
 
 def _outside(x: Any) -> str:
-    """The value that does not fit."""
+    """Returns the words "got X" for the value X that does not fit."""
     least, most = known_range(x) or (0, 0)
     return f"got {most if most > MOST else least}"
 
 
 def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
-    """Ids of queries `[*B, T]` and keys `[*B, S]` as int32 that are equal where the given ones are,
-    row by row.
+    """Returns ids of queries `[*B, T]` and keys `[*B, S]` as int32 that are equal, within each row,
+    exactly if the original ids are.
 
-    Raises TypeError for traced ids that no integer dtype holds together.
+    Raises TypeError for traced ids without a common integer dtype.
     """
     if not (hasattr(q, "astype") and hasattr(kv, "astype")):
         return q, kv
@@ -156,7 +158,7 @@ def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
     if is_known(q) and is_known(kv):
         return _numbered_now(np.asarray(q), np.asarray(kv))
     dtype = np.promote_types(q.dtype, kv.dtype)
-    if dtype == np.uint32:  # of which each has its own int32
+    if dtype == np.uint32:  # distinct values stay distinct as int32
         return jnp.asarray(q, dtype).astype(jnp.int32), jnp.asarray(kv, dtype).astype(jnp.int32)
     if not jnp.issubdtype(dtype, jnp.integer) or not jax.config.read("jax_enable_x64"):
         raise TypeError(f"{name}: expected ids of one dtype, got {q.dtype} and {kv.dtype}")
@@ -166,9 +168,9 @@ def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
 def _numbered_if_wide(q: Array, kv: Array) -> tuple[Array, Array]:
     """Returns the ids unchanged if they fit 32 bits, so that shards of one sequence stay
     comparable; otherwise `numbered`."""
-    own = q.astype(jnp.int32), kv.astype(jnp.int32)
-    fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(own, (q, kv), strict=True)]
-    q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(own, numbered(q, kv), strict=True))
+    narrow = q.astype(jnp.int32), kv.astype(jnp.int32)
+    fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(narrow, (q, kv), strict=True)]
+    q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(narrow, numbered(q, kv), strict=True))
     return q, kv
 
 
@@ -189,5 +191,5 @@ def numbered(
     batch = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
     rows = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (q, kv)], axis=-1)
     place = jnp.vectorize(lambda row: jnp.searchsorted(jnp.sort(row), row), signature="(n)->(n)")
-    found = place(rows).astype(jnp.int32)
-    return found[..., : q.shape[-1]], found[..., q.shape[-1] :]
+    ranks = place(rows).astype(jnp.int32)
+    return ranks[..., : q.shape[-1]], ranks[..., q.shape[-1] :]

@@ -1,10 +1,10 @@
-"""What is certain about an expression whose scalars lie in intervals.
+"""The interval of an expression, given intervals of its scalars.
 
-Masks ask it about tiles: their queries and keys are intervals of positions, and a rule that is
-certainly false in a tile empties it. An operation that is not known may give anything.
+Masks use it for tiles, whose queries and keys are intervals of positions: a rule that is certainly
+false in a tile empties the tile. The result of an unknown operation may be anything.
 
-What depends on one of the scalars alone is not left to intervals where its run of integers is known
-while tracing: it is found for each of them, so that `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
+A node that depends on one scalar alone is evaluated for each integer of the scalar's interval, if
+that is known while tracing, so that `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
 """
 
 from collections.abc import Sequence
@@ -27,34 +27,34 @@ from jattn.functions.nodes import Expression, Node, fold
 
 
 def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
-    """The interval of an expression of one result whose scalars lie in these."""
+    """Returns the interval of an expression's single result, given intervals of its scalars."""
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
         alone = _OneScalar(expression, scalars)
 
-        def one(node: Node, args: list[Interval]) -> Interval:
+        def interval(node: Node, args: list[Interval]) -> Interval:
             if id(node) in alone:
                 return alone.over_runs(node)
             return _of_node(node, args, scalars, expression.tables)
 
-        found = fold(expression.results, one)
+        results = fold(expression.results, interval)
     (result,) = expression.results
-    return found[id(result)]
+    return results[id(result)]
 
 
 def of_operation(op: str, dtype: Any, args: Sequence[Interval], param: Any = None) -> Interval:
-    """The interval of one operation of `expressions.Node`, whose operands lie in these."""
+    """Returns the interval of one operation of `nodes.Node`, given intervals of its operands."""
     operands = tuple(Node("input", (), x.lo.dtype) for x in args)
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
         return _of_node(Node(op, operands, np.dtype(dtype), param), [*args], (), [])
 
 
-_MOST_NUMBERS = 2**20  # values of a scalar that are enumerated
-_TRACED = -1  # in place of a scalar: a table that only the program knows
+_MOST_NUMBERS = 2**20  # the most values of a scalar that are enumerated
+_TRACED = -1  # stands, in place of a scalar, for a table whose values are traced
 
 
 class _OneScalar:
-    """The nodes that depend on one scalar of which each number is known, and on nothing else that
-    varies: intervals of single numbers are as good as the numbers."""
+    """The nodes that depend on one scalar, whose integers are all known, and on nothing else that
+    varies. They are evaluated for single numbers, which are intervals of one number."""
 
     def __init__(self, expression: Expression, scalars: Sequence[Interval]):
         self.tables = expression.tables
@@ -76,14 +76,14 @@ class _OneScalar:
         return len(on) == 1 and on != {_TRACED} and self.points[min(on)] is not None
 
     def over_runs(self, node: Node) -> Interval:
-        """The least and greatest over each run."""
+        """Returns the interval of a node over each run of integers."""
         lo, hi, nan = self.at_points(node)
         shape = np.shape(self.points[min(self.of[id(node)])])  # pyright: ignore
         lo, hi = (np.broadcast_to(x, shape) for x in (lo, hi))
         return Interval(lo.min(axis=-1), hi.max(axis=-1), np.broadcast_to(nan, shape).any(axis=-1))
 
     def at_points(self, node: Node) -> Interval:
-        """The interval for each number of the runs, `[..., numbers]`."""
+        """Returns the interval of a node at each integer of the runs, `[..., numbers]`."""
         if id(node) not in self.found:
             args = [self.at_points(x) for x in node.args]
             self.found[id(node)] = _of_node(node, args, self._inputs(), self.tables)
@@ -95,8 +95,8 @@ class _OneScalar:
 
 
 def _numbers(x: Interval) -> np.ndarray | None:
-    """Each number of runs of integers, `[..., numbers]`; the last are repeated. None where they are
-    not known, or many."""
+    """Returns the integers of each run, `[..., numbers]`, the last repeated; None if they are not
+    known or too many."""
     if not is_static(x) or kind_of(np.asarray(x.lo).dtype) != "i" or _is_static_point(x):
         return None
     lo, hi = np.broadcast_arrays(x.lo, x.hi)
@@ -108,7 +108,7 @@ def _numbers(x: Interval) -> np.ndarray | None:
 
 
 def _is_static_point(x: Interval) -> bool:
-    """Whether it is one number, the same for all tiles."""
+    """Returns whether an interval is one known number, the same for all tiles."""
     return is_static(x) and not np.shape(x.lo) and bool(np.all(x.lo == x.hi))
 
 

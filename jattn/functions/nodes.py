@@ -1,8 +1,8 @@
 """Expressions: functions of scalars as graphs of operations.
 
-A `Node` is one operation on one scalar each; an `Expression` is the results of a function with the
-arrays in which they look numbers up. `read` makes one of a function, and everything that asks about
-a function, its bounds, its dependence on each argument, its code, walks these nodes.
+A `Node` is one operation on scalars; an `Expression` is the results of a function with the arrays
+that they index. `read` makes the expression of a function. Bounds, dependence on arguments and
+generated code are all derived from these nodes.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """One scalar: an operation, the nodes that it takes, the dtype of its result.
+    """A scalar: the result of an operation, with its operands `args` and its dtype.
 
-    Operations have the names of JAX's primitives, and besides these there are
+    Operations have the names of JAX's primitives. Further operations are
 
     * `input`, with its number as `param`, and `const`, with its value;
-    * `look_up`: the entry of table `param` at the places `args`, which are held within its sizes;
-    * `floor_divide` and `remainder` of integers, as Python has them;
-    * `custom`: the node `args[0]`, which is the function `param` of the other nodes. Its derivative
-      is the one that JAX takes of this function;
-    * `unknown`, with the name of what it was.
+    * `look_up`: the entry of table `param` at the places `args`, which are clamped to its sizes;
+    * `floor_divide` and `remainder` of integers, with Python's meaning;
+    * `custom`: the node `args[0]`, which is the function `param` of the other nodes; JAX takes its
+      derivative from this function;
+    * `unknown`, with the name of the operation.
     """
 
     op: str
@@ -34,8 +34,8 @@ class Node:
 
 
 class Expression(NamedTuple):
-    """The results of a program, the arrays in which it looks numbers up, and which operation of it
-    has effects, such as printing, if any."""
+    """The results of a program, the arrays that it indexes, and the name of an operation with side
+    effects, such as printing, if there is one."""
 
     results: list[Node]
     tables: list[Any]
@@ -43,53 +43,53 @@ class Expression(NamedTuple):
 
     @property
     def nodes(self) -> list[Node]:
-        """All nodes of the results, each after those that it takes."""
+        """All nodes of the results, each after its operands."""
         return in_order(self.results)
 
 
 def in_order(roots: Sequence[Node]) -> list[Node]:
-    """All nodes that these are made of, each once and after those that it takes."""
-    found: dict[int, Node] = {}
-    left = [(node, False) for node in reversed(roots)]
-    while left:
-        node, is_ready = left.pop()
-        if id(node) in found:
+    """Returns the nodes of an expression with these roots, each once and after its operands."""
+    results: dict[int, Node] = {}
+    remaining = [(node, False) for node in reversed(roots)]
+    while remaining:
+        node, is_ready = remaining.pop()
+        if id(node) in results:
             continue
         if is_ready:
-            found[id(node)] = node
+            results[id(node)] = node
         else:
-            left.append((node, True))
-            left.extend((x, False) for x in reversed(node.args))
-    return list(found.values())
+            remaining.append((node, True))
+            remaining.extend((x, False) for x in reversed(node.args))
+    return list(results.values())
 
 
 def fold(roots: Sequence[Node], rule: Callable[[Node, list[Any]], Any]) -> dict[int, Any]:
-    """`rule(node, results of its arguments)` for each node that these are made of, by its id."""
-    found: dict[int, Any] = {}
+    """Returns `rule(node, results of its operands)` for each node below the roots, by node id."""
+    results: dict[int, Any] = {}
     for node in in_order(roots):
-        found[id(node)] = rule(node, [found[id(x)] for x in node.args])
-    return found
+        results[id(node)] = rule(node, [results[id(x)] for x in node.args])
+    return results
 
 
 def replaced(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node | None]) -> list[Node]:
-    """The nodes with what `rule` gives for each, of its replaced arguments; None: the same node."""
+    """Returns the roots with each node replaced by `rule(node, replaced operands)`, unless None."""
 
-    def one(node: Node, args: list[Node]) -> Node:
+    def replacement(node: Node, args: list[Node]) -> Node:
         new = rule(node, args)
         if new is not None:
             return new
         unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
         return node if unchanged else replace(node, args=tuple(args))
 
-    found = fold(roots, one)
-    return [found[id(x)] for x in roots]
+    results = fold(roots, replacement)
+    return [results[id(x)] for x in roots]
 
 
 def values(roots: Sequence[Node]) -> list[Node]:
-    """The nodes that compute values: a `custom` node is replaced by its first operand."""
+    """Returns the roots with each `custom` node replaced by its first operand, its value."""
     return replaced(roots, lambda node, args: args[0] if node.op == "custom" else None)
 
 
 def const(value: Any, dtype: Any) -> Node:
-    """A number that is known."""
+    """Returns the node of a known number."""
     return Node("const", (), np.dtype(dtype), np.asarray(value, dtype).item())

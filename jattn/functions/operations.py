@@ -11,8 +11,8 @@ from jax import lax
 from jattn.functions.nodes import Node, fold
 
 
-# Of JAX's primitives those that are computed entry by entry. Expressions have them under these
-# names; besides these there are `floor_divide`, `remainder` and what `nodes.Node` lists.
+# JAX's primitives that are computed entry by entry. Expressions have them under these names, and
+# the operations that `nodes.Node` lists.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -27,14 +27,14 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def is_reference(x: Any) -> bool:
-    """Whether an operand is a reference to memory, as kernels have them, in place of an array."""
+    """Returns whether an operand is a kernel's reference to memory, in place of an array."""
     return hasattr(x, "inside")
 
 
 def apply(node: Node, args: Sequence[Any]) -> Any:
-    """An operation on arrays that broadcast, by JAX.
+    """Computes an operation on arrays that broadcast, by JAX.
 
-    Raises NotImplementedError for one that is not known.
+    Raises NotImplementedError for an unknown operation.
     """
     if node.op == "unknown":
         raise NotImplementedError(f"functions of pairs have no operation {node.param}")
@@ -43,7 +43,7 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
 
 
 def compute(node: Node, args: Sequence[Any]) -> Any:
-    """An operation on arrays of one shape, by JAX."""
+    """Computes an operation on arrays of one shape, by JAX."""
     special: dict[str, Callable[..., Any]] = {
         "convert_element_type": lambda x: lax.convert_element_type(x, node.dtype),
         "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, node.dtype),
@@ -69,8 +69,11 @@ def evaluated(
     known: Mapping[int, Any] = _NOTHING,
     apply: Callable[[Node, list[Any]], Any] = apply,
 ) -> list[Any]:
-    """These nodes as arrays, which broadcast; `scalars` are the inputs, by their numbers, and
-    `known` the values of other nodes, by their ids; `apply` computes an operation."""
+    """Evaluates nodes on arrays that broadcast.
+
+    `scalars` are the inputs by their numbers, `known` the values of other nodes by their ids;
+    `apply` computes an operation.
+    """
 
     def value(node: Node, args: list[Any]) -> Any:
         if id(node) in known:
@@ -87,5 +90,5 @@ def evaluated(
         table = jax.numpy.asarray(table)
         return table.at[tuple(args)].get(mode="clip") if args else table
 
-    found = fold(roots, value)
-    return [found[id(x)] for x in roots]
+    results = fold(roots, value)
+    return [results[id(x)] for x in roots]

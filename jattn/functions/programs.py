@@ -1,7 +1,7 @@
-"""Users' functions as programs, which are keys of compiled programs and compute what they did.
+"""Users' functions as traced programs, which are keys of compiled programs.
 
-`program_of` traces a function once for all functions that are sure to compute the same. Others it
-traces in each call: equal programs are one object, so that they share what is compiled.
+`program_of` traces a function once for all functions that certainly compute the same. It traces
+any other function in each call; equal programs are one object, and so share compiled programs.
 """
 
 import contextlib
@@ -19,36 +19,36 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jattn._explicit import evaluated, is_bound, without_mesh
 from jattn.functions import operations, snapshots
 from jattn.functions.operations import is_reference
-from jattn.functions.read import Reader
+from jattn.functions.read import ProgramReader
 from jattn.functions.snapshots import Key, Same, Unsure
 
 
-class Program:
-    """A function of scalars and operands as it was when it was traced.
+class TracedFunction:
+    """A function of scalars and operands, in its state when it was traced.
 
-    Operands may also be references to memory, as kernels have them: the function may index these.
+    Operands may also be a kernel's references to memory, which the function may index.
     """
 
     def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
         self.__name__, self._n_arguments = name, n_arguments
         self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
         self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        # Without its constants, which JAX from 0.12 on has in the program itself: there their
-        # variables become the first arguments.
+        # From 0.12 on JAX holds the constants in the program itself; this makes their variables the
+        # first arguments.
         self._jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
 
     @property
     def key(self) -> Hashable:
-        """A key that programs share only if they and their derivatives compute the same."""
+        """A key that is equal only for programs that compute the same, as do their derivatives."""
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
 
     def __call__(self, *arguments: Any) -> Any:
         n = self._n_arguments
-        leaves, more = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
+        leaves, traced_operands = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
         typed = [
             x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
         ]
-        constants = [next(more) if x is None else x for x in self._constants]
+        constants = [next(traced_operands) if x is None else x for x in self._constants]
         values = [*constants, *typed]
         if any(map(is_reference, values)):
             return self._read(values)
@@ -56,14 +56,14 @@ class Program:
         return result
 
     def _read(self, values: list[Any]) -> Any:
-        """The result by its expression, as values are references to memory."""
-        reader, scalars = Reader(), [x for x in values if np.ndim(x) == 0]
+        """Returns the result by its expression, for values that are references to memory."""
+        reader, scalars = ProgramReader(), [x for x in values if np.ndim(x) == 0]
         numbers = itertools.count()
-        given = [
+        inputs = [
             reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values
         ]
-        (result,) = reader.run(self._jaxpr, given)
-        node = reader.shared(result.at(()))
+        (result,) = reader.run(self._jaxpr, inputs)
+        node = reader.shared(result.entry(()))
         try:
             return operations.evaluated([node], scalars, reader.tables)[0]
         except NotImplementedError as error:
@@ -76,22 +76,23 @@ def program_of(
     scalar: Callable[..., Any],
     operands: tuple[Any, ...],
     *scalars: Any,
-) -> tuple[Program, tuple[Any, ...]]:
-    """The program of `scalar(*scalars, *operands)`, which calls a user's function, and the operands
-    that the program takes.
+) -> tuple[TracedFunction, tuple[Any, ...]]:
+    """Returns the program of `scalar(*scalars, *operands)`, which calls a user's function, and the
+    program's operands.
 
-    The program does not depend on what the function reads, whatever that is: it computes with the
-    values of now. Traced arrays that the function reads become more operands, which can be
-    differentiated and outlive the trace in which they were made.
+    The program holds the current values of everything that the function reads. Traced arrays that
+    the function reads become further operands: they are differentiable, and the program outlives
+    their trace.
     """
     snapshot = snapshots.frozen(function)
     if snapshots.is_frozen(snapshot):
         return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
     with without_mesh():  # the program may run where the mesh has other types
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
-        found = Program(name, program, len(scalars) + len(operands))
+        traced = TracedFunction(name, program, len(scalars) + len(operands))
         arrays = [x for x in program.consts if is_bound(x)]
-        return snapshots.kept(("program", found.key), found, transient=True), (*operands, *arrays)
+        traced = snapshots.kept(("program", traced.key), traced, transient=True)
+        return traced, (*operands, *arrays)
 
 
 def _of_snapshot(
@@ -100,9 +101,8 @@ def _of_snapshot(
     scalar: Callable[..., Any],
     operands: tuple[Any, ...],
     *scalars: Any,
-) -> Program:
-    """The program of a function that always computes the same, traced once for operands of these
-    types."""
+) -> TracedFunction:
+    """Returns the program of a snapshot, which is traced once for operands of these types."""
     leaves, structure = jax.tree.flatten(operands)
     dtypes = tuple(x.dtype for x in scalars)
     types = tuple((x.shape, x.dtype) for x in leaves)
@@ -112,13 +112,13 @@ def _of_snapshot(
         like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
         with without_mesh():
             program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
-        found = Program(name, program, len(scalars) + len(operands))
-        known = snapshots.kept(key, found, transient=snapshots.is_transient(snapshot))
+        traced = TracedFunction(name, program, len(scalars) + len(operands))
+        known = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
     return known
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another object: of one that it has traced, JAX keeps the program."""
+    """Returns the function as a new object, which JAX traces again instead of reusing a program."""
 
     def again(*arguments: Any) -> Any:
         return function(*arguments)
@@ -127,8 +127,8 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(value: Any) -> Any:
-    """A program or a parameter of one with copies of NumPy's arrays. While an array of JAX's for
-    one of them lives, JAX takes it again, whatever was written to NumPy's."""
+    """Returns a program, or a parameter of one, with copies of NumPy's arrays. JAX reuses its own
+    copy of an array while that lives, even if the NumPy array was written to."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Literal):
@@ -147,12 +147,12 @@ def _with_copies(value: Any) -> Any:
     return value
 
 
-_ORDERS = 3  # of derivatives that programs have to share, one more than our own functions have
+_ORDERS = 3  # orders of derivatives that a key includes: one more than attention has
 
 
 def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
-    """Returns a key that programs share only if they compute the same, and their derivatives up to
-    the given order do. `constants` are None where they are operands."""
+    """Returns a key that is equal only for programs that compute the same, as do their derivatives
+    up to this order. A constant of None is an operand."""
     numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     avals = tuple(x.aval for x in numbers)
 
@@ -163,9 +163,9 @@ def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) ->
     for equation in jaxpr.eqns:
         operands = tuple(map(operand, equation.invars))
         results = tuple(x.aval for x in equation.outvars)
-        how = _parameters(equation, orders)
-        numbers.update((x, len(numbers) + n) for n, x in enumerate(equation.outvars))
-        equations.append((equation.primitive, operands, results, how))
+        params = _parameters(equation, orders)
+        numbers |= {x: len(numbers) + n for n, x in enumerate(equation.outvars)}
+        equations.append((equation.primitive, operands, results, params))
     results = tuple(map(operand, jaxpr.outvars))
     known = tuple(_parameter(x, orders) for x in constants)
     return avals, known, tuple(equations), results
@@ -192,8 +192,8 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
     def derivative(operands: list[Any], directions: Any) -> Any:
         def call(floats: list[Any]) -> Any:
             values = iter(floats)
-            given = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
-            return primitive.bind(*given, **primitive.get_bind_params(equation.params))
+            arguments = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
+            return primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
 
         floats = list(itertools.compress(operands, is_float))
         if primitive is custom_jvp_call_p:

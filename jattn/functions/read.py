@@ -1,13 +1,13 @@
-"""A function of scalars, read off its jaxpr: an expression whose operations anybody may interpret.
+"""Expressions of functions of scalars, made from their jaxprs.
 
 Masks and score functions are programs for one query and one key. `read` traces such a program and
-gives its result as a graph of `Node`s on scalars, with arrays left outside as tables in which the
-expression looks numbers up. Nothing is evaluated for arrays: an array within the program is a
-function from places in it to nodes, and only the places that are read become nodes. What the
-program computes from its operands alone, and what is not a matter of single entries (a sorted or
-summed array), JAX evaluates, and that is a table as well.
+returns its result as a graph of `Node`s on scalars; arrays are tables, which the expression
+indexes. Nothing is evaluated entry by entry: an array within the program is a function from places
+to nodes, and only the places that are read become nodes. Arrays that depend on the operands alone
+are evaluated by JAX, also by operations that cannot be read (sorting, long sums), and become
+tables too.
 
-An operation that is not known here becomes a node `unknown`, so that the rest can still be read.
+An unknown operation becomes a node `unknown`, so that the rest can still be read.
 """
 
 import bisect
@@ -34,34 +34,37 @@ from jattn.functions.operations import ELEMENTWISE, is_reference
 
 
 def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = ()) -> Expression:
-    """`function(*scalars, *operands)` as an expression of its scalars, given by their dtypes.
+    """Returns `function(*scalars, *operands)` as an expression; `scalars` are their dtypes.
 
-    The function returns numbers; arrays that it closes over are operands too.
+    The function returns numbers. Arrays that it closes over become tables, like operands.
     """
     like = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for dtype in scalars]
     program = jax.make_jaxpr(function)(*like, *operands)
-    reader = Reader()
+    reader = ProgramReader()
     inputs = [reader.input(number, dtype) for number, dtype in enumerate(scalars)]
     arrays = [reader.table(x) for x in jax.tree.leaves(operands)]
     constants = [reader.table(x) for x in program.consts]
     results = reader.run(program.jaxpr, [*constants, *inputs, *arrays])
-    nodes = [reader.shared(x.at((0,) * len(x.shape))) for x in results]
+    nodes = [reader.shared(x.entry((0,) * len(x.shape))) for x in results]
     effect = next((operation(x) for x in program.eqns if x.effects), None)
     return Expression(nodes, reader.tables, effect)
 
 
 # --- arrays as functions ------------------------------------------------------------------------
 
-Place = int | Node  # where something stands along an axis
+Place = int | Node  # an index along an axis
 
 
 class Entries(NamedTuple):
-    """An array within a program: which node stands at a place, and where it does not depend on the
-    scalars, how JAX evaluates it."""
+    """An array within a program.
+
+    `entry` returns the node at a place. `evaluate` returns the array; None if it depends on the
+    scalars.
+    """
 
     shape: Shape
     dtype: Any
-    at: Callable[[tuple[Place, ...]], Node]
+    entry: Callable[[tuple[Place, ...]], Node]
     evaluate: Callable[[], Any] | None = None
 
 
@@ -74,7 +77,7 @@ def _as_node(place: Place) -> Node:
 
 
 def _as_place(node: Place) -> Place:
-    """A place in a dtype that holds the sizes of arrays; an integer if it is known."""
+    """Returns a place in a dtype that can hold sizes of arrays; an integer if it is known."""
     if isinstance(node, int):
         return node
     if node.op == "const" and isinstance(node.param, int):
@@ -92,7 +95,7 @@ def _plus(a: Place, b: Place) -> Place:
 
 
 def _alike(a: Node, b: Node) -> tuple[Node, Node]:
-    """Both in the dtype of the one that is not a constant."""
+    """Returns both nodes in one dtype, that of a node that is not a constant."""
     dtype = b.dtype if a.op == "const" else a.dtype
     return _converted(a, dtype), _converted(b, dtype)
 
@@ -105,8 +108,8 @@ def _converted(node: Node, dtype: Any) -> Node:
     return Node("convert_element_type", (node,), np.dtype(dtype))
 
 
-def _held(place: Place, last: int) -> Place:
-    """A place held within 0..last."""
+def _clamped(place: Place, last: int) -> Place:
+    """Returns a place clamped to 0..last."""
     place = _as_place(place)
     if isinstance(place, int):
         return min(max(place, 0), last)
@@ -118,7 +121,7 @@ def _held(place: Place, last: int) -> Place:
     return Node("clamp", ends, place.dtype)
 
 
-_MOST_UNROLLED = 64  # entries of an array that depends on the scalars, of which a sum is taken
+_MOST_UNROLLED = 64  # entries of a reduction over an array that depends on the scalars
 
 _PRIMITIVES: dict[str, Primitive] = {
     x.name: x
@@ -128,8 +131,11 @@ _PRIMITIVES: dict[str, Primitive] = {
 
 
 def operation(equation: Any) -> str:
-    """Returns the name of an equation's primitive. A user's primitive that is named like one of
-    JAX's may mean something else: it gets a phrase that is no name."""
+    """Returns the name of an equation's primitive.
+
+    A user's primitive with the name of one of JAX's may mean something else. For it this is a
+    phrase that is not a name.
+    """
     primitive = equation.primitive
     is_unique = _PRIMITIVES.get(primitive.name, primitive) is primitive
     return primitive.name if is_unique else f"{primitive.name!r} (not a primitive of JAX's)"
@@ -169,19 +175,19 @@ _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls with their own der
 
 @functools.cache
 def _division(name: str, dtype: Any) -> ClosedJaxpr:
-    """The program of `x // y` or `x % y`."""
+    """Returns the program of `x // y` or `x % y`."""
     function = {"floor_divide": jax.numpy.floor_divide, "remainder": jax.numpy.remainder}[name]
     return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), dtype)] * 2)
 
 
 def read_division(name: str, dtype: Any) -> Node:
-    """`floor_divide` or `remainder` of two inputs by the operations that JAX has for it."""
-    reader = Reader()
+    """Returns `floor_divide` or `remainder` of two inputs in JAX's own operations."""
+    reader = ProgramReader()
     return reader.division(name, reader.input(0, dtype), reader.input(1, dtype))
 
 
-class Reader:
-    """Makes nodes of equations. Equal nodes are one."""
+class ProgramReader:
+    """Makes nodes of equations. Equal nodes are one object."""
 
     def __init__(self) -> None:
         self.tables: list[Any] = []
@@ -191,32 +197,32 @@ class Reader:
         self._divides = False
 
     def input(self, number: int, dtype: Any) -> Entries:
-        """A scalar argument."""
+        """Returns the entries of a scalar argument."""
         return _scalar(Node("input", (), np.dtype(dtype), number))
 
     def table(self, value: Any) -> Entries:
-        """An array from outside, or a reference to memory, of which JAX evaluates nothing."""
+        """Returns the entries of a known array, or of a reference to memory."""
         shape, dtype = np.shape(value), _dtype(getattr(value, "dtype", type(value)))
         if not isinstance(dtype, np.dtype):
             return self.unknown(jax.typeof(value), f"arrays of {dtype}")
         if not shape and not isinstance(value, Tracer):
             return _scalar(const(value, dtype))._replace(evaluate=lambda: value)
 
-        def at(places: tuple[Place, ...]) -> Node:
+        def entry(places: tuple[Place, ...]) -> Node:
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self.tables)
                 self.tables.append(value)
-            held = (_held(place, size - 1) for place, size in zip(places, shape, strict=True))
-            return self.node("look_up", map(_as_node, held), dtype, self._numbers[id(value)])
+            index = (_clamped(place, size - 1) for place, size in zip(places, shape, strict=True))
+            return self.node("look_up", map(_as_node, index), dtype, self._numbers[id(value)])
 
-        return Entries(shape, dtype, at, None if is_reference(value) else lambda: value)
+        return Entries(shape, dtype, entry, None if is_reference(value) else lambda: value)
 
     def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
-        """The node, or the one that is equal."""
+        """Returns a new node, or the equal node if there is one."""
         return self.shared(Node(op, tuple(args), _dtype(dtype), param))
 
     def shared(self, node: Node) -> Node:
-        """The node that is equal to this one."""
+        """Returns the simplified node, or the equal node if there is one."""
         if id(node) in self._known:
             return node
         args = tuple(map(self.shared, node.args))
@@ -236,56 +242,56 @@ class Reader:
         return self._nodes[key]
 
     def divided(self, node: Node) -> Node:
-        """A floor division or remainder of integers in place of the program that JAX has for it."""
+        """Returns a floor division or remainder of integers in place of JAX's program for it."""
         if node.op != "select_n" or not np.issubdtype(_plain(node.dtype), np.integer):
             return node
         _, case, *_ = node.args
-        is_wide = node.dtype.itemsize > 4  # some of these GCC 12 cannot compile
+        is_wide = node.dtype.itemsize > 4  # GCC 12 cannot compile some of these
         if self._divides or is_wide or case.op not in ("div", "rem"):
             return node
         x, y = case.args
         name = "floor_divide" if case.op == "div" else "remainder"
         if name == "remainder" and y.op == "select_n":
-            y = y.args[1]  # or 1 where that is 0
+            y = y.args[1]  # JAX selects 1 if the divisor is 0
         same = self.division(name, _scalar(x), _scalar(y))
         is_same = same.op == node.op and all(map(operator.is_, same.args, node.args))
         return self.node(name, (x, y), node.dtype) if is_same else node
 
     def division(self, name: str, x: Entries, y: Entries) -> Node:
-        """`x // y` or `x % y` by the operations of its program."""
+        """Returns `x // y` or `x % y` in the operations of its program."""
         self._divides = True  # the division itself ends with a selection
         (result,) = self.closed(_division(name, x.dtype), [x, y])
-        node = self.shared(result.at(()))
+        node = self.shared(result.entry(()))
         self._divides = False
         return node
 
     def run(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
-        """The results of a jaxpr of its constants and arguments."""
+        """Returns the results of a jaxpr, given its constants and arguments."""
         known = dict(zip((*program.constvars, *program.invars), values, strict=True))
 
         def value(x: Any) -> Entries:
             return self.table(x.val) if hasattr(x, "val") else known[x]
 
         for equation in program.eqns:
-            found = self.apply(equation, [value(x) for x in equation.invars])
-            # Each place is read once, however many equations take it, and numbers in their order:
-            # a program may be long.
-            found = [x._replace(at=functools.cache(x.at)) for x in found]
-            for x in found:
+            results = self.apply(equation, [value(x) for x in equation.invars])
+            # Each place is read once, and scalars in the order of the program, so that long
+            # programs take linear time and no deep recursion.
+            results = [x._replace(entry=functools.cache(x.entry)) for x in results]
+            for x in results:
                 if math.prod(x.shape) == 1 and x.evaluate is None:
-                    x.at((0,) * len(x.shape))
-            known |= dict(zip(equation.outvars, found, strict=True))
+                    x.entry((0,) * len(x.shape))
+            known |= dict(zip(equation.outvars, results, strict=True))
         return [value(x) for x in program.outvars]
 
     def closed(self, program: Any, values: Sequence[Entries]) -> list[Entries]:
-        """The results of a program with its constants."""
+        """Returns the results of a program with its constants."""
         return self.run(program.jaxpr, [*map(self.table, program.consts), *values])
 
     def apply(self, equation: Any, values: list[Entries]) -> list[Entries]:
-        """The results of an equation, which JAX can evaluate where its operands are known."""
+        """Returns the results of an equation. If all operands are known, JAX can evaluate them."""
         is_known = all(x.evaluate for x in values)
         has_rule = operation(equation) in _WITH_RULES
-        found = None if is_known and has_rule else self.interpret(equation, values)
+        results = None if is_known and has_rule else self.interpret(equation, values)
         if is_known:
 
             @functools.cache
@@ -293,24 +299,24 @@ class Reader:
                 operands = [x.evaluate() for x in values if x.evaluate]
                 return _evaluated(equation, operands)
 
-            def again(place: int) -> Entries:
-                aval = equation.outvars[place].aval
-                evaluate = lambda: evaluated()[place]  # noqa: E731
-                looked_up = lambda places: self.table(evaluate()).at(places)  # noqa: E731
-                at = found[place].at if found else looked_up
-                return Entries(aval.shape, _dtype(aval.dtype), at, evaluate)
+            def known_entries(number: int) -> Entries:
+                aval = equation.outvars[number].aval
+                evaluate = lambda: evaluated()[number]  # noqa: E731
+                looked_up = lambda places: self.table(evaluate()).entry(places)  # noqa: E731
+                entry = results[number].entry if results else looked_up
+                return Entries(aval.shape, _dtype(aval.dtype), entry, evaluate)
 
-            return [again(place) for place in range(len(equation.outvars))]
-        if found is None:
+            return [known_entries(n) for n in range(len(equation.outvars))]
+        if results is None:
             return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
-        return found
+        return results
 
     def unknown(self, aval: Any, name: str) -> Entries:
         dtype = _dtype(aval.dtype)
         return Entries(aval.shape, dtype, lambda _: Node("unknown", (), dtype, name))
 
     def interpret(self, equation: Any, values: list[Entries]) -> list[Entries] | None:
-        """The results of an equation; None if it is not known."""
+        """Returns the results of an equation; None if its operation is unknown."""
         name, params = operation(equation), equation.params
         program = called_program(equation)
         if program is not None:
@@ -326,7 +332,7 @@ class Reader:
         return self.array(name, params, values, equation.outvars[0].aval)
 
     def call(self, equation: Any, program: ClosedJaxpr, values: list[Entries]) -> list[Entries]:
-        """The results of the program that an equation calls."""
+        """Returns the results of the program that an equation calls."""
         name = operation(equation)
         results = self.closed(program, values)
         if name not in _WITH_RULES:
@@ -334,23 +340,23 @@ class Reader:
         return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
 
     def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
-        """Result n of a call that has a derivative rule of its own, which its nodes keep."""
+        """Returns result n of a call with a derivative rule; its nodes keep the rule."""
 
-        def at(places: tuple[Place, ...]) -> Node:
-            value = result.at(places)
+        def entry(places: tuple[Place, ...]) -> Node:
+            value = result.entry(places)
             size = sum(math.prod(x.shape) for x in values)
             if size > _MOST_UNROLLED or not all(isinstance(x, int) for x in places):
                 return self.node("custom", (value, value), value.dtype, _without_rule)
-            entries = [x.at(place) for x in values for place in np.ndindex(x.shape)]
+            entries = [x.entry(place) for x in values for place in np.ndindex(x.shape)]
             function = functools.partial(_entry_of_call, equation, n, places)
             return self.node("custom", (value, *entries), value.dtype, function)
 
-        return Entries(result.shape, result.dtype, at)
+        return Entries(result.shape, result.dtype, entry)
 
     def array(
         self, name: str, params: Any, values: list[Entries], result: Any
     ) -> list[Entries] | None:
-        """The one result of an operation; None if it is not known."""
+        """Returns the single result of an operation; None if the operation is unknown."""
         name = {"add_any": "add"}.get(name, name)
         if name in ELEMENTWISE and (name != "bitcast_convert_type" or _is_alike(values[0], result)):
             param = _PARAMS[name](params) if name in _PARAMS else None
@@ -360,82 +366,86 @@ class Reader:
         if name == "stop_gradient":
             return [self.entries("custom", values * 2, result, lax.stop_gradient)]
         if name == "one_minus_square":  # of newer versions of JAX
-            one = _scalar(const(1, result.dtype))
+            unit = _scalar(const(1, result.dtype))
             square = self.entries("square", values, result, None)
-            return [self.entries("sub", [one, square], result, None)]
+            return [self.entries("sub", [unit, square], result, None)]
         if name in _FOLDED:
             return self.folded(_FOLDED[name], values[0], params["axes"], result)
         moved = getattr(self, f"_{name}", None)
-        at = moved and moved(values, params, result)
-        return at and [Entries(result.shape, _dtype(result.dtype), at)]
+        entry = moved and moved(values, params, result)
+        return entry and [Entries(result.shape, _dtype(result.dtype), entry)]
 
     def entries(self, op: str, values: list[Entries], result: Any, param: Any) -> Entries:
-        """An operation entry by entry; numbers go with arrays."""
+        """Returns the results of an operation entry by entry; scalars broadcast."""
 
-        def at(places: tuple[Place, ...]) -> Node:
-            args = (x.at(places if x.shape else ()) for x in values)
+        def entry(places: tuple[Place, ...]) -> Node:
+            args = (x.entry(places if x.shape else ()) for x in values)
             return self.node(op, args, result.dtype, param)
 
-        return Entries(result.shape, _dtype(result.dtype), at)
+        return Entries(result.shape, _dtype(result.dtype), entry)
 
     def cond(self, branches: Any, values: list[Entries]) -> list[Entries]:
-        """Both branches, of which one is selected."""
+        """Reads all branches and selects among their results."""
         which, *operands = values
-        found = [self.closed(x, operands) for x in branches]
-        last = _scalar(_held(which.at(()), len(branches) - 1))  # pyright: ignore[reportArgumentType]
+        results = [self.closed(x, operands) for x in branches]
+        last = _scalar(_clamped(which.entry(()), len(branches) - 1))  # pyright: ignore[reportArgumentType]
         if len(branches) == 2:
-            last = _scalar(self.node("ne", (last.at(()), const(0, last.dtype)), bool))
+            last = _scalar(self.node("ne", (last.entry(()), const(0, last.dtype)), bool))
         return [
             self.entries("select_n", [last, *each], each[0], None)
-            for each in zip(*found, strict=True)
+            for each in zip(*results, strict=True)
         ]
 
     def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
-        """A sum or the like of few entries, written out."""
+        """Returns a reduction of few entries, unrolled; None for many."""
         sizes = [x.shape[axis] for axis in axes]
         if not 0 < math.prod(sizes) <= _MOST_UNROLLED:
             return None
 
-        def at(places: tuple[Place, ...]) -> Node:
-            def entry(inner: tuple[int, ...]) -> Node:
-                own, rest = dict(zip(axes, inner, strict=True)), iter(places)
-                return x.at(tuple(own[a] if a in own else next(rest) for a in range(len(x.shape))))
+        def entry(places: tuple[Place, ...]) -> Node:
+            def inner_entry(inner: tuple[int, ...]) -> Node:
+                inside, rest = dict(zip(axes, inner, strict=True)), iter(places)
+                index = (inside[a] if a in inside else next(rest) for a in range(len(x.shape)))
+                return x.entry(tuple(index))
 
-            each = [*map(entry, np.ndindex(*sizes))]
+            each = [*map(inner_entry, np.ndindex(*sizes))]
             value = functools.reduce(lambda a, b: self.node(op, (a, b), result.dtype), each)
             if op not in _SHARED_BY_EQUALS:
                 return value
             return self.node("custom", (value, *each), value.dtype, _SHARED_BY_EQUALS[op])
 
-        return [Entries(result.shape, _dtype(result.dtype), at)]
+        return [Entries(result.shape, _dtype(result.dtype), entry)]
 
     def unstacked(self, x: Entries, axis: int) -> list[Entries]:
-        """The parts of an array along an axis."""
+        """Returns the parts of an array along an axis."""
         shape = (*x.shape[:axis], *x.shape[axis + 1 :])
 
         def part(n: int) -> Entries:
-            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], n, *at[axis:])))
+            return Entries(
+                shape, x.dtype, lambda places: x.entry((*places[:axis], n, *places[axis:]))
+            )
 
         return [part(n) for n in range(x.shape[axis])]
 
-    # Each `_name` says where an entry of the result of that primitive comes from.
+    # Each `_name` returns a function from places in the result of that primitive to nodes.
 
     def _broadcast_in_dim(self, values: Any, params: Any, result: Any) -> Any:
         axes, x = params["broadcast_dimensions"], values[0]
-        return lambda places: x.at(
+        return lambda places: x.entry(
             tuple(0 if n == 1 else places[a] for a, n in zip(axes, x.shape, strict=True))
         )
-
-    def _squeeze(self, values: Any, params: Any, result: Any) -> Any:
-        return _of_same_order(values[0], result.shape)
 
     def _reshape(self, values: Any, params: Any, result: Any) -> Any:
         narrow = [[n for n in shape if n != 1] for shape in (values[0].shape, result.shape)]
         return _of_same_order(values[0], result.shape) if narrow[0] == narrow[1] else None
 
+    _squeeze = _reshape
+
     def _transpose(self, values: Any, params: Any, result: Any) -> Any:
         order = params["permutation"]
-        return lambda places: values[0].at(tuple(places[order.index(a)] for a in range(len(order))))
+        return lambda places: values[0].entry(
+            tuple(places[order.index(a)] for a in range(len(order)))
+        )
 
     def _iota(self, values: Any, params: Any, result: Any) -> Any:
         axis = params["dimension"]
@@ -445,48 +455,53 @@ class Reader:
         starts, strides = params["start_indices"], params["strides"]
         if strides and any(x != 1 for x in strides):
             return None
-        return lambda places: values[0].at(tuple(map(_plus, places, starts)))
+        return lambda places: values[0].entry(tuple(map(_plus, places, starts)))
 
     def _dynamic_slice(self, values: Any, params: Any, result: Any) -> Any:
         x, *starts = values
         room = [n - size for n, size in zip(x.shape, params["slice_sizes"], strict=True)]
 
-        def at(places: tuple[Place, ...]) -> Node:
-            first = (_held(start.at(()), last) for start, last in zip(starts, room, strict=True))
-            return x.at(tuple(map(_plus, places, first)))
+        def entry(places: tuple[Place, ...]) -> Node:
+            first = (
+                _clamped(start.entry(()), last) for start, last in zip(starts, room, strict=True)
+            )
+            return x.entry(tuple(map(_plus, places, first)))
 
-        return at
+        return entry
 
     def _concatenate(self, values: Any, params: Any, result: Any) -> Any:
         axis = params["dimension"]
         starts = [0, *itertools.accumulate(x.shape[axis] for x in values)]
 
-        def at(places: tuple[Place, ...]) -> Node:
+        def entry(places: tuple[Place, ...]) -> Node:
             place = places[axis]
 
             def part(x: Entries, start: int) -> Node:
-                own = _held(_plus(place, -start), x.shape[axis] - 1)
-                return x.at((*places[:axis], own, *places[axis + 1 :]))
+                inside = _clamped(_plus(place, -start), x.shape[axis] - 1)
+                return x.entry((*places[:axis], inside, *places[axis + 1 :]))
 
             if isinstance(place, int):
                 which = bisect.bisect_right(starts, place) - 1
                 return part(values[which], starts[which])
-            found = part(values[-1], starts[-2])
+            selected = part(values[-1], starts[-2])
             for x, start, end in reversed(
                 list(zip(values[:-1], starts, starts[1:-1], strict=False))
             ):
                 inside = self.node("lt", (place, const(end, place.dtype)), bool)
-                found = self.node("select_n", (inside, found, part(x, start)), result.dtype)
-            return found
+                cases = selected, part(x, start)
+                selected = self.node("select_n", (inside, *cases), result.dtype)
+            return selected
 
-        return at if all(x.shape[axis] for x in values) else None
+        return entry if all(x.shape[axis] for x in values) else None
 
     def _stack(self, values: Any, params: Any, result: Any) -> Any:
         axis = params["axis"]
 
         def widened(x: Entries) -> Entries:
             shape = (*x.shape[:axis], 1, *x.shape[axis:])
-            return Entries(shape, x.dtype, lambda at: x.at((*at[:axis], *at[axis + 1 :])))
+            return Entries(
+                shape, x.dtype, lambda places: x.entry((*places[:axis], *places[axis + 1 :]))
+            )
 
         return self._concatenate([*map(widened, values)], {"dimension": axis}, result)
 
@@ -496,29 +511,30 @@ class Reader:
         if how.operand_batching_dims or not all(x.shape):
             return None
         room = [n - size for n, size in zip(x.shape, sizes, strict=True)]
-        kept = [a for a in range(len(x.shape)) if a not in how.collapsed_slice_dims]
+        sliced = [a for a in range(len(x.shape)) if a not in how.collapsed_slice_dims]
         fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
 
-        def at(places: tuple[Place, ...]) -> Node:
+        def entry(places: tuple[Place, ...]) -> Node:
             batch = tuple(p for a, p in enumerate(places) if a not in how.offset_dims)
-            offsets = dict(zip(kept, (places[a] for a in how.offset_dims), strict=True))
-            starts = {a: indices.at((*batch, n)) for n, a in enumerate(how.start_index_map)}
+            offsets = dict(zip(sliced, (places[a] for a in how.offset_dims), strict=True))
+            starts = {a: indices.entry((*batch, n)) for n, a in enumerate(how.start_index_map)}
             inside = [
-                _plus(_held(starts.get(a, 0), room[a]), offsets.get(a, 0))
+                _plus(_clamped(starts.get(a, 0), room[a]), offsets.get(a, 0))
                 for a in range(len(x.shape))
             ]
-            found = x.at(tuple(inside))
+            selected = x.entry(tuple(inside))
             if not fills:
-                return found
+                return selected
             for a, start in starts.items():
                 low = self.node("ge", (start, const(0, start.dtype)), bool)
                 high = self.node("le", (start, const(room[a], start.dtype)), bool)
-                there = self.node("and", (low, high), bool)
+                is_inside = self.node("and", (low, high), bool)
                 missing = const(_fill(params["fill_value"], result.dtype), result.dtype)
-                found = self.node("select_n", (there, missing, found), result.dtype)
-            return found
+                cases = missing, selected
+                selected = self.node("select_n", (is_inside, *cases), result.dtype)
+            return selected
 
-        return at
+        return entry
 
 
 def _is_alike(x: Entries, result: Any) -> bool:
@@ -527,42 +543,33 @@ def _is_alike(x: Entries, result: Any) -> bool:
 
 def _fill(value: Any, dtype: Any) -> Any:
     """Returns the value that JAX gives for an index outside an array."""
-    dtype = np.dtype(dtype)
-    if value is not None:
-        return value
-    if dtype == np.bool_:
-        return True
-    if np.issubdtype(dtype, np.integer):
-        limits = np.iinfo(dtype)
-        return limits.max if limits.min == 0 else limits.min
-    return math.nan
+    kind = np.dtype(dtype).kind
+    if value is None and kind in "iu":
+        return np.iinfo(dtype).min or np.iinfo(dtype).max
+    return value if value is not None else True if kind == "b" else math.nan
 
 
 def _of_same_order(x: Entries, shape: Shape) -> Any:
-    """The entries of x in a shape with other axes of size 1."""
+    """Returns the entries of x in a shape that differs in axes of size 1."""
 
-    def at(places: tuple[Place, ...]) -> Node:
+    def entry(places: tuple[Place, ...]) -> Node:
         wide = iter(place for place, size in zip(places, shape, strict=True) if size != 1)
-        return x.at(tuple(0 if size == 1 else next(wide) for size in x.shape))
+        return x.entry(tuple(0 if size == 1 else next(wide) for size in x.shape))
 
-    return at
+    return entry
 
 
 def _simplified(node: Node) -> Node:
-    """The same number by fewer operations, where that is plain: programs are full of sums with 0
-    and of constants in another dtype."""
+    """Returns an equal node with fewer operations: without sums with 0, products with 1, and
+    conversions of constants, which are frequent in programs."""
     args = node.args
     values = [x.param if x.op == "const" else None for x in args]
     if node.op == "convert_element_type":
         (x,) = args
         safe = isinstance(x.param, bool | int) or np.issubdtype(_plain(node.dtype), np.floating)
-        return (
-            x
-            if x.dtype == node.dtype
-            else const(x.param, node.dtype)
-            if (x.op == "const" and safe and _fits(x.param, node.dtype))
-            else node
-        )
+        is_constant = x.op == "const" and safe and _fits(x.param, node.dtype)
+        converted = const(x.param, node.dtype) if is_constant else node
+        return x if x.dtype == node.dtype else converted
     if node.op == "sub" and values[1] == 0:  # in floats too: −0.0 − 0 is −0.0
         return args[0]
     if not np.issubdtype(_plain(node.dtype), np.integer):
@@ -579,7 +586,7 @@ def _plain(dtype: Any) -> Any:
 
 
 def _fits(value: Any, dtype: Any) -> bool:
-    """Whether a constant is the same number in a dtype, or rounded once."""
+    """Returns whether a dtype can hold a constant, rounded at most once."""
     if np.issubdtype(dtype, np.integer):
         limits = np.iinfo(dtype)
         return limits.min <= value <= limits.max
@@ -587,7 +594,7 @@ def _fits(value: Any, dtype: Any) -> bool:
 
 
 def _keeps_all_bits(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:
-    """Whether rounding a float to these bits leaves it as it is."""
+    """Returns whether rounding to these bits leaves every float of a dtype unchanged."""
     limits = jax.numpy.finfo(dtype)
     return exponent_bits >= limits.nexp and mantissa_bits >= limits.nmant
 
@@ -598,7 +605,7 @@ def _dtype(dtype: Any) -> Any:
 
 
 def _entry_of_call(equation: Any, n: int, place: Any, *entries: Any) -> Any:
-    """The entry at a place of result n of an equation, of which all operands' entries are given."""
+    """Returns the entry at a place of result n of an equation, given its operands' entries."""
     rest = iter(entries)
     operands = [
         jax.numpy.stack([next(rest) for _ in range(x.aval.size)]).reshape(x.aval.shape)
@@ -613,9 +620,9 @@ def _without_rule(*_: Any) -> Any:
 
 
 def _evaluated(equation: Any, operands: list[Any]) -> list[Any]:
-    """The results of an equation, at once where all operands are known while tracing."""
+    """Evaluates an equation, immediately if all operands are known while tracing."""
     params = equation.primitive.get_bind_params(equation.params)
     traced = any(isinstance(x, Tracer) for x in operands)
     with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
-        found = equation.primitive.bind(*operands, **params)
-    return list(found) if equation.primitive.multiple_results else [found]
+        results = equation.primitive.bind(*operands, **params)
+    return list(results) if equation.primitive.multiple_results else [results]

@@ -1,13 +1,12 @@
 """Snapshots of users' functions, as keys of compiled programs.
 
-A function that is written again, in a notebook's cell or in a loop, is another object. `frozen`
-gives the same object for all that are sure to compute the same, so that they share what is
-compiled. A function that reads what may change, a list or an attribute, is traced in each call, see
-`programs.traced`.
+A function that is defined again, in a notebook's cell or in a loop, is a new object. `frozen`
+returns one object for all functions that certainly compute the same, so that they share compiled
+programs. A function that reads mutable state, such as a list or an attribute, is traced in each
+call, see `programs.program_of`.
 """
 
 import builtins
-import contextlib
 import dis
 import functools
 import sys
@@ -27,13 +26,13 @@ _transient: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function as it is now, one for all functions of the same code with equal
-    defaults, equal values closed over and equal globals; the function itself where that is unsure.
+    """Returns a copy of a function in its current state, one for all functions with the same code
+    and equal defaults, closure and globals; the function itself if equality cannot be determined.
 
-    Sure are numbers, strings, None, JAX's arrays (the very same ones), NumPy's arrays (their
-    bytes), tuples of these, functions of which all this is known, and what JAX, NumPy and this
-    package export. The copy does not change when a variable that the function reads is assigned to
-    or an array is written to.
+    It can for numbers, strings, None, JAX's arrays (by identity), NumPy's arrays (by their bytes),
+    tuples of these, functions that read nothing else, and exports of JAX, NumPy and this package.
+    Later assignments to variables that the function reads, or to entries of arrays, do not change
+    the copy.
     """
     if is_frozen(function):
         return function
@@ -46,7 +45,7 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
-    """Whether a function comes from `frozen`, and so always computes the same."""
+    """Returns whether a function comes from `frozen`, and so always computes the same."""
     return isinstance(function, types.FunctionType) and function in _lasting
 
 
@@ -54,18 +53,18 @@ _lasting: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def is_transient(function: Any) -> bool:
-    """Whether a function is a snapshot of what may be written to, so that the next call may have
+    """Returns whether a function is a snapshot of mutable memory, so that the next call may have
     another one."""
     return function in _transient
 
 
 def known(key: Hashable) -> Any:
-    """The function that has been `kept` for a key, or None."""
+    """Returns the function that `kept` stored for a key, or None."""
     return _frozen.get(key)
 
 
 def kept(key: Hashable, function: Any, transient: bool) -> Any:
-    """A function that is kept from now on for a key, or the one that has been."""
+    """Stores a function for a key and returns it, or returns the function stored before."""
     function = _frozen.setdefault(key, function)
     _lasting.add(function)
     if transient:
@@ -74,7 +73,7 @@ def kept(key: Hashable, function: Any, transient: bool) -> Any:
 
 
 class Unsure(Exception):
-    """Something that may change without another name, or of which nothing is known."""
+    """Raised for a value that may change, or about which nothing is known."""
 
 
 _SCALARS = (int, bool, str, bytes, type(None), type(Ellipsis))
@@ -84,7 +83,7 @@ _BUILTINS = frozenset(
 )
 # Packages whose functions and classes never change.
 _PACKAGES = frozenset(("jax", "jaxlib", "numpy", "math", "operator", "jattn"))
-# What of them may be something else in each call.
+# Their names with different values in each call.
 _IMPURE = {
     "numpy": frozenset(
         """DataSource empty empty_like fromfile fromregex genfromtxt load loadtxt memmap
@@ -92,7 +91,7 @@ _IMPURE = {
     ),
     "jax": frozenset(("config",)),
 }
-# Instructions after which something outside a function, or a copy of it, may be another.
+# Instructions that may change something outside of a function, or its copy.
 _WRITES = frozenset(
     dis.opmap[x]
     for x in """DELETE_ATTR DELETE_GLOBAL DELETE_SUBSCR IMPORT_NAME STORE_ATTR STORE_GLOBAL
@@ -100,7 +99,7 @@ _WRITES = frozenset(
     if x in dis.opmap
 )
 _WRITES_OF_CLOSURES = _WRITES | {dis.opmap["DELETE_DEREF"], dis.opmap["STORE_DEREF"]}
-_MOST_BYTES = 2**24  # of an array that is compared by its bytes
+_MOST_BYTES = 2**24  # the most bytes of an array that is compared by its bytes
 
 
 def _package(name: Any) -> str:
@@ -108,7 +107,8 @@ def _package(name: Any) -> str:
 
 
 def _is_export(value: Any) -> bool:
-    """Whether a value is a module of these packages, or a function or class of theirs."""
+    """Returns whether a value is a module, function or class of these packages that never
+    changes."""
     if isinstance(value, types.ModuleType):
         return _package(value.__name__) in _PACKAGES and _is_pure(value.__name__)
     kind = _package(type(value).__module__)
@@ -117,7 +117,7 @@ def _is_export(value: Any) -> bool:
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return False
-    # What these packages make of a user's function, as `numpy.vectorize` does, has no such name.
+    # Results of these packages, such as that of `numpy.vectorize`, are not found by their name.
     is_theirs = getattr(sys.modules.get(module), name, None) is value
     return is_theirs and _package(module) in _PACKAGES and _is_pure(f"{module}.{name}")
 
@@ -127,7 +127,7 @@ def _is_pure(path: str) -> bool:
 
 
 class Same:
-    """Equal to itself alone, whatever `==` means for the value."""
+    """A key that compares a value by identity, whatever `==` means for it."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -140,11 +140,11 @@ class Same:
 
 
 class Key:
-    """Makes keys of values: equal only where the values are the same. Raises `Unsure`."""
+    """Makes keys of values, equal only for equal values. Raises `Unsure`."""
 
     def __init__(self) -> None:
         self.reading: list[Any] = []
-        self.reads_memory = False  # that can be written to
+        self.reads_memory = False  # whether a value is mutable memory
 
     def value(self, value: Any) -> Hashable:
         if type(value) in _SCALARS:
@@ -181,11 +181,11 @@ class Key:
 
     def function(self, function: types.FunctionType) -> Hashable:
         if vars(function) or any(function is x for x in self.reading):
-            raise Unsure  # attributes may change; one that reads itself has no end
+            raise Unsure  # attributes may change; a recursive function has no finite key
         self.reading.append(function)
         named = tuple(sorted((function.__kwdefaults__ or {}).items()))
-        held = (function.__code__, function.__defaults__, named, _closed_over(function))
-        key = "function", *map(self.value, held), self.value(tuple(_globals(function).items()))
+        parts = (function.__code__, function.__defaults__, named, _closed_over(function))
+        key = "function", *map(self.value, parts), self.value(tuple(_globals(function).items()))
         self.reading.pop()
         return key
 
@@ -199,20 +199,12 @@ class Key:
         return "code", sizes, names, run, table, tuple(map(self.value, code.co_consts))
 
 
-def _contents(function: types.FunctionType) -> list[Any]:
-    """Returns the values that a function closes over, without those not assigned yet."""
-    found = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            found.append(cell.cell_contents)
-    return found
-
-
 def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
-    found = tuple(_contents(function))
-    if len(found) < len(function.__closure__ or ()):
-        raise Unsure
-    return found
+    """Returns the values that a function closes over. Raises `Unsure` if one is not assigned."""
+    try:
+        return tuple(x.cell_contents for x in function.__closure__ or ())
+    except ValueError:
+        raise Unsure from None
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -222,21 +214,24 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function may read; what it calls by name must be pure."""
+    """Returns the globals that a function may read. Raises `Unsure` if it names an impure
+    function."""
     names = sorted(_names(function.__code__))
-    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
-    if any(hasattr(builtins, x) for x in names if x not in found and x not in _BUILTINS):
+    values_by_name = {
+        name: function.__globals__[name] for name in names if name in function.__globals__
+    }
+    if any(hasattr(builtins, x) for x in names if x not in values_by_name and x not in _BUILTINS):
         raise Unsure
-    for value in found.values():
+    for value in values_by_name.values():
         if isinstance(value, types.ModuleType):
             package = _package(value.__name__)
             if package in _IMPURE and not _IMPURE[package].isdisjoint(names):
                 raise Unsure
-    return found
+    return values_by_name
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a value that has a key, with snapshots of all functions in it."""
+    """Returns a copy of a value that has a key, with copies of all functions in it."""
     if type(value) in (tuple, frozenset):
         return type(value)(map(_copied, value))
     if isinstance(value, np.ndarray):
@@ -248,10 +243,10 @@ def _copied(value: Any) -> Any:
         return functools.partial(_copied(value.func), *map(_copied, value.args), **named)
     if type(value) is not types.FunctionType or _is_export(value):
         return value
-    own = {name: _copied(x) for name, x in _globals(value).items()}
-    own |= {"__builtins__": builtins, "__name__": value.__module__}
+    globals_of_copy = {name: _copied(x) for name, x in _globals(value).items()}
+    globals_of_copy |= {"__builtins__": builtins, "__name__": value.__module__}
     cells = tuple(types.CellType(_copied(x)) for x in _closed_over(value))
-    copy = types.FunctionType(value.__code__, own, value.__name__, None, cells)
+    copy = types.FunctionType(value.__code__, globals_of_copy, value.__name__, None, cells)
     copy.__defaults__ = _copied(value.__defaults__)
     named = value.__kwdefaults__
     copy.__kwdefaults__ = named and {name: _copied(x) for name, x in named.items()}

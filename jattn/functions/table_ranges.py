@@ -1,4 +1,4 @@
-"""The least and greatest entry of a table among runs of places, in memory linear in the table."""
+"""The least and greatest entry of a table over runs of places, in memory linear in the table."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jattn.functions.interval_rules import Interval, is_static, numpy_of, where
 
 
 def looked_up(table: Any, places: list[Interval]) -> Interval:
-    """The least and greatest entry whose places lie in these intervals."""
+    """Returns the interval of a table's entries at places in these intervals."""
     if isinstance(table, jax.Array) and not isinstance(table, Tracer):
         with jax.ensure_compile_time_eval():
             table = np.asarray(table)
@@ -60,8 +60,9 @@ def _is_point(x: Interval) -> bool:
 
 
 def _extremes(least: Any, most: Any, places: Interval) -> tuple[Any, Any]:
-    """The least of `least` and the greatest of `most`, `[n, ...]`, in each of p runs of places:
-    `[p, ...]`. Of runs of a power of two they are found by doubling; two of these cover any run."""
+    """Returns the minimum of `least` and the maximum of `most`, `[n, ...]`, over each of p runs of
+    places, `[p, ...]`. Doubling gives them for runs of a power of two; two of these cover any
+    run."""
     n = least.shape[0]
     shape = np.broadcast_shapes(np.shape(places.lo), np.shape(places.hi))
     xp = numpy_of(least, most, places)
@@ -71,22 +72,22 @@ def _extremes(least: Any, most: Any, places: Interval) -> tuple[Any, Any]:
     level = _floor_log2(xp, hi - lo + 1)
     levels = int(level.max(initial=0)) + 1 if xp is np else (n - 1).bit_length() + 1
 
-    def step(k: Any, state: Any) -> Any:
-        least, most, *found = state
+    def double(k: Any, state: Any) -> Any:
+        least, most, *results = state
         width = xp.asarray(1 << k, np.int32)
-        here = (level == k).reshape(-1, *[1] * (least.ndim - 1))
+        is_level = (level == k).reshape(-1, *[1] * (least.ndim - 1))
         ends = lo, xp.maximum(hi - width + 1, 0)
-        now = xp.minimum(*(least[x] for x in ends)), xp.maximum(*(most[x] for x in ends))
-        found = [where(here, x, y) for x, y in zip(now, found, strict=True)]
+        extremes = xp.minimum(*(least[x] for x in ends)), xp.maximum(*(most[x] for x in ends))
+        results = [where(is_level, x, y) for x, y in zip(extremes, results, strict=True)]
         next_one = xp.minimum(xp.arange(n, dtype=np.int32) + width, n - 1)
-        return xp.minimum(least, least[next_one]), xp.maximum(most, most[next_one]), *found
+        return xp.minimum(least, least[next_one]), xp.maximum(most, most[next_one]), *results
 
     state = least, most, least[lo], most[lo]
     if xp is np:
         for k in range(levels):
-            state = step(k, state)
+            state = double(k, state)
     else:
-        state = jax.lax.fori_loop(np.int32(0), np.int32(levels), step, state)
+        state = jax.lax.fori_loop(np.int32(0), np.int32(levels), double, state)
     return state[2], state[3]
 
 

@@ -1,9 +1,9 @@
-"""Tiles about which bounds say nothing certain: where they are few, they are looked into.
+"""Exact evaluation of the tiles that bounds leave undecided, if there are few.
 
 This is for masks that are functions of positions alone and hold no arrays, and happens while a
-program is traced. `by_parts` asks the bounds about parts of a tile: a rule of rows and columns,
-`i // 17` and `i % 17`, is certain of each run within a row. `truths` evaluates all pairs of a tile;
-the answer is kept with the mask. The number of undecided tiles decides what it costs, not T × S.
+program is traced. `by_parts` computes bounds of parts of a tile: a rule of rows and columns,
+`i // 17` and `i % 17`, is certain in each run within a row. `truths` evaluates all pairs of a tile
+and caches the result for the mask. The cost depends on the number of undecided tiles, not on T × S.
 """
 
 import functools
@@ -34,28 +34,28 @@ _MOST_PARTS = 2**14
 
 
 def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`(maybe_any, surely_all, known)` of boxes, of each of which `bounds` tells too little.
+    """Returns `(maybe_any, surely_all, known)` of boxes that `bounds` leaves undecided.
 
-    A box is known once one part of it is all allowed and another is not at all, or all its parts
-    are alike. Parts are a few pairs of each box at first, then its quarters, then theirs, until
-    there are too many to ask about.
+    A box is known if it has both an allowed and a masked part, or if all its parts are decided
+    alike. Parts are a few pairs of each box at first, then its quarters, then the quarters of
+    these, until there are too many.
     """
-    some, lacks = np.zeros((2, len(ends)), bool)  # a pair that is allowed, one that is not
+    some, lacks = np.zeros((2, len(ends)), bool)  # has an allowed pair, has a masked pair
     owner = np.arange(len(ends))
 
-    def ask(ends: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Asks about these parts. Returns which of them still matter and are undecided."""
+    def decide(ends: np.ndarray, owner: np.ndarray) -> np.ndarray:
+        """Computes bounds of parts. Returns which parts are undecided in boxes not yet known."""
         maybe_any, surely_all = (np.broadcast_to(x, len(ends)) for x in bounds(ends))
         some[owner[maybe_any & surely_all]] = True
         lacks[owner[~maybe_any]] = True
         return maybe_any & ~surely_all & ~(some & lacks)[owner]
 
     if len(ends) <= _MOST_PARTS // 16:
-        ask(*_pairs(ends))
+        decide(*_pairs(ends))
         ends, owner = ends[~(some & lacks)], owner[~(some & lacks)]
     while len(ends) and 4 * len(ends) <= _MOST_PARTS and (ends[:, ::2] < ends[:, 1::2]).any():
         ends, owner = _quarters(ends, owner)
-        matters = ask(ends, owner)
+        matters = decide(ends, owner)
         ends, owner = ends[matters], owner[matters]
     some[owner] = lacks[owner] = True
     known = np.ones(len(some), bool)
@@ -64,7 +64,7 @@ def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _pairs(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Four queries of each box with four of its keys, as boxes, and whose they are."""
+    """Returns four queries of each box with four of its keys, as boxes, and their owners."""
     q_lo, q_hi, kv_lo, kv_hi = ends.astype(np.int64).T[..., None, None]
     thirds = np.arange(4)
     q = q_lo + (q_hi - q_lo) * thirds[:, None] // 3
@@ -74,7 +74,7 @@ def _pairs(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _quarters(ends: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The halves of the queries with the halves of the keys of each box, and whose they are."""
+    """Returns the halves of each box's queries with the halves of its keys, and their owners."""
     for lo, hi in ((0, 1), (2, 3)):
         width = ends[:, hi].astype(np.int64) - ends[:, lo]
         middle = (ends[:, lo] + width // 2).astype(np.int32)
@@ -91,8 +91,8 @@ Rule = Callable[[Array, Array], Array]
 def truths(
     key: Any, rule: Rule, ends: np.ndarray, tiles: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """`(any, all)` of `rule(q, kv) -> bool [t, s]` for each box, which are kept for `key`, that
-    stands for the rule; None where the boxes have too many pairs, or all `tiles` too few."""
+    """Returns `(any, all)` of `rule(q, kv) -> bool [t, s]` for each box; None if the boxes have too
+    many pairs, or all `tiles` too few. Results are cached for `key`, which stands for the rule."""
     sizes = tuning.current()
     wide = ends.astype(np.int64)
     rows, columns = (int((wide[:, n + 1] - wide[:, n]).max()) + 1 for n in (0, 2))
@@ -100,11 +100,11 @@ def truths(
         return None
     if len(ends) * rows * columns > sizes.max_exact_pairs:
         return None
-    return _kept(_Keyed(key, rule), ends.tobytes(), rows, columns)
+    return _evaluated(_Keyed(key, rule), ends.tobytes(), rows, columns)
 
 
 class _Keyed:
-    """A rule that is equal to those with the same key."""
+    """A rule, equal to other rules with the same key."""
 
     def __init__(self, key: Any, rule: Rule):
         self.key, self.rule = key, rule
@@ -117,8 +117,10 @@ class _Keyed:
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(keyed: _Keyed, ends: bytes, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    def look(box: Array) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+def _evaluated(
+    keyed: _Keyed, ends: bytes, rows: int, columns: int
+) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(box: Array) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
         q = jnp.minimum(box[0] + jnp.arange(rows, dtype=jnp.int32), box[1])
         kv = jnp.minimum(box[2] + jnp.arange(columns, dtype=jnp.int32), box[3])
         allowed = keyed.rule(q, kv)
@@ -126,5 +128,5 @@ def _kept(keyed: _Keyed, ends: bytes, rows: int, columns: int) -> tuple[np.ndarr
 
     with jax.ensure_compile_time_eval():
         each = np.frombuffer(ends, np.int32).reshape(-1, 4)
-        found = jax.jit(lambda x: lax.map(look, x, batch_size=16))(each)
-        return np.asarray(found[0]), np.asarray(found[1])
+        some, every = jax.jit(lambda x: lax.map(evaluate, x, batch_size=16))(each)
+        return np.asarray(some), np.asarray(every)

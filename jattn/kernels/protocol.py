@@ -6,13 +6,13 @@ that a kernel does not need have defaults here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
+from jattn._pytree import pytree_dataclass, static_field
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common.questions import Question
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
@@ -63,6 +63,30 @@ class Kernel:
     reader: Reader | None = None
 
 
+@pytree_dataclass
+class StatisticsRequest:
+    """A question about the weights of a spec: the sum of each row over the pairs that the mask of
+    the spec `keys` allows, and over the weights above a threshold."""
+
+    spec: Spec
+    keys: Spec | None = None
+    threshold: float | None = static_field(default=None)
+
+
+class QueryStatistics(NamedTuple):
+    """The answers for each query, `[B, N, T]`.
+
+    `place` is −1 if no key is attended. `on_keys` and `above` are None if not requested.
+    """
+
+    entropy: Any
+    greatest: Any
+    place: Any
+    distance: Any
+    on_keys: Array | None
+    above: Array | None
+
+
 @dataclass(frozen=True)
 class WeightSums:
     """An implementation that sums weights over queries and over keys.
@@ -72,5 +96,5 @@ class WeightSums:
     run: returns the sums for each query and for each key, see `xla.statistics`.
     """
 
-    unsupported: Callable[[Question, Shapes], str | None]
-    run: Callable[[Question, Array, Array], tuple[Any, Array]]
+    unsupported: Callable[[StatisticsRequest, Shapes], str | None]
+    run: Callable[[StatisticsRequest, Array, Array], tuple[Any, Array]]

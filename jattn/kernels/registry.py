@@ -17,10 +17,9 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
-from jattn.kernels.common.compilation import CompilationFailed
-from jattn.kernels.common.questions import Question
+from jattn.kernels.common.errors import CompilationFailed
 from jattn.kernels.common.vjp import AttentionVJP, Functions
-from jattn.kernels.protocol import CacheResults, Kernel, Reader, WeightSums
+from jattn.kernels.protocol import CacheResults, Kernel, Reader, StatisticsRequest, WeightSums
 from jattn.kernels.xla import decode
 from jattn.spec import Shapes, Spec
 
@@ -237,7 +236,9 @@ def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheRe
     raise AssertionError("the last of them reads every cache")
 
 
-def sum_weights(platform: str, question: Question, query: Array, key: Array) -> tuple[Any, Array]:
+def sum_weights(
+    platform: str, question: StatisticsRequest, query: Array, key: Array
+) -> tuple[Any, Array]:
     """Answers a question about weights by the first supported of `SUMS`."""
     for row in SUMS:
         sums: WeightSums = row.load("SUMS")

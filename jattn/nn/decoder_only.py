@@ -69,14 +69,10 @@ class DecoderOnlyLayer(EncoderLayer):
         """Computes the layer for T further tokens; masks see the cache's slots."""
         check_features("x", x, "T, D", "features", self.features)
         call["mask"] = causal_and(call.get("mask"))
-        extended = cache
-
-        def attend(x: Array) -> Array:
-            nonlocal extended
-            y, extended = self.self_attention(x, cache=cache, **call)
-            return y
-
-        return self._sublayers(x, attend, **run_options(call)), extended
+        run, residual = run_options(call), self.self_attention_residual
+        y, cache = self.self_attention(residual.enter(x), cache=cache, **call)
+        x = residual.leave(x, y, **run)
+        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run), cache
 
 
 class DecoderOnly(Module):

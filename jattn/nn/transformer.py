@@ -158,7 +158,7 @@ class LayerArguments(TypedDict, total=False):
 
 
 class Residual(Module):
-    """The residual connection around a sublayer: `leave(x, sublayer(enter(x)))`.
+    """The residual connection around a sublayer.
 
     Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
     """
@@ -167,6 +167,14 @@ class Residual(Module):
         self.order = options.norm
         self.norm = options.make_norm(features, rngs)
         self.dropout = Dropout(options.dropout_rate, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        sublayer: Callable[[Array], Array],
+        **run: Unpack[RunOptions],
+    ) -> Float[Array, "*B T D"]:
+        return self.leave(x, sublayer(self.enter(x)), **run)
 
     def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         return self.norm(x) if self.order == "pre" else x
@@ -184,8 +192,7 @@ class _Layer(Module):
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
-    attentions = ("self_attention",)
-    self_attention: MultiHeadAttention
+    attends_to_memory = False
 
     @advised_by(MODEL_CONSTRUCTOR_ADVICE, LayerOptions)
     def __init__(
@@ -200,20 +207,17 @@ class _Layer(Module):
         settings = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **settings.dtypes)
         self.features = features
-        for name in self.attentions:
-            make = getattr(settings, name)
-            setattr(self, name, make(num_heads, features, rngs=rngs, **settings.attention))
-            setattr(self, f"{name}_residual", Residual(features, settings, rngs=rngs))
+        self.self_attention = settings.self_attention(
+            num_heads, features, rngs=rngs, **settings.attention
+        )
+        self.self_attention_residual = Residual(features, settings, rngs=rngs)
+        if self.attends_to_memory:
+            self.cross_attention = settings.cross_attention(
+                num_heads, features, rngs=rngs, **settings.attention
+            )
+            self.cross_attention_residual = Residual(features, settings, rngs=rngs)
         self.feed_forward = settings.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, settings, rngs=rngs)
-
-    def _sublayers(self, x: Array, *attend: Callable[[Array], Array], **run: Any) -> Array:
-        """Computes all sublayers; `attend` has a function for each of `attentions`."""
-        functions = (*attend, lambda x: self.feed_forward(x, **run))
-        for name, sublayer in zip((*self.attentions, "feed_forward"), functions, strict=True):
-            residual: Residual = getattr(self, f"{name}_residual")
-            x = residual.leave(x, sublayer(residual.enter(x)), **run)
-        return x
 
 
 class EncoderLayer(_Layer):
@@ -227,8 +231,9 @@ class EncoderLayer(_Layer):
         self, x: Float[Array, "*B S D"], **call: Unpack[SelfOptions]
     ) -> Float[Array, "*B S D"]:
         check_features("x", x, "S, D", "features", self.features)
-        attend = lambda x: self.self_attention(x, **call)  # noqa: E731
-        return self._sublayers(x, attend, **run_options(call))
+        run = run_options(call)
+        x = self.self_attention_residual(x, lambda x: self.self_attention(x, **call), **run)
+        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run)
 
 
 class LayerCache(NamedTuple):
@@ -253,8 +258,7 @@ class DecoderLayer(_Layer):
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
     """
 
-    attentions = ("self_attention", "cross_attention")
-    cross_attention: MultiHeadAttention
+    attends_to_memory = True
 
     @advised_by(DECODER_ADVICE, CrossOptions)
     def __call__(
@@ -270,12 +274,12 @@ class DecoderLayer(_Layer):
         of_tokens = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
         of_memory = {"mask": call.get("cross_mask"), "positions": positions, **run}
         kv_positions = call.get("memory_positions")
-        return self._sublayers(
-            x,
-            lambda x: self.self_attention(x, **of_tokens),
-            lambda x: self.cross_attention(x, memory, kv_positions=kv_positions, **of_memory),
-            **run,
+        attend_memory = lambda x: self.cross_attention(  # noqa: E731
+            x, memory, kv_positions=kv_positions, **of_memory
         )
+        x = self.self_attention_residual(x, lambda x: self.self_attention(x, **of_tokens), **run)
+        x = self.cross_attention_residual(x, attend_memory, **run)
+        return self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run)
 
     @advised_by({}, CrossStepOptions)
     def step(
@@ -287,19 +291,17 @@ class DecoderLayer(_Layer):
             raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
         run, valid = run_options(call), call.get("valid")
         positions = cache.tokens.next_positions(x.shape[1], valid)
-        tokens = cache.tokens
+        of_tokens = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
+        of_memory = {"mask": call.get("cross_mask"), "positions": positions, **run}
 
-        def attend_tokens(x: Array) -> Array:
-            nonlocal tokens
-            options = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
-            y, tokens = self.self_attention(x, cache=tokens, **options)
-            return y
-
-        def attend_memory(x: Array) -> Array:
-            options = {"mask": call.get("cross_mask"), "positions": positions, **run}
-            return self.cross_attention.attend_memory(x, cache.memory, **options)
-
-        x = self._sublayers(x, attend_tokens, attend_memory, **run)
+        attend_memory = lambda x: self.cross_attention.attend_memory(  # noqa: E731
+            x, cache.memory, **of_memory
+        )
+        residual = self.self_attention_residual
+        y, tokens = self.self_attention(residual.enter(x), cache=cache.tokens, **of_tokens)
+        x = residual.leave(x, y, **run)
+        x = self.cross_attention_residual(x, attend_memory, **run)
+        x = self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run)
         return x, LayerCache(tokens, cache.memory)
 
 

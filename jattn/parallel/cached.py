@@ -210,7 +210,7 @@ def _attend_part(
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), sums), jax.ShapeDtypeStruct((), jnp.bool_)
     like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run(lambda kernel: kernel.forward, like, None, *operands, shapes=shapes)[:2]
+    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
 
 
 def _joined(

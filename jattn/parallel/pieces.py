@@ -6,7 +6,7 @@ from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels import registry
 from jattn.kernels.common import lowering
-from jattn.kernels.common.vjp import Select
+from jattn.kernels.common.vjp import FunctionName
 from jattn.spec import Shapes, Spec
 
 
@@ -22,7 +22,7 @@ _OF_PIECES = ("native", "blockwise")
 
 
 def run(
-    select: Select,
+    function: FunctionName,
     like: Tree,
     implementation: str | None,
     spec: Spec,
@@ -37,6 +37,6 @@ def run(
     assert functions is not None, "the reference computes no pieces"
 
     def on_platform(platform: str, *operands: Any) -> Any:
-        return select(functions.on(platform))(*operands)
+        return getattr(functions.on(platform), function)(*operands)
 
     return lowering.platform_dependent(on_platform, like, spec, *operands)

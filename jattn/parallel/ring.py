@@ -293,7 +293,7 @@ class Ring(NamedTuple):
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
             operands = (piece_spec, query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                lambda kernel: kernel.forward, like, self.implementation, *operands, shapes=shapes
+                "forward", like, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -327,7 +327,7 @@ class Ring(NamedTuple):
             )
             operands = (piece_spec, per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                lambda kernel: kernel.backward, like, self.implementation, *operands, shapes=shapes
+                "backward", like, self.implementation, *operands, shapes=shapes
             )
             of_shard = Gradients.of(letters, d_query, d_key, d_value, d_params)
             local = jax.tree.map(add, names, so_far.local, of_shard.local)

@@ -72,22 +72,22 @@ class BlockMask(NamedTuple):
     def fold(
         self,
         memory: Ref,
-        at: tuple[Any, Any, Any],
+        block: tuple[Any, Any, Any],
         step: Callable[..., Any],
         state: Tree,
         part: tuple[Any, int] = (0, 1),
     ) -> Tree:
-        """Folds `step(j, masked, state)` over the tiles that block `at` (b, h, i) visits.
+        """Folds `step(j, masked, state)` over the tiles that `block` (b, h, i) visits.
 
         `part` selects one of several equal parts of them.
         """
-        run = _Run.of(memory, at, part)
+        run = _VisitedTiles.of(memory, block, part)
         return self._over(run, lambda j, masked, _, state: step(j, masked, state), state)
 
     def fold_ahead(
         self,
         memory: Ref,
-        at: tuple[Any, Any, Any],
+        block: tuple[Any, Any, Any],
         fetch: Callable[[Any, Any], None],
         turn: Array,
         step: Callable[..., Any],
@@ -100,10 +100,10 @@ class BlockMask(NamedTuple):
         all steps, and `step(j, masked, fetch_next, state)` calls `fetch_next(turn)` for the next
         block.
         """
-        run = _Run.of(memory, at, part)
+        run = _VisitedTiles.of(memory, block, part)
 
         def fetch_at(place: Any, turn: Array) -> None:
-            lax.cond(place < run.stop, lambda: fetch(run.block(place), turn), lambda: None)
+            lax.cond(place < run.stop, lambda: fetch(run.tile(place), turn), lambda: None)
 
         def ahead(j: Array, masked: bool, place: Array, state: Tree) -> Tree:
             return step(j, masked, functools.partial(fetch_at, place + 1), state)
@@ -111,11 +111,11 @@ class BlockMask(NamedTuple):
         fetch_at(run.start, turn)
         return self._over(run, ahead, state)
 
-    def _over(self, run: "_Run", step: Callable[..., Any], state: Tree) -> Tree:
+    def _over(self, run: "_VisitedTiles", step: Callable[..., Any], state: Tree) -> Tree:
         """Folds `step(j, masked, place, state)` over a run."""
 
         def visit(masked: bool, place: Array, state: Tree) -> Tree:
-            return step(run.block(place), masked, place, state)
+            return step(run.tile(place), masked, place, state)
 
         if masks.FULL in self.kinds:
             ends = jnp.minimum(run.start, run.full), jnp.minimum(run.stop, run.full)
@@ -126,28 +126,28 @@ class BlockMask(NamedTuple):
         return state
 
 
-class _Run(NamedTuple):
-    """The tiles that block `at` (b, h, i) visits: start .. stop - 1 in its list in `order`, of
-    which those below `full` need no mask."""
+class _VisitedTiles(NamedTuple):
+    """The tiles that a block (b, h, i) visits: entries start .. stop - 1 of its list in `order`.
+    Entries below `full` need no mask."""
 
     order: Any
-    at: tuple[Any, Any, Any]
+    place: tuple[Any, Any, Any]
     start: AnyArray
     stop: AnyArray
     full: AnyArray
 
     @classmethod
-    def of(cls, memory: Ref, at: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_Run":
+    def of(cls, memory: Ref, place: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_VisitedTiles":
         order, ends = memory
-        full, visited = (ends[(*clamped(ends, *at[:2]), at[2], x)] for x in (0, 1))
+        full, visited = (ends[(*clamped(ends, *place[:2]), place[2], x)] for x in (0, 1))
         part_size = lax.div(visited + part[1] - 1, np.int32(part[1]))
         start, stop = (jnp.minimum(x * part_size, visited) for x in (part[0], part[0] + 1))
-        return cls(order, at, start, stop, full)
+        return cls(order, place, start, stop, full)
 
-    def block(self, place: Array) -> Array:
+    def tile(self, entry: Array) -> Array:
         if self.order is None:
-            return place
-        return self.order[(*clamped(self.order, *self.at[:2]), self.at[2], place)]
+            return entry
+        return self.order[(*clamped(self.order, *self.place[:2]), self.place[2], entry)]
 
 
 def clamped(x: Any, *index: Index) -> tuple[Any, ...]:
@@ -169,15 +169,15 @@ def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
     return BlockMask(order.astype(np.int32), ends.astype(np.int32), occurring)
 
 
-def of_heads(kinds: AnyArray, own: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
+def of_heads(kinds: AnyArray, separate: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
     """Returns for each tile, in the order of rows, the heads that visit it, all with the mask.
 
-    `kinds` are tile maps `[B or 1, N or 1, n, m]`. There are `own` batch rows and heads with
-    separate lists; each list covers `shared` batch rows and heads, numbered batch row by batch row;
-    one of the two is 1.
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. There are `separate` batch rows and heads with
+    lists of their own; each list covers `shared` batch rows and heads, numbered batch row by batch
+    row; one of the two is 1.
     """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
-    (B, N), tiles = map(min, own, kinds.shape), kinds.shape[2] * kinds.shape[3]
+    (B, N), tiles = map(min, separate, kinds.shape), kinds.shape[2] * kinds.shape[3]
     visited = xp.minimum(kinds, masks.MIXED).reshape(*kinds.shape[:2], tiles)
     visited = xp.broadcast_to(visited, (B * shared[0], N * shared[1], tiles))
     visited = visited.reshape(B, shared[0], N, shared[1], tiles).transpose(0, 2, 4, 1, 3)

@@ -16,14 +16,14 @@ from jax.interpreters import mlir
 from jattn._types import Tree
 
 
-def digest(run: Callable[..., Any], platform: str, operands: Tree, *others: Any) -> str | None:
+def digest(run: Callable[..., Any], platform: str, operands: Tree, *settings: Any) -> str | None:
     """Returns a digest of the program of `run(*operands)` on one device, and of the reprs of
-    `others`; None if nothing is cached. `operands` have types and shapes."""
+    `settings`; None if nothing is cached. `operands` have types and shapes."""
     if not getattr(jax.config, "jax_compilation_cache_dir", None) or platform == "other":
         return None
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     program = jax.jit(run).trace(*like).lower(lowering_platforms=(platform,))
-    text = "\0".join((program.as_text(), *map(repr, others)))
+    text = "\0".join((program.as_text(), *map(repr, settings)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

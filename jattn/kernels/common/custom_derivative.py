@@ -70,11 +70,8 @@ def register_eager_run(primitive: Primitive) -> None:
 
 def none_for_zero(tangents: Tree) -> list[Any]:
     """Returns tangents in the form that rules take: None for tangents that are 0."""
-    return [None if _is_zero(x) else x for x in tangents]
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
+    is_zero = lambda x: isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0  # noqa: E731
+    return [None if is_zero(x) else x for x in tangents]
 
 
 def _run(program: Any, *operands: Array) -> list[Any]:

@@ -21,7 +21,6 @@ forward mode, of its `tangent` and its `backward`. Both read the results of the 
 the residuals, and so the residuals have a tangent too.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,7 +35,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Spec, with_parameters
 
 
-class Inputs(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The differentiable inputs of attention: parameters of the spec, query, key and value.
 
     The same class holds their tangents or cotangents; None stands for 0.
@@ -51,15 +50,15 @@ class Inputs(NamedTuple):
 class Residuals(NamedTuple):
     """The results of the forward function, see `AttentionVJP`, or their tangents.
 
-    `kept` is the list of further results of `forward_with_weights`. `rounded` is `out` in the
-    query's dtype: a kernel may have stored it separately from its rounding errors.
+    `weights` is a list of the weights from `forward_with_weights`, or empty. `rounded` is `out` in
+    the query's dtype: a kernel may have stored it separately from its rounding errors.
     """
 
     out: Tree
     rounded: Array
     normalizer: Normalizer
     all_finite: Any
-    kept: Tree
+    weights: Tree
 
     def finite(self) -> "Residuals":
         """Returns the residuals in the form that derivatives read and programs keep: without −inf
@@ -67,26 +66,17 @@ class Residuals(NamedTuple):
         return self._replace(normalizer=self.normalizer.finite())
 
 
-class Results(NamedTuple):
+class AttentionResults(NamedTuple):
     """The results out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
 
     out: Tree
     lse: Any
 
 
-def _results(residuals: Residuals) -> Results:
+def _results(residuals: Residuals) -> AttentionResults:
     """Returns the parts of residuals that have tangents: out, and the normalizer's `log_total`,
     which stands for the sum of its two numbers."""
-    return Results(residuals.out, residuals.normalizer.log_total)
-
-
-def _normalizer_tangent(d_lse: Array) -> Any:
-    """Returns the tangent of a normalizer, given the tangent of the sum of its two numbers."""
-    return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
-
-
-_At = tuple[Spec, Inputs, Residuals]
-_AtBoth = tuple[Spec, Inputs, Residuals, Results]
+    return AttentionResults(residuals.out, residuals.normalizer.log_total)
 
 
 class PerQuery(NamedTuple):
@@ -124,11 +114,6 @@ def row_dots(x: Array, y: Array) -> Array:
     return jnp.expand_dims(jnp.sum(jnp.squeeze(x * y, ones), axis=-1), ones)
 
 
-def _per_query(query: Array, residuals: Residuals, cotangents: Results) -> PerQuery:
-    delta = row_dots(cotangents.out, residuals.out) - cotangents.lse
-    return PerQuery(query, cotangents.out, *residuals.normalizer, delta)
-
-
 class TangentInputs(NamedTuple):
     """The arrays along queries of `DerivativeFunctions.tangent`, each `[B, T, N, ...]`.
 
@@ -154,13 +139,42 @@ class DerivativeFunctions(NamedTuple):
     backward: Callable[..., Any]
 
 
-class Attention(NamedTuple):
+class _Point(NamedTuple):
+    """The arguments at which derivatives are taken, with the results of the forward function."""
+
+    spec: Spec
+    inputs: AttentionInputs
+    residuals: Residuals
+
+    @property
+    def letters(self) -> tuple[list[partition.Dims], list[partition.Dims], list[partition.Dims]]:
+        """The letters of the leaves of inputs, residuals and results, and of their tangents."""
+        row, rows = partition.BY_QUERY[:3], partition.BY_QUERY
+        keys = partition.by_key(self.inputs.key)
+        weights = [partition.BY_HEAD] * len(self.residuals.weights)
+        return (
+            [*partition.of_parameters(self.spec), rows, keys, keys],
+            [rows, rows, row, row, (), *weights],
+            [rows, row],
+        )
+
+    def per_query(self, cotangents: AttentionResults) -> PerQuery:
+        """Returns the arrays along queries for a backward pass."""
+        delta = row_dots(cotangents.out, self.residuals.out) - cotangents.lse
+        return PerQuery(self.inputs.query, cotangents.out, *self.residuals.normalizer, delta)
+
+    def spec_with_parameters(self) -> Spec:
+        """Returns the spec with the parameters of the inputs."""
+        return with_parameters(self.spec, self.inputs.params)
+
+
+class DifferentiableAttention(NamedTuple):
     """Attention with its derivatives, made of three functions of a kernel and `derivatives`.
 
     value(spec, *qkv) -> (out, lse)
     forward(spec, *qkv) -> Residuals
-    backward(spec, per_query, key, value, all_finite, *kept) -> gradients in the dtype of sums, see
-        `AttentionVJP`.
+    backward(spec, per_query, key, value, all_finite, *weights) -> gradients in the dtype of sums,
+        see `AttentionVJP`.
     """
 
     value: Callable[..., Any]
@@ -168,214 +182,135 @@ class Attention(NamedTuple):
     backward: Callable[..., Any]
     derivatives: DerivativeFunctions
 
-    def __call__(self, spec: Spec, inputs: Inputs) -> Results:
+    def __call__(self, spec: Spec, inputs: AttentionInputs) -> AttentionResults:
         """Computes F, differentiable by the inputs."""
 
-        def value(spec: Spec, inputs: Inputs) -> Results:
-            return Results(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
+        def value(spec: Spec, inputs: AttentionInputs) -> AttentionResults:
+            return AttentionResults(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
 
-        def rule(operands: Tree, tangents: Tree) -> tuple[Results, Results]:
+        def rule(operands: Tree, tangents: Tree) -> tuple[AttentionResults, AttentionResults]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
-            results = Results(out, residuals.normalizer.lse)
-            return results, self._jvp(spec, inputs, residuals.finite(), tangents[1])
+            results = AttentionResults(out, residuals.normalizer.lse)
+            return results, self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _residuals(self, spec: Spec, inputs: Inputs) -> Residuals:
+    def _residuals(self, spec: Spec, inputs: AttentionInputs) -> Residuals:
         """Computes the results of the forward function.
 
         Weights depend on the normalizer only through the sum of its two numbers, so that only one
         of them has a tangent.
         """
 
-        def value(spec: Spec, inputs: Inputs) -> Residuals:
+        def value(spec: Spec, inputs: AttentionInputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
-            d_out, d_lse = self._jvp(spec, inputs, residuals.finite(), tangents[1])
+            d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
             d_rounded = d_out.astype(residuals.rounded.dtype)
-            d_normalizer, nothing = _normalizer_tangent(d_lse), [None] * len(residuals.kept)
+            nothing = [None] * len(residuals.weights)
+            # The tangent of the log stands for the tangent of the sum of the two numbers.
+            d_normalizer = Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
             return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
 
         return with_derivative(value, rule)(spec, inputs)
 
-    def _vjp(self, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
+    def _vjp(self, point: _Point, cotangents: AttentionResults) -> AttentionInputs:
         """Computes the gradients, in the dtypes of the inputs."""
 
-        def value(spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results) -> Inputs:
-            per_query = _per_query(inputs.query, residuals, cotangents)
-            keys = (inputs.key, inputs.value)
-            with_params = with_parameters(spec, inputs.params)
-            gradients = self.backward(
-                with_params, per_query, *keys, residuals.all_finite, *residuals.kept
+        def value(point: _Point, cotangents: AttentionResults) -> AttentionInputs:
+            _, (_, _, key, value), residuals = point
+            operands = (
+                point.per_query(cotangents),
+                key,
+                value,
+                residuals.all_finite,
+                *residuals.weights,
             )
-            return _cast(gradients, inputs)
+            gradients = self.backward(point.spec_with_parameters(), *operands)
+            return _cast(gradients, point.inputs)
 
-        def rule(operands: _AtBoth, tangents: Any) -> tuple[Inputs, Inputs]:
-            _, d_inputs, d_residuals, d_cotangents = tangents
-            d_operands = _Tangents(d_inputs, _results(d_residuals), d_cotangents)
-            return self._vjp(*operands), self._jvp_of_vjp(*operands, d_operands)
+        def rule(operands: Any, tangents: Any) -> tuple[AttentionInputs, AttentionInputs]:
+            point, cotangents = operands
+            d_gradients = self._jvp_of_vjp(point, cotangents, _Tangents.of(*tangents))
+            return self._vjp(point, cotangents), d_gradients
 
-        return with_derivative(value, rule)(spec, inputs, residuals, cotangents)
+        return with_derivative(value, rule)(point, cotangents)
 
-    def _jvp(self, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs) -> Results:
+    def _jvp(self, point: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes the tangents of the results."""
         if not jax.tree.leaves(tangent):
-            return jax.tree.map(jnp.zeros_like, _results(residuals))
+            return jax.tree.map(jnp.zeros_like, _results(point.residuals))
 
-        def run(
-            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
-        ) -> Results:
-            return self._compute_jvp(platform, spec, inputs, residuals, filled(tangent, inputs))
+        def run(platform: str, *operands: Any) -> AttentionResults:
+            *point, tangent = operands
+            return self._tangent(platform, _Point(*point), filled(tangent, point[1]))
 
-        nonzero = where_given(tangent)
+        def transpose(rest: Any, cotangents: AttentionResults) -> AttentionInputs:
+            return self._vjp(_Point(*rest), cotangents)
 
-        def transpose(rest: _At, cotangents: Results) -> Inputs:
-            return wanted(self._vjp(*rest, cotangents), nonzero)
+        def derivative(rest: Any, tangent: Any, d_rest: Any, d_tangent: Any) -> AttentionResults:
+            tangents = _Tangents.of(_Point(*d_rest), d_tangent)
+            return self._jvp_of_jvp(_Point(*rest), tangent, tangents)
 
-        def derivative(rest: _At, tangent: Inputs, d_rest: Any, d_tangent: Inputs) -> Results:
-            _, d_inputs, d_residuals = d_rest
-            return self._jvp_of_jvp(
-                *rest, tangent, _Tangents(d_inputs, _results(d_residuals), d_tangent)
-            )
+        inputs, residuals, results = point.letters
+        operands, letters = (*point, tangent), [*inputs, *residuals, *inputs]
+        cut = partition.partitioned_derivative(run, operands, letters, results)
+        rules = lowering.LinearRules(transpose, derivative)
+        return lowering.linear(cut, _results(point.residuals), rules, *operands)
 
-        like = _results(residuals)
-        rules = lowering.Linear(transpose, derivative)
-        operands, dims = (spec, inputs, residuals, tangent), _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.inputs]
-        cut = partition.partitioned_derivative(run, operands, order, dims.results)
-        return lowering.linear(cut, like, rules, *operands)
-
-    def _compute_jvp(
-        self, platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, tangent: Inputs
-    ) -> Results:
+    def _tangent(self, platform: str, point: _Point, tangent: AttentionInputs) -> AttentionResults:
         """Computes `_jvp` in operations that JAX can differentiate."""
-        rows = TangentInputs(inputs.query, tangent.query, residuals.out)
-        keys = (inputs.key, tangent.key, inputs.value, tangent.value)
-        with_params = with_parameters(spec, inputs.params)
-        return Results(
-            *self.derivatives.tangent(platform, with_params, tangent.params, rows, *keys)
-        )
+        rows = TangentInputs(point.inputs.query, tangent.query, point.residuals.out)
+        keys = (point.inputs.key, tangent.key, point.inputs.value, tangent.value)
+        spec = point.spec_with_parameters()
+        results = self.derivatives.tangent(platform, spec, tangent.params, rows, *keys)
+        return AttentionResults(*results)
+
+    def _gradients(
+        self, platform: str, point: _Point, cotangents: AttentionResults
+    ) -> AttentionInputs:
+        """Computes `_vjp` in operations that JAX can differentiate."""
+        operands = point.per_query(cotangents), point.inputs.key, point.inputs.value
+        gradients = self.derivatives.backward(platform, point.spec_with_parameters(), *operands)
+        return _cast(gradients, point.inputs)
 
     def _jvp_of_vjp(
-        self,
-        spec: Spec,
-        inputs: Inputs,
-        residuals: Residuals,
-        cotangents: Results,
-        tangents: "_Tangents",
-    ) -> Inputs:
+        self, point: _Point, cotangents: AttentionResults, tangents: "_Tangents"
+    ) -> AttentionInputs:
         """Computes the tangents of `_vjp`, by its inputs and by its cotangents."""
-        if not jax.tree.leaves(tangents):
-            return jax.tree.map(jnp.zeros_like, inputs)
 
-        def gradients(
-            platform: str, spec: Spec, inputs: Inputs, residuals: Residuals, cotangents: Results
-        ) -> Inputs:
-            per_query = _per_query(inputs.query, residuals, cotangents)
-            with_params = with_parameters(spec, inputs.params)
-            keys = (inputs.key, inputs.value)
-            d_inputs = self.derivatives.backward(platform, with_params, per_query, *keys)
-            return _cast(d_inputs, inputs)
+        def transpose(point: _Point, cotangents: Any, cotangent: Any) -> tuple[Any, Any]:
+            d_results = self._jvp(point, cotangent)
+            tangents = _Tangents(cotangent, d_results, _NOTHING)
+            return self._jvp_of_vjp(point, cotangents, tangents), d_results
 
-        def run(
-            platform: str,
-            spec: Spec,
-            inputs: Inputs,
-            residuals: Residuals,
-            cotangents: Results,
-            tangents: _Tangents,
-        ) -> Inputs:
-            run = functools.partial(gradients, platform, spec)
-            if not jax.tree.leaves((tangents.inputs, tangents.results)):
-                return run(inputs, residuals, filled(tangents.operand, cotangents))
-            return tangents.derivative_of(run, inputs, residuals, cotangents)
-
-        nonzero = where_given(tangents)
-
-        def transpose(rest: _AtBoth, cotangent: Inputs) -> _Tangents:
-            d_results = self._jvp(*rest[:3], cotangent)
-            d_inputs = self._jvp_of_vjp(*rest, _Tangents(cotangent, d_results, _NOTHING))
-            return _Tangents(
-                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_results, nonzero.operand)
-            )
-
-        rules = lowering.Linear(transpose, _refuse_third_order)
-        operands = (spec, inputs, residuals, cotangents, tangents)
-        dims = _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.results]
-        order += [*dims.inputs, *dims.results, *dims.results]
-        cut = partition.partitioned_derivative(run, operands, order, dims.inputs)
-        return lowering.linear(cut, inputs, rules, *operands)
-
-    def _jvp_of_jvp(
-        self,
-        spec: Spec,
-        inputs: Inputs,
-        residuals: Residuals,
-        tangent: Inputs,
-        tangents: "_Tangents",
-    ) -> Results:
-        """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
-        if not jax.tree.leaves(tangents):
-            return jax.tree.map(jnp.zeros_like, _results(residuals))
-
-        def run(
-            platform: str,
-            spec: Spec,
-            inputs: Inputs,
-            residuals: Residuals,
-            tangent: Inputs,
-            tangents: _Tangents,
-        ) -> Results:
-            run = functools.partial(self._compute_jvp, platform, spec)
-            return tangents.derivative_of(run, inputs, residuals, filled(tangent, inputs))
-
-        nonzero = where_given(tangents)
-
-        def transpose(rest: Any, cotangents: Results) -> _Tangents:
-            spec, inputs, residuals, tangent = rest
-            d_results = self._jvp(spec, inputs, residuals, tangent)
-            first_order = _Tangents(tangent, d_results, _NOTHING)
-            d_inputs = self._jvp_of_vjp(spec, inputs, residuals, cotangents, first_order)
-            d_tangent = self._vjp(spec, inputs, residuals, cotangents)
-            return _Tangents(
-                wanted(d_inputs, nonzero.inputs), _NOTHING, wanted(d_tangent, nonzero.operand)
-            )
-
-        like = _results(residuals)
-        rules = lowering.Linear(transpose, _refuse_third_order)
-        operands = (spec, inputs, residuals, tangent, tangents)
-        dims = _Dims.of(spec, inputs, residuals)
-        order = [*dims.inputs, *dims.residuals, *dims.inputs]
-        order += [*dims.inputs, *dims.results, *dims.inputs]
-        cut = partition.partitioned_derivative(run, operands, order, dims.results)
-        return lowering.linear(cut, like, rules, *operands)
-
-
-class _Dims(NamedTuple):
-    """The letters of the leaves of inputs, residuals and results, and of their tangents."""
-
-    inputs: list[partition.Dims]
-    residuals: list[partition.Dims]
-    results: list[partition.Dims]
-
-    @classmethod
-    def of(cls, spec: Spec, inputs: Inputs, residuals: Residuals) -> "_Dims":
-        row, rows, keys = partition.BY_QUERY[:3], partition.BY_QUERY, partition.by_key(inputs.key)
-        kept = [partition.BY_HEAD] * len(residuals.kept)
-        return cls(
-            [*partition.of_parameters(spec), rows, keys, keys],
-            [rows, rows, row, row, (), *kept],
-            [rows, row],
+        inputs, _, results = point.letters
+        letters = results, inputs
+        return _second_order(
+            self._gradients, transpose, point, cotangents, tangents, point.inputs, letters
         )
 
+    def _jvp_of_jvp(
+        self, point: _Point, tangent: AttentionInputs, tangents: "_Tangents"
+    ) -> AttentionResults:
+        """Computes the tangents of `_jvp`, by its inputs and by its tangent."""
 
-_NOTHING = Results(None, None)
+        def transpose(point: _Point, tangent: Any, cotangents: Any) -> tuple[Any, Any]:
+            first_order = _Tangents(tangent, self._jvp(point, tangent), _NOTHING)
+            d_inputs = self._jvp_of_vjp(point, cotangents, first_order)
+            return d_inputs, self._vjp(point, cotangents)
+
+        inputs, _, results = point.letters
+        like, letters = _results(point.residuals), (inputs, results)
+        return _second_order(self._tangent, transpose, point, tangent, tangents, like, letters)
+
+
+_NOTHING = AttentionResults(None, None)
 
 
 class _Tangents(NamedTuple):
@@ -387,52 +322,77 @@ class _Tangents(NamedTuple):
     operand: the tangents of the operand in which the differentiated function is itself linear.
     """
 
-    inputs: Inputs
-    results: Results
+    inputs: AttentionInputs
+    results: AttentionResults
     operand: Tree
 
-    def derivative_of(
-        self, function: Callable[..., Any], inputs: Inputs, residuals: Residuals, operand: Any
-    ) -> Any:
-        """Returns the derivative of `function(inputs, residuals, operand)` along these tangents."""
+    @classmethod
+    def of(cls, d_point: _Point, d_operand: Tree) -> "_Tangents":
+        return cls(d_point.inputs, _results(d_point.residuals), d_operand)
 
-        def at_results(inputs: Inputs, results: Results, operand: Any) -> Any:
+
+def _second_order(
+    function: Callable[..., Any],
+    transpose: Callable[..., tuple[Any, Any]],
+    point: _Point,
+    operand: Tree,
+    tangents: _Tangents,
+    like: Tree,
+    letters: tuple[list[partition.Dims], list[partition.Dims]],
+) -> Any:
+    """Returns the derivative of `function(platform, point, operand)`, as one operation.
+
+    Args:
+        function: is linear in `operand`, in which None stands for 0.
+        transpose: `transpose(point, operand, cotangent)` returns the cotangents of the inputs and
+            of the operand.
+        tangents: the direction.
+        like: has the types of the results.
+        letters: the letters of the leaves of the operand and of the results.
+    """
+    if not jax.tree.leaves(tangents):
+        return jax.tree.map(jnp.zeros_like, like)
+
+    def run(platform: str, *operands: Any) -> Any:
+        *point, operand, tangents = operands
+        spec, inputs, residuals = point
+        like_operand = inputs if isinstance(operand, AttentionInputs) else _results(residuals)
+        if not jax.tree.leaves((tangents.inputs, tangents.results)):
+            return function(platform, _Point(*point), filled(tangents.operand, like_operand))
+
+        def at_results(inputs: AttentionInputs, results: AttentionResults, operand: Any) -> Any:
             normalizer = residuals.normalizer._replace(log_total=results.lse)
-            return function(
-                inputs, residuals._replace(out=results.out, normalizer=normalizer), operand
-            )
+            moved = residuals._replace(out=results.out, normalizer=normalizer)
+            return function(platform, _Point(spec, inputs, moved), operand)
 
-        primals = (inputs, _results(residuals), operand)
-        return jax.jvp(at_results, primals, filled(self, primals))[1]
+        primals = (inputs, _results(residuals), filled(operand, like_operand))
+        return jax.jvp(at_results, primals, filled(tangents, primals))[1]
 
+    def transposed(rest: Any, cotangent: Any) -> _Tangents:
+        *point, operand = rest
+        d_inputs, d_operand = transpose(_Point(*point), operand, cotangent)
+        return _Tangents(d_inputs, _NOTHING, d_operand)
 
-def _is_none(x: Any) -> bool:
-    return x is None
+    inputs, residuals, results = point.letters
+    of_operand, of_results = letters
+    operands = (*point, operand, tangents)
+    order = [*inputs, *residuals, *of_operand, *inputs, *results, *of_operand]
+    cut = partition.partitioned_derivative(run, operands, order, of_results)
+    rules = lowering.LinearRules(transposed, _refuse_third_order)
+    return lowering.linear(cut, like, rules, *operands)
 
 
 def filled(tangents: Any, like: Any) -> Any:
     """Returns tangents with zeros for None."""
     zero_for_none = lambda x, y: jnp.zeros_like(y) if x is None else x  # noqa: E731
-    leaves = jax.tree.leaves(tangents, is_leaf=_is_none)
+    leaves = jax.tree.leaves(tangents, is_leaf=lambda x: x is None)
     leaves_like, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, map(zero_for_none, leaves, leaves_like))
 
 
-def where_given(tangents: Tree) -> Tree:
-    """Returns True for each given tangent; a rule that outlives a trace may not hold arrays."""
-    return jax.tree.map(lambda x: True, tangents)
-
-
-def wanted(values: Tree, like: Tree) -> Tree:
-    """Returns the values for which `like` has a leaf, and None for the others."""
-    wanted_leaves, structure = jax.tree.flatten(like, is_leaf=_is_none)
-    pick = lambda x, y: x if y is not None else None  # noqa: E731
-    return jax.tree.unflatten(structure, map(pick, jax.tree.leaves(values), wanted_leaves))
-
-
-def _cast(gradients: Tree, inputs: Inputs) -> Inputs:
+def _cast(gradients: Tree, inputs: AttentionInputs) -> AttentionInputs:
     """Casts gradients to the dtypes of the inputs."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), Inputs(*gradients), inputs)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), AttentionInputs(*gradients), inputs)
 
 
 def _refuse_third_order(*_: Any) -> NoReturn:

@@ -1,9 +1,9 @@
-"""A function of a tile as an expression of one of its pairs, which kernels write in operations of
-their own.
+"""A function of a tile as an expression of one of its pairs, for kernels with operations of their
+own.
 
-What `jattn.tile` makes of a tile, and the derivative that JAX takes of it, are functions of arrays
-that broadcast, with axes of size 1. Of these kernels need the entry of one row and one column: each
-number in it then depends on the row, on the column, on both or on neither.
+The functions of `jattn.tile`, and the derivatives that JAX takes of them, are functions of arrays
+that broadcast, with axes of size 1. Kernels need their entry at one row and one column: each number
+in it depends on the row, on the column, on both or on neither.
 """
 
 import math
@@ -15,15 +15,14 @@ import numpy as np
 
 from jattn.functions.nodes import Node, values
 from jattn.functions.operations import is_reference
-from jattn.functions.read import Entries, Reader, operation
+from jattn.functions.read import Entries, ProgramReader, operation
 
 
 class TileFunction(NamedTuple):
-    """The entries of a function's results, what they look numbers up in, and the types of the
-    results.
+    """The entries of a function's results, the tables that they index, and the results' types.
 
-    Inputs of the entries are pairs: an argument's number, and along which axes of the tile "ts" the
-    entry of it is taken. Argument −1 is the place along the axis.
+    Inputs of the entries are pairs: the number of an argument, and the axes of the tile, of "ts",
+    along which its entry is taken. Argument −1 is the place along the axis.
     """
 
     results: list[Node]
@@ -31,12 +30,12 @@ class TileFunction(NamedTuple):
     out: Any
 
 
-class _TileReader(Reader):
-    """Reads programs of arrays `[t, s]`, `[t]` and `[s]` at one row and one column; `known` names
-    more primitives that are computed entry by entry.
+class _TileProgramReader(ProgramReader):
+    """Reads programs of arrays `[t, s]`, `[t]` and `[s]` at one row and one column.
 
-    A sum or the like along an axis of `tile`, a shape, is a node of that name, whose `param` are
-    the axes and the shape.
+    `known` names further primitives that are computed entry by entry. A reduction along an axis of
+    `tile`, a shape, is a node with the name of the reduction; its `param` holds the axes and the
+    shape.
     """
 
     def __init__(self, known: dict[Any, str], tile: tuple[int, ...]):
@@ -45,25 +44,25 @@ class _TileReader(Reader):
         self.places = [self.shared(Node("input", (), np.dtype(np.int32), (-1, x))) for x in "ts"]
 
     def argument(self, number: int, aval: Any) -> Entries:
-        """An argument, of which a tile has all entries."""
+        """Returns the entries of an argument; a tile has all of them."""
 
-        def at(places: tuple[Any, ...]) -> Node:
+        def entry(places: tuple[Any, ...]) -> Node:
             wide = [x for x, size in zip(places, aval.shape, strict=True) if size != 1]
             axes = [axis for x in wide for axis, y in zip("ts", self.places, strict=True) if x is y]
             if len(axes) < len(wide) or axes != sorted(set(axes), reverse=True):
                 raise NotImplementedError("another part of an array than a tile has")
             return self.node("input", (), aval.dtype, (number, "".join(axes)))
 
-        return Entries(aval.shape, aval.dtype, at)
+        return Entries(aval.shape, aval.dtype, entry)
 
     def result(self, x: Entries) -> Node:
-        """Its entry. What has one axis may run along either."""
-        if len(x.shape) != 1:
-            return self.shared(x.at(self._at(x.shape, self.places)))
+        """Returns the entry of a result. An array of one axis may run along either axis."""
         try:
-            return self.shared(x.at(self._at(x.shape, self.places)))
+            return self.shared(x.entry(self._at(x.shape, self.places)))
         except NotImplementedError:
-            return self.shared(x.at(self._at(x.shape, self.places[1:])))
+            if len(x.shape) != 1:
+                raise
+            return self.shared(x.entry(self._at(x.shape, self.places[1:])))
 
     @staticmethod
     def _at(shape: tuple[int, ...], places: list[Node]) -> tuple[Any, ...]:
@@ -86,24 +85,24 @@ class _TileReader(Reader):
             return None if is_of_tile else super().folded(op, x, axes, result)
         param = "".join("ts"[axis] for axis in sorted(wide)), x.shape
 
-        def at(places: tuple[Any, ...]) -> Node:
+        def entry(places: tuple[Any, ...]) -> Node:
             rest = iter(places)
-            kept = (0 if axis in axes else next(rest) for axis in range(2))
-            each = (self.places[axis] if axis in wide else x for axis, x in enumerate(kept))
-            return self.node(f"reduce_{op}", (x.at(tuple(each)),), result.dtype, param)
+            outer = (0 if axis in axes else next(rest) for axis in range(2))
+            inner = (self.places[axis] if axis in wide else x for axis, x in enumerate(outer))
+            return self.node(f"reduce_{op}", (x.entry(tuple(inner)),), result.dtype, param)
 
-        return [Entries(result.shape, x.dtype, at)]
+        return [Entries(result.shape, x.dtype, entry)]
 
 
 def read(
     function: Callable[..., Any], arguments: Any, expected: Any, known: dict[Any, str]
 ) -> TileFunction:
-    """`function(*arguments)`, traced for the types `expected`, at one row and one column.
+    """Returns `function(*arguments)`, traced for the types `expected`, at one row and one column.
 
-    Arguments that are references to memory are looked up. `known` names primitives of which the
-    entries of results depend on those of operands alone.
+    Arguments that are references to memory become tables. `known` names primitives that are
+    computed entry by entry.
 
-    Raises NotImplementedError for what is not computed entry by entry.
+    Raises NotImplementedError for operations that are not computed entry by entry.
     """
     program, out = jax.make_jaxpr(function, return_shape=True)(*expected)
     if any(math.prod(np.shape(x)) > 1 for x in program.consts):
@@ -112,11 +111,11 @@ def read(
     if effect is not None:
         raise NotImplementedError(effect)
     shapes = [x.shape for x in (*program.in_avals, *program.out_avals) if x.ndim == 2]
-    reader = _TileReader(known, max(shapes, key=math.prod, default=()))
+    reader = _TileProgramReader(known, max(shapes, key=math.prod, default=()))
     leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
-    given = [
+    inputs = [
         reader.table(x) if is_reference(x) else reader.argument(number, aval)
         for number, (x, aval) in enumerate(zip(leaves, program.in_avals, strict=True))
     ]
-    results = reader.run(program.jaxpr, [*map(reader.table, program.consts), *given])
+    results = reader.run(program.jaxpr, [*map(reader.table, program.consts), *inputs])
     return TileFunction(values([*map(reader.result, results)]), reader.tables, out)

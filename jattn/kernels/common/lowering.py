@@ -6,9 +6,8 @@ operation, `platform_dependent`. Its function is traced when the program is lowe
 the platforms that it is lowered for.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jattn._explicit import left_again
 from jattn._types import Tree
 from jattn.kernels.common import cached_programs, partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
+from jattn.kernels.common.partition import setting
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
@@ -41,7 +41,7 @@ class _Settings(NamedTuple):
     numpy_rank_promotion: str
 
     @classmethod
-    def now(cls) -> "_Settings":
+    def current(cls) -> "_Settings":
         return cls(*(getattr(jax.config, f"jax_{name}") for name in cls._fields))
 
     def restored(self) -> ExitStack:
@@ -54,20 +54,11 @@ class _Settings(NamedTuple):
 
 def default_settings() -> ExitStack:
     """Returns a context for JAX's own code, which does not trace under all settings."""
-    precision = _Settings.now().default_matmul_precision
+    precision = _Settings.current().default_matmul_precision
     return _Settings(False, precision, "standard", "allow").restored()
 
 
 _exported = ContextVar("exported", default=False)
-
-
-@contextlib.contextmanager
-def _lowering(exported: bool) -> Iterator[None]:
-    token = _exported.set(exported)
-    try:
-        yield
-    finally:
-        _exported.reset(token)
 
 
 def exported() -> bool:
@@ -75,11 +66,12 @@ def exported() -> bool:
     return _exported.get()
 
 
-class Linear(NamedTuple):
+class LinearRules(NamedTuple):
     """The rules of an operation that is linear in its last operand, a tree.
 
     transpose(rest, cotangents) -> cotangents of the last operand, from those of all results; None
-        stands for 0. `rest` are the other operands.
+        stands for 0. `rest` are the other operands. Cotangents of operands that are None are
+        ignored.
     derivative(rest, last, d_rest, d_last) -> tangents of the results, if some of the `rest` have
         tangents; None stands for 0.
     """
@@ -88,8 +80,8 @@ class Linear(NamedTuple):
     derivative: Callable[..., Any]
 
 
-class _Flat(NamedTuple):
-    """`Linear` for flat operands, in whose `last` ones the operation is linear."""
+class _FlatRules(NamedTuple):
+    """`LinearRules` for flat operands, in whose `last` ones the operation is linear."""
 
     last: int
     transpose: Callable[..., list[Any]]
@@ -123,45 +115,48 @@ def platform_dependent(function: Callable[..., Any], like: Tree, *operands: Tree
 
     Derivatives raise NotImplementedError: the caller has to define them.
     """
-    return _bind(function, like, operands, None)
+    return linear(function, like, None, *operands)
 
 
-def linear(function: Callable[..., Any], like: Tree, rules: Linear, *operands: Tree) -> Tree:
-    """`platform_dependent` for a function that is linear in its last operand.
+def linear(
+    function: Callable[..., Any], like: Tree, rules: LinearRules | None, *operands: Tree
+) -> Tree:
+    """Computes `platform_dependent` of a function that is linear in its last operand.
 
     The `rules` give it derivatives in every mode.
     """
-    rest, last = operands[:-1], operands[-1]
-    rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
-    results = jax.tree.structure(like)
-
-    def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
-        of_results = jax.tree.unflatten(results, cotangents)
-        cotangent = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
-        return last_structure.flatten_up_to(cotangent)
-
-    def derivative(rest: Any, last: Any, d_rest: Any, d_last: Any) -> list[Any]:
-        structures = (rest_structure, last_structure) * 2
-        trees = zip(structures, (rest, last, d_rest, d_last), strict=True)
-        return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in trees)))
-
-    flat = _Flat(last_structure.num_leaves, transpose, derivative)
-    return _bind(function, like, operands, flat)
-
-
-def _bind(
-    function: Callable[..., Any], like: Tree, operands: tuple[Any, ...], linear: _Flat | None
-) -> Tree:
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
     leaves = _stage(
         *flat,
         function=functools.partial(_on_leaves, function, structure),
         like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        settings=_Settings.now(),
-        linear=linear,
+        settings=_Settings.current(),
+        linear=rules and _flat_rules(rules, results, operands[:-1], operands[-1]),
     )
     return jax.tree.unflatten(results, leaves)
+
+
+def _flat_rules(rules: LinearRules, results: Any, rest: Tree, last: Tree) -> _FlatRules:
+    """Returns rules for flat operands and results, from rules for trees like these.
+
+    `results` is the structure of the results.
+    """
+    rest_structure, last_structure = jax.tree.structure(rest), jax.tree.structure(last)
+    is_given = [x is not None for x in jax.tree.leaves(last, is_leaf=lambda x: x is None)]
+
+    def transpose(rest: list[Any], cotangents: list[Any]) -> list[Any]:
+        of_results = jax.tree.unflatten(results, cotangents)
+        cotangent = rules.transpose(jax.tree.unflatten(rest_structure, rest), of_results)
+        leaves = jax.tree.leaves(cotangent, is_leaf=lambda x: x is None)
+        return [x for x, is_wanted in zip(leaves, is_given, strict=True) if is_wanted]
+
+    def derivative(rest: Any, last: Any, d_rest: Any, d_last: Any) -> list[Any]:
+        structures = (rest_structure, last_structure) * 2
+        trees = zip(structures, (rest, last, d_rest, d_last), strict=True)
+        return jax.tree.leaves(rules.derivative(*(jax.tree.unflatten(*x) for x in trees)))
+
+    return _FlatRules(last_structure.num_leaves, transpose, derivative)
 
 
 def _on_leaves(function: Callable[..., Any], structure: Any, platform: str, *flat: Any) -> Tree:
@@ -184,7 +179,7 @@ def _lower(
     def run(*flat: Array) -> Tree:
         # Each device of a `shard_map` runs this, so that the axes over which arrays vary no longer
         # matter; with the check Pallas would require each kernel to declare them.
-        with settings.restored(), _lowering(exported), check_varying(False):
+        with settings.restored(), setting(_exported, exported), check_varying(False):
             results = function(platform, *flat)
         assert [(x.ndim, x.dtype) for x in results] == [(x.ndim, x.dtype) for x in like]
         return results
@@ -238,7 +233,7 @@ def _batch(
     function: Callable[..., Any],
     like: Tree,
     settings: _Settings,
-    linear: _Flat | None,
+    linear: _FlatRules | None,
 ) -> Tree:
     size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
     if linear:
@@ -259,7 +254,7 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
+def _mapped_rules(linear: _FlatRules, axes: list[Any], size: int) -> _FlatRules:
     """Returns the rules of a mapped operation.
 
     The other operands are mapped along `axes`, everything else along the first axis. None stays
@@ -267,7 +262,7 @@ def _mapped_rules(linear: _Flat, axes: list[Any], size: int) -> _Flat:
     """
     transpose = jax.vmap(linear.transpose, (axes, 0), axis_size=size)
     derivative = jax.vmap(linear.derivative, (axes, 0, axes, 0), axis_size=size)
-    return _Flat(linear.last, transpose, derivative)
+    return _FlatRules(linear.last, transpose, derivative)
 
 
 def _mapped(
@@ -278,7 +273,7 @@ def _mapped(
     return jax.vmap(functools.partial(function, platform), axes, axis_size=size)(*flat)
 
 
-def _jvp(operands: Tree, tangents: Tree, *, linear: _Flat | None, **how: Any) -> Any:
+def _jvp(operands: Tree, tangents: Tree, *, linear: _FlatRules | None, **how: Any) -> Any:
     if linear is None:
         reverse_mode.refuse()
     results = _stage(*operands, linear=linear, **how)
@@ -291,7 +286,7 @@ def _jvp(operands: Tree, tangents: Tree, *, linear: _Flat | None, **how: Any) ->
     return results, _stage(*operands[:n], *last, linear=linear, **how)
 
 
-def _transpose(cotangents: Tree, *operands: Any, linear: _Flat, **_: Any) -> list[Any]:
+def _transpose(cotangents: Tree, *operands: Any, linear: _FlatRules, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
     arguments = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
     results = linear.transpose(*left_again(arguments))

@@ -14,7 +14,7 @@ import jax
 from jattn._types import Tree
 from jattn.kernels.common import lowering
 from jattn.kernels.common.custom_derivative import with_derivative
-from jattn.kernels.common.derivatives import filled, wanted, where_given
+from jattn.kernels.common.derivatives import filled
 
 
 def as_one_operation(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -44,7 +44,6 @@ def _tangents(
 
     It is linear in the tangents of the inputs, of which None stands for 0.
     """
-    nonzero = where_given(tangents)
 
     def push(constants: Any, operands: Tree) -> Any:
         inputs, tangents = operands
@@ -61,7 +60,7 @@ def _tangents(
 
     def transpose(rest: Tree, cotangents: Tree) -> Tree:
         constants, inputs = rest
-        return wanted(as_one_operation(pull)(constants, (inputs, cotangents)), nonzero)
+        return as_one_operation(pull)(constants, (inputs, cotangents))
 
     def derivative(rest: Any, tangents: Any, d_rest: Any, d_tangents: Any) -> Any:
         constants, inputs = rest
@@ -69,5 +68,5 @@ def _tangents(
         return _tangents(push, results_like, constants, of_inputs, (d_rest[1], d_tangents))
 
     results_like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), results)
-    rules = lowering.Linear(transpose, derivative)
+    rules = lowering.LinearRules(transpose, derivative)
     return lowering.linear(run, results_like, rules, constants, inputs, tangents)

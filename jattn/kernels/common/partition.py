@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jattn._pytree import axis_names
+from jattn._pytree import axis_names, split_letters
 from jattn._types import Tree
 from jattn.kernels.common.place import Place, at_place
 from jattn.spec import Spec, parameter_letters, parameters
@@ -98,9 +98,7 @@ class Partitioned(NamedTuple):
         function = functools.partial(self.function, platform)
         if self.choose and share.of("T"):
             function = self.choose(platform, *operands)
-        if share.is_trial:
-            raise _Possible
-        return function(*operands)
+        return () if share.is_trial else function(*operands)
 
 
 def by_key(key: Array) -> Dims:
@@ -154,7 +152,7 @@ def partitioned_statistics(
 def partitioned_derivative(
     function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
 ) -> Callable[..., Any]:
-    """Partitions a linear function of a spec, `Inputs` and other trees like these.
+    """Partitions a linear function of a spec, `AttentionInputs` and other trees like these.
 
     `dims` are the letters of the trees' leaves; leaves that are None stand for 0. The forward
     function, in the same program, gives the warnings.
@@ -181,7 +179,7 @@ def _dims(letters: str, leaf: Array, cuttable: str = "BTN") -> Dims:
 
     The sharding of keys does not extend to arrays along S, which may also be arrays along T.
     """
-    named = [x.lstrip("*") for x in letters.replace("#", "").split()]
+    named = [x.lstrip("*") for x in split_letters(letters)]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
     pairs = zip(named, leaf.shape, strict=True)
     # A symbolic size is not 1.
@@ -228,20 +226,17 @@ class _Share(NamedTuple):
         return jax.tree.map(lambda x: at_place(x, place), spec, is_leaf=is_spec)
 
 
-class _Possible(Exception):
-    """Raised at the end of a successful trial."""
-
-
 _share: ContextVar[_Share | None] = ContextVar("share", default=None)
 
 
 @contextlib.contextmanager
-def _sharing(share: _Share) -> Iterator[None]:
-    token = _share.set(share)
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """A context in which a variable has another value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _share.reset(token)
+        variable.reset(token)
 
 
 def _refusal(
@@ -250,18 +245,17 @@ def _refusal(
     """Returns why a function cannot be sharded along queries; None if it can."""
 
     def trial(begin: dict[str, Any], *flat: Any) -> None:
-        with _sharing(_Share(dict.fromkeys(begin, ("any",)), lambda x, _: begin[x], is_trial=True)):
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(begin, ("any",))
+        with setting(_share, _Share(axes, lambda x, _: begin[x], is_trial=True)):
             function(platform, *flat)
 
     place = jax.ShapeDtypeStruct((), jnp.int32)
     begin = {x: place for x in "BTN" if any(x in dims for dims in letters.operands)}
     try:
         jax.eval_shape(trial, begin, *operands)
-    except _Possible:
-        return None
     except NotImplementedError as reason:
         return str(reason)
-    raise AssertionError("a trial computes nothing")
+    return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -333,7 +327,7 @@ def cut(
         joins = [_Join.of(axes, dims, x) for dims, x in zip(cuttable.results, results, strict=True)]
 
         def of_one_device(platform: str, *flat: Any) -> tuple[Any, ...]:
-            with _sharing(share):
+            with setting(_share, share):
                 outputs = function(platform, *map(_with_key, flat, operands))
             return tuple(join(x) for join, x in zip(joins, outputs, strict=True))
 

@@ -90,16 +90,17 @@ def _consists_of(mask: Mask, score: ScoreFunction | None, leaves: tuple[type, ..
 
 def _moved_mask(mask: Mask, place: Place) -> Mask:
     match mask:
-        case And() | Or():
-            return type(mask)(_moved_mask(mask.left, place), _moved_mask(mask.right, place))
-        case Not():
-            return Not(_moved_mask(mask.inner, place))
+        case And() | Or() | Not():
+            is_part = lambda x: isinstance(x, Mask) and x is not mask  # noqa: E731
+            return jax.tree.map(lambda x: _moved_mask(x, place), mask, is_leaf=is_part)
         case masks.Predicate():
             return masks.Predicate(*_with_offsets(mask, place)) if _depends(mask, place) else mask
-        case masks.Lengths() | masks.Blocks():
-            return mask if place.q is None else _by_place(mask, place)
-    known = mask.of_positions or isinstance(mask, masks.Segments | masks.Dense)
-    return mask if known else _MovedMask(mask, place.origin)
+        case masks.Lengths() if place.q is not None:
+            return _moved_lengths(mask, place)
+        case masks.Blocks() if place.q is not None:
+            return _moved_blocks(mask, place)
+    is_sliced = isinstance(mask, masks.Segments | masks.Dense | masks.Lengths | masks.Blocks)
+    return mask if is_sliced or mask.of_positions else _MovedMask(mask, place.origin)
 
 
 def _depends(function: masks.Predicate | scores.Score, place: Place) -> bool:
@@ -125,16 +126,10 @@ def _with_offsets(function: masks.Predicate | scores.Score, place: Place) -> tup
     fn, n_scores = function.fn, 1 if isinstance(function, scores.Score) else 0
 
     def with_offsets(*arguments: Array) -> Array:
-        first, (b, h, q, kv, of_b, of_h, *operands) = arguments[:n_scores], arguments[n_scores:]
-        return fn(*first, b + of_b, h + of_h, q, kv, *operands)
+        score, (b, h, q, kv, of_b, of_h, *operands) = arguments[:n_scores], arguments[n_scores:]
+        return fn(*score, b + of_b, h + of_h, q, kv, *operands)
 
     return with_offsets, jnp.int32(place.b), jnp.int32(place.h), *function.operands
-
-
-def _by_place(mask: masks.Lengths | masks.Blocks, place: Place) -> Mask:
-    if isinstance(mask, masks.Blocks):
-        return _moved_blocks(mask, place)
-    return _moved_lengths(mask, place)
 
 
 def _moved_lengths(mask: masks.Lengths, place: Place) -> Mask:
@@ -166,10 +161,9 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
             return Then(first, second)  # pyright: ignore[reportArgumentType]
         case scores.Score():
             return scores.Score(*_with_offsets(score, place)) if _depends(score, place) else score
-        case None | scores.Alibi() | scores.RelativeBias() | scores.Bias():
-            return score
-        case scores.SoftCap() | scores.Temperature():
-            return score
+    known = scores.Alibi | scores.RelativeBias | scores.Bias | scores.SoftCap | scores.Temperature
+    if score is None or isinstance(score, known):
+        return score
     return _MovedScore(score, place.origin)
 
 

@@ -47,18 +47,18 @@ mlir.register_lowering(_tangent, refuse)
 batching.primitive_batchers[_tangent] = refuse
 
 
-def inputs(arrays: Iterable[Array], others: Tree = ()) -> list[Array]:
+def inputs(arrays: Iterable[Array], context: Tree = ()) -> list[Array]:
     """Returns `arrays` as operands of a function whose derivative rule is for reverse mode only.
 
-    A forward-mode derivative by one of them raises NotImplementedError. `others` is a tree of all
+    A forward-mode derivative by one of them raises NotImplementedError. `context` is a tree of all
     else that the function reads.
 
     Within `shard_map`, each array is returned varying over all axes of the mesh over which any of
-    `arrays` and `others` varies. The results and their cotangents vary over the same axes. If an
+    `arrays` and `context` varies. The results and their cotangents vary over the same axes. If an
     array was the same on several devices, its gradient is the sum over these.
     """
     operands = list(arrays)
-    return [_input.bind(x) for x in varied_like(operands, others)]
+    return [_input.bind(x) for x in varied_like(operands, context)]
 
 
 def varying_alike(operands: Tree) -> tuple[Any, Any]:

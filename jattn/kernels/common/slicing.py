@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import dropout, masks, tile
-from jattn._pytree import axis_names, axis_of
+from jattn._pytree import axis_names, axis_of, split_letters
 from jattn._types import Index, Shape, Size
 from jattn.kernels.common.tile_schedule import TileRun
 from jattn.masks import Span
@@ -41,7 +41,7 @@ class Scored(Protocol):
         ...
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
     """One tile of one head: the spec sliced to it, and its place."""
 
     spec: Spec
@@ -51,13 +51,13 @@ class Tile(NamedTuple):
     columns: Span
 
     @classmethod
-    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: TileRun) -> "Tile":
+    def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: TileRun) -> "HeadTile":
         tile_spec = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(tile_spec.q_positions, row, rows)
         return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
 
     @classmethod
-    def whole(cls, spec: Spec, b: Index, h: Index, T: Size, S: Size) -> "Tile":
+    def whole(cls, spec: Spec, b: Index, h: Index, T: Size, S: Size) -> "HeadTile":
         """Returns a whole head as one tile."""
         return cls(spec, b, h, *tile.spans(spec, T, S))
 
@@ -92,7 +92,7 @@ class Tile(NamedTuple):
 
 def _axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
     """Returns the axes along T and S of an array of one head, except those that broadcast."""
-    named = [x for x in letters.replace("#", "").split() if x not in ("*B", "N")]
+    named = [x for x in split_letters(letters) if x not in ("*B", "N")]
     return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
 
 
@@ -112,7 +112,7 @@ def slice_batch(spec: Spec, first: Array, rows: Size) -> Spec:
     """Returns the spec with its arrays along B sliced to some batch rows."""
 
     def sliced(letters: str, leaf: Any) -> Array:
-        batched = "*B" in letters.replace("#", "").split() and leaf.shape[0] != 1
+        batched = "*B" in split_letters(letters) and leaf.shape[0] != 1
         return take(leaf, first, rows) if batched else leaf
 
     return jax.tree.map(sliced, axis_names(spec), spec)
@@ -158,7 +158,7 @@ def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
     return spec
 
 
-class Call(NamedTuple):
+class PaddedCall(NamedTuple):
     """A call in the sizes of a kernel: whole tiles, wider heads, words for a random key.
 
     `rows` are the query and, backward, the other arrays along queries, each `[B, T, N, ...]`.
@@ -179,7 +179,7 @@ class Call(NamedTuple):
         rows: tuple[Array, ...],
         key: Array,
         value: Array,
-    ) -> "Call":
+    ) -> "PaddedCall":
         """Pads a call; `width` maps a head size to its padded size."""
         shapes = Shapes.of(rows[0], value)
         T, S = round_up(shapes.T, shapes.S, tiling)
@@ -240,41 +240,40 @@ def add_leaves(
     totals: list[Array], parts: list[Array], letters: list[str], starts: dict[str, Any]
 ) -> list[Array]:
     """Adds a tile's gradients of parameters to the totals, at the tile's place."""
-    return [_add_leaf(*x, starts) for x in zip(totals, parts, letters, strict=True)]
 
+    def add(total: Array, part: Array, letters: str) -> Array:
+        start: list[Any] = [0] * total.ndim
+        for axis, letter in _axes(letters, part):
+            start[axis] = starts[letter]
+        return add_block(total, part, start)
 
-def _add_leaf(total: Array, part: Array, letters: str, starts: dict[str, Any]) -> Array:
-    start: list[Any] = [0] * total.ndim
-    for axis, letter in _axes(letters, part):
-        start[axis] = starts[letter]
-    return add_block(total, part, start)
+    return list(map(add, totals, parts, letters))
 
 
 def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -> list[Array]:
     """Returns gradients of parameters from those of each block of queries, `[n, ...]`."""
-    return [_join_leaf(*x) for x in zip(stacked, leaves, letters, strict=True)]
 
+    def join(stacked: Array, leaf: Array, letters: str) -> Array:
+        by_query = [axis for axis, letter in _axes(letters, leaf) if letter == "T"]
+        if by_query:
+            return jnp.moveaxis(stacked, 0, by_query[0]).reshape(leaf.shape)
+        return stacked.sum(axis=0)
 
-def _join_leaf(stacked: Array, leaf: Array, letters: str) -> Array:
-    by_query = [axis for axis, letter in _axes(letters, leaf) if letter == "T"]
-    if by_query:
-        return jnp.moveaxis(stacked, 0, by_query[0]).reshape(leaf.shape)
-    return stacked.sum(axis=0)
+    return list(map(join, stacked, leaves, letters))
 
 
 def add_params(
     totals: list[Array], parts: list[Array], letters: list[str], b: Array, h: Array
 ) -> list[Array]:
     """Adds one head's gradients of parameters to the totals, at its batch row and head."""
-    return [_add_param(*x, b, h) for x in zip(totals, parts, letters, strict=True)]
 
+    def add(total: Array, part: Array, letters: str) -> Array:
+        named, start = split_letters(letters), list[Any]([0] * total.ndim)
+        for name, index in (("*B", b), ("N", h)):
+            if name in named:
+                axis = named.index(name)
+                part = jnp.expand_dims(part, axis)
+                start[axis] = index if total.shape[axis] != 1 else 0
+        return add_block(total, part, start)
 
-def _add_param(total: Array, part: Array, letters: str, b: Array, h: Array) -> Array:
-    named = letters.replace("#", "").split()
-    start: list[Any] = [0] * total.ndim
-    for name, index in (("*B", b), ("N", h)):
-        if name in named:
-            axis = named.index(name)
-            part = jnp.expand_dims(part, axis)
-            start[axis] = index if total.shape[axis] != 1 else 0
-    return add_block(total, part, start)
+    return list(map(add, totals, parts, letters))

@@ -143,16 +143,15 @@ def visit(schedule: Schedule, i: Index, step: Callable[[TileRun, Any], Any], sta
     state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
     for width, masked, order, count in schedule.tiles:
         if not isinstance(count, np.ndarray) or count.any():
-            size = width * schedule.block
-            body = functools.partial(_visit_one, step, jnp.asarray(order)[i], size, masked)
+            run, columns = TileRun(0, width * schedule.block, masked), jnp.asarray(order)[i]
+
+            def body(
+                place: Array, state: Tree, run: TileRun = run, columns: Array = columns
+            ) -> Tree:
+                return step(run._replace(start=columns[place] * run.size), state)
+
             state = repeat(0, jnp.asarray(count)[i], body, state)
     return state
-
-
-def _visit_one(
-    step: Callable[..., Any], order: Array, size: int, masked: bool, place: Array, state: Tree
-) -> Tree:
-    return step(TileRun(order[place] * size, size, masked), state)
 
 
 class Band(NamedTuple):

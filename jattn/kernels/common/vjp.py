@@ -9,7 +9,7 @@ the program is lowered. `derivatives` makes other derivatives of these functions
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,19 @@ from jattn._types import LogSumExp, Output, accumulation
 from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
-from jattn.kernels.common.compilation import CompilationFailed
 from jattn.kernels.common.derivatives import (
-    Attention,
+    AttentionInputs,
     DerivativeFunctions,
-    Inputs,
+    DifferentiableAttention,
     PerQuery,
     Residuals,
 )
+from jattn.kernels.common.errors import CompilationFailed
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, has_mask, parameters
+
+
+FunctionName = Literal["forward", "forward_alone", "forward_with_weights", "backward"]
 
 
 class AttentionVJP:
@@ -80,63 +83,59 @@ class AttentionVJP:
     ) -> "AttentionVJP":
         """Returns the same functions; `otherwise` replaces any that cannot be compiled."""
 
-        def tried(select: Select) -> Callable[..., Any]:
+        def tried(name: FunctionName) -> Callable[..., Any]:
             def run(*operands: Any) -> Any:
                 try:
-                    return select(self)(*operands)
+                    return getattr(self, name)(*operands)
                 except CompilationFailed as reason:
-                    return select(otherwise(reason))(*operands)
+                    return getattr(otherwise(reason), name)(*operands)
 
             return run
 
-        weights = tried(lambda vjp: vjp.forward_with_weights) if self._has_weights else None
-        alone = tried(lambda vjp: vjp.forward_alone)
-        forward, backward = tried(lambda vjp: vjp.forward), tried(lambda vjp: vjp.backward)
-        return AttentionVJP(forward, backward, weights, alone, of_piece)
-
-
-Select = Callable[[AttentionVJP], Callable[..., Any]]
-"""Selects one of a kernel's functions."""
+        with_weights = tried("forward_with_weights") if self._has_weights else None
+        alone = tried("forward_alone")
+        return AttentionVJP(tried("forward"), tried("backward"), with_weights, alone, of_piece)
 
 
 class Functions(NamedTuple):
     """The functions of the kernel that a program contains.
 
-    own: the functions, which are traced with the program, or a function that returns those of the
-        platform that the program is lowered for.
+    chosen: the functions, which are traced with the program, or a function that returns those of
+        the platform that the program is lowered for.
     traced: the functions of platforms for which they are traced with the program in any case.
     """
 
-    own: AttentionVJP | Callable[[str], AttentionVJP]
+    chosen: AttentionVJP | Callable[[str], AttentionVJP]
     traced: Mapping[str, AttentionVJP] = MappingProxyType({})
 
     def on(self, platform: str) -> AttentionVJP:
         """Returns the functions of a platform."""
-        return self.own if isinstance(self.own, AttentionVJP) else self.own(platform)
+        return self.chosen if isinstance(self.chosen, AttentionVJP) else self.chosen(platform)
 
-    def run(self, select: Select, like: Any, *operands: Any, backward: bool = False) -> Any:
-        """Runs the selected function, the `backward` one or another, with results like `like`."""
-        if isinstance(self.own, AttentionVJP):
-            return select(self.own)(*operands)
+    def run(self, name: FunctionName, like: Any, *operands: Any) -> Any:
+        """Runs the function with this name, whose results have the types of `like`."""
+        if isinstance(self.chosen, AttentionVJP):
+            return getattr(self.chosen, name)(*operands)
 
         def on_platform(platform: str, *operands: Any) -> Any:
-            return select(self.on(platform))(*operands)
+            return getattr(self.on(platform), name)(*operands)
 
         def of_piece(platform: str, spec: Spec, *operands: Any) -> Callable[..., Any]:
-            """Returns the selected function of a kernel that can compute a piece of the call."""
+            """Returns the function of a kernel that can compute a piece of the call."""
             per_query, _, value, *_ = operands
             functions, query = self.on(platform), jax.tree.leaves(per_query)[0]
             if functions.of_piece:
                 functions = functions.of_piece(Call(spec, Shapes.of(query, value)))
-            return select(functions)
+            return getattr(functions, name)
 
         def when_lowered(*operands: Any) -> Any:
-            function = partition.partitioned(on_platform, of_piece, like, operands, backward)
+            is_backward = name == "backward"
+            function = partition.partitioned(on_platform, of_piece, like, operands, is_backward)
             return lowering.platform_dependent(function, like, *operands)
 
         if not self.traced:
             return when_lowered(*operands)
-        of_platforms = {name: select(functions) for name, functions in self.traced.items()}
+        of_platforms = {platform: getattr(x, name) for platform, x in self.traced.items()}
         return jax.lax.platform_dependent(*operands, default=when_lowered, **of_platforms)
 
 
@@ -168,14 +167,14 @@ def attention(
         return reverse_mode.varied_like(nothing, (query, key, value, spec))
     qkv = (query, key, value)
     query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
-    shapes, inputs = Shapes.of(query, value), Inputs(params, query, key, value)
+    shapes, inputs = Shapes.of(query, value), AttentionInputs(params, query, key, value)
     out, log = _with_derivatives(functions, derivatives, shapes, lse)(spec, inputs)
     return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)
 
 
 def _with_derivatives(
     functions: Functions, derivatives: DerivativeFunctions, shapes: Shapes, lse: bool
-) -> Attention:
+) -> DifferentiableAttention:
     """Returns attention by the functions of a kernel, with its derivatives."""
     (B,), T, S, N, *_ = shapes
     dtype, keep = accumulation(shapes.dtype), keeps_weights(shapes)
@@ -185,26 +184,25 @@ def _with_derivatives(
         Normalizer(row, row),  # pyright: ignore[reportArgumentType]
         jax.ShapeDtypeStruct((), jnp.bool_),
     )
-    weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
+    like_weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
 
     def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
-        select: Select = lambda vjp: vjp.forward if lse else vjp.forward_alone  # noqa: E731
-        out, normalizer, _ = functions.run(select, like, spec, *qkv)
+        name = "forward" if lse else "forward_alone"
+        out, normalizer, _ = functions.run(name, like, spec, *qkv)
         return out, normalizer.lse
 
     def forward(spec: Spec, *qkv: Array) -> Residuals:
-        select: Select = lambda vjp: vjp.forward_with_weights if keep else vjp.forward  # noqa: E731
-        results = (*like, weights) if keep else like
-        out, normalizer, all_finite, *kept = functions.run(select, results, spec, *qkv)
-        return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, kept)
+        name = "forward_with_weights" if keep else "forward"
+        results = (*like, like_weights) if keep else like
+        out, normalizer, all_finite, *weights = functions.run(name, results, spec, *qkv)
+        return Residuals(out, out.astype(shapes.dtype), normalizer, all_finite, weights)
 
     def backward(spec: Spec, per_query: PerQuery, *rest: Array) -> Any:
         operands = (per_query.query, *rest[:2])
         results = parameters(spec), *(jax.ShapeDtypeStruct(x.shape, dtype) for x in operands)
-        select: Select = lambda vjp: vjp.backward  # noqa: E731
-        return functions.run(select, results, spec, per_query, *rest, backward=True)
+        return functions.run("backward", results, spec, per_query, *rest)
 
-    return Attention(value, forward, backward, derivatives)
+    return DifferentiableAttention(value, forward, backward, derivatives)
 
 
 def no_weights(query: Array, key: Array, value: Array) -> Array:

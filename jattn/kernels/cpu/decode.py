@@ -66,7 +66,7 @@ class PagedKV(NamedTuple):
 
 
 def _over_heads(
-    spec: Spec, shapes: Shapes, dtype: Any, function: Callable[[slicing.Tile], Array]
+    spec: Spec, shapes: Shapes, dtype: Any, function: Callable[[slicing.HeadTile], Array]
 ) -> Array:
     """Returns `function` of all heads, `[1 or B, 1 or N, T, S]`: of one head if all are equal."""
     _, T, S, N, *_ = shapes
@@ -77,7 +77,7 @@ def _over_heads(
     N = N if varies or heads > 1 or spec.score is not None else 1
 
     def one_head(spec: Spec, b: Array, h: Array, _: Array) -> Array:
-        whole = slicing.Tile.at(spec, b, h, 0, T, tile_schedule.TileRun(0, S, True))
+        whole = slicing.HeadTile.at(spec, b, h, 0, T, tile_schedule.TileRun(0, S, True))
         return jnp.broadcast_to(function(whole), (T, S))
 
     return tile.over_heads(one_head, spec, (jnp.zeros((B, T, N, 1), dtype),), (), out_axes=0)
@@ -88,7 +88,7 @@ def _allowed(spec: Spec, shapes: Shapes) -> Bool[Array, "b n T S"]:
     if not has_mask(spec):
         return jnp.zeros((1, 1, 1, 0), bool)
 
-    def evaluate(head: slicing.Tile) -> Array:
+    def evaluate(head: slicing.HeadTile) -> Array:
         return jnp.asarray(head.spec.mask.evaluate(head.b, head.h, head.rows, head.columns))
 
     return _over_heads(dataclasses.replace(spec, score=None), shapes, bool, evaluate)

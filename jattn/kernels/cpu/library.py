@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import tuning
-from jattn.kernels.common.compilation import CompilationFailed
+from jattn.kernels.common.errors import CompilationFailed
 from jattn.kernels.cpu import compiler
 
 

@@ -11,14 +11,13 @@ from jaxtyping import Array, Float
 from jattn import masks
 from jattn._types import Keys, Queries
 from jattn.call import Call
-from jattn.kernels.common.questions import QueryStatistics, Question
 from jattn.kernels.cpu import native
-from jattn.kernels.protocol import WeightSums
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
-def unsupported(question: Question, shapes: Shapes) -> str | None:
+def unsupported(question: StatisticsRequest, shapes: Shapes) -> str | None:
     """Returns why the kernel cannot answer a question here, or is not faster; None if it can."""
     if 0 in (shapes.B, shapes.T, shapes.S):
         return "there are no pairs of queries and keys"
@@ -30,7 +29,7 @@ def unsupported(question: Question, shapes: Shapes) -> str | None:
 
 
 def statistics(
-    question: Question, query: Queries, key: Keys
+    question: StatisticsRequest, query: Queries, key: Keys
 ) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
     """Computes the statistics of each query, `[B, N, T]`, and the weight `[B, N, S]` that each key
     receives; raises `CompilationFailed` if the rule of the call cannot be compiled."""
@@ -67,7 +66,7 @@ def _positions(positions: Array | None) -> Array:
     return jnp.atleast_2d(positions.astype(jnp.int32))[:, None, :]
 
 
-def _marks(question: Question, dtype: DTypeLike) -> Array:
+def _marks(question: StatisticsRequest, dtype: DTypeLike) -> Array:
     """Returns 1 for the question's keys, `[B or 1, 1, S]`; of size 0 if they depend on the query,
     or the question has none."""
     if question.keys is None or not isinstance(question.keys.mask, masks.Padding):
@@ -75,7 +74,7 @@ def _marks(question: Question, dtype: DTypeLike) -> Array:
     return jnp.atleast_2d(question.keys.mask.attention_mask).astype(dtype)[:, None, :]
 
 
-def _on_keys(question: Question) -> Spec | None:
+def _on_keys(question: StatisticsRequest) -> Spec | None:
     """Returns attention to the question's keys alone, if they depend on the query."""
     if question.keys is None or isinstance(question.keys.mask, masks.Padding):
         return None

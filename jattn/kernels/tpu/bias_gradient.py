@@ -1,101 +1,71 @@
 """The gradient of a bias along T and S on TPUs: each of its tiles is written once.
 
-A tile's programs go through the batch rows and heads that share it, one after another, and add up
-the cotangents of their scores; nothing larger than the gradient itself is ever held.
+The program of a tile visits the batch rows and heads that share the tile, one after another, and
+sums the cotangents of their scores, so that no array larger than the gradient is needed.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import masks, softmax
-from jattn._types import Ref, Tree
+from jattn import masks
+from jattn._pytree import split_letters
 from jattn.kernels.common import block_mask, slicing
-from jattn.kernels.tpu import operands, programs
-from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu import programs
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.spec import parameter_letters, parameters, with_parameters
 
 
-def of(
-    problem: programs.Problem, which: int, rows: list[Array], k: Array, v: Array
-) -> Array | None:
-    """The gradient of a parameter `[B or 1, N or 1, T, S]` in its own shape, in float32; None if it
-    is another."""
-    leaf = parameters(problem.spec)[which]
-    names = parameter_letters(problem.spec)[which].replace("#", "").split()
-    shapes, (t, s) = problem.shapes, problem.tiling
+def of(call: programs.TiledCall, which: int, rows: list[Array], k: Array, v: Array) -> Array | None:
+    """Returns the gradient of a parameter `[B or 1, N or 1, T, S]` in float32; None if the
+    parameter has other axes."""
+    leaf = parameters(call.spec)[which]
+    names = split_letters(parameter_letters(call.spec)[which])
+    shapes, (t, s) = call.shapes, call.tiling
     if names != ["*B", "N", "T", "S"] or leaf.shape[2:] != (shapes.T, shapes.S):
         return None
-    own = leaf.shape[:2]
-    shared = [1 if n > 1 else size for n, size in zip(own, (shapes.B, shapes.N), strict=True)]
-    grid = (*own, shapes.T // t, shapes.S // s, math.prod(shared))
+    outer = leaf.shape[:2]
+    shared = [1 if n > 1 else size for n, size in zip(outer, (shapes.B, shapes.N), strict=True)]
 
-    def place(_: Tree, b: Array, h: Array, i: Array, j: Array, step: Array) -> Place:
-        each = jnp.int32(shared[1])
-        return Place(b + lax.div(step, each), h + lax.rem(step, each), i, j)
+    def tile_at(_: Any, b: Array, h: Array, i: Array, j: Array, step: Array) -> TileIndex:
+        heads = jnp.int32(shared[1])
+        return TileIndex(b + lax.div(step, heads), h + lax.rem(step, heads), i, j)
 
-    def kernel(kinds: Tree, leaves: Ref, arrays: Ref, results: Ref, scratch: Ref) -> None:
-        *rows_refs, k_ref, v_ref = arrays
-        (total,) = scratch
-        index = list(map(pl.program_id, range(5)))
-        at = place(None, *index)
+    def kinds_at(tile_kinds: Any, *place: Array) -> dict[int, Any]:
+        b, h, i, j = tile_at(None, *place)
+        kind = tile_kinds.order[(*block_mask.clamped(tile_kinds.order, b, h), i, j)]
+        return {masks.MIXED: kind != masks.EMPTY}
 
-        @pl.when(index[4] == 0)
-        def _start() -> None:
-            total[...] = jnp.zeros((t, s), jnp.float32)
+    def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array]:
+        *rows, k, v = arrays
 
-        kind = kinds.order[(*block_mask.clamped(kinds.order, at.b, at.h), at.i, at.j)]
+        def d_bias(tile: slicing.HeadTile, products: Array, cotangent: Any) -> Array:
+            values = parameters(tile.spec)
 
-        @pl.when(kind != masks.EMPTY)
-        def _visit() -> None:
-            rows = [x[...] for x in rows_refs]
-            total[...] += _at_tile(problem, which, leaves, at, rows, k_ref[...], v_ref[...])
+            def scores(x: Array) -> Array:
+                replaced = with_parameters(tile.spec, [*values[:which], x, *values[which + 1 :]])
+                return tile._replace(spec=replaced).modify(products, masked)
 
-        @pl.when(index[4] == pl.num_programs(4) - 1)
-        def _end() -> None:
-            results[0][...] = total[...]
+            score, pull = jax.vjp(scores, values[which])
+            return pull(cotangent(score, masked)[1])[0]
 
-    kinds = problem.kinds.astype(jnp.int32)
-    tiles = block_mask.BlockMask(kinds, kinds[..., :1, :1], ())
-    arrays = [*((x, False) for x in rows), (k, True), (v, True)]
-    result = programs.Whole(leaf.shape, own)
+        return (state[0] + programs.score_gradient(call, run, d_bias, rows, k, v),)
+
+    kinds = call.kinds.astype(jnp.int32)
+    lists = block_mask.BlockMask(kinds, kinds[..., :1, :1], ())  # the tile map itself
+    grid = (*outer, shapes.T // t, shapes.S // s, math.prod(shared))
     return programs.launch(
-        "jattn_d_bias", problem, grid, place, kernel, tiles, arrays, [result], [(t, s)]
+        "jattn_d_bias",
+        call,
+        programs.Traversal(grid, lists, tile_at, kinds_at),
+        visit,
+        lambda total: (total,),
+        [*((x, False) for x in rows), (k, True), (v, True)],
+        [(jax.ShapeDtypeStruct(leaf.shape, jnp.float32), None)],
+        [((t, s), 0.0)],
     )[0]
-
-
-def _at_tile(
-    problem: programs.Problem,
-    which: int,
-    leaves: Ref,
-    at: Place,
-    rows: list[Array],
-    k: Array,
-    v: Array,
-) -> Array:
-    """What a tile adds."""
-    q, d_out, *statistics = rows
-
-    def found(
-        here: slicing.Tile, products: Array, d_weights: Array, top: Array, log: Array, delta: Array
-    ) -> Array:
-        values = parameters(here.spec)
-
-        def scores(x: Array) -> Array:
-            replaced = with_parameters(here.spec, [*values[:which], x, *values[which + 1 :]])
-            return here._replace(spec=replaced).modify(products, True)
-
-        score, pull = jax.vjp(scores, values[which])
-        weights = softmax.weights(score, top, log)
-        (d_leaf,) = pull(weights * (here.drop(d_weights) - delta[:, None]))
-        return d_leaf
-
-    products = programs.query_key_products(problem.spec, q, k, v)
-    d_weights = programs.dot(d_out, programs.finite(problem.spec, v), (1, 1), problem.spec)
-    columns = map(operands.column, statistics)
-    d_leaf = problem.rules.run(found, leaves, at, products, d_weights, *columns)
-    return jnp.broadcast_to(d_leaf, problem.tiling)

@@ -1,7 +1,7 @@
-"""A spec's arrays as kernels in Pallas take them on TPUs.
+"""A spec's arrays in the form that Pallas kernels for TPUs receive.
 
-What runs along T or S comes cut to the tile; numbers of a batch row and head, and arrays that
-functions look up, lie in scalar memory. In a kernel `SpecOperands.run` calls a function with the
+Arrays along T or S are sliced to the tile. Numbers of a batch row and head, and arrays that
+functions index, are in scalar memory. In a kernel `SpecOperands.run` calls a function with the
 tile; it computes on arrays of two axes, see `tile_functions`.
 """
 
@@ -17,18 +17,18 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn._pytree import axis_names
+from jattn._pytree import axis_names, split_letters
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import slicing
 from jattn.kernels.tpu import tile_functions
 from jattn.spec import Spec, Tiling
 
 
-LANES = 128  # of a register: along them lies the last axis of an array
+LANES = 128  # the width of a register, along the last axis of an array
 
 
-class Place(NamedTuple):
-    """Where a tile is: batch row, head, block of queries and block of keys."""
+class TileIndex(NamedTuple):
+    """The place of a tile: batch row, head, block of queries and block of keys."""
 
     b: Index
     h: Index
@@ -36,155 +36,170 @@ class Place(NamedTuple):
     j: Index
 
 
+def round_up(size: int, multiple: int) -> int:
+    """Returns the smallest multiple that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
 def column(row: Array) -> Array:
-    """`[1, t]` as `[t, 1]`."""
+    """Transposes `[1, t]` to `[t, 1]`."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
 def row(column: Array) -> Array:
-    """The inverse."""
+    """Transposes `[t, 1]` to `[1, t]`."""
     return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
-class _Part(NamedTuple):
-    """One array of a spec: how many batch rows and heads have their own, its other axes, of these
-    what a tile is given, and whether it runs along T and along S."""
+class _SpecArray(NamedTuple):
+    """One array of a spec.
+
+    outer: the number of batch rows and of heads with separate entries.
+    inner: the other axes; with `heads_last` all axes.
+    at_tile: the axes of the part that a tile receives.
+    along: whether the array runs along T, and along S.
+    is_indexed: whether functions may read any of its entries.
+    """
 
     outer: tuple[int, int]
-    own: tuple[int, ...]
+    inner: tuple[int, ...]
     at_tile: tuple[int, ...]
     along: tuple[bool, bool]
     dtype: DTypeLike
-    looked_up: bool  # by functions, which may index it as they like
+    is_indexed: bool
 
     @classmethod
-    def of(cls, leaf: Array, letters: str, tiling: Tiling) -> "_Part":
-        names = letters.replace("#", "").split() or [""] * leaf.ndim
-        sizes = dict(zip(names, leaf.shape, strict=True))
-        own = [(x, n) for x, n in zip(names, leaf.shape, strict=True) if x not in ("*B", "N")]
-        cut = dict(zip("TS", tiling, strict=True))
-        # Heads stand first, but in a table of buckets: that one is looked up whole.
-        behind = "N" in names[1:] and names[0] != "*B"
+    def of(cls, leaf: Array, letters: str, tiling: Tiling) -> "_SpecArray":
+        names = split_letters(letters) or [""] * leaf.ndim
+        axes = list(zip(names, leaf.shape, strict=True))
+        sizes, tile_sizes = dict(axes), dict(zip("TS", tiling, strict=True))
+        # The axis of heads is the first, except in a table of buckets, which is indexed as a whole.
+        heads_last = "N" in names[1:] and names[0] != "*B"
+        inner = [(x, n) for x, n in axes if x not in ("*B", "N")]
         return cls(
-            (sizes.get("*B", 1), 1 if behind else sizes.get("N", 1)),
-            tuple(leaf.shape) if behind else tuple(n for _, n in own),
-            tuple(n for _, n in own) if behind else tuple(min(n, cut.get(x, n)) for x, n in own),
+            (sizes.get("*B", 1), 1 if heads_last else sizes.get("N", 1)),
+            tuple(n for _, n in (axes if heads_last else inner)),
+            tuple(n if heads_last else min(n, tile_sizes.get(x, n)) for x, n in inner),
             (sizes.get("T", 1) > 1, sizes.get("S", 1) > 1),
             leaf.dtype,
             bool(leaf.ndim) and not set(names) <= {"*B", "N", "T", "S"},
         )
 
     @property
-    def by_head_behind(self) -> bool:
-        return len(self.own) > len(self.at_tile)
+    def heads_last(self) -> bool:
+        return len(self.inner) > len(self.at_tile)
 
     @property
     def in_blocks(self) -> bool:
         return any(self.along)
 
-    def array(self, leaf: Array) -> Array:
-        """As it is passed: `[B or 1, N or 1, t, s]` in blocks, else all numbers in a row."""
+    def passed(self, leaf: Array) -> Array:
+        """Returns the array that the kernel receives: `[B or 1, N or 1, t, s]` if it is sliced to
+        tiles, else all entries in one axis."""
+        narrow = jnp.int32
         if self.in_blocks:
             both = all(self.along)
-            last = self.own[-2:] if both else (1, math.prod(self.own))
+            last = self.inner[-2:] if both else (1, math.prod(self.inner))
             leaf = leaf.reshape(*self.outer, *last)
-            small = jnp.int8 if both else jnp.int32
+            narrow = jnp.int8 if both else jnp.int32
         else:
-            leaf, small = leaf.reshape(-1), jnp.int32
-        return leaf.astype(small) if leaf.dtype == bool else leaf
+            leaf = leaf.reshape(-1)
+        return leaf.astype(narrow) if leaf.dtype == bool else leaf
 
-    def block(self, tiling: Tiling, place: Callable[..., Place], every: bool) -> pl.BlockSpec:
+    def block(
+        self, tiling: Tiling, tile_at: Callable[..., TileIndex], every_head: bool
+    ) -> pl.BlockSpec:
         if not self.in_blocks:
-            # Not with the library: this takes longer to import than all of it.
+            # Imported here because its import takes longer than that of all of jattn.
             tpu = importlib.import_module("jax.experimental.pallas.tpu")
             return pl.BlockSpec(memory_space=tpu.SMEM)
 
         def index(*at: Ref) -> tuple[Any, ...]:
-            b, h, i, j = place(*at)
-            outer = b if self.outer[0] > 1 else 0, h if self.outer[1] > 1 and not every else 0
+            b, h, i, j = tile_at(*at)
+            outer = b if self.outer[0] > 1 else 0, h if self.outer[1] > 1 and not every_head else 0
             return *outer, *((i, j) if all(self.along) else (0, i if self.along[0] else j))
 
-        heads = self.outer[1] if every else None
+        heads = self.outer[1] if every_head else None
         return pl.BlockSpec((None, heads, *self.block_shape(tiling)), index)
 
     def block_shape(self, tiling: Tiling) -> tuple[int, int]:
         return (tiling.block_q, tiling.block_kv) if all(self.along) else (1, tiling[self.along[1]])
 
-    def value(self, ref: Ref, at: Place) -> Tree:
-        """In a kernel: what a tile is given, on two axes."""
+    def value(self, ref: Ref, at: TileIndex) -> Tree:
+        """Returns, within a kernel, the part that a tile receives, with two axes."""
+        b, h = (x if size > 1 else 0 for x, size in zip((at.b, at.h), self.outer, strict=True))
         if self.in_blocks:
-            every = len(ref.shape) > 2
-            found = ref[at.h if self.outer[1] > 1 else 0] if every else ref[...]
+            block = ref[h] if len(ref.shape) > 2 else ref[...]
             if self.dtype == bool:
-                found = found.astype(jnp.int32) != 0
-            return found if self.along[1] else column(found)
+                block = block.astype(jnp.int32) != 0
+            return block if self.along[1] else column(block)
 
         def read(place: Index) -> Array:
-            found = ref[place]
-            return found != 0 if self.dtype == bool else found
+            entry = ref[place]
+            return entry != 0 if self.dtype == bool else entry
 
         size = math.prod(self.at_tile)
-        if self.by_head_behind:  # [buckets, N]
-            heads = self.own[1]
-            own = at.h if heads > 1 else 0
-            return tile_functions.LookUp(self.at_tile, self.dtype, lambda x: read(x * heads + own))
-        place = (at.b if self.outer[0] > 1 else 0) * self.outer[1]
-        start = (place + (at.h if self.outer[1] > 1 else 0)) * size
-        if size == 1 and not self.looked_up:
+        start, stride = (b * self.outer[1] + h) * size, 1
+        if self.heads_last:  # [buckets, N]
+            stride = self.inner[1]
+            start = at.h if stride > 1 else 0
+        elif size == 1 and not self.is_indexed:
             return read(start)
-        return tile_functions.LookUp(self.at_tile, self.dtype, lambda x: read(start + x))
-
-    @property
-    def expected(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.at_tile, self.dtype)
+        return tile_functions.LookUp(
+            self.at_tile, self.dtype, lambda place: read(start + place * stride)
+        )
 
 
 class SpecOperands:
-    """A spec as a kernel takes it: `arrays` to pass in `blocks`, and `run` to compute with them.
+    """A spec as a kernel receives it: `arrays` to pass, sliced to `blocks`, and `run`, which
+    computes with them.
 
-    A program has one head, or `every_head`; the blocks of that have all heads.
+    With `every_head` the blocks of a program have all heads, else one head.
     """
 
     def __init__(self, spec: Spec, tiling: Tiling, every_head: bool = False):
         leaves, self._treedef = jax.tree.flatten(spec)
         letters = jax.tree.leaves(axis_names(spec))
         self._tiling, self._every_head = tiling, every_head
-        self._parts = [_Part.of(*x, tiling) for x in zip(leaves, letters, strict=True)]
-        self.arrays = [x.array(leaf) for x, leaf in zip(self._parts, leaves, strict=True)]
+        self._arrays = [_SpecArray.of(*x, tiling) for x in zip(leaves, letters, strict=True)]
+        self.arrays = [x.passed(leaf) for x, leaf in zip(self._arrays, leaves, strict=True)]
 
     @property
     def scalar_entries(self) -> int:
-        """How many numbers lie in scalar memory."""
-        parts = zip(self._parts, self.arrays, strict=True)
-        return sum(x.size for part, x in parts if not part.in_blocks)
+        """The number of entries in scalar memory."""
+        pairs = zip(self._arrays, self.arrays, strict=True)
+        return sum(x.size for array, x in pairs if not array.in_blocks)
 
     @property
     def block_entries(self) -> int:
-        """How many numbers a program is given in blocks, in whole registers of 32 bits."""
+        """The number of entries of a program's blocks, in whole registers of 32 bits."""
         shapes = [
             (x.outer[1] if self._every_head else 1, *x.block_shape(self._tiling))
-            for x in self._parts
+            for x in self._arrays
             if x.in_blocks
         ]
         return sum(heads * max(t, 8) * s for heads, t, s in shapes)
 
-    def blocks(self, place: Callable[..., Place]) -> list[pl.BlockSpec]:
-        """How the arrays are cut for a program whose tile `place(*indices)` gives."""
-        return [part.block(self._tiling, place, self._every_head) for part in self._parts]
+    def blocks(self, tile_at: Callable[..., TileIndex]) -> list[pl.BlockSpec]:
+        """Returns the blocks of the arrays, for programs with the tile `tile_at(*indices)`."""
+        return [x.block(self._tiling, tile_at, self._every_head) for x in self._arrays]
 
     def traced(self, function: Callable[..., Any], *operands: Array) -> Tree:
-        """`run` at the first tile, outside of a kernel."""
+        """Computes `run` at the first tile, outside of a kernel."""
         refs = [
-            jnp.zeros(part.block_shape(self._tiling), x.dtype) if part.in_blocks else x
-            for part, x in zip(self._parts, self.arrays, strict=True)
+            jnp.zeros(array.block_shape(self._tiling), x.dtype) if array.in_blocks else x
+            for array, x in zip(self._arrays, self.arrays, strict=True)
         ]
-        zero = jnp.zeros((), jnp.int32)
-        return self.run(function, refs, Place(zero, zero, zero, zero), *operands)
+        return self.run(refs, TileIndex(*[jnp.zeros((), jnp.int32)] * 4), function, *operands)
 
-    def run(self, function: Callable[..., Any], refs: Tree, at: Place, *operands: Array) -> Tree:
-        """`function(tile, *operands)`. Operands are `[t, s]`, or `[t, 1]` for what the function
-        sees as `[t]`; so are the results."""
-        values = [part.value(x, at) for part, x in zip(self._parts, refs, strict=True)]
+    def run(
+        self, refs: Tree, at: TileIndex, function: Callable[..., Any], *operands: Array
+    ) -> Tree:
+        """Computes `function(tile, *operands)`.
+
+        Operands and results are `[t, s]`, or `[t, 1]` for arrays that the function sees as `[t]`.
+        """
+        values = [array.value(x, at) for array, x in zip(self._arrays, refs, strict=True)]
         t, s = self._tiling
         rows = at.i * t + lax.broadcasted_iota(jnp.int32, (t, 1), 0)
         columns = at.j * s + lax.broadcasted_iota(jnp.int32, (1, s), 1)
@@ -194,15 +209,19 @@ class SpecOperands:
             jax.ShapeDtypeStruct(x.shape[:1] if x.shape[1] == 1 else x.shape, x.dtype)
             for x in operands
         ]
-        expected = [x.expected for x in self._parts], number, number, *places, *seen
-        given = values, at.b, at.h, rows, columns, *operands
+        parts = [jax.ShapeDtypeStruct(x.at_tile, x.dtype) for x in self._arrays]
 
-        def here(
+        def at_tile(
             leaves: list[Array], b: Array, h: Array, rows: Array, columns: Array, *operands: Array
         ) -> Tree:
             spec = jax.tree.unflatten(self._treedef, leaves)
             pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
             spans = (slicing.span_in_kernel(*x) for x in pairs)
-            return function(slicing.Tile(spec, b, h, *spans), *operands)
+            return function(slicing.HeadTile(spec, b, h, *spans), *operands)
 
-        return tile_functions.run(here, given, expected, self._tiling)
+        return tile_functions.run(
+            at_tile,
+            (values, at.b, at.h, rows, columns, *operands),
+            (parts, number, number, *places, *seen),
+            self._tiling,
+        )

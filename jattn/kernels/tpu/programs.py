@@ -1,8 +1,9 @@
-"""What kernels of `tiled` for TPUs share: the problem, its tiles in turn, and the launch.
+"""The parts that the kernels of `tiled` for TPUs share: the padded call, the traversal of its tiles
+and the launch.
 
-Which tiles a block visits are lists made from the tile map, of a static mask or computed in the
-program, which are fetched before a kernel begins: so that the next tile is on its way while one is
-computed.
+The lists of the tiles that each block visits are made from the tile map, which is static or
+computed in the program. They are copied into scalar memory before the kernel begins, so that the
+next tile is copied while one is computed.
 """
 
 import functools
@@ -15,176 +16,231 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jattn import masks, softmax, tile, tuning
 from jattn._types import Ref, Tree
 from jattn.kernels.common import block_mask, reverse_mode, slicing
 from jattn.kernels.tpu import operands
-from jattn.kernels.tpu.operands import Place
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.spec import Shapes, Spec, Tiling, has_mask
 
 
 def choose_tiling(shapes: Shapes) -> Tiling:
-    """Tiles of whole registers of which all that a step needs fits into a core's memory."""
+    """Returns tiles of whole registers, so small that a step fits into a core's memory."""
     most_q, most_kv = tuning.current().tpu_tile
-    whole = lambda size: -(-size // operands.LANES) * operands.LANES  # noqa: E731
-    return Tiling(min(most_q, whole(shapes.T)), min(most_kv, whole(shapes.S)))
+    sizes = (operands.round_up(size, operands.LANES) for size in (shapes.T, shapes.S))
+    return Tiling(*map(min, (most_q, most_kv), sizes))
 
 
 def head_width(size: int) -> int:
-    """What a head size becomes: whole or half registers."""
-    return size if size % 64 == 0 else -(-size // operands.LANES) * operands.LANES
+    """Returns a head size padded to whole or half registers."""
+    return size if size % 64 == 0 else operands.round_up(size, operands.LANES)
 
 
-class Problem(NamedTuple):
-    """The sizes of a call in whole tiles, its spec as kernels take it, its tile maps
-    `[B or 1, N or 1, n, m]`, and whether the kernels are interpreted."""
+class TiledCall(NamedTuple):
+    """A call in whole tiles: its spec, sizes and tiling, the spec's arrays as kernels receive them,
+    its tile maps `[B or 1, N or 1, n, m]`, and whether the kernels are interpreted."""
 
     spec: Spec
     shapes: Shapes
     tiling: Tiling
-    rules: Any
+    spec_operands: operands.SpecOperands
     kinds: Any
     interpret: bool
 
     @classmethod
     def of(cls, platform: str, spec: Spec, rows: Tree, key: Array, value: Array) -> Tree:
-        """And the padded call, its `[B, N, T, ·]` and `[B, N, 1, T]`, and its `[B, K, S, ·]`."""
+        """Returns the call, the padded call, its arrays along queries `[B, N, T, ·]` or
+        `[B, N, 1, T]`, and its keys and values `[B, K, S, ·]`."""
         tiling = choose_tiling(Shapes.of(rows[0], value))
-        call = slicing.Call.of(tiling, head_width, spec, rows, key, value)
-        kinds = block_mask.kinds(call.spec, call.shapes.T, call.shapes.S, tiling)
-        rules = operands.SpecOperands(call.spec, tiling)
-        problem = cls(call.spec, call.shapes, tiling, rules, kinds, platform == "cpu")
+        padded = slicing.PaddedCall.of(tiling, head_width, spec, rows, key, value)
+        kinds = block_mask.kinds(padded.spec, padded.shapes.T, padded.shapes.S, tiling)
+        spec_operands = operands.SpecOperands(padded.spec, tiling)
+        call = cls(padded.spec, padded.shapes, tiling, spec_operands, kinds, platform == "cpu")
         heads = lambda x: jnp.moveaxis(x, 2, 1)  # noqa: E731
-        rows = [heads(x) if x.ndim == 4 else heads(x)[:, :, None] for x in call.rows]
-        return problem, call, rows, heads(call.key), heads(call.value)
+        rows = [heads(x) if x.ndim == 4 else heads(x)[:, :, None] for x in padded.rows]
+        return call, padded, rows, heads(padded.key), heads(padded.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# The traversal of tiles
+# ---------------------------------------------------------------------------------------------
 
 
 class Visits(NamedTuple):
-    """The lists of tiles that blocks visit, in a kernel's scalar memory."""
+    """The lists of tiles that blocks visit, see `BlockMask`, in a kernel's scalar memory."""
 
     order: Ref
     ends: Ref
 
     def tile(self, b: Array, h: Array, block: Array, step: Array) -> Array:
-        """Which tile a block visits at a step. Behind the last tile it is the last again, so
-        that nothing is fetched."""
+        """Returns the tile that a block visits at a step. After the last tile this stays the last
+        tile, so that nothing is copied."""
         row = *block_mask.clamped(self.order, b, h), block
         last = jnp.maximum(self.ends[(*row, 1)] - 1, 0)
         return self.order[(*row, jnp.minimum(step, last))]
 
-    def kind(self, b: Array, h: Array, block: Array, step: Array) -> tuple[Any, Any]:
-        """Whether it visits at this step a tile that needs no mask, or one that does."""
+    def kinds(self, b: Array, h: Array, block: Array, step: Array) -> dict[int, Any]:
+        """Returns for each kind of tile whether the block visits such a tile at a step."""
         row = *block_mask.clamped(self.order, b, h), block
         full, visited = self.ends[(*row, 0)], self.ends[(*row, 1)]
-        return step < full, (step >= full) & (step < visited)
+        return {masks.FULL: step < full, masks.MIXED: (step >= full) & (step < visited)}
 
 
-class Block(NamedTuple):
-    """An array `[B, heads, ·, ·]` and the blocks in which a kernel takes or gives it: at the tile
-    of queries (or of keys), whole along all other axes."""
+class Traversal(NamedTuple):
+    """The tiles that the programs of a kernel visit.
 
-    shape: tuple[int, ...]
-    dtype: DTypeLike
-    block: int
-    keys: bool
-    axis: int = 2
+    grid: the sizes of the grid, whose last axis counts the steps of a block.
+    lists: the lists of tiles, which a kernel receives as `Visits`.
+    tile: returns the `TileIndex` of a step, given the `Visits` and the place in the grid.
+    kinds: returns for each kind of tile whether the step visits such a tile.
+    """
 
-    def spec(self, place: Callable[..., Any], group: int, tiling: Tiling) -> pl.BlockSpec:
-        sizes = list(self.shape[2:])
-        sizes[self.axis - 2] = self.block
-
-        def index(*at: Ref) -> tuple[Any, ...]:
-            b, h, i, j = place(*at)
-            inner = [0, 0]
-            inner[self.axis - 2] = j if self.keys else i
-            head = lax.div(h, jnp.int32(group)) if self.keys else h
-            return b, head, *inner
-
-        return pl.BlockSpec((None, None, *sizes), index)
+    grid: tuple[int, ...]
+    lists: block_mask.BlockMask
+    tile: Callable[..., TileIndex]
+    kinds: Callable[..., dict[int, Any]]
 
 
-class Whole(NamedTuple):
-    """A result `[B or 1, N or 1, T, S]` in float32, given in tiles."""
+def traversal(call: TiledCall, *, by_key: bool = False) -> Traversal:
+    """Returns the traversal in which each block of queries visits keys or, with `by_key`, each
+    block of keys visits the queries of all heads of its group, head after head."""
+    lists, shapes = block_mask.of(call.kinds, by_key=by_key), call.shapes
+    blocks = shapes.S // call.tiling.block_kv if by_key else shapes.T // call.tiling.block_q
+    steps = lists.order.shape[-1]
 
-    shape: tuple[int, ...]
-    own: tuple[int, int]
+    def row(b: Array, head: Array, block: Array, step: Array) -> tuple[Array, ...]:
+        """Returns batch row, query head, block, and the place in its list."""
+        if by_key:
+            size = jnp.int32(steps)
+            head, step = head * shapes.G + lax.div(step, size), lax.rem(step, size)
+        return b, head, block, step
 
-    @property
-    def dtype(self) -> DTypeLike:
-        return jnp.float32
+    def tile_at(visits: Visits, *place: Array) -> TileIndex:
+        b, h, block, step = row(*place)
+        visited = visits.tile(b, h, block, step)
+        return TileIndex(b, h, *((visited, block) if by_key else (block, visited)))
 
-    def spec(self, place: Callable[..., Any], group: int, tiling: Tiling) -> pl.BlockSpec:
-        def index(*at: Ref) -> tuple[Any, ...]:
-            outer = at[:2]  # the first axes of the grid
-            _, _, i, j = place(*at)
-            return *outer, i, j
+    def kinds_at(visits: Visits, *place: Array) -> dict[int, Any]:
+        conditions = visits.kinds(*row(*place))
+        return {kind: x for kind, x in conditions.items() if kind in lists.kinds}
 
-        return pl.BlockSpec((None, None, *tiling), index)
+    heads, steps_each = (shapes.K, shapes.G * steps) if by_key else (shapes.N, steps)
+    return Traversal((shapes.B, heads, blocks, steps_each), lists, tile_at, kinds_at)
 
 
 def launch(
     name: str,
-    problem: Problem,
-    grid: tuple[int, ...],
-    place: Callable[..., Any],
-    kernel: Callable[..., None],
-    visits: block_mask.BlockMask,
-    arrays: Tree,
-    results: Sequence[Block | Whole],
-    scratch: list[tuple[int, ...]],
+    call: TiledCall,
+    traversal: Traversal,
+    visit: Callable[..., Any],
+    finish: Callable[..., Any],
+    arrays: Sequence[tuple[Array, bool]],
+    results: Sequence[tuple[jax.ShapeDtypeStruct, bool | None]],
+    state: Sequence[tuple[tuple[int, int], float]],
 ) -> list[Array]:
-    """`kernel(visits, leaves, arrays, results, scratch)` for every place of the grid, whose last
-    axis is that of the steps of a block."""
-    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
-    group, tiling = problem.shapes.G, problem.tiling
-    inputs = [block_of(x, tiling, keys) for x, keys in arrays]
-    flat, over = reverse_mode.varying_alike(
-        [*map(jnp.asarray, visits.arrays), *problem.rules.arrays, *(x for x, _ in arrays)]
-    )
-    leaves = len(problem.rules.arrays)
+    """Computes the results of all blocks.
 
-    def at(*indices: Ref) -> Place:
-        *here, order, ends = indices
-        return place(Visits(order, ends), *here)
+    Args:
+        visit: `visit(masked, run, arrays, state)` returns the state after a tile;
+            `run(function, *operands)` computes a function of the tile, see `SpecOperands.run`.
+        finish: `finish(*state)` returns the results of a block.
+        arrays: arrays `[B, heads, ·, ·]`, and whether each is along keys rather than queries.
+        results: the types of the results, and whether each is along keys; None for
+            `[B or 1, N or 1, T, S]`, in tiles.
+        state: the shapes of the parts of the state, in float32, and their initial values.
+    """
+    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+    flat, over = reverse_mode.varying_alike(
+        [
+            *map(jnp.asarray, traversal.lists.arrays),
+            *call.spec_operands.arrays,
+            *(x for x, _ in arrays),
+        ]
+    )
+    n_leaves, n_arrays = len(call.spec_operands.arrays), len(arrays)
+
+    def tile_at(*indices: Ref) -> TileIndex:
+        *place, order, ends = indices
+        return traversal.tile(Visits(order, ends), *place)
 
     def body(order: Ref, ends: Ref, *refs: Ref) -> None:
-        first, second = leaves + len(inputs), leaves + len(inputs) + len(results)
-        kernel(
-            Visits(order, ends),
-            refs[:leaves],
-            refs[leaves:first],
-            refs[first:second],
-            refs[second:],
-        )
+        visits, place = Visits(order, ends), list(map(pl.program_id, range(len(traversal.grid))))
+        tile_index = traversal.tile(visits, *place)
+        leaves, refs = refs[:n_leaves], refs[n_leaves:]
+        array_refs, refs = refs[:n_arrays], refs[n_arrays:]
+        result_refs, state_refs = refs[: len(results)], refs[len(results) :]
+        run = functools.partial(call.spec_operands.run, leaves, tile_index)
 
-    parallel = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
-    call = pl.pallas_call(
+        @pl.when(place[-1] == 0)
+        def _start() -> None:
+            for ref, (shape, value) in zip(state_refs, state, strict=True):
+                ref[...] = jnp.full(shape, value, jnp.float32)
+
+        for kind, condition in traversal.kinds(visits, *place).items():
+
+            @pl.when(condition)
+            def _visit(masked: bool = kind == masks.MIXED) -> None:
+                blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
+                for ref, value in zip(state_refs, visit(masked, run, blocks, parts), strict=True):
+                    ref[...] = value
+
+        @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
+        def _finish() -> None:
+            values = finish(*(x[...] for x in state_refs))
+            for ref, value in zip(result_refs, values, strict=True):
+                ref[...] = value.astype(ref.dtype)
+
+    blocks = functools.partial(_block, call, tile_at)
+    parallel = ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3)
+    run_kernel = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=grid,
-            in_specs=[*problem.rules.blocks(at), *(x.spec(at, group, tiling) for x in inputs)],
-            out_specs=[x.spec(at, group, tiling) for x in results],
-            scratch_shapes=[pltpu.VMEM(x, jnp.float32) for x in scratch],
+            grid=traversal.grid,
+            in_specs=[*call.spec_operands.blocks(tile_at), *(blocks(*x) for x in arrays)],
+            out_specs=[blocks(*x) for x in results],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape, _ in state],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=over) for x in results],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=over) for x, _ in results
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
         name=name,
-        interpret=problem.interpret,
+        interpret=call.interpret,
     )
-    return list(call(*flat))
+    return list(run_kernel(*flat))
 
 
-def block_of(x: Array, tiling: Tiling, keys: bool) -> Block:
-    axis = 3 if x.shape[2] == 1 else 2  # statistics of rows
-    return Block(x.shape, x.dtype, tiling[keys], keys, axis)
+def _block(
+    call: TiledCall, tile_at: Callable[..., TileIndex], x: Any, by_key: bool | None
+) -> pl.BlockSpec:
+    """Returns the block of an array or result of `launch` that belongs to a step."""
+    if by_key is None:
+        return pl.BlockSpec(
+            (None, None, *call.tiling), lambda *at: (*at[:2], tile_at(*at).i, tile_at(*at).j)
+        )
+    axis = int(x.shape[2] == 1)  # 1 for the statistics of rows, [B, N, 1, T]
+    sizes = list(x.shape[2:])
+    sizes[axis] = call.tiling[by_key]
+
+    def index(*at: Ref) -> tuple[Any, ...]:
+        b, h, i, j = tile_at(*at)
+        inner: list[Any] = [0, 0]
+        inner[axis] = j if by_key else i
+        return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
+
+    return pl.BlockSpec((None, None, *sizes), index)
+
+
+# ---------------------------------------------------------------------------------------------
+# The computation of a tile
+# ---------------------------------------------------------------------------------------------
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:
-    """The sum over an axis of each, in float32; x takes the dtype of y."""
+    """Sums x · y over an axis of each, in float32; x is cast to the dtype of y."""
     return lax.dot_general(
         x.astype(y.dtype),
         y,
@@ -195,14 +251,14 @@ def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:
 
 
 def finite(spec: Spec, x: Array) -> Array:
-    """`tile.finite` by way of float32, the only dtype that older TPUs compare."""
+    """Computes `tile.finite` in float32, the only dtype that older TPUs can compare."""
     if not has_mask(spec):
         return x
     return tile.finite(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def query_key_products(spec: Spec, q: Array, k: Array, v: Array) -> Float[Array, "t s"]:
-    """q kᵀ, NaN for keys whose values are not finite."""
+    """Computes q kᵀ, with NaN for keys whose values are not finite."""
     if has_mask(spec):
         wide = v.astype(jnp.float32)
         marks = jnp.sum(wide - wide, axis=1, keepdims=True)
@@ -211,22 +267,21 @@ def query_key_products(spec: Spec, q: Array, k: Array, v: Array) -> Float[Array,
 
 
 def headroom(S: int) -> float:
-    """What weights are multiplied with, so that no sum of S weighted values overflows whose mean
+    """Returns a factor for weights with which no sum of S weighted values overflows if their mean
     does not."""
     return 2.0 ** -math.ceil(math.log2(2 * S))
 
 
-def no_keys(rows: int, V: int) -> tuple[Array, Array, Array]:
-    """Maximum `[R, 1]`, sum of weights `[R, 1]` and weighted values `[R, V]` before any key."""
-    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-    least = jnp.full((rows, 1), float(jnp.finfo(jnp.float32).min))
-    return least, zeros((rows, 1)), zeros((rows, V))
+def no_keys(rows: int, V: int) -> list[tuple[tuple[int, int], float]]:
+    """Returns shapes and initial values of the maximum `[R, 1]`, the sum of weights `[R, 1]` and
+    the weighted values `[R, V]`."""
+    return [((rows, 1), float(jnp.finfo(jnp.float32).min)), ((rows, 1), 0.0), ((rows, V), 0.0)]
 
 
 def more_keys(
     score: Float[Array, "R s"], maximum: Array, total: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Weights, the factor to those of the keys before, and maximum and sum with these keys."""
+    """Returns weights, the factor that rescales earlier weights, and the new maximum and sum."""
     top = jnp.maximum(maximum, jnp.max(score, axis=1, keepdims=True))
     weights, factor = jnp.exp(score - top), jnp.exp(maximum - top)
     return weights, factor, top, total * factor + jnp.sum(weights, axis=1, keepdims=True)
@@ -235,49 +290,44 @@ def more_keys(
 def all_keys(
     maximum: Array, total: Array, weighted: Array, headroom: float
 ) -> tuple[Array, Array, Array]:
-    """The output `[R, V]`, and the maximum and the log of the sum `[R, 1]`."""
+    """Returns the output `[R, V]`, the maximum `[R, 1]` and the log of the sum `[R, 1]`."""
     broken, dead = jnp.isnan(total), total == 0
-    by = jnp.where(broken | dead, 1.0, total)
-    out = jnp.where(broken, jnp.nan, weighted / by * (1 / headroom))
+    divisor = jnp.where(broken | dead, 1.0, total)
+    out = jnp.where(broken, jnp.nan, weighted / divisor * (1 / headroom))
     top = jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, maximum))
-    return out, top, jnp.log(by)
+    return out, top, jnp.log(divisor)
 
 
-def lists(problem: Problem, by_key: bool = False) -> tuple[block_mask.BlockMask, int]:
-    """What blocks visit, and how many steps they take at most."""
-    visits = block_mask.of(problem.kinds, by_key=by_key)
-    return visits, visits.order.shape[-1]
+def score_gradient(
+    call: TiledCall,
+    run: Callable[..., Any],
+    function: Callable[..., Any],
+    rows: Sequence[Array],
+    k: Array,
+    v: Array,
+) -> Tree:
+    """Computes `function(tile, products, cotangent)` of the tile's products q kᵀ.
 
-
-def at_tile(
-    visits: Visits, at: tuple[Any, ...], body: Callable[[bool], None], kinds: tuple[int, ...]
-) -> None:
-    """`body(masked)` if there is a tile to visit."""
-    full, masked = visits.kind(*at)
-    if masks.FULL in kinds:
-        pl.when(full)(functools.partial(body, False))
-    if masks.MIXED in kinds:
-        pl.when(masked)(functools.partial(body, True))
-
-
-def d_products_and_weights(
-    problem: Problem, leaves: Tree, at: Place, masked: bool, rows: list[Array], k: Array, v: Array
-) -> tuple[Array, Array]:
-    """The cotangent of q kᵀ, and the weights after dropout. With weights p and dp = d_out vᵀ, that
-    of the scores is p (dp − delta)."""
+    `cotangent(score, masked)` returns the weights p before dropout and the cotangent of the scores,
+    p (drop(d_out vᵀ) − delta). `rows` are the tile's arrays of a `PerQuery`.
+    """
     q, d_out, *statistics = rows
 
-    def found(
-        here: slicing.Tile, products: Array, d_weights: Array, top: Array, log: Array, delta: Array
-    ) -> tuple[Array, Array]:
-        score, pull = jax.vjp(lambda x: here.modify(x, masked), products)
-        weights = softmax.weights(score, top, log, masked)
-        d_score = weights * (here.drop(d_weights) - delta[:, None])
-        return pull(d_score)[0], here.drop(weights)
+    def at_tile(
+        tile: slicing.HeadTile,
+        products: Array,
+        d_weights: Array,
+        maximum: Array,
+        log_total: Array,
+        delta: Array,
+    ) -> Tree:
+        def cotangent(score: Array, masked: bool) -> tuple[Array, Array]:
+            weights = softmax.weights(score, maximum, log_total, masked)
+            return weights, weights * (tile.drop(d_weights) - delta[:, None])
 
-    products = query_key_products(problem.spec, q, k, v)
-    d_weights = dot(d_out, finite(problem.spec, v), (1, 1), problem.spec)
-    columns = map(operands.column, statistics)
-    both = problem.rules.run(found, leaves, at, products, d_weights, *columns)
-    d_products, weights = (jnp.broadcast_to(x, problem.tiling) for x in both)
-    return d_products, weights
+        return function(tile, products, cotangent)
+
+    products = query_key_products(call.spec, q, k, v)
+    d_weights = dot(d_out, finite(call.spec, v), (1, 1), call.spec)
+    results = run(at_tile, products, d_weights, *map(operands.column, statistics))
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, call.tiling), results)

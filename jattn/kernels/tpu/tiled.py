@@ -1,30 +1,29 @@
 """Attention as TPU kernels for any mask and score function, in memory linear in T and S.
 
-FlashAttention-2 (Dao 2023) in Pallas: programs run over batch rows, heads, blocks of queries and
-the tiles of keys that the mask leaves, one after another, and fold these into an online softmax
-that lies in the core's memory. Backward, weights are computed again, once with the keys as inner
-axis for the gradients of queries, once with the queries, and the heads of a group, for those of
-keys and values.
+FlashAttention-2 (Dao 2023) in Pallas: each program visits, for a batch row, a head and a block of
+queries, the tiles of keys that the mask does not empty, and folds them into an online softmax in
+the core's memory. The backward pass computes the weights again: once by blocks of queries, for the
+gradients of the queries, and once by blocks of keys, over the queries and heads of their group, for
+the gradients of keys and values.
 
-The scores of a tile are those of `jattn.tile`, so that kernels know no mask and no score
-function. Gradients of biases along T and S are those of `bias_gradient`, those of other parameters
-are left to blockwise.
+The scores of a tile come from `jattn.tile`, so that the kernels depend on no mask and no score
+function. `bias_gradient` computes the gradients of biases along T and S, `blockwise` those of other
+parameters.
 
 On a CPU the same kernels are interpreted. They compile for TPUs, and have not run on one.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn._types import Ref, Tree
+from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels.common import slicing
 from jattn.kernels.common.derivatives import PerQuery
@@ -32,20 +31,7 @@ from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.tpu import bias_gradient, operands, programs
 from jattn.kernels.tpu.decode import READER
-from jattn.kernels.tpu.operands import Place
-from jattn.kernels.tpu.programs import (
-    Block,
-    Problem,
-    Visits,
-    at_tile,
-    choose_tiling,
-    d_products_and_weights,
-    dot,
-    finite,
-    launch,
-    lists,
-    query_key_products,
-)
+from jattn.kernels.tpu.programs import TiledCall, dot, finite
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters
@@ -57,12 +43,13 @@ _PRECISIONS = (None, "default", "highest")
 
 
 # ---------------------------------------------------------------------------------------------
-# What it can do
+# The supported calls
 # ---------------------------------------------------------------------------------------------
 
 
 def supports(call: Call) -> str | None:
-    """None or why not: dtypes that TPUs have not, and what lies in no tile."""
+    """Returns why the kernels cannot compute a call: a dtype that TPUs do not have, or an operation
+    that a tile cannot compute; None if they can."""
     spec, shapes = call.spec, call.shapes
     if shapes.dtype not in (jnp.float32, jnp.bfloat16):
         return f"expected float32 or bfloat16, got {shapes.dtype}"
@@ -72,42 +59,37 @@ def supports(call: Call) -> str | None:
         return f"expected the default precision or the highest, got {spec.precision}"
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
+    tiling = programs.choose_tiling(shapes)
+    T, S = slicing.round_up(shapes.T, shapes.S, tiling)
+    tiles = (T // tiling.block_q) * (S // tiling.block_kv)
+    tiles *= shapes.B if jax.tree.leaves(spec.mask) else 1
+    if tiles > _MOST_SCALARS:
+        return f"lists of {tiles} tiles do not fit into scalar memory"
     leaves, structure = jax.tree.flatten(
         dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
     )
-    avals = tuple((x.shape, x.dtype) for x in leaves)
-    return _scalars_reason(spec, shapes) or _unsupported_reason(structure, avals, shapes)
-
-
-def _scalars_reason(spec: Spec, shapes: Shapes) -> str | None:
-    """Whether the lists of tiles fit into scalar memory."""
-    tiling = choose_tiling(shapes)
-    T, S = slicing.round_up(shapes.T, shapes.S, tiling)
-    each = (T // tiling.block_q) * (S // tiling.block_kv)
-    own = (shapes.B if jax.tree.leaves(spec.mask) else 1) * each
-    if own <= _MOST_SCALARS:
-        return None
-    return f"lists of {own} tiles do not fit into scalar memory"
+    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
-    """What mask or score function do that a tile cannot, found by tracing them for one."""
-    tiling = choose_tiling(shapes)
+    """Returns which operation of the mask or the score function a tile cannot compute, found by
+    tracing both for one tile; None if there is none."""
+    tiling = programs.choose_tiling(shapes)
 
     def one_tile(leaves: list[Array]) -> Tree:
         spec = jax.tree.unflatten(structure, leaves)
         T, S = shapes.T, shapes.S
         spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
-        rules = operands.SpecOperands(spec, tiling)
-        if rules.scalar_entries > _MOST_SCALARS:
-            raise NotImplementedError(f"{rules.scalar_entries} numbers in scalar memory")
+        spec_operands = operands.SpecOperands(spec, tiling)
+        if spec_operands.scalar_entries > _MOST_SCALARS:
+            raise NotImplementedError(f"{spec_operands.scalar_entries} numbers in scalar memory")
 
-        def modify(here: slicing.Tile, products: Array) -> Tree:
-            score, pull = jax.vjp(lambda x: here.modify(x, True), products)
+        def modify(tile: slicing.HeadTile, products: Array) -> Tree:
+            score, pull = jax.vjp(lambda x: tile.modify(x, True), products)
             return score, pull(score)
 
-        return rules.traced(modify, jnp.zeros(tiling, jnp.float32))
+        return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
 
     try:
         jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
@@ -122,226 +104,132 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
 
 
 def _forward(
-    problem: Problem, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
+    call: TiledCall, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
 ) -> list[Array]:
-    """Output `[B, N, T, V]` in a dtype and, if asked for, maximum and log of the sum
-    `[B, N, 1, T]`."""
-    shapes, tiling, spec = problem.shapes, problem.tiling, problem.spec
-    (visits, steps), rows = lists(problem), tiling.block_q
+    """Returns the output `[B, N, T, V]` in a dtype and, with `statistics`, the maximum and the log
+    of the sum `[B, N, 1, T]`."""
+    shapes, spec = call.shapes, call.spec
     headroom = programs.headroom(shapes.S)
 
-    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
-        q_ref, k_ref, v_ref = arrays
-        maximum, total, weighted = scratch
-        b, h, i, step = map(pl.program_id, range(4))
-        at = Place(b, h, i, visits_at.tile(b, h, i, step))
+    def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array, ...]:
+        (q, k, v), (maximum, total, weighted) = arrays, state
+        products = programs.query_key_products(spec, q, k, v)
+        score = run(lambda tile, x: tile.modify(x, masked), products)
+        score = jnp.broadcast_to(score, call.tiling)
+        weights, factor, maximum, total = programs.more_keys(score, maximum, total)
+        dropped = run(lambda tile, x: tile.drop(x), weights)
+        part = dot(dropped * headroom, finite(spec, v), (1, 0), spec)
+        return maximum, total, weighted * factor + part
 
-        @pl.when(step == 0)
-        def _start() -> None:
-            maximum[...], total[...], weighted[...] = programs.no_keys(rows, shapes.V)
-
-        def visit(masked: bool) -> None:
-            k, v = k_ref[...], v_ref[...]
-            found = query_key_products(spec, q_ref[...], k, v)
-            score = problem.rules.run(lambda here, x: here.modify(x, masked), leaves, at, found)
-            score = jnp.broadcast_to(score, tiling)
-            weights, factor, *new = programs.more_keys(score, maximum[...], total[...])
-            kept = problem.rules.run(lambda here, x: here.drop(x), leaves, at, weights)
-            part = dot(kept * headroom, finite(spec, v), (1, 0), spec)
-            (maximum[...], total[...]), weighted[...] = new, weighted[...] * factor + part
-
-        at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
-
-        @pl.when(step == pl.num_programs(3) - 1)
-        def _end() -> None:
-            out, *both = programs.all_keys(maximum[...], total[...], weighted[...], headroom)
-            results[0][...] = out.astype(dtype)
-            for result, column in zip(results[1:], both, strict=statistics):
-                result[...] = operands.row(column)
+    def finish(maximum: Array, total: Array, weighted: Array) -> list[Array]:
+        out, *columns = programs.all_keys(maximum, total, weighted, headroom)
+        return [out, *map(operands.row, columns if statistics else ())]
 
     B, N, T = shapes.B, shapes.N, shapes.T
-    results = [Block((B, N, T, shapes.V), dtype, rows, False)]
-    if statistics:
-        results += [Block((B, N, 1, T), jnp.float32, rows, False, 3)] * 2
-    return launch(
+    row = jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)
+    results = [jax.ShapeDtypeStruct((B, N, T, shapes.V), dtype), *[row] * (2 * statistics)]
+    return programs.launch(
         "jattn_forward",
-        problem,
-        (B, N, T // rows, steps),
-        lambda visits, b, h, i, step: Place(b, h, i, visits.tile(b, h, i, step)),
-        kernel,
-        visits,
+        call,
+        programs.traversal(call),
+        visit,
+        finish,
         [(q, False), (k, True), (v, True)],
-        results,
-        [(rows, 1), (rows, 1), (rows, shapes.V)],
+        [(x, False) for x in results],
+        programs.no_keys(call.tiling.block_q, shapes.V),
     )
 
 
-def _d_queries(problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike) -> Array:
-    """The gradient `[B, N, T, H]`."""
-    shapes, (block, _) = problem.shapes, problem.tiling
-    visits, steps = lists(problem)
-
-    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
-        *rows_refs, k_ref, v_ref = arrays
-        (total,) = scratch
-        b, h, i, step = map(pl.program_id, range(4))
-        at = Place(b, h, i, visits_at.tile(b, h, i, step))
-
-        @pl.when(step == 0)
-        def _start() -> None:
-            total[...] = jnp.zeros((block, shapes.H), jnp.float32)
-
-        def visit(masked: bool) -> None:
-            k, rows = k_ref[...], [x[...] for x in rows_refs]
-            d_products, _ = d_products_and_weights(problem, leaves, at, masked, rows, k, v_ref[...])
-            total[...] += dot(d_products, finite(problem.spec, k), (1, 0), problem.spec)
-
-        at_tile(visits_at, (b, h, i, step), visit, visits.kinds)
-
-        @pl.when(step == pl.num_programs(3) - 1)
-        def _end() -> None:
-            results[0][...] = total[...].astype(dtype)
-
-    B, N, T = shapes.B, shapes.N, shapes.T
-    return launch(
-        "jattn_d_queries",
-        problem,
-        (B, N, T // block, steps),
-        lambda visits, b, h, i, step: Place(b, h, i, visits.tile(b, h, i, step)),
-        kernel,
-        visits,
-        [*((x, False) for x in rows), (k, True), (v, True)],
-        [Block((B, N, T, shapes.H), dtype, block, False)],
-        [(block, shapes.H)],
-    )[0]
-
-
-def _d_keys(
-    problem: Problem, rows: list[Array], k: Array, v: Array, dtype: DTypeLike
+def _gradients(
+    call: TiledCall, rows: list[Array], k: Array, v: Array, dtype: DTypeLike, *, by_key: bool
 ) -> list[Array]:
-    """The gradients `[B, K, S, H]` and `[B, K, S, V]`; the steps go through a group's heads."""
-    shapes, (_, block) = problem.shapes, problem.tiling
-    visits, steps = lists(problem, by_key=True)
+    """Returns the gradient `[B, N, T, H]` of the queries or, with `by_key`, the gradients
+    `[B, K, S, H]` and `[B, K, S, V]` of keys and values."""
+    shapes, spec = call.shapes, call.spec
 
-    def split(kv: Array, step: Array) -> tuple[Any, Any]:
-        """The head, and its step."""
-        each = jnp.int32(steps)
-        return kv * shapes.G + lax.div(step, each), lax.rem(step, each)
+    def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array, ...]:
+        *rows, k, v = arrays
 
-    def kernel(visits_at: Visits, leaves: Tree, arrays: Ref, results: Ref, scratch: Ref) -> None:
-        *rows_refs, k_ref, v_ref = arrays
-        b, kv, j, step = map(pl.program_id, range(4))
-        h, own = split(kv, step)
-        at = Place(b, h, visits_at.tile(b, h, j, own), j)
+        def function(tile: slicing.HeadTile, products: Array, cotangent: Any) -> Tree:
+            score, pull = jax.vjp(lambda x: tile.modify(x, masked), products)
+            weights, d_score = cotangent(score, masked)
+            return pull(d_score)[0], tile.drop(weights)
 
-        @pl.when(step == 0)
-        def _start() -> None:
-            for total, width in zip(scratch, (shapes.H, shapes.V), strict=True):
-                total[...] = jnp.zeros((block, width), jnp.float32)
+        d_products, weights = programs.score_gradient(call, run, function, rows, k, v)
+        if not by_key:
+            return (state[0] + dot(d_products, finite(spec, k), (1, 0), spec),)
+        d_key = dot(d_products, finite(spec, rows[0]), (0, 0), spec)
+        return state[0] + d_key, state[1] + dot(weights, rows[1], (0, 0), spec)
 
-        def visit(masked: bool) -> None:
-            rows = [x[...] for x in rows_refs]
-            found = d_products_and_weights(
-                problem, leaves, at, masked, rows, k_ref[...], v_ref[...]
-            )
-            d_products, weights = found
-            scratch[0][...] += dot(d_products, finite(problem.spec, rows[0]), (0, 0), problem.spec)
-            scratch[1][...] += dot(weights, rows[1], (0, 0), problem.spec)
-
-        at_tile(visits_at, (b, h, j, own), visit, visits.kinds)
-
-        @pl.when(step == pl.num_programs(3) - 1)
-        def _end() -> None:
-            for result, total in zip(results, scratch, strict=True):
-                result[...] = total[...].astype(dtype)
-
-    def place(visits: Visits, b: Array, kv: Array, j: Array, step: Array) -> Place:
-        h, own = split(kv, step)
-        return Place(b, h, visits.tile(b, h, j, own), j)
-
-    B, K, S = shapes.B, shapes.K, shapes.S
-    return launch(
-        "jattn_d_keys",
-        problem,
-        (B, K, S // block, shapes.G * steps),
-        place,
-        kernel,
-        visits,
+    B, N, K, T, S = shapes.B, shapes.N, shapes.K, shapes.T, shapes.S
+    outer, sizes = ((B, K, S), (shapes.H, shapes.V)) if by_key else ((B, N, T), (shapes.H,))
+    return programs.launch(
+        "jattn_d_keys" if by_key else "jattn_d_queries",
+        call,
+        programs.traversal(call, by_key=by_key),
+        visit,
+        lambda *totals: totals,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [Block((B, K, S, x), dtype, block, True) for x in (shapes.H, shapes.V)],
-        [(block, x) for x in (shapes.H, shapes.V)],
+        [(jax.ShapeDtypeStruct((*outer, size), dtype), by_key) for size in sizes],
+        [((call.tiling[by_key], size), 0.0) for size in sizes],
     )
 
 
 # ---------------------------------------------------------------------------------------------
-# The call
+# The kernel's functions
 # ---------------------------------------------------------------------------------------------
 
 
 def _tokens_first(x: Array, shape: tuple[int, ...]) -> Array:
-    """`[B, N, T, ·]` or `[B, N, 1, T]` as `[B, T, N, ·]`, without what was padded."""
+    """Returns `[B, N, T, ·]` or `[B, N, 1, T]` as `[B, T, N, ·]` of a shape, without padding."""
     x = jnp.moveaxis(x, 1, 2) if len(shape) == 4 else jnp.swapaxes(x[:, :, 0], 1, 2)
     return slicing.unpadded(x, shape)
 
 
 def _forward_pass(
-    platform: str, spec: Spec, query: Array, key: Array, value: Array
+    platform: str, lse: bool, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, Normalizer, Array]:
-    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
-    out, *statistics = _forward(problem, q, k, v, jnp.float32, True)
-    rows = query.shape[:3]
-    normalizer = Normalizer(*(_tokens_first(x, rows) for x in statistics))
-    return _tokens_first(out, (*rows, value.shape[3])), normalizer, jnp.zeros((), bool)
-
-
-def _values(
-    platform: str, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Array, Normalizer, Array]:
-    """As `_forward_pass`, without the normalizer and with digits for the dtype of the query."""
-    problem, _, (q,), k, v = Problem.of(platform, spec, (query,), key, value)
-    (out,) = _forward(problem, q, k, v, query.dtype, False)
-    out = _tokens_first(out, (*query.shape[:3], value.shape[3])).astype(jnp.float32)
-    nothing = jnp.zeros(query.shape[:3], jnp.float32)
-    return out, Normalizer(nothing, nothing), jnp.zeros((), bool)
+    """Computes the output and, with `lse`, the normalizer. Without it the normalizer is 0, and the
+    kernel writes the output in the query's dtype."""
+    call, _, (q,), k, v = TiledCall.of(platform, spec, (query,), key, value)
+    out, *statistics = _forward(call, q, k, v, jnp.float32 if lse else query.dtype, lse)
+    shape = query.shape[:3]
+    out = _tokens_first(out, (*shape, value.shape[3])).astype(jnp.float32)
+    rows = [_tokens_first(x, shape) for x in statistics] or [jnp.zeros(shape, jnp.float32)] * 2
+    return out, Normalizer(*rows), jnp.zeros((), bool)
 
 
 def _backward_pass(
     platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
-    given = cast_cotangent(per_query)
-    problem, call, rows, k, v = Problem.of(platform, spec, given, key, value)
-    d_query = _d_queries(problem, rows, k, v, key.dtype)
-    d_key, d_value = _d_keys(problem, rows, k, v, key.dtype)
+    call, padded, rows, k, v = TiledCall.of(platform, spec, cast_cotangent(per_query), key, value)
+    gradients = [
+        x
+        for by_key in (False, True)
+        for x in _gradients(call, rows, k, v, key.dtype, by_key=by_key)
+    ]
     d_query, d_key, d_value = (
         _tokens_first(d, x.shape).astype(jnp.float32)
-        for d, x in zip((d_query, d_key, d_value), (per_query.query, key, value), strict=True)
+        for d, x in zip(gradients, (per_query.query, key, value), strict=True)
     )
-    return _d_parameters(problem, call, spec, rows, k, v), d_query, d_key, d_value
-
-
-def _d_parameters(
-    problem: Problem, call: slicing.Call, spec: Spec, rows: list[Array], k: Array, v: Array
-) -> list[Array]:
-    """Each written tile by tile if it runs along T and S; the others are summed by XLA, which can
-    scatter."""
-    found: list[Any] = [
-        bias_gradient.of(problem, which, rows, k, v) for which in range(len(parameters(spec)))
+    d_parameters: list[Any] = [
+        bias_gradient.of(call, which, rows, k, v) for which in range(len(parameters(spec)))
     ]
-    if any(x is None for x in found):
-        per_query = PerQuery(*call.rows)
+    if any(x is None for x in d_parameters):  # XLA sums these, as it can scatter
         summed = blockwise.parameter_gradients(
-            call.spec, per_query, call.key, call.value, problem.tiling
+            padded.spec, PerQuery(*padded.rows), padded.key, padded.value, call.tiling
         )
-        found = [y if x is None else x for x, y in zip(found, summed, strict=True)]
-    return slicing.unpadded_parameters(found, spec)
+        d_parameters = [y if x is None else x for x, y in zip(d_parameters, summed, strict=True)]
+    return slicing.unpadded_parameters(d_parameters, spec), d_query, d_key, d_value
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward; interpreted on a CPU."""
-    forward, backward, values = (
-        functools.partial(f, platform) for f in (_forward_pass, _backward_pass, _values)
+    """Returns the kernel's functions; on a CPU they are interpreted."""
+    return AttentionVJP(
+        functools.partial(_forward_pass, platform, True),
+        functools.partial(_backward_pass, platform),
+        forward_alone=functools.partial(_forward_pass, platform, False),
     )
-    return AttentionVJP(forward, backward, forward_alone=values)
 
 
 KERNEL = Kernel(supports, functions, reader=READER)

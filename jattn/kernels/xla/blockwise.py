@@ -151,7 +151,7 @@ class Values(NamedTuple):
         return jax.tree.map(lambda x: slicing.take(x, run.start, run.size), self)
 
 
-def products(part: slicing.Tile, q: Array, k: Array, values: Values) -> Array:
+def products(part: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
     """Computes the products of a tile, NaN for keys whose value is not finite."""
     result = tile.products(part.spec, q, k)
     return result if values.nonfinite is None else result + values.nonfinite[None, :]
@@ -171,7 +171,7 @@ def _forward_head(
         q_i = slicing.take(q, i * rows, rows)
 
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
-            part = slicing.Tile.at(spec, b, h, i * rows, rows, run)
+            part = slicing.HeadTile.at(spec, b, h, i * rows, rows, run)
             k_j, v_j = slicing.take(k, run.start, run.size), values.take(run)
             score, _ = part.modified(products(part, q_i, k_j, v_j), run.masked)
             partial = softmax.of(
@@ -238,7 +238,7 @@ class _BackwardHead(NamedTuple):
 
         With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
         """
-        part = slicing.Tile.at(self.spec, self.b, self.h, row, rows, run)
+        part = slicing.HeadTile.at(self.spec, self.b, self.h, row, rows, run)
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
         q, d_out, maximum, log_total, delta = (slicing.take(x, row, rows) for x in arrays)
         k, values = slicing.take(self.k, run.start, run.size), self.values.take(run)
@@ -434,7 +434,7 @@ def _forward_band(
         head: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
     ) -> Any:
         run = tile_schedule.TileRun(starts[i], band.width, True)
-        return head(slicing.Tile.at(spec, b, h, i * band.rows, band.rows, run), *qkv)
+        return head(slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, run), *qkv)
 
     def run(head: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:
         axes = (0, None, None, None, 0, 0, 0)

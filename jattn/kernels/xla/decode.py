@@ -96,7 +96,7 @@ def _modified(
     B, K, R, s = products.shape
 
     def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
-        return slicing.Tile.at(spec, b, h, 0, T, run).modify(products, True)
+        return slicing.HeadTile.at(spec, b, h, 0, T, run).modify(products, True)
 
     by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
     return tile.over_heads(modify, spec, (by_query,), (), out_axes=0).reshape(B, K, R, s)

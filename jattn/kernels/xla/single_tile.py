@@ -29,7 +29,9 @@ from jattn.spec import Shapes, Spec, has_mask, parameters, scaled
 from jattn.tuning import Sizes
 
 
-def _scores(select: bool, part: slicing.Tile, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+def _scores(
+    select: bool, part: slicing.HeadTile, q: Array, k: Array, v: Array
+) -> tuple[Array, Any]:
     """Computes the scores of a head, and the pullback to the cotangents of products and parameters.
 
     With `select` the mask selects scores, and keys whose values are not finite make the queries
@@ -47,7 +49,7 @@ def _widened(select: bool, *arrays: Array) -> list[Array]:
 
 
 def _forward_head(
-    select: bool, part: slicing.Tile, q: Array, k: Array, v: Array, keep: bool = False
+    select: bool, part: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     """Computes output `[T, V]` and normalizer `[T]` and, with `keep`, the weights `[T, S]`."""
     spec, q, _ = scaled(part.spec, q)
@@ -83,7 +85,7 @@ def _weights(select: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
 
 
 def _backward_head(
-    select: bool, part: slicing.Tile, rows: tuple[Array, ...], k: Array, v: Array
+    select: bool, part: slicing.HeadTile, rows: tuple[Array, ...], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Computes the gradients of q, k, v and parameters, with p = softmax(s) and
     ds = p (d_out vᵀ − delta).
@@ -136,7 +138,7 @@ def _zeroed(rows: Array, x: Array) -> Array:
     return lax.optimization_barrier(_where(rows, 0, x))
 
 
-def _affected(part: slicing.Tile, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+def _affected(part: slicing.HeadTile, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     """Returns `(allowed [T, S], rows [T], keys [S])`: the keys that `_overflow_rows` marks, and the
     rows that it marks or that see such a key."""
     allowed = part.spec.mask.evaluate(part.b, part.h, part.rows, part.columns)
@@ -146,7 +148,7 @@ def _affected(part: slicing.Tile, q: Array, k: Array, v: Array) -> tuple[Array, 
 
 
 def _forward_fallback(
-    part: slicing.Tile, q: Array, k: Array, v: Array, keep: bool = False
+    part: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     """Computes output and normalizer as `_forward_head`, whatever is masked."""
     _, rows, keys = _affected(part, q, k, v)
@@ -157,7 +159,7 @@ def _forward_fallback(
 
 
 def _backward_fallback(
-    part: slicing.Tile, rows: tuple[Array, ...], k: Array, v: Array
+    part: slicing.HeadTile, rows: tuple[Array, ...], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Computes the gradients of `_backward_head` without a score function, whatever is masked."""
     q, d_out, delta, *_ = rows
@@ -303,7 +305,7 @@ def forward(
     def group(total: Any, size: Size, *operands: Tree) -> Tree:
         def run(head: Callable[..., Any], first: Array, *operands: Tree, **how: Any) -> Tree:
             def one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> Tree:
-                return head(slicing.Tile.whole(spec, b, h, len(q), len(k)), q, k, v)
+                return head(slicing.HeadTile.whole(spec, b, h, len(q), len(k)), q, k, v)
 
             spec, query, *keys = _group(size, first, *operands)
             return tile.over_heads(one_head, spec, (query,), tuple(keys), 0, first=first, **how)
@@ -344,7 +346,7 @@ def backward(
         def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Tree:
             def one_head(spec: Spec, b: Index, h: Index, *arrays: Array) -> Tree:
                 *rows, k, v = arrays
-                whole = slicing.Tile.whole(spec, b, h, len(rows[0]), len(k))
+                whole = slicing.HeadTile.whole(spec, b, h, len(rows[0]), len(k))
                 return head(whole, tuple(rows), k, v)
 
             spec, query, d_out, delta, key, value, *weights = _group(size, first, *operands)

@@ -21,8 +21,7 @@ from jattn._explicit import left_again
 from jattn._pytree import select_head
 from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
-from jattn.kernels.common.questions import QueryStatistics, Question
-from jattn.kernels.protocol import WeightSums
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
 from jattn.kernels.xla import blockwise
 from jattn.kernels.xla.blockwise import BlockwiseCall
 from jattn.scores import distance
@@ -35,7 +34,7 @@ class _WeightTile(NamedTuple):
 
     weights: Float[Array, "t s"]
     logs: Float[Array, "t s"]
-    place: slicing.Tile
+    place: slicing.HeadTile
     keys: Spec | None
     pull: Any
 
@@ -58,7 +57,9 @@ class _WeightTile(NamedTuple):
 class _WeightHead:
     """The weights of one head, and their visits; sizes are whole tiles."""
 
-    def __init__(self, question: Question, b: Any, h: Any, q: Array, k: Array, call: BlockwiseCall):
+    def __init__(
+        self, question: StatisticsRequest, b: Any, h: Any, q: Array, k: Array, call: BlockwiseCall
+    ):
         self.question, self.b, self.h, self.q, self.k = question, b, h, q, k
         self.rows, self.dtype = call.tiling.block_q, accumulation(q.dtype)
         self.blocks, self.schedule = len(q) // self.rows, call.schedule(question.spec, b, h)
@@ -89,10 +90,12 @@ class _WeightHead:
 
         return softmax.quotient(self.visit(i, add_run, softmax.empty(self.rows, 0, self.dtype)))[1]
 
-    def _scores(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.Tile, Array, Any]:
+    def _scores(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.HeadTile, Array, Any]:
         """Computes the scores of query block i and a run of keys; returns them with their place
         and their pullback."""
-        place = slicing.Tile.at(self.question.spec, self.b, self.h, i * self.rows, self.rows, run)
+        place = slicing.HeadTile.at(
+            self.question.spec, self.b, self.h, i * self.rows, self.rows, run
+        )
         q_i, k_j = self.take(self.q, i), slicing.take(self.k, run.start, run.size)
         return place, *place.modified(tile.products(place.spec, q_i, k_j), run.masked)
 
@@ -125,7 +128,7 @@ def _greatest(weights: _WeightTile, start: Index, state: QueryStatistics) -> tup
     return jnp.maximum(most, state.greatest), place
 
 
-def _no_statistics(question: Question, rows: int, dtype: Any) -> QueryStatistics:
+def _no_statistics(question: StatisticsRequest, rows: int, dtype: Any) -> QueryStatistics:
     """Returns the statistics of rows before any key is visited."""
     zeros, lowest = jnp.zeros(rows, dtype), jnp.full(rows, -jnp.inf, dtype)
     on_keys, above = (None if x is None else zeros for x in (question.keys, question.threshold))
@@ -236,18 +239,18 @@ def _top(head: _WeightHead, n: int) -> tuple[Float[Array, "T n"], Int[Array, "T 
 class _PaddedQuestion(NamedTuple):
     """A question about a call whose sizes are whole tiles."""
 
-    question: Question
+    question: StatisticsRequest
     call: BlockwiseCall
 
     @classmethod
-    def of(cls, question: Question, query: Array, key: Array) -> "_PaddedQuestion":
+    def of(cls, question: StatisticsRequest, query: Array, key: Array) -> "_PaddedQuestion":
         shapes, sizes = Shapes.of(query, key), tuning.sizes(jax.default_backend())
         T, S = shapes.T, shapes.S
         is_large = T * S > sizes.max_untiled
         tiling = blockwise.choose_tiling(question.spec, T, S, sizes) if is_large else Tiling(T, S)
         call = BlockwiseCall(shapes, tiling, "loop")
         spec, keys = call.pad(question.spec), question.keys and call.pad(question.keys)
-        return cls(Question(spec, keys, question.threshold), call)
+        return cls(StatisticsRequest(spec, keys, question.threshold), call)
 
     def over_heads(
         self, function: Callable[..., Any], query: Array, key: Array, *by_query: Any
@@ -267,7 +270,7 @@ class _PaddedQuestion(NamedTuple):
             k = slicing.pad_to(key[b, :, h // shapes.G], S)
             rows = jax.tree.map(lambda x: slicing.pad_to(x[b, h], T), by_query)
             spec, q, _ = scaled(question.spec, q)
-            question = Question(spec, question.keys, question.threshold)
+            question = StatisticsRequest(spec, question.keys, question.threshold)
             return function(_WeightHead(question, b, h, q, k, self.call), *rows)
 
         batch = None if tuning.sizes(jax.default_backend()).in_turn else B * N
@@ -286,12 +289,12 @@ def by_share(
     return lowering.platform_dependent(sharded, like, *inputs)
 
 
-StatisticsForward = Callable[[Question, Array, Array], tuple[QueryStatistics, Array]]
+StatisticsForward = Callable[[StatisticsRequest, Array, Array], tuple[QueryStatistics, Array]]
 """A function from `(question, query, key)` to the statistics and the weight that keys receive."""
 
 
 def by_tiles(
-    question: Question, query: Array, key: Array
+    question: StatisticsRequest, query: Array, key: Array
 ) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
     """Computes the statistics of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
     T, S = query.shape[1], key.shape[1]
@@ -301,13 +304,13 @@ def by_tiles(
 
 
 def statistics(
-    forward: StatisticsForward, question: Question, query: Array, key: Array
+    forward: StatisticsForward, question: StatisticsRequest, query: Array, key: Array
 ) -> tuple[QueryStatistics, Array]:
     """Computes `forward`, differentiable: entropy, greatest weight, distance and weight on keys, by
     queries, keys and the spec's parameters."""
 
     @jax.custom_vjp
-    def run(params: list[Array], question: Question, query: Array, key: Array) -> Any:
+    def run(params: list[Array], question: StatisticsRequest, query: Array, key: Array) -> Any:
         return forward(_with(question, params), query, key)
 
     def with_residuals(*operands: Tree) -> Any:
@@ -327,12 +330,14 @@ def statistics(
     return rows._replace(**constant), lax.stop_gradient(received)
 
 
-def _with(question: Question, params: list[Array]) -> Question:
-    return Question(with_parameters(question.spec, params), question.keys, question.threshold)
+def _with(question: StatisticsRequest, params: list[Array]) -> StatisticsRequest:
+    return StatisticsRequest(
+        with_parameters(question.spec, params), question.keys, question.threshold
+    )
 
 
 def _pulled_back(
-    question: Question,
+    question: StatisticsRequest,
     query: Array,
     key: Array,
     rows: QueryStatistics,
@@ -350,7 +355,7 @@ def _pulled_back(
 
 def _all_gradients(
     platform: str,
-    question: Question,
+    question: StatisticsRequest,
     query: Array,
     key: Array,
     rows: QueryStatistics,
@@ -376,7 +381,7 @@ def top(spec: Spec, query: Array, key: Array, n: int) -> tuple[Array, Array]:
     first."""
 
     def run(_: str, spec: Spec, query: Array, key: Array) -> Any:
-        T, padded = query.shape[1], _PaddedQuestion.of(Question(spec), query, key)
+        T, padded = query.shape[1], _PaddedQuestion.of(StatisticsRequest(spec), query, key)
         logs, places = padded.over_heads(functools.partial(_top, n=n), query, key)
         return logs[:, :, :T], places[:, :, :T]
 

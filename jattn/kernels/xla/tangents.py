@@ -91,7 +91,7 @@ def _head_tangents(
         block_inputs = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
 
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
-            part = slicing.Tile.at(spec, b, h, i * rows, rows, run)
+            part = slicing.HeadTile.at(spec, b, h, i * rows, rows, run)
             d_params = parameters(slicing.slice_tile(tangent, i * rows, rows, run.start, run.size))
             k_j, dk_j, dv_j = (slicing.take(x, run.start, run.size) for x in (k, dk, d_values))
             v_j = values.take(run)

@@ -139,9 +139,9 @@ def _width(H: int, V: int) -> int:
 
 def _padded(
     tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-) -> slicing.Call:
+) -> slicing.PaddedCall:
     width = _width(key.shape[3], value.shape[3])
-    return slicing.Call.of(tiling, lambda _: width, spec, rows, key, value)
+    return slicing.PaddedCall.of(tiling, lambda _: width, spec, rows, key, value)
 
 
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:

@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 def d_products(
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    here: slicing.HeadTile,
     products: Array,
     d_weights: Array,
     rows: Rows,
@@ -94,7 +94,7 @@ def _d_scores(spec: Tree, weights: Array, kept: Array, d_weights: Array, rows: R
     return kept * d_weights + weights * rows.minus_delta[:, None]
 
 
-def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[Array, Any]:
+def _score_and_pull(masked: bool, here: slicing.HeadTile, products: Array) -> tuple[Array, Any]:
     """Scores, and their derivative without the mask."""
     score, pull = jax.vjp(lambda x: here.modify(x, False), products)
     if masked and has_mask(here.spec):
@@ -104,7 +104,7 @@ def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[
 
 
 def weights_first(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, here: slicing.HeadTile, products: Array, rows: Rows
 ) -> tuple[Array, Array, Any]:
     """What products of queries and keys say alone: weights after dropout, and for
     `d_products_then` those before it, in their sign whether it drops them, and the derivative of
@@ -121,7 +121,7 @@ def weights_first(
 
 
 def d_products_then(
-    masked: bool, here: slicing.Tile, signed: Array, pull: Any, d_weights: Array, rows: Rows
+    masked: bool, here: slicing.HeadTile, signed: Array, pull: Any, d_weights: Array, rows: Rows
 ) -> Array:
     """The cotangent of q kᵀ, less `factors.gradient`, from that of the weights and what
     `weights_first` found."""
@@ -135,17 +135,17 @@ def d_products_then(
     return jnp.where(weights == 0, 0, found) if masked else found
 
 
-def _signed(here: slicing.Tile, weights: Array) -> Array:
+def _signed(here: slicing.HeadTile, weights: Array) -> Array:
     """Weights, and in their sign whether dropout drops them: one number each in registers."""
     return jnp.where(here.keeps(), weights, -weights) if here.spec.dropout_rate else weights
 
 
-def _before(here: slicing.Tile, signed: Array) -> Array:
+def _before(here: slicing.HeadTile, signed: Array) -> Array:
     """Weights before dropout."""
     return jnp.abs(signed) if here.spec.dropout_rate else signed
 
 
-def _kept(here: slicing.Tile, signed: Array) -> Array:
+def _kept(here: slicing.HeadTile, signed: Array) -> Array:
     """Weights after dropout, less `factors.kept`."""
     return jnp.maximum(signed, 0) if here.spec.dropout_rate else signed
 
@@ -155,7 +155,7 @@ def d_parameter(
     along: tuple[int, ...],
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    here: slicing.HeadTile,
     products: Array,
     d_weights: Array,
     rows: Rows,
@@ -172,7 +172,7 @@ def d_parameter(
 
 
 def with_slope(
-    here: slicing.Tile, which: int, products: Array, masked: bool
+    here: slicing.HeadTile, which: int, products: Array, masked: bool
 ) -> tuple[Array, Array]:
     """Scores, and the derivative of each by the entry of a parameter that it depends on. It is one
     at most: so forward mode finds all of them at once, with ones in all directions."""
@@ -190,7 +190,7 @@ def with_slope(
 
 
 def _unmodified_weights(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, here: slicing.HeadTile, products: Array, rows: Rows
 ) -> Array:
     """Those of products, 0 where masked also in a row that is NaN."""
     spec, weights = here.spec, _weights(masked, factors, products, rows)
@@ -200,14 +200,14 @@ def _unmodified_weights(
 
 
 def _d_unmodified(
-    masked: bool, here: slicing.Tile, weights: Array, kept: Array, d_weights: Array, rows: Rows
+    masked: bool, here: slicing.HeadTile, weights: Array, kept: Array, d_weights: Array, rows: Rows
 ) -> Array:
     found = _d_scores(here.spec, weights, kept, d_weights, rows)
     return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
 
 
 def signed(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, here: slicing.HeadTile, products: Array, rows: Rows
 ) -> Array:
     """Of products weights, and in their sign whether dropout drops them."""
     return _signed(here, _unmodified_weights(masked, factors, here, products, rows))
@@ -216,7 +216,7 @@ def signed(
 def d_signed(
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    here: slicing.HeadTile,
     signed: Array,
     d_weights: Array,
     rows: Rows,

@@ -84,7 +84,9 @@ class GroupedRefs(SpecRefs):
         head = jnp.minimum(lax.div(rows, queries), each - 1)  # of rows that mean nothing, the last
         return _Tile(self, leaves, b, h * each + head, lax.rem(rows, queries), columns)
 
-    def at_row(self, leaves: list[Any], b: Any, h: Any, query: Any, columns: Any) -> slicing.Tile:
+    def at_row(
+        self, leaves: list[Any], b: Any, h: Any, query: Any, columns: Any
+    ) -> slicing.HeadTile:
         """The tile of one row, from that row of arrays that run along rows."""
         leaves = [
             jnp.expand_dims(x, 0) if i in self.grouped and self.by_query[i] else x
@@ -94,7 +96,7 @@ class GroupedRefs(SpecRefs):
 
 
 class _Tile(NamedTuple):
-    """As `slicing.Tile`, of rows at heads and queries of their own."""
+    """As `slicing.HeadTile`, of rows at heads and queries of their own."""
 
     refs: GroupedRefs
     leaves: list[Any]

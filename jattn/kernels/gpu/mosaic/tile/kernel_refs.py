@@ -122,12 +122,14 @@ class SpecRefs:
             index.append(start)
         return tuple(index)
 
-    def assembled(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> slicing.Tile:
+    def assembled(
+        self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any
+    ) -> slicing.HeadTile:
         """The tile of these parts of the arrays, at these places."""
         spec = jax.tree.unflatten(self.treedef, leaves)
         pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
         spans = (slicing.span_in_kernel(*x) for x in pairs)
-        return slicing.Tile(spec, b, h, *spans)
+        return slicing.HeadTile(spec, b, h, *spans)
 
 
 ONLY_INDEXED = "a function in a kernel can only index its operands, and captures no array: {}"
@@ -141,7 +143,7 @@ def raise_if_wrong_everywhere(
     def outside(leaves: Any, products: Array) -> Array:
         spec = select_head(padded(structure, leaves, shapes, tiling), 0, 0)
         run = tile_schedule.TileRun(0, tiling.block_kv, True)
-        return slicing.Tile.at(spec, 0, 0, 0, tiling.block_q, run).modify(products, True)
+        return slicing.HeadTile.at(spec, 0, 0, 0, tiling.block_q, run).modify(products, True)
 
     jax.eval_shape(outside, leaves, _products(tiling))
 

@@ -52,7 +52,7 @@ class SpecRefs(kernel_refs.SpecRefs):
 
     def at(
         self, leaves: list[Any], b: Index, h: Index, rows: Array, columns: Array
-    ) -> slicing.Tile:
+    ) -> slicing.HeadTile:
         """The tile of these parts of the arrays, at these places. Of tables there are no parts."""
         pairs = zip(leaves, self.boolean, strict=True)
         leaves = [x != 0 if boolean and x is not None else x for x, boolean in pairs]

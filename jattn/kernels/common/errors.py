@@ -1,4 +1,4 @@
-"""The error for code that cannot be compiled on this machine."""
+"""The error for code that cannot be compiled; `import jattn` loads this file."""
 
 
 class CompilationFailed(OSError):
