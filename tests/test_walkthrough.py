@@ -315,6 +315,13 @@ def test_the_page_opens_with_a_picture_and_the_contents():
     assert text.index("<h1>") < text.index("<svg") < text.index("<nav") < text.index("<section")
 
 
+def test_letters_are_lowered_and_raised_in_text_but_not_in_code():
+    text = page_without_runs()
+    assert "learned matrix W<sub>O</sub>." in text
+    assert "e<sup>−∞</sup> is 0" in text and "10000<sup>−2i/D</sup>" in text
+    assert "<code>W_k x ↦ q</code>" in text
+
+
 def test_imports_helpers_and_misprints_are_folded():
     text = page_without_runs()
     whole = Reader(text).text

@@ -154,10 +154,12 @@ def _text(text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escapes text, turns backticks into code elements, and lowers the Q of W_Q in other text."""
+    """Escapes text and turns backticks into code elements; in other text, the letter after "_" is
+    lowered, and what follows "^" is raised."""
     pieces = _text(text).split("`")
     # Every second piece is code.
-    pieces[::2] = [re.sub(r"_(\w)\b", r"<sub>\1</sub>", piece) for piece in pieces[::2]]
+    lowered = (re.sub(r"_(\w)\b", r"<sub>\1</sub>", piece) for piece in pieces[::2])
+    pieces[::2] = [re.sub(r"\^\(?([\w−∞/]+)\)?", r"<sup>\1</sup>", piece) for piece in lowered]
     pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
     return "".join(pieces)
 
