@@ -2,50 +2,70 @@
 
 import ast
 import base64
+import functools
+import html
+import inspect
 import io
 import os
 import re
 import subprocess
 import sys
-import textwrap
 import tokenize
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from experiments.walkthrough import introduction, page
 from experiments.walkthrough.__main__ import main
+from experiments.walkthrough.alignments import alignments
+from experiments.walkthrough.diagrams import one_row
 from experiments.walkthrough.documents import CODING, DOCUMENTS
-from experiments.walkthrough.names import asked, borrowed, given
+from experiments.walkthrough.formulas import Formula
+from experiments.walkthrough.names import borrowed, defined_names, preparation, undefined_names
 from experiments.walkthrough.printed import matches
-from experiments.walkthrough.running import run
-from experiments.walkthrough.step import ClaimFailed, Step, check, show, step
+from experiments.walkthrough.running import Result, run
+from experiments.walkthrough.similarity import INPUTS, JOURNEY
+from experiments.walkthrough.step import ClaimFailed, Step, check, draw, show, step
 from experiments.walkthrough.steps import STEPS
+from tests import browser as browsers
 
 
 CHEAP = ("vectors", "simple-self-attention", "interaction", "query-key-value", "causal")
+TIMED = ("recurrence", "cache", "cores")
+WITH_DIAGRAMS = ("recurrence", "query-key-value", "heads", "transformer")
 
 
 def by_name(name: str) -> Step:
-    """A step of the walkthrough."""
-    return next(one for one in STEPS if one.name == name)
+    """The step of the walkthrough with this name."""
+    return next(candidate for candidate in STEPS if candidate.name == name)
 
 
-@step(CODING)
-def hostile() -> Figure:
+@functools.cache
+def page_without_runs() -> str:
+    """The page of all steps, as if each had printed one claim and drawn nothing."""
+    return page.written([Result(candidate, "✓ a claim\n", (), 0.0) for candidate in STEPS])
+
+
+@step(CODING, misprints=("A misprint: a < b.",))
+def hostile() -> None:
     """Title <b> & "quotes".
 
     Text with `x < y` and <script>alert(1)</script>.
+
+        a < b "& <i>text</i>"
     """
     # A comment before <i>the first</i> line.
     print("<img src=x onerror=alert(2)>")
     check("a & b < c", True)
     # The picture.
-    return Figure()
+    draw(Figure())
 
 
 @step(CODING)
@@ -83,13 +103,82 @@ class Reader(HTMLParser):
 
 
 def test_names_titles_and_texts():
-    names = [one.name for one in STEPS]
+    names = [candidate.name for candidate in STEPS]
     assert len(set(names)) == len(names)
-    for one in STEPS:
-        assert re.fullmatch(r"[a-z0-9-]+", one.name)
-        assert one.title and one.paragraphs and one.follows, one.name
-        assert any("check(" in code.text for code in one.code), one.name
-    assert {document for one in STEPS for document in one.follows} == set(DOCUMENTS)
+    for candidate in STEPS:
+        assert re.fullmatch(r"[a-z0-9-]+", candidate.name)
+        assert candidate.title and candidate.paragraphs and candidate.follows, candidate.name
+        code = (*candidate.helpers, candidate.lines, candidate.drawing)
+        assert any("check(" in part.text for part in code), candidate.name
+        assert any(isinstance(block, Formula) for block in candidate.paragraphs), candidate.name
+    assert {document for candidate in STEPS for document in candidate.follows} == set(DOCUMENTS)
+    # The documents begin with recurrent networks, and go from them to attention.
+    assert names.index("recurrence") < names.index("simple-self-attention")
+    assert {name for name in names if by_name(name).diagram} == set(WITH_DIAGRAMS)
+
+
+def test_words_attend_and_occur():
+    """The page uses the field's words: a word attends to words, and occurs in a sentence."""
+    source = " ".join(
+        " ".join(path.read_text(encoding="utf-8").split())
+        for path in Path(inspect.getfile(page)).parent.glob("*.py")
+    )
+    for wording in ("words that look", "looked at", "stands in", "gradient of the loss by"):
+        assert wording not in source
+    assert introduction.LETTERS["T"] == "words that attend (queries)"
+
+
+def test_the_exponential_is_explained_and_written_out():
+    softmax = by_name("simple-self-attention")
+    assert [code.label for code in softmax.helpers][1] == "softmax"
+    assert "exponential" in " ".join(map(str, softmax.paragraphs))
+    assert "w_ij = e^(s_ij) / (Σ_k e^(s_ik))" in str(softmax.paragraphs)
+
+
+@pytest.mark.parametrize(
+    ("line", "mathml"),
+    [
+        ("a_ij", "<msub><mi>a</mi><mrow><mrow><mi>i</mi><mi>j</mi></mrow></mrow></msub>"),
+        ("Kᵀ", "<msup><mi>K</mi><mrow><mi>T</mi></mrow></msup>"),
+        ("(a + b) / √c", "<mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow>"
+         "<mrow><msqrt><mi>c</mi></msqrt></mrow></mfrac>"),
+        ("2i/D", "<mrow><mn>2</mn><mi>i</mi><mo>/</mo><mi>D</mi></mrow>"),
+        ("Σ_k^N", "<munderover><mo>∑</mo><mrow><mi>k</mi></mrow>"
+         "<mrow><mi>N</mi></mrow></munderover>"),
+        ('x "if" 1 < 2', '<mi>x</mi><mspace width="0.2em"></mspace><mtext>if</mtext>'
+         '<mspace width="0.2em"></mspace><mn>1</mn><mo>&lt;</mo><mn>2</mn>'),
+        ("softmax(s)_i", "<mrow><mi>softmax</mi><msub><mrow><mo>(</mo><mi>s</mi><mo>)</mo></mrow>"
+         "<mrow><mi>i</mi></mrow></msub></mrow>"),
+    ],
+)  # fmt: skip
+def test_a_formula_is_typeset(line, mathml):
+    assert Formula((line,)).mathml() == f'<math display="block">{mathml}</math>'
+
+
+def test_all_formulas_are_well_formed():
+    for candidate in STEPS:
+        for block in candidate.paragraphs:
+            if isinstance(block, Formula):
+                for element in block.mathml().split("\n"):
+                    assert ElementTree.fromstring(element).tag == "math"
+    for line in ("(a", "a)", "f(x]"):
+        with pytest.raises(ValueError, match=r"unexpected|not closed"):
+            Formula((line,)).mathml()
+
+
+def test_diagrams_are_svg_made_by_the_code():
+    diagram = one_row(JOURNEY, INPUTS, 1)
+    image = ElementTree.fromstring(diagram.svg)
+    texts = ["".join(text.itertext()) for text in image.iter("{http://www.w3.org/2000/svg}text")]
+    # “Coding” prints these weights of “journey”, to four digits.
+    assert [
+        text for text in texts if text.startswith("0.")
+    ] == "0.14 0.24 0.23 0.12 0.11 0.16".split()
+    for name in WITH_DIAGRAMS:
+        diagram = by_name(name).diagram
+        assert diagram and diagram.caption
+        image = ElementTree.fromstring(diagram.svg)
+        assert image.get("aria-label") and len(list(image)) > 10
 
 
 @pytest.mark.parametrize("name", CHEAP)
@@ -117,7 +206,7 @@ def test_printed_digits_are_looked_at():
 
 
 def test_the_page_escapes_and_loads_nothing():
-    text = page.written([run(hostile), run(by_name("interaction"))])
+    text = page.written([run(hostile), run(by_name("query-key-value"))])
     read = Reader(text)
     assert not read.open
     assert not set(read.tags) & {"script", "iframe", "object", "link"}
@@ -128,6 +217,8 @@ def test_the_page_escapes_and_loads_nothing():
         "<img src=x onerror=alert(2)>",
         "✓ a & b < c",
         'check("a & b < c", True)',
+        "A misprint: a < b.",
+        "& <i>text</i>",
     ):
         assert shown in read.text
     for address in read.addresses:
@@ -143,53 +234,62 @@ def test_the_page_escapes_and_loads_nothing():
 
 
 def test_code_on_the_page_is_the_functions_own():
-    step_lines, drawing = hostile.code
-    assert step_lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
-    assert drawing.label == "drawing" and drawing.text == "return Figure()\n"
-    assert [code.label for code in by_name("causal").code][:2] == ["softmax_of_scores", "filled"]
-    for code in (code for one in STEPS for code in one.code):
-        if code.language == "python":
-            compile(code.text.replace("return ", "_ = "), code.label, "exec")
+    assert hostile.lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
+    assert hostile.drawing.text == "draw(Figure())\n"
+    assert [code.label for code in by_name("causal").helpers][:2] == ["softmax_of_scores", "filled"]
 
 
-def test_every_name_in_the_code_comes_from_somewhere():
-    lines = introduction.prelude(STEPS).text
-    imported = {
-        (alias.asname or alias.name.split(".")[0])
-        for node in ast.parse(lines).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    used = set()
-    for place, one in enumerate(STEPS):
-        taken = {name for found in borrowed(STEPS, place).values() for name in found}
-        assert asked(one) - taken <= imported, one.name
-        used |= asked(one)
-    assert imported <= used | {"jax"}
-    places = [place for place, one in enumerate(STEPS) if "JOURNEY" in asked(one)]
-    (origin,) = (place for place, one in enumerate(STEPS) if "JOURNEY" in given(one))
-    assert places and all("JOURNEY" in borrowed(STEPS, place)[origin] for place in places)
+def test_names_of_earlier_steps_are_imported_and_linked():
+    places = [place for place, one in enumerate(STEPS) if "JOURNEY" in undefined_names(one)]
+    (origin,) = (place for place, one in enumerate(STEPS) if "JOURNEY" in defined_names(one))
+    assert places
+    for place in places:
+        assert "JOURNEY" in borrowed(STEPS, place)[origin]
+        line = "from experiments.walkthrough.similarity import"
+        assert re.search(f"{line} .*JOURNEY", preparation(STEPS[place]).text)
 
 
-def test_the_code_on_the_page_runs_as_it_stands_there(capsys):
-    scope: dict[str, Any] = {}
+def pasted(text: str, name: str) -> str:
+    """The Python code of a step in the order of the page."""
+    (section,) = re.findall(f'<section id="{name}">(.*?)</section>', text, re.DOTALL)
+    blocks = re.findall(r'<code class="language-python">(.*?)</code></pre>', section, re.DOTALL)
+    return "\n".join(html.unescape(re.sub(r"<[^>]*>", "", block)) for block in blocks)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(candidate.name, marks=() if candidate.name in CHEAP else pytest.mark.slow)
+        for candidate in STEPS
+    ],
+)
+def test_the_code_of_a_step_can_be_pasted(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if name in TIMED:
+        # Other tests run at the same time, so what is faster is left to the command's own test.
+        announce = "experiments.walkthrough.step.check"
+        monkeypatch.setattr(announce, lambda claim, holds: print(f"✓ {claim}"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(introduction.prelude(STEPS).text, scope)
-        for one in STEPS:
-            own = [code for code in one.code if code.label in ("the step", "drawing")]
-            for code in one.code:
-                if code.language == "python" and code not in own:
-                    exec(code.text, scope)
-            if one.name in CHEAP:
-                lines = textwrap.indent("".join(code.text for code in own), "    ")
-                exec(f"def step():\n{lines}", scope)
-                assert scope["step"](), one.name
-    assert capsys.readouterr().out.count("✓") >= 3 * len(CHEAP)
+        exec(pasted(page_without_runs(), name), {"__name__": "pasted"})
+    assert capsys.readouterr().out.count("✓") >= 3
+    assert (tmp_path / "picture-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_precedes_each_step_can_be_pasted():
+    """Also of steps that take long to run: imports, helpers, and lines without `return`."""
+    text = page_without_runs()
+    for candidate in STEPS:
+        scope: dict[str, Any] = {"__name__": "pasted"}
+        exec(preparation(candidate).text, scope)
+        tree = ast.parse(pasted(text, candidate.name))
+        compile(tree, candidate.name, "exec")
+        assert undefined_names(candidate) <= set(scope), candidate.name
 
 
 def test_comments_stand_above_their_lines():
-    for code in (code for one in STEPS for code in one.code if code.language == "python"):
-        for token in tokenize.generate_tokens(io.StringIO(code.text).readline):
+    texts = [preparation(candidate).text + candidate.lines.text for candidate in STEPS]
+    for text in texts:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 assert token.line.strip() == token.string, token.line
 
@@ -202,11 +302,70 @@ def test_the_page_says_what_its_helpers_take():
         "same(a, b, tolerance=1e-12)",
         "matches(got, printed)",
         "panels(columns, *, width=7.0, height=3.0)",
+        "draw(*figures)",
     ]
     read = Reader(page.written([run(by_name("vectors")), run(by_name("simple-self-attention"))]))
     for text in (*helpers, *helpers.values(), "jax_enable_x64", *introduction.LETTERS.values()):
         assert text.replace("`", "") in " ".join(read.text.split())
     assert "simple-self-attention" in read.text.split("What comes next")[1]
+
+
+def test_the_page_opens_with_a_picture_and_the_contents():
+    text = page_without_runs()
+    assert text.index("<h1>") < text.index("<svg") < text.index("<nav") < text.index("<section")
+
+
+def test_letters_are_lowered_and_raised_in_text_but_not_in_code():
+    text = page_without_runs()
+    assert "learned matrix W<sub>O</sub>." in text
+    assert "e<sup>−∞</sup> is 0" in text and "10000<sup>−2i/D</sup>" in text
+    assert "<code>W_k x ↦ q</code>" in text
+
+
+def test_imports_helpers_and_misprints_are_folded():
+    text = page_without_runs()
+    whole = Reader(text).text
+    unfolded = Reader(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)).text
+    for hidden in ("import jax", "def softmax", "Misprint", "Error in", "Errors in", "pip install"):
+        assert hidden in whole and hidden not in unfolded
+    assert "weights = softmax(scores)" in unfolded
+
+
+def test_alignments_have_a_panel_for_each_map():
+    maps = {name: np.eye(7) for name in ("RNNsearch", "Transformer", "decoder times encoder")}
+    figure = alignments(maps, list("abcdefg"), list("hijklmn"))
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert titles == list(maps)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[browsers.Browser]:
+    if browsers.installed() is None:
+        pytest.skip("no browser to open pages with: the system's package chromium has one")
+    opened = browsers.Browser()
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (900, 900), (1280, 800), (1920, 1080)])
+def test_the_first_screen(browser, tmp_path, width, height, dark):
+    path = tmp_path / "index.html"
+    path.write_text(page_without_runs(), encoding="utf-8")
+    browser.show(width, height, dark=dark, phone=width < 500)
+    browser.open(path, ready="true")
+    top = "document.querySelector('{}').getBoundingClientRect().top"
+    assert browser.evaluate(top.format("header svg")) < height / 2
+    assert browser.evaluate(top.format("nav")) < height * 0.7
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    # MathML is drawn as such: a numerator is above its denominator.
+    numerator, denominator = (
+        browser.evaluate(top.format(f"#simple-self-attention mfrac > :nth-child({place})"))
+        for place in (1, 2)
+    )
+    assert numerator < denominator
+    assert not browser.complaints
+    assert browser.requests == [path.resolve().as_uri()]
 
 
 def test_the_command_runs_one_step(tmp_path, capsys):
@@ -216,8 +375,26 @@ def test_the_command_runs_one_step(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["interaction-1.png"]
     assert main(["--list"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
-        one.name for one in STEPS
+        candidate.name for candidate in STEPS
     ]
+
+
+def test_a_diagram_is_saved_with_the_pictures(tmp_path, capsys):
+    assert main(["--out", str(tmp_path), "query-key-value"]) == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"query-key-value-1.png", "query-key-value-diagram.svg"}
+    image = (tmp_path / "query-key-value-diagram.svg").read_text(encoding="utf-8")
+    assert ElementTree.fromstring(image).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(40, 40), (72, 72), (300, 100)])
+def test_text_wraps_at_the_width_of_the_terminal(tmp_path, capsys, monkeypatch, columns, widest):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["--out", str(tmp_path), "interaction"]) == 0
+    text, _ = capsys.readouterr().out.split("\nX [4, 5]\n")
+    assert "    Y = L X R\n" in text and "Understanding the attention" in text
+    lengths = [len(line) for line in text.splitlines()]
+    assert widest - 12 < max(lengths) <= widest
 
 
 def test_the_command_tells_what_is_wrong(tmp_path, capsys, monkeypatch):
@@ -246,7 +423,8 @@ def test_all_steps_and_the_page(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("✓") >= 4 * len(STEPS)
     read = Reader((tmp_path / "index.html").read_text(encoding="utf-8"))
-    assert read.names == [one.name for one in STEPS]
+    assert read.names == [candidate.name for candidate in STEPS]
     assert read.tags.count("img") >= len(STEPS)
-    for one in STEPS:
-        assert one.title in read.text
+    assert "“sought” has its greatest weight at" in read.text
+    for candidate in STEPS:
+        assert candidate.title in read.text

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import jattn
 from experiments.walkthrough.contexts import learn
 from experiments.walkthrough.documents import CODING, MECHANISMS
-from experiments.walkthrough.step import check, constants, panels, step
+from experiments.walkthrough.step import check, constants, draw, panels, step
 from jattn import viz
 
 
@@ -30,17 +30,17 @@ WORDS = {
 
 def pairs() -> list[tuple[list[str], list[str]]]:
     """Returns every German sentence of these words with its translation."""
-    found = []
+    translated = []
     words = list(WORDS)
     participles, adjectives, nouns = words[6:10], words[10:14], words[14:19]
     subjects = ("ich", "habe"), ("er", "hat"), ("wir", "haben")
-    for (who, has), participle, one, two, noun in itertools.product(
+    for (who, has), participle, first, second, noun in itertools.product(
         subjects, participles, adjectives, adjectives, nouns
     ):
-        german = [who, has, "die", one, two, noun, participle]
+        german = [who, has, "die", first, second, noun, participle]
         # In English the participle, the last word (6), comes third.
-        found.append((german, [WORDS[german[i]] for i in (0, 1, 6, 2, 3, 4, 5)]))
-    return found
+        translated.append((german, [WORDS[german[i]] for i in (0, 1, 6, 2, 3, 4, 5)]))
+    return translated
 
 
 def arrays(sentences: list[tuple[list[str], list[str]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -67,11 +67,11 @@ def lessons(source: np.ndarray, target: np.ndarray, steps: int) -> Iterator[tupl
 
 
 def translation_loss(
-    model: nnx.Module, source: jax.Array, before: jax.Array, target: jax.Array
+    model: nnx.Module, source: jax.Array, previous: jax.Array, target: jax.Array
 ) -> jax.Array:
     """Returns the mean of −log p, where p is the model's probability of the correct word."""
     # [B, T, words]: a number for each English word, at each place.
-    logits = model(source, before)
+    logits = model(source, previous)
     return optax.softmax_cross_entropy_with_integer_labels(logits, target).mean()
 
 
@@ -96,29 +96,44 @@ CROSS = {"RNNsearch": "decoder/attention", "Transformer": "decoder/layers/0/cros
 PARTS = (constants(__file__, "WORDS", "CROSS"), pairs, arrays, shifted, lessons, translation_loss)
 
 
-@step(MECHANISMS, CODING, uses=(*PARTS, translators))
-def alignment() -> Figure:
+def alignments(maps: dict[str, np.ndarray], english: list[str], german: list[str]) -> Figure:
+    """The weights of one sentence, a panel for each of the maps [English, German]."""
+    figure, axes = panels(len(maps), width=12.0, height=3.9)
+    for axis, (name, weights) in zip(axes, maps.items(), strict=True):
+        viz.heatmap(weights, english, german, title=name, axes=axis)
+    return figure
+
+
+@step(MECHANISMS, CODING, uses=(*PARTS, translators, alignments))
+def alignment() -> None:
     """Alignments of two translators.
 
     A sentence cannot be translated word by word, because languages order words differently. In
-    these German sentences the participle stands at the end; in English it stands third. A decoder
-    that attends to the source can look at any German word while it writes. Its weights are called
-    the alignment.
+    these German sentences the participle is the last word; in English it is the third. A decoder
+    that attends to the source can read any German word while it writes. Its weights are called the
+    alignment.
 
     Two small translators learn such sentences. RNNsearch, of 2014, is a recurrent network with
     additive attention. The other is a Transformer of one block. Both are tested on sentences that
     they have not seen. They guess each English word from the German sentence and the correct
     English words before it.
 
-    Attention looks at the encoder's vectors, and these stand for more than one word each.
+    Attention reads the encoder's vectors, and each of these stands for more than one word.
     RNNsearch's encoder reads the sentence in both directions, so its vector at a word also depends
-    on the words before and after. In the picture, “we” need not look at “wir”. Only the participle
-    is checked.
+    on the words before and after. In the first panel, “we” need not attend to “wir”. Only the
+    participle is checked.
 
-    The Transformer's encoder uses attention itself. It can bring the participle to another place,
-    and then the decoder looks there. To follow both, multiply the decoder's weights by those of
-    the encoder: row by row, this tells from which German words the vectors come. The product leaves
-    out the residual connections.
+    In the second panel, the Transformer's participle attends to another word, as when “sought”
+    attends to “die”. The reason is that the Transformer's encoder uses attention itself. It can
+    bring the participle to another place, and then the decoder reads it there. To follow both,
+    multiply the decoder's weights by those of the encoder:
+
+        A = A_decoder A_encoder
+
+    Row by row, this product tells from which German words the vectors come. The third panel shows
+    it: “sought” comes from “gesucht”. A product over all layers is the idea of attention rollout
+    (Abnar and Zuidema, 2020). Rollout also counts the residual connections, as (A + I) / 2 for each
+    layer; the product here leaves them out.
     """
     sentences = pairs()
     np.random.default_rng(1).shuffle(sentences)
@@ -126,7 +141,7 @@ def alignment() -> Figure:
     seen, unseen = slice(0, 900), slice(900, None)
     models = translators(int(source.max()) + 1, int(target.max()) + 1)
     read = jnp.asarray(source[unseen]), jnp.asarray(shifted(target[unseen]))
-    maps = {}
+    captured, maps = {}, {}
     for name, model in models.items():
         batches = lessons(source[seen], target[seen], steps=300)
         loss = learn(model, translation_loss, batches, rate=3e-3)[-1]
@@ -134,21 +149,19 @@ def alignment() -> Figure:
         print(f"{name}: loss {loss:.3f}, correct words in new sentences: {correct:.1%}")
         check(f"{name} guesses over 97 % of the next words", correct > 0.97)
         # The weights of every attention in the model, by its name.
-        captured = jattn.nn.capture_weights(model, *read)
+        captured[name] = jattn.nn.capture_weights(model, *read)
         # There is one head: [B, English, German].
-        maps[name] = np.asarray(captured[CROSS[name]])[:, 0]
-        # The participle is the third English word (2, counted from 0) and the last German word (6).
-        found = np.mean(maps[name][:, 2].argmax(axis=-1) == 6)
-        print(f"    the English participle looks most at the German one in {found:.0%}")
-        if name == "RNNsearch":
-            check("RNNsearch: this holds in more than half of the sentences", found > 0.5)
-        else:
-            encoder = np.asarray(captured["encoder/layers/0/self_attention"])[:, 0]
-            through = np.mean((maps[name] @ encoder)[:, 2].argmax(axis=-1) == 6)
-            print(f"    the product of the weights is greatest there in {through:.0%}")
-    # The picture.
+        maps[name] = np.asarray(captured[name][CROSS[name]])[:, 0]
+    encoder = np.asarray(captured["Transformer"]["encoder/layers/0/self_attention"])[:, 0]
+    maps["Transformer, decoder times encoder"] = maps["Transformer"] @ encoder
+
     german, english = sentences[900]
-    figure, axes = panels(2, width=9.6, height=4.2)
-    for axis, (name, weights) in zip(axes, maps.items(), strict=True):
-        viz.heatmap(weights[0], english, german, title=name, axes=axis)
-    return figure
+    for name, weights in maps.items():
+        # The participle is the third English word (2, counted from 0) and the last German word (6).
+        greatest = weights[:, 2].argmax(axis=-1)
+        print(f"{name}: “{english[2]}” has its greatest weight at “{german[greatest[0]]}”,")
+        print(f"    participles at the German participle: {np.mean(greatest == 6):.0%}")
+    aligned = np.mean(maps["RNNsearch"][:, 2].argmax(axis=-1) == 6)
+    check("RNNsearch aligns the participles in more than half of the sentences", aligned > 0.5)
+    # The picture.
+    draw(alignments({name: weights[0] for name, weights in maps.items()}, english, german))

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 import jattn
 from experiments.walkthrough.corpus import sentences, vocabulary
 from experiments.walkthrough.documents import LLMS, MECHANISMS
 from experiments.walkthrough.similarity import cosines
-from experiments.walkthrough.step import check, panels, step
+from experiments.walkthrough.step import check, draw, panels, step
 
 
 class Reader(nnx.Module):
@@ -44,16 +43,16 @@ def hidden(ids: np.ndarray, steps: int) -> Iterator[tuple[np.ndarray, ...]]:
     rng = np.random.default_rng(0)
     rows = np.arange(len(ids))
     for _ in range(steps):
-        at = rng.integers(ids.shape[1], size=len(ids))
+        places = rng.integers(ids.shape[1], size=len(ids))
         read = ids.copy()
-        read[rows, at] = ids.max() + 1
-        yield read, at, ids[rows, at]
+        read[rows, places] = ids.max() + 1
+        yield read, places, ids[rows, places]
 
 
-def guess_loss(model: Reader, read: jax.Array, at: jax.Array, wanted: jax.Array) -> jax.Array:
+def guess_loss(model: Reader, read: jax.Array, places: jax.Array, wanted: jax.Array) -> jax.Array:
     """Returns the mean of −log p, where p is the probability of the correct word."""
     # A number for each word of the vocabulary. Their softmax is the probability of each word.
-    logits = model(read)[jnp.arange(len(at)), at]
+    logits = model(read)[jnp.arange(len(places)), places]
     return optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
 
 
@@ -81,7 +80,7 @@ def learn(
 
 
 @step(MECHANISMS, LLMS, uses=(Reader, hidden, guess_loss, learn))
-def contexts() -> Figure:
+def contexts() -> None:
     """One word, two contexts.
 
     A table of vectors is static. It has one vector for apple, both in “An apple today” and in “An
@@ -92,8 +91,13 @@ def contexts() -> Figure:
     step. Then it reads every sentence, and we compare the vectors of bank.
 
     This is the first model on the page that is trained. Training repeats one step. It computes the
-    loss, which says how bad the guesses are. It computes the gradient of the loss by all
-    parameters. Then it changes the parameters a little, so that the loss falls.
+    loss, which says how bad the guesses are: p is the probability that the model gives to the
+    hidden word of sentence b.
+
+        loss = −(1 / B) Σ_b log p_b
+
+    It computes the gradient of the loss with respect to all parameters. Then it changes the
+    parameters a little, so that the loss falls.
     """
     place = {word: i for i, word in enumerate(vocabulary())}
     # [36, 5]: the number of each word. Eighteen sentences about rivers come first.
@@ -109,8 +113,8 @@ def contexts() -> Figure:
     alike = cosines(contextual)
     half = len(ids) // 2
     # Pairs of two different sentences of one kind.
-    two = ~np.eye(half, dtype=bool)
-    wet, rich = alike[:half, :half][two].mean(), alike[half:, half:][two].mean()
+    different = ~np.eye(half, dtype=bool)
+    wet, rich = alike[:half, :half][different].mean(), alike[half:, half:][different].mean()
     across = alike[:half, half:].mean()
     print("mean cosine of two vectors of bank")
     print(f"both by rivers: {wet:.2f}   both with money: {rich:.2f}   one of each: {across:.2f}")
@@ -122,8 +126,8 @@ def contexts() -> Figure:
     plane = centred @ np.linalg.svd(centred)[2][:2].T
     rivers, money = plane[:half], plane[half:]
     side = np.sign(plane[0, 0])
-    apart = np.all(side * rivers[:, 0] > 0) and np.all(side * money[:, 0] < 0)
-    check("the sign of the first direction tells the kind of bank", apart)
+    separated = np.all(side * rivers[:, 0] > 0) and np.all(side * money[:, 0] < 0)
+    check("the sign of the first direction tells the kind of bank", separated)
     # The picture.
     figure, axes = panels(1, width=6.0, height=3.6)
     axes.scatter(*rivers.T, label="bank of a river, stream or lake")
@@ -134,4 +138,4 @@ def contexts() -> Figure:
         title="bank in 36 sentences (some coincide)",
     )
     axes.legend()
-    return figure
+    draw(figure)

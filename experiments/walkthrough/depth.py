@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 import jattn
 from experiments.walkthrough.documents import MECHANISMS
 from experiments.walkthrough.similarity import INPUTS
-from experiments.walkthrough.step import check, panels, same, show, step
+from experiments.walkthrough.step import check, draw, panels, same, show, step
 
 
 def vectors_and_products(places: jax.Array, products: jax.Array) -> Figure:
@@ -25,13 +25,17 @@ def vectors_and_products(places: jax.Array, products: jax.Array) -> Figure:
 
 
 @step(MECHANISMS, uses=(vectors_and_products,))
-def positions() -> Figure:
+def positions() -> None:
     """Sinusoidal positions.
 
     Attention gives each word a mean over words, and a mean does not depend on their order. If the
     words are shuffled, each still gets the same vector. So a vector that depends on its place p is
-    added to each word. It has D numbers: number 2i is sin(p / 10000^(2i/D)), and number 2i + 1 is
-    cos(p / 10000^(2i/D)). The first numbers change quickly from place to place, and the last ones
+    added to each word. It has D numbers:
+
+        z_(2i) = sin(p / 10000^(2i/D))
+        z_(2i+1) = cos(p / 10000^(2i/D))
+
+    The first numbers change quickly from place to place, and the last ones
     slowly, as the digits of a binary number do.
 
     Number 2i and number 2i + 1 are the two coordinates of the hand of a clock. One place further,
@@ -63,10 +67,7 @@ def positions() -> Figure:
     later_cosine = cosine * jnp.cos(angle) - sine * jnp.sin(angle)
     # Puts each sine and its cosine side by side again.
     turned = jnp.stack([later_sine, later_cosine], axis=-1).reshape(64, 32)
-    check(
-        "one rotation leads 7 places on, from every place",
-        same(turned[:-7], places[7:], 1e-10),
-    )
+    check("one rotation leads 7 places on, from every place", same(turned[:-7], places[7:], 1e-10))
     products = places @ places.T
     spreads = [np.ptp(np.diagonal(products, distance)) for distance in range(64)]
     check("products depend on the distance alone", max(spreads) < 1e-10)
@@ -75,13 +76,12 @@ def positions() -> Figure:
     # One query, four times, at four places.
     q = jnp.tile(jax.random.normal(jax.random.key(0), (1, 1, 32)), (4, 1, 1))
     turned = jattn.positions.rotary(q, jnp.array([3, 10, 40, 47]))[:, 0]
-    near, far = turned[0] @ turned[1], turned[2] @ turned[3]
-    check("rotary: places 3 and 10 give the product of 40 and 47", same(near, far, 1e-9))
-    check(
-        "rotary: places 3 and 40 give another product", not same(near, turned[0] @ turned[2], 1e-3)
-    )
+    first, last = turned[0] @ turned[1], turned[2] @ turned[3]
+    check("rotary: places 3 and 10 give the product of 40 and 47", same(first, last, 1e-9))
+    other = turned[0] @ turned[2]
+    check("rotary: places 3 and 40 give another product", not same(first, other, 1e-3))
     # The picture.
-    return vectors_and_products(places, products)
+    draw(vectors_and_products(places, products))
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def layer(x: jax.Array, w: jax.Array, kind: str) -> jax.Array:
 
 
 def gradients_by_depth(depths: list[int], gradients: dict[str, np.ndarray]) -> Figure:
-    """The gradient by the number of layers, a line for each kind."""
+    """The gradient for each number of layers, a line for each kind."""
     figure, axis = panels(1, width=6.5, height=3.6)
     for (kind, values), style in zip(gradients.items(), ("o-", "s--", "v-.", "^:"), strict=True):
         axis.plot(depths, values, style, label=kind)
@@ -112,8 +112,15 @@ def gradients_by_depth(depths: list[int], gradients: dict[str, np.ndarray]) -> F
     return figure
 
 
-@step(MECHANISMS, uses=(normalised, layer, gradients_by_depth))
-def residual_and_norm() -> Figure:
+@step(
+    MECHANISMS,
+    uses=(normalised, layer, gradients_by_depth),
+    misprints=(
+        "Misprint in “Mechanisms”: a vector is printed as x = Σ λ_i v_i, with the eigenvalues as "
+        "its coefficients. The coefficients of x are other numbers.",
+    ),
+)
+def residual_and_norm() -> None:
     """Residual connections and normalisation.
 
     Many layers multiply. What goes through n layers is multiplied by n matrices, and so is the
@@ -123,20 +130,20 @@ def residual_and_norm() -> Figure:
 
     A residual connection adds the input of a layer to its output: x + f(x). So one way through the
     network has no factor at all. But sums of many layers grow. A normalisation gives each word mean
-    0 and standard deviation 1. The 2017 paper normalises the sum, norm(x + f(x)): this is called
-    post-norm, and all sizes stay the same. Most models since then normalise what goes into the
-    layer, x + f(norm(x)): this is pre-norm. There the sum still grows, but slowly.
+    0 and standard deviation 1. The 2017 paper normalises the sum: this is called post-norm, and all
+    sizes stay the same. Most models since then normalise what goes into the layer: this is
+    pre-norm. There the sum still grows, but slowly.
+
+        y = norm(x + f(x)) "(post-norm)"
+        y = x + f(norm(x)) "(pre-norm)"
 
     The tables compare 1 to 32 layers, each with its own random matrix and without training: the
     standard deviation of what comes out, and the size of the gradient with respect to what goes in.
-
-    Misprint in “Mechanisms”: a vector is printed as x = Σ λ_i v_i, with the eigenvalues as its
-    coefficients. The coefficients of x are other numbers.
     """
     base = np.array([0.5, 1.0, 1.5])
     print(f"the 20th powers of {base}: {base**20}")
     rng = np.random.default_rng(0)
-    # Eight words of 32 numbers, and a direction in which we look at the output.
+    # Eight words of 32 numbers, and a direction along which the output is measured.
     x, probe = (jnp.asarray(rng.normal(size=(8, 32))) for _ in range(2))
     # A matrix for each layer. A row times such a matrix has about 0.8 times its length.
     w = jnp.asarray(rng.normal(size=(32, 32, 32)) * 0.8 / np.sqrt(32))
@@ -153,7 +160,7 @@ def residual_and_norm() -> Figure:
     tables: dict[str, dict[str, np.ndarray]] = {"size": {}, "gradient": {}}
     for kind in kinds:
         out = [float(through(x, kind, depth).std()) for depth in depths]
-        # The length of the gradient of `along` by its first argument, x.
+        # The length of the gradient of `along` with respect to its first argument, x.
         back = [float(jnp.linalg.norm(jax.grad(along)(x, kind, depth))) for depth in depths]
         tables["size"][kind], tables["gradient"][kind] = np.array(out), np.array(back)
     for name, table in tables.items():
@@ -167,4 +174,4 @@ def residual_and_norm() -> Figure:
     check("with pre-norm, by less than a factor of 10", pre.max() < 10 * pre.min())
     check("with post-norm, all sizes are 1", same(tables["size"]["post-norm"], np.ones(6)))
     # The picture.
-    return gradients_by_depth(depths, tables["gradient"])
+    draw(gradients_by_depth(depths, tables["gradient"]))

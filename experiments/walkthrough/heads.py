@@ -10,9 +10,10 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
+from experiments.walkthrough.diagrams import heads_side_by_side
 from experiments.walkthrough.documents import CODING, LLMS, MECHANISMS
 from experiments.walkthrough.similarity import JOURNEY
-from experiments.walkthrough.step import check, panels, same, show, step
+from experiments.walkthrough.step import check, draw, panels, same, show, step
 from jattn import masks, viz
 
 
@@ -21,18 +22,76 @@ def split(x: jax.Array, matrix: jax.Array, count: int) -> jax.Array:
     return (x @ matrix).reshape(*x.shape[:2], count, -1)
 
 
-@step(LLMS, MECHANISMS, CODING, uses=(split,))
-def heads() -> Figure:
-    """One head and many.
+def parameter_count(module: nnx.Module) -> int:
+    """Returns how many parameters a module has."""
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def heads_are_separate(x: jax.Array, matrices: list[jax.Array], count: int) -> None:
+    """Checks that zeros in the columns of one head change no other head."""
+    whole = jattn.attention(*(split(x, w, count) for w in matrices), mask=masks.Causal())
+    changes_one_head = []
+    for which, n in itertools.product(range(3), range(count)):
+        # Zeros in the columns of head n, in the matrix of queries, of keys or of values.
+        columns = slice(n * whole.shape[-1], (n + 1) * whole.shape[-1])
+        zeros = matrices[which].at[:, columns].set(0.0)
+        changed = [zeros if i == which else matrix for i, matrix in enumerate(matrices)]
+        other = jattn.attention(*(split(x, w, count) for w in changed), mask=masks.Causal())
+        # How much each head has changed.
+        differs = jnp.max(jnp.abs(other - whole), axis=(0, 1, 3))
+        changes_one_head.append((differs > 1e-9) == (jnp.arange(count) == n))
+    check("zeros in the columns of one head change this head alone", changes_one_head)
+
+
+def modules_of_heads(x: jax.Array, count: int) -> None:
+    """Compares modules of Flax: heads side by side, a list of heads, and one head."""
+    # A module of Flax holds parameters. `rngs` gives the seeds for their first values.
+    width = x.shape[-1]
+    layer = jattn.nn.MultiHeadAttention(count, width, mask=masks.Causal(), rngs=nnx.Rngs(0))
+    # A module with the same parameters that computes a list of heads.
+    listed = jattn.nn.SingleHeads(layer)
+    # Modules compute in 32 bits, where rounding shows sooner.
+    check("both modules give the same, to 1e-4", same(layer(x), listed(x), 1e-4))
+    # Flax calls a matrix of parameters a kernel.
+    print(f"query matrices of the module {list(layer.query.kernel.shape)}")
+    print(f"its last matrix {list(layer.out.kernel.shape)}")
+    single = jattn.nn.MultiHeadAttention(1, width, mask=masks.Causal(), rngs=nnx.Rngs(0))
+    print(f"parameters of {count} heads side by side: {parameter_count(layer):,}")
+    print(f"parameters of {count} layers: {count * parameter_count(single):,}")
+    equal = parameter_count(layer) == parameter_count(single)
+    check("the heads have as many parameters as one head of the whole width", equal)
+
+
+@step(
+    LLMS,
+    MECHANISMS,
+    CODING,
+    uses=(split, parameter_count, heads_are_separate, modules_of_heads),
+    diagram=heads_side_by_side(),
+)
+def heads() -> None:
+    """One head and many, side by side.
 
     One softmax gives each word one mean. Several heads give it several: one head may follow the
     grammar, and another the meaning. The width D is split between N heads of H = D / N numbers.
     Each head has its own queries, keys and values. The outputs of all heads are put side by side
-    and multiplied by one more learned matrix. The first part of this step leaves that matrix out.
+    and multiplied by one more learned matrix W_O. The first part of this step leaves that matrix
+    out.
 
-    Heads in a list are computed one after the other. Side by side in one matrix, they are computed
-    by one product, and still each head uses only its own columns. The 2017 paper has 8 heads of 64
-    numbers in a width of 512.
+        head_n = softmax((Q_n K_nᵀ) / √H) V_n
+        Y = [head_1, …, head_N] W_O
+
+    Why side by side, and not on top of one another? On top of one another, each head would read
+    what the one below it wrote, and wait for it. Each would be a layer with matrices for the whole
+    width: N times as many parameters, computed one after the other. Side by side, N heads have as
+    many parameters as one head of the whole width, and no head waits for another. Heads in a list
+    are still computed one by one; with their columns in one matrix, one product computes all of
+    them, and each head uses only its own columns.
+
+    And why not the mean of the heads? A mean does not tell which head said what: it stays the same
+    if heads are exchanged, and two heads that say opposite things cancel. Side by side, each head
+    keeps its columns, and W_O learns what to make of them. The 2017 paper has 8 heads of 64 numbers
+    in a width of 512.
     """
     width, count, size = 512, 8, 64
     # Two sentences of six words: numbers drawn from a seed.
@@ -54,29 +113,18 @@ def heads() -> Figure:
     ]
     check("the list of heads gives the same", same(jnp.concatenate(alone, axis=-1), packed))
 
-    own = []
-    for which, n in itertools.product(range(3), range(count)):
-        # Zeros in the columns of head n, in the matrix of queries, of keys or of values.
-        zeros = matrices[which].at[:, columns[n]].set(0.0)
-        changed = [zeros if i == which else matrix for i, matrix in enumerate(matrices)]
-        other = jattn.attention(*(split(x, w, count) for w in changed), mask=masks.Causal())
-        # How much each head has changed.
-        differs = jnp.max(jnp.abs(other - together), axis=(0, 1, 3))
-        own.append((differs > 1e-9) == (jnp.arange(count) == n))
-    check("zeros in the columns of one head change this head alone", own)
+    heads_are_separate(x, matrices, count)
 
-    # A module of Flax holds parameters. `rngs` gives the seeds for their first values.
-    layer = jattn.nn.MultiHeadAttention(count, width, mask=masks.Causal(), rngs=nnx.Rngs(0))
-    # A module with the same parameters that computes a list of heads.
-    listed = jattn.nn.SingleHeads(layer)
-    # Modules compute in 32 bits, where rounding shows sooner.
-    check("both modules give the same, to 1e-4", same(layer(x), listed(x), 1e-4))
-    # Flax calls a matrix of parameters a kernel.
-    print(f"query matrices of the module {list(layer.query.kernel.shape)}")
-    print(f"its last matrix {list(layer.out.kernel.shape)}")
-    # [N, T, S], of the first sentence. The picture counts heads from 1.
+    exchanged = together[:, :, ::-1]
+    check("exchanged heads have the same mean", same(exchanged.mean(axis=2), together.mean(axis=2)))
+    different = not same(exchanged.reshape(packed.shape), packed, 0.1)
+    check("side by side, exchanged heads differ", different)
+
+    modules_of_heads(x, count)
+    # The picture.
+    # The heads of the first sentence, [N, T, S], counted from 1.
     weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]
-    return viz.grid(weights[:4], JOURNEY, title="four of the eight heads, with random matrices")
+    draw(viz.grid(weights[:4], JOURNEY, title="four of the eight heads, with random matrices"))
 
 
 def additive_and_product() -> Figure:
@@ -95,13 +143,32 @@ def additive_and_product() -> Figure:
     return figure
 
 
-@step(MECHANISMS, uses=(additive_and_product,))
-def additive() -> Figure:
+def memory_without_the_layer(size: int, *parameters: jax.Array) -> None:
+    """Prints the memory that 2,048 words take, and checks that the layer is not in it."""
+    long = jnp.zeros((2048, size))
+    # jax.jit is the compiler of JAX. `lower` takes arguments for their shapes alone, so that the
+    # program is compiled and not run.
+    program = jax.jit(jattn.additive_attention).lower(long, long, long, *parameters)
+    memory: Any = program.compile().memory_analysis()
+    # Temporary memory: what the program needs besides its arguments and its result.
+    used = memory.temp_size_in_bytes
+    # A number of 64 bits takes eight bytes.
+    whole = 2048 * 2048 * len(parameters[-1]) * 8
+    print(f"2,048 words: {used / 1e6:.0f} MB, the whole layer would take {whole / 1e6:.0f} MB")
+    check("that is less than a tenth of the layer", used < whole / 10)
+
+
+@step(MECHANISMS, uses=(additive_and_product, memory_without_the_layer))
+def additive() -> None:
     """Additive and multiplicative scores.
 
     The first attention, RNNsearch by Bahdanau and others (2014), computed scores by a small
     network. It projects the query and the key, adds them, takes tanh, and multiplies by a learned
-    vector w. Luong and others (2015) put a matrix between query and key, q W k. The Transformer
+    vector w. In the formula, q and k are rows:
+
+        s_ij = tanh(q_i W_Q + k_j W_K) · w
+
+    Luong and others (2015) put a matrix between query and key, q W k. The Transformer
     takes the dot product q · k, and has its matrices in the projections. “Mechanisms” calls this
     dot product “multiplicative”; here the word means q W k.
 
@@ -135,16 +202,6 @@ def additive() -> Figure:
     general = jax.nn.softmax((query @ middle) @ key.T, axis=1) @ key
     check("jattn.multiplicative_attention is softmax((q W) Kᵀ) K", same(ours, general))
 
-    # 2,048 words. The function is compiled for them and not run; the program tells its memory.
-    long = jnp.zeros((2048, size))
-    # jax.jit is the compiler of JAX. `lower` takes arguments for their shapes alone.
-    program = jax.jit(jattn.additive_attention).lower(long, long, long, w_query, w_key, w_score)
-    memory: Any = program.compile().memory_analysis()
-    # Temporary memory: what the program needs besides its arguments and its result.
-    used = memory.temp_size_in_bytes
-    # A number of 64 bits takes eight bytes.
-    whole = 2048 * 2048 * hidden * 8
-    print(f"2,048 words: {used / 1e6:.0f} MB, the whole layer would take {whole / 1e6:.0f} MB")
-    check("that is less than a tenth of the layer", used < whole / 10)
+    memory_without_the_layer(size, w_query, w_key, w_score)
     # The picture.
-    return additive_and_product()
+    draw(additive_and_product())

@@ -8,10 +8,11 @@ from matplotlib.figure import Figure
 
 import jattn
 from experiments.walkthrough import printed
+from experiments.walkthrough.diagrams import query_key_value_shapes
 from experiments.walkthrough.documents import CODING, INTERACTION, KERNEL, LLMS, MECHANISMS
 from experiments.walkthrough.printed import matches
 from experiments.walkthrough.similarity import INPUTS
-from experiments.walkthrough.step import check, panels, same, show, step
+from experiments.walkthrough.step import check, draw, panels, same, show, step
 from jattn import viz
 
 
@@ -29,13 +30,19 @@ def matrices_on_the_left(choices: dict[str, ArrayLike]) -> Figure:
 
 
 @step(INTERACTION, uses=(matrices_on_the_left,))
-def interaction() -> Figure:
+def interaction() -> None:
     """Y = L X R: matrices that mix.
 
     A sentence is a matrix X with a row for each word. A matrix L on its left mixes rows: each new
     row is a sum of words, each word times a number. A matrix R on its right mixes columns: it
-    changes every word by itself, and all words in the same way. Attention has the form Y = L X R.
-    The next step says what its L and its R are.
+    changes every word by itself, and all words in the same way. Attention has this form; the next
+    step says what its L and its R are.
+
+        Y = L X R
+        y_i = (Σ_j L_ij x_j) R
+
+    A plain sum of words grows with their number, so L should hold weights. A softmax of each row
+    gives them, also where the entries of L are negative.
 
     `jattn.interaction(x, L, R)` is L X R. Without R, or with None for L, that matrix is left out.
     `jattn.causal_interaction(n, dtype)` is the n × n matrix with ones on and below the diagonal.
@@ -44,9 +51,9 @@ def interaction() -> Figure:
     “Understanding” draws its matrices from NumPy's generator with seed 0, and prints them. The
     step draws the same numbers in the same order. `matches` compares all eight digits.
     """
-    draw = np.random.RandomState(0).randn
+    randn = np.random.RandomState(0).randn
     # Four words of five numbers.
-    x = jnp.asarray(draw(4, 5))
+    x = jnp.asarray(randn(4, 5))
     show("X", x, 8)
     check("X is as printed", matches(x, printed.X))
 
@@ -61,12 +68,12 @@ def interaction() -> Figure:
     check("L = triangle is as printed", matches(triangle, printed.TRIANGULAR))
     tables = (kept, printed.X), (total, printed.ONES_X), (before, printed.TRIANGULAR_X)
     check("these three L X are as printed", [matches(got, table) for got, table in tables])
-    drawn = jnp.asarray(draw(4, 4))
+    drawn = jnp.asarray(randn(4, 4))
     mixed = jattn.interaction(x, drawn)
     tables = (drawn, printed.RANDOM_L), (mixed, printed.RANDOM_L_X)
     check("a drawn L and its L X are as printed", [matches(got, table) for got, table in tables])
 
-    means = jattn.normalised_interaction(jnp.asarray(draw(4, 4)))
+    means = jattn.normalised_interaction(jnp.asarray(randn(4, 4)))
     show("L after a softmax of its rows", means, 8)
     positive = np.all(means > 0) and same(means.sum(axis=1), np.ones(4))
     check("its entries are positive, and its rows sum to 1", positive)
@@ -75,15 +82,14 @@ def interaction() -> Figure:
     check("this L and its L X are as printed", [matches(got, table) for got, table in tables])
 
     # From five numbers to six.
-    R = jnp.asarray(draw(5, 6))
+    R = jnp.asarray(randn(5, 6))
     changed = jattn.interaction(x, None, R)
     check("R and X R are as printed", matches(R, printed.R) and matches(changed, printed.X_R))
     alone = [jattn.interaction(x[n : n + 1], None, R)[0] for n in range(4)]
     check("R changes each word as if it stood alone", same(changed, alone))
     # The picture.
-    return matrices_on_the_left(
-        {"identity": np.eye(4), "ones": np.ones((4, 4)), "triangle": triangle, "softmax": means}
-    )
+    choices = {"identity": np.eye(4), "ones": np.ones((4, 4)), "triangle": triangle}
+    draw(matrices_on_the_left({**choices, "softmax": means}))
 
 
 def torch_rand(seed: int, *shapes: tuple[int, int]) -> list[jax.Array]:
@@ -93,33 +99,46 @@ def torch_rand(seed: int, *shapes: tuple[int, int]) -> list[jax.Array]:
     return [jnp.asarray((drawn % 2**24) / 2**24) for drawn in draws]
 
 
-@step(INTERACTION, CODING, LLMS, MECHANISMS, KERNEL, uses=(torch_rand,))
-def query_key_value() -> Figure:
+@step(
+    INTERACTION,
+    CODING,
+    LLMS,
+    MECHANISMS,
+    KERNEL,
+    uses=(torch_rand,),
+    diagram=query_key_value_shapes(),
+    misprints=(
+        "Misprints in “Mechanisms”: the projections are printed as `W_k x ↦ q` and `W_q x ↦ k`, "
+        "with the two letters exchanged. The shape L × d_k is given for `Q, W`, where Q and K are "
+        "meant. The value vectors are called `k_j` in the words, while the formula beside them "
+        "sums `v_j`. A head is printed as the triple (Q W, K W, V W), where the attention of the "
+        "three is meant.",
+        "Misprint in “LLMs Part 2”: the scores are printed as `X1.dot(keys)`, where the query "
+        "`X1_Q` and the transposed keys are meant.",
+    ),
+)
+def query_key_value() -> None:
     """Query, key and value.
 
     A fixed L would mix all sentences in the same way. So L is computed from the words. Three
     learned matrices turn each word into three vectors: a query, which says what the word looks for;
     a key, by which other words find it; and a value, which it gives to them. As matrices, these are
     Q, K and V, with a row for each word. L is the softmax of the rows of Q Kᵀ, and R is the matrix
-    that makes the values: attention is Y = L X R again.
+    W_V that makes the values: attention is Y = L X R again.
+
+        Q = X W_Q, K = X W_K, V = X W_V
+        Y = softmax(Q Kᵀ) V
 
     One matrix for queries and keys would give symmetric scores Q Qᵀ. With two matrices, Q Kᵀ need
     not be symmetric. In the essay's example, the score of phone for RAM need not be that of RAM for
     phone.
-
-    Misprints in “Mechanisms”: the projections are printed as `W_k x ↦ q` and `W_q x ↦ k`, with the
-    two letters exchanged. The shape L × d_k is given for `Q, W`, where Q and K are meant. The value
-    vectors are called `k_j` in the words, while the formula beside them sums `v_j`. A head is
-    printed as the triple (Q W, K W, V W), where the attention of the three is meant. Misprint in
-    “LLMs Part 2”: the scores are printed as `X1.dot(keys)`, where the query `X1_Q` and the
-    transposed keys are meant.
     """
-    draw = np.random.RandomState(0).randn
+    randn = np.random.RandomState(0).randn
     # Skips the numbers that the previous step drew.
     for shape in ((4, 5), (4, 4), (4, 4), (5, 6)):
-        draw(*shape)
+        randn(*shape)
     shapes = (4, 5), (5, 7), (5, 7), (5, 6)
-    x, w_query, w_key, w_value = (jnp.asarray(draw(*shape)) for shape in shapes)
+    x, w_query, w_key, w_value = (jnp.asarray(randn(*shape)) for shape in shapes)
     L = jattn.normalised_interaction((x @ w_query) @ (x @ w_key).T)
     show("L = softmax(Q Kᵀ)", L, 8)
     check("L is as printed in “Understanding”, to eight digits", matches(L, printed.SIZES_L))
@@ -130,7 +149,7 @@ def query_key_value() -> Figure:
     check("attention is L X R", same(y, jattn.interaction(x, L, w_value)))
 
     shapes = (4, 5), (5, 5), (5, 5), (5, 5)
-    x5, w_query5, w_key5, w_value5 = (jnp.asarray(draw(*shape)) for shape in shapes)
+    x5, w_query5, w_key5, w_value5 = (jnp.asarray(randn(*shape)) for shape in shapes)
     L5 = jattn.normalised_interaction((x5 @ w_query5) @ (x5 @ w_key5).T)
     y5 = jattn.interaction(x5, L5, w_value5)
     check("with all sizes 5, L is as printed", matches(L5, printed.SQUARE_L))
@@ -146,7 +165,8 @@ def query_key_value() -> Figure:
     q, k = x @ w_query, x @ w_key
     check("Q Qᵀ is symmetric", same(q @ q.T, (q @ q.T).T))
     check("Q Kᵀ is not", not same(q @ k.T, (q @ k.T).T, 0.1))
-    return viz.heatmap(L, [f"word {i}" for i in range(1, 5)], title="L = softmax(Q Kᵀ)")
+    # The picture.
+    draw(viz.heatmap(L, [f"word {i}" for i in range(1, 5)], title="L = softmax(Q Kᵀ)"))
 
 
 def greatest_weight(query: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
@@ -158,13 +178,13 @@ def gradients(queries: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
     """Computes the gradient of each query's greatest weight with respect to the query: [1000,
     H]."""
     # jax.grad makes a function that computes the gradient with respect to the first argument.
-    one = jax.grad(greatest_weight)
+    gradient = jax.grad(greatest_weight)
     # jax.vmap applies it to many queries and their keys at once, with one scale for all.
-    return jax.vmap(one, in_axes=(0, 0, None))(queries, keys, scale)
+    return jax.vmap(gradient, in_axes=(0, 0, None))(queries, keys, scale)
 
 
 def weights_and_gradients(sizes: list[int], top: np.ndarray, median: np.ndarray) -> Figure:
-    """Greatest weights and gradients by H, unscaled and divided by √H."""
+    """Greatest weights and gradients for each H, unscaled and divided by √H."""
     figure, axes = panels(2, width=8.0)
     drawn = (top, "greatest weight, mean"), (median, "gradient, median")
     for axis, (values, title) in zip(axes, drawn, strict=True):
@@ -179,12 +199,25 @@ def weights_and_gradients(sizes: list[int], top: np.ndarray, median: np.ndarray)
     return figure
 
 
-@step(LLMS, MECHANISMS, uses=(greatest_weight, gradients, weights_and_gradients))
-def scaling() -> Figure:  # prose: kept
+@step(
+    LLMS,
+    MECHANISMS,
+    uses=(greatest_weight, gradients, weights_and_gradients),
+    misprints=(
+        "Error in “LLMs Part 2”: the recipe divides by the square root of d1, the width of the "
+        "input. The width d2 of queries and keys is meant, because the sums run over d2 numbers.",
+    ),
+)
+def scaling() -> None:  # prose: kept
     """Why scores are divided by √H.
 
     Take a query and a key of H independent numbers of mean 0 and variance 1. Their dot product has
-    variance H, so scores grow as √H. With large scores the softmax is nearly a step: one weight is
+    variance H, so scores grow as √H. The Transformer divides them by √H:
+
+        Var(q · k) = Σ_c Var(q_c k_c) = H
+        Y = softmax((Q Kᵀ) / √H) V
+
+    With large scores the softmax is nearly a step: one weight is
     nearly 1, and the others are nearly 0.
 
     How does the greatest weight change with the query? Its gradient with respect to the query
@@ -196,9 +229,6 @@ def scaling() -> Figure:  # prose: kept
     Scores divided by √H have variance 1 for every H. “LLMs Part 2” guesses that the root is a
     heuristic. It is the standard deviation of the scores under the assumption above. Up to H = 64
     the unscaled gradient is still the larger one; after that it falls quickly.
-
-    Error in “LLMs Part 2”: the recipe divides by the square root of d1, the width of the input. The
-    width d2 of queries and keys is meant, because the sums run over d2 numbers.
     """
     sizes = [4, 16, 64, 256, 1024]
     rng = np.random.default_rng(0)
@@ -235,4 +265,4 @@ def scaling() -> Figure:  # prose: kept
     print(f"share of half of the queries: unscaled {share[0]:.6f}, divided by √H {share[1]:.2f}")
     check("unscaled, half of the queries have under 1/1000 of the gradient", share[0] < 1e-3)
     # The picture.
-    return weights_and_gradients(sizes, top, median)
+    draw(weights_and_gradients(sizes, top, median))

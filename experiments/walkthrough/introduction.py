@@ -1,57 +1,59 @@
-"""The page's introduction: prerequisites, imports, helpers and conventions."""
+"""The page's introduction: an opening picture, prerequisites, helpers and conventions."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from experiments.walkthrough.diagrams import one_row
 from experiments.walkthrough.documents import DOCUMENTS
-from experiments.walkthrough.names import imports
 from experiments.walkthrough.printed import matches
-from experiments.walkthrough.step import Code, Step, check, panels, same, show
+from experiments.walkthrough.similarity import INPUTS, JOURNEY
+from experiments.walkthrough.step import Code, check, draw, panels, same, show
 
 
 TITLE = "From dot products to a Transformer"
 
+SUMMARY = (
+    "Attention lets every word of a sentence attend to every other word. These steps lead from dot "
+    "products of vectors to the Transformer of 2017. All code on this page was run and checked "
+    "when the page was made."
+)
+
+OPENING = one_row(JOURNEY, INPUTS, JOURNEY.index("journey"))
+
 KNOWLEDGE = (
-    "Attention lets every word of a sentence look at every other word. These steps lead from dot "
-    "products of vectors to the Transformer of 2017. Each step has a text, a few lines of Python "
-    "that call the library `jattn`, the output of these lines, and pictures.",
     "You need to know vectors, products of matrices, variance, gradients and a little Python; for "
-    "two remarks, the singular value decomposition and eigenvalues. The arrays are those of "
-    "JAX, `jnp`. They work like those of NumPy, `np`: `x @ y` is the product of two matrices, "
-    "`x.T` is the transpose, and `x[:, 0]` is the first column. A shape such as `[4, 5]` means "
-    "four rows of five numbers. What else a step needs of JAX is said where it first appears.",
-    "The library, the steps and this page come from one repository. In its folder, these lines "
-    "install all that the steps need, run them, and make the page:",
+    "two remarks, the singular value decomposition and eigenvalues. Each step has a text, a "
+    "formula, pictures, a few lines of Python that call the library `jattn`, and the output of "
+    "these lines. A line with ✓ is a claim that was checked when the page was made. If one check "
+    "fails, no page is made. The code says how a claim is checked, and with which tolerance.",
+    "The arrays are those of JAX, `jnp`. They work like those of NumPy, `np`: `x @ y` is the "
+    "product of two matrices, `x.T` is the transpose, and `x[:, 0]` is the first column. A shape "
+    "such as `[4, 5]` means four rows of five numbers. What else a step needs of JAX is said where "
+    "it first appears.",
 )
 
 COMMANDS = Code(
     "commands",
     "bash",
+    "# In the folder of the repository that holds the library, the steps and this page:\n"
     'python3 -m venv .venv\n.venv/bin/pip install -e ".[experiments]"\n'
     ".venv/bin/python -m experiments.walkthrough\n",
 )
 
-BITS = (
-    "# JAX computes in 32 bits unless it is told to use 64. One of the texts prints eight digits.\n"
-    'jax.config.update("jax_enable_x64", True)\n'
-)
-
 CODE = (
-    "The code of a step is the body of a function, so its `return` gives the pictures. Functions "
-    "and data that it uses stand above it. If it uses functions or data of an earlier step, a line "
-    "says which.",
-    "`jattn` is the library. Its `masks` say which words may be looked at, and its `viz` draws. "
-    "`nnx` has modules, which hold parameters, and `optax` trains them. `printed` holds the "
-    "numbers that the texts print. Five helpers are the page's own:",
+    "To run a step yourself, paste its code into a file or a notebook, from top to bottom and with "
+    "the folded parts, and run it in the folder of the repository. Nothing else is needed: what a "
+    "step uses from earlier steps is imported.",
+    "`jattn` is the library. Its `masks` say which words a word may attend to, and its `viz` "
+    "draws. `nnx` has modules, which hold parameters, and `optax` trains them. `printed` holds the "
+    "numbers that the texts print. Six helpers are the page's own:",
 )
 
-PROMISES = (
-    "A line with ✓ is a claim that was checked when the page was made. If one check fails, no page "
-    "is made. The code beside it says how it was checked, and with which tolerance.",
+WORDS = (
     "Some words have one meaning on this page. Training changes parameters. Weights are the "
-    "numbers that a softmax gives: how much a word looks at each word. L and R are the matrices in "
-    "Y = L X R. A seed is where random numbers start.",
+    "numbers that a softmax gives: how much a word attends to each word. L and R are the matrices "
+    "in Y = L X R. A seed is where random numbers start.",
     "`jattn.attention(query, key, value)` takes queries `[*B, T, N, H]`, keys `[*B, S, K, H]` and "
     "values `[*B, S, K, V]`, and gives `[*B, T, N, V]`. Here `*B` stands for any number of axes, "
     "also for none. If no `scale` is given, scores are multiplied by 1/√H. The letters in shapes "
@@ -60,8 +62,8 @@ PROMISES = (
 
 LETTERS = {
     "B": "sentences",
-    "T": "words that look (queries)",
-    "S": "words that are looked at (keys)",
+    "T": "words that attend (queries)",
+    "S": "words that are attended to (keys)",
     "N": "heads of queries",
     "K": "heads of keys and values, on this page as many as N",
     "H": "numbers in a query or a key",
@@ -78,15 +80,10 @@ NUMBERS = (
 )
 
 
-def prelude(steps: Sequence[Step]) -> Code:
-    """Returns the lines that precede all code of the page."""
-    return Code("before all steps", "python", f"{imports(steps)}\n\n{BITS}")
-
-
 def helpers() -> dict[str, str]:
     """Returns the signature and the summary of each of the page's own functions."""
-    used = (check, show, same, matches, panels)
-    return {_called(helper): _said(helper) for helper in used}
+    used = (check, show, same, matches, panels, draw)
+    return {_signature(helper): _summary(helper) for helper in used}
 
 
 def texts() -> list[str]:
@@ -94,13 +91,15 @@ def texts() -> list[str]:
     return [f"{document}. The steps call it {document.short}." for document in DOCUMENTS]
 
 
-def _called(helper: Callable[..., Any]) -> str:
+def _signature(helper: Callable[..., Any]) -> str:
     """Returns a function's name and arguments, with defaults."""
     arguments = inspect.signature(helper).parameters.values()
-    bare = inspect.Signature([one.replace(annotation=one.empty) for one in arguments])
+    bare = inspect.Signature(
+        [argument.replace(annotation=argument.empty) for argument in arguments]
+    )
     return f"{helper.__name__}{bare}"
 
 
-def _said(helper: Callable[..., Any]) -> str:
+def _summary(helper: Callable[..., Any]) -> str:
     """Returns the first paragraph of a function's docstring."""
     return " ".join(inspect.cleandoc(helper.__doc__ or "").split("\n\n")[0].split())

@@ -1,5 +1,5 @@
 // Attention of one head: out = softmax(Q K' / sqrt(d)) V, for n words of d numbers.
-// The loop over rows runs in parallel. In it stand loops for the scores, for the exponentials and
+// The loop over rows runs in parallel. In it are loops for the scores, for the exponentials and
 // for the sums.
 
 #include <algorithm>

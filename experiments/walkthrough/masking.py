@@ -10,7 +10,7 @@ from experiments.walkthrough import printed
 from experiments.walkthrough.documents import CODING, INTERACTION, LLMS
 from experiments.walkthrough.printed import matches
 from experiments.walkthrough.similarity import JOURNEY
-from experiments.walkthrough.step import check, panels, same, show, step
+from experiments.walkthrough.step import check, draw, panels, same, show, step
 from jattn import masks, viz
 
 
@@ -28,10 +28,10 @@ def filled(rows: list[list[float]], fill: float) -> jax.Array:
 
 def masked_example() -> tuple[jax.Array, list[jax.Array]]:
     """Draws the words and the matrices of “Understanding” for its masked attention."""
-    draw = np.random.RandomState(0).randn
+    randn = np.random.RandomState(0).randn
     # Skips the numbers that its earlier sections draw.
-    draw(20 + 16 + 16 + 30 + (20 + 35 + 35 + 30) + (20 + 25 * 3))
-    x, *matrices = (jnp.asarray(draw(*shape)) for shape in ((4, 5), (5, 5), (5, 5), (5, 5)))
+    randn(20 + 16 + 16 + 30 + (20 + 35 + 35 + 30) + (20 + 25 * 3))
+    x, *matrices = (jnp.asarray(randn(*shape)) for shape in ((4, 5), (5, 5), (5, 5), (5, 5)))
     return x, matrices
 
 
@@ -72,14 +72,29 @@ def masked_interaction_is_as_printed() -> None:
         masked_example,
         masked_interaction_is_as_printed,
     ),
+    misprints=(
+        "Misprints in “Coding”: the first three rows of the masked and of the divided table have "
+        "five numbers instead of six. The last row of the divided table has 0.1555 instead of "
+        "0.1565.",
+        "Errors in “LLMs Part 2”: `M @ attention_scores` is a product of matrices, which mixes "
+        "rows, where entry times entry is meant. Besides, a score times 0 is 0, and e^0 is 1, so "
+        "later words still get weights; with the scores used here, over half of them. The version "
+        "with −∞ uses `mask`, which is not defined there, and takes the softmax of "
+        "`attention_scores_norm` instead of `attenion_scores_masked`.",
+    ),
 )
-def causal() -> list[Figure]:
+def causal() -> None:
     """Causal masks, both ways.
 
     A model that writes word by word must not read the words that it has yet to write. There are two
     ways to hide them. The first computes all weights, sets those of later words to 0, and divides
     each row by its new sum. The second sets the scores of later words to −∞ before the softmax,
-    because e^−∞ is 0. Both give the same weights: in the first way, the sum over the whole row
+    because e^−∞ is 0. Both give the same weights:
+
+        w_ij = e^(s_ij) / (Σ_(k≤i) e^(s_ik)) "if" j ≤ i
+        w_ij = 0 "if" j > i
+
+    In the first way, the sum over the whole row
     cancels in the division, and no later score is left. But a later score of 1e30 would leave 0/0
     in the first way, where −∞ hides it.
 
@@ -87,19 +102,10 @@ def causal() -> list[Figure]:
     this table. The text also prints the scores; it hides the later ones.
 
     `masks.Causal()` is the causal mask. Its method `dense(T, S)` gives it as an array [T, S]: True
-    means that a word may be looked at. Masks are combined with `&`, `|` and `~`. The second
+    means that a word may be attended to. Masks are combined with `&`, `|` and `~`. The second
     picture shows a mask that allows each word itself, the 23 words before it, and the first 8 words
     of the text. The library cuts a mask into tiles. A tile is empty if it allows no pair of words,
     full if it allows every pair, and mixed otherwise. Empty tiles are not computed.
-
-    Misprints in “Coding”: the first three rows of the masked and of the divided table have five
-    numbers instead of six. The last row of the divided table has 0.1555 instead of 0.1565.
-
-    Errors in “LLMs Part 2”: `M @ attention_scores` is a product of matrices, which mixes rows,
-    where entry times entry is meant. Besides, a score times 0 is 0, and e^0 is 1, so later words
-    still get weights; with the scores used here, over half of them. The version with −∞ uses
-    `mask`, which is not defined there, and takes the softmax of `attention_scores_norm` instead of
-    `attenion_scores_masked`.
     """
     table = jnp.asarray(printed.WEIGHTS)
     triangle = masks.Causal().dense(6, 6)
@@ -123,21 +129,62 @@ def causal() -> list[Figure]:
     masked_interaction_is_as_printed()
     # The pictures.
     title = "masks.Causal() & (masks.Window(left=23) | masks.Global(8))"
-    near = masks.Causal() & (masks.Window(left=23) | masks.Global(8))
-    return [
-        viz.heatmap(divided, JOURNEY, title="causal weights"),
-        viz.show_mask(near, 96, block=8, title=title),
-    ]
+    mask = masks.Causal() & (masks.Window(left=23) | masks.Global(8))
+    weights = viz.heatmap(divided, JOURNEY, title="causal weights")
+    draw(weights, viz.show_mask(mask, 96, block=8, title=title))
 
 
-@step(CODING, LLMS)
-def dropout() -> Figure:
-    """Dropout on weights.
+def weights_at_rates(rates: dict[str, jax.Array]) -> Figure:
+    """The weights of twelve rows, for each rate of dropout."""
+    figure, axes = panels(3, width=8.0, height=3.4)
+    for axis, (title, weights) in zip(axes, rates.items(), strict=True):
+        axis.imshow(weights, cmap="Blues", vmin=0, vmax=1.2, aspect="auto")
+        axis.set(title=title, xlabel="word that is attended to")
+        axis.set_xticks(range(3), range(1, 4))
+        axis.set_yticks(range(12), range(1, 13))
+    axes[0].set_ylabel("row")
+    figure.colorbar(axes[0].images[0], ax=axes, label="weight")
+    return figure
+
+
+def both_places(weights: jax.Array, dropped: jax.Array, seed: jax.Array) -> None:
+    """Compares dropout on weights, and dropout on the output, both with p = 0.2."""
+    # Three words, each with a value of two numbers.
+    values = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    mean = weights @ values
+    on_weights = dropped @ values
+    keep = jax.random.bernoulli(seed, 0.8, (len(dropped), 2))
+    on_output = jnp.where(keep, mean / 0.8, 0)
+    print(f"output without dropout: {mean.round(2)}")
+    for name, outputs, ways in (("weights", on_weights, 8), ("output", on_output, 4)):
+        different = np.unique(np.asarray(outputs).round(9), axis=0)
+        average = np.asarray(outputs.mean(axis=0)).round(2)
+        print(f"dropout on the {name}: mean {average}, {len(different)} different outputs")
+        check("the mean is that without dropout, to 0.05", same(outputs.mean(axis=0), mean, 0.05))
+        check(f"there are {ways} different outputs", len(different) == ways)
+
+
+@step(CODING, LLMS, uses=(weights_at_rates, both_places))
+def dropout() -> None:
+    """Dropout, and its two places.
 
     During training, dropout sets each weight to 0 with probability p. So the model cannot rely on
     one word alone. The other weights are multiplied by 1/(1 − p), so that the sum of a row is 1 in
-    the mean, though not in each row. With p = 0.2, a weight of 0.3 becomes 0.3 × 1.25 = 0.375, or
-    0. With p = 0.5, the weights that are left double. After training there is no dropout.
+    the mean, though not in each row:
+
+        w′ = 0 "with probability" p
+        w′ = w / (1 − p) "with probability" 1 − p
+        p · 0 + (1 − p) · w / (1 − p) = w
+
+    With p = 0.2, a weight of 0.3 becomes 0.3 × 1.25 = 0.375, or 0. With p = 0.5, the weights that
+    are left double. After training there is no dropout.
+
+    “Coding” names two places for dropout. The first is on the weights, as above: a mean then leaves
+    out whole words. The second is on the output, after the weights have been applied to the values:
+    there single numbers of the mean are set to 0, whichever words they came from. Three weights can
+    be dropped in 8 ways, and an output of two numbers in 4 ways. “Coding” and “LLMs Part 2” drop
+    weights. The paper of 2017 drops numbers of the output of each part of a block, before the
+    residual connection adds the input.
 
     The library decides by a hash of a seed and of the place of the weight. So the same seed drops
     the same weights, even if only some of the rows are computed.
@@ -158,8 +205,8 @@ def dropout() -> Figure:
 
     fifth = dropped(query, 0.2)
     show("the first five rows", fifth[:5], 3)
-    found = sorted({round(float(weight), 12) for weight in fifth[:, 0]})
-    check("with p = 0.2, 0.3 becomes 0.375 or 0", found == [0, 0.375])
+    first = sorted({round(float(weight), 12) for weight in fifth[:, 0]})
+    check("with p = 0.2, 0.3 becomes 0.375 or 0", first == [0, 0.375])
     share = float(jnp.mean(fifth == 0))
     print(f"share of weights that are dropped: {share:.3f}")
     check("the share that is dropped is 0.2, to 0.03", abs(share - 0.2) < 0.03)
@@ -173,16 +220,8 @@ def dropout() -> Figure:
     half = dropped(query, 0.5)
     doubled = 2 * jnp.array([0.3, 0.6, 0.1])
     check("with p = 0.5 a weight doubles or is 0", (half == 0) | (abs(half - doubled) < 1e-12))
+    both_places(jnp.exp(row), fifth, seed)
 
     # The picture.
-    figure, axes = panels(3, width=8.0, height=3.4)
     whole = jnp.tile(jnp.exp(row), (12, 1))
-    shown = {"p = 0": whole, "p = 0.2": fifth[:12], "p = 0.5": half[:12]}
-    for axis, (title, weights) in zip(axes, shown.items(), strict=True):
-        axis.imshow(weights, cmap="Blues", vmin=0, vmax=1.2, aspect="auto")
-        axis.set(title=title, xlabel="word that is looked at")
-        axis.set_xticks(range(3), range(1, 4))
-        axis.set_yticks(range(12), range(1, 13))
-    axes[0].set_ylabel("row")
-    figure.colorbar(axes[0].images[0], ax=axes, label="weight")
-    return figure
+    draw(weights_at_rates({"p = 0": whole, "p = 0.2": fifth[:12], "p = 0.5": half[:12]}))

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,57 +12,68 @@ from experiments.walkthrough.step import Code, Step
 
 OWN = ("experiments", "jattn")
 
+BITS = (
+    "# JAX computes in 32 bits unless it is told to use 64. One of the texts prints eight digits.\n"
+    'jax.config.update("jax_enable_x64", True)\n'
+)
 
-def given(step: Step) -> set[str]:
-    """Returns the names of the functions, classes and data shown above a step's own lines."""
-    return {
+
+@functools.cache
+def defined_names(step: Step) -> frozenset[str]:
+    """Returns the names of the functions, classes and data shown before a step's own lines."""
+    return frozenset(
         name
-        for code in _above(step)
-        for line in ast.parse(code.text).body
-        for name in _bound(line, inside=False)
-    }
+        for code in _python_helpers(step)
+        for statement in ast.parse(code.text).body
+        for name in _bound(statement, inside=False)
+    )
 
 
-def asked(step: Step) -> set[str]:
+@functools.cache
+def undefined_names(step: Step) -> frozenset[str]:
     """Returns the names that a step's code reads without defining them."""
-    own = "\n".join(code.text for code in step.code if code.label in ("the step", "drawing"))
-    pieces = [*(code.text for code in _above(step)), own]
-    found = set()
+    pieces = [*(code.text for code in _python_helpers(step)), step.lines.text + step.drawing.text]
+    names = set()
     for tree in map(ast.parse, pieces):
         inside = {name for node in ast.walk(tree) for name in _bound(node, inside=True)}
         read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        found |= read - inside
-    return found - given(step) - set(dir(builtins))
+        names |= read - inside
+    return frozenset(names - defined_names(step) - set(dir(builtins)))
 
 
 def borrowed(steps: Sequence[Step], place: int) -> dict[int, list[str]]:
     """Maps the index of each earlier step that the step at `place` uses to the names that it
     uses."""
-    found: dict[int, list[str]] = {}
-    for name in sorted(asked(steps[place]), key=str.lower):
+    names_of: dict[int, list[str]] = {}
+    for name in sorted(undefined_names(steps[place]), key=str.lower):
         for earlier in reversed(range(place)):
-            if name in given(steps[earlier]):
-                found.setdefault(earlier, []).append(name)
+            if name in defined_names(steps[earlier]):
+                names_of.setdefault(earlier, []).append(name)
                 break
-    return dict(sorted(found.items()))
+    return dict(sorted(names_of.items()))
 
 
-def imports(steps: Sequence[Step]) -> str:
-    """Returns the import statements that the steps need, as the walkthrough's modules write
-    them."""
-    needed = set[str]()
-    for place, step in enumerate(steps):
-        needed |= asked(step).difference(*borrowed(steps, place).values())
+def preparation(step: Step) -> Code:
+    """Returns the lines that precede a step's own: imports, 64 bits, and helpers. Together with the
+    step's own lines they run in a new session."""
+    helpers = (code.text.rstrip("\n") for code in _python_helpers(step))
+    text = "\n\n\n".join((f"{imports(step)}\n\n{BITS.rstrip()}", *helpers))
+    return Code("imports and helpers", "python", text + "\n")
+
+
+def imports(step: Step) -> str:
+    """Returns the import statements that a step's code needs, as the walkthrough's modules write
+    them; functions and data of earlier steps are imported too."""
     modules: set[str] = set()
     members: dict[str, set[str]] = {}
-    for node, alias in _imported():
-        if (alias.asname or alias.name.split(".")[0]) in needed:
-            if isinstance(node, ast.Import):
-                modules.add(ast.unparse(alias))
-            else:
-                members.setdefault(node.module or "", set()).add(ast.unparse(alias))
+    for name in undefined_names(step) | {"jax"}:
+        module, written = _imported().get(name, (step.body.__module__, name))
+        if module:
+            members.setdefault(module, set()).add(written)
+        else:
+            modules.add(written)
     lines = [f"import {name}" for name in modules]
-    lines += [f"from {name} import {', '.join(sorted(found))}" for name, found in members.items()]
+    lines += [f"from {name} import {', '.join(sorted(used))}" for name, used in members.items()]
     groups: tuple[list[str], ...] = ([], [], [])
     for line in sorted(lines, key=lambda line: (line.startswith("from"), line)):
         package = line.split()[1].split(".")[0]
@@ -70,12 +82,8 @@ def imports(steps: Sequence[Step]) -> str:
     return "\n\n".join("\n".join(group) for group in groups if group)
 
 
-def _above(step: Step) -> list[Code]:
-    return [
-        code
-        for code in step.code
-        if code.language == "python" and code.label not in ("the step", "drawing")
-    ]
+def _python_helpers(step: Step) -> list[Code]:
+    return [code for code in step.helpers if code.language == "python"]
 
 
 def _bound(node: ast.AST, *, inside: bool) -> Iterator[str]:
@@ -91,9 +99,16 @@ def _bound(node: ast.AST, *, inside: bool) -> Iterator[str]:
             yield name
 
 
-def _imported() -> Iterator[tuple[ast.Import | ast.ImportFrom, ast.alias]]:
-    """Yields every import of the walkthrough's modules."""
+@functools.cache
+def _imported() -> dict[str, tuple[str, str]]:
+    """Maps each name that the walkthrough's modules import to its module, "" for the name of a
+    module itself, and to the name as the import statement writes it."""
+    sources: dict[str, tuple[str, str]] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                yield from ((node, alias) for alias in node.names)
+                module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    name = alias.asname or alias.name.split(".")[0]
+                    sources[name] = module, ast.unparse(alias)
+    return sources

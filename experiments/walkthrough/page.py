@@ -1,4 +1,4 @@
-"""Writes the page: the text, code, output and pictures of each step, in one HTML file.
+"""Writes the page: the text, diagrams, pictures, code and output of each step, in one HTML file.
 
 The page contains no script and loads nothing. All text from the steps is escaped.
 """
@@ -15,8 +15,10 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from experiments.walkthrough import introduction
+from experiments.walkthrough.diagrams import Diagram
+from experiments.walkthrough.formulas import Formula
 from experiments.walkthrough.introduction import TITLE
-from experiments.walkthrough.names import borrowed
+from experiments.walkthrough.names import borrowed, preparation
 from experiments.walkthrough.running import Result
 from experiments.walkthrough.step import Code, Step
 
@@ -55,13 +57,13 @@ def written(results: Sequence[Result]) -> str:
 <body>
 <header>
 <h1>{TITLE}</h1>
-{_introduction(steps)}</header>
+{_paragraphs([introduction.SUMMARY])}{_diagram(introduction.OPENING)}</header>
 <nav aria-label="steps">
 <ol>
 {contents}</ol>
 </nav>
 <main>
-{sections}</main>
+{_reading()}{sections}</main>
 <section>
 <h2>What comes next</h2>
 {_ending(steps)}</section>
@@ -70,18 +72,22 @@ def written(results: Sequence[Result]) -> str:
 """
 
 
-def _introduction(steps: Sequence[Step]) -> str:
-    """Returns the HTML above the list of steps."""
-    said = introduction
-    texts = "".join(f"<li>{_text(text)}</li>\n" for text in said.texts())
-    return f"""{_paragraphs(said.KNOWLEDGE)}{_code(said.COMMANDS)}
-<p>These lines come before the code of all steps:</p>
-{_code(said.prelude(steps))}{_paragraphs(said.CODE)}{_list(said.helpers(), "long")}
-{_paragraphs(said.PROMISES)}{_list(said.LETTERS, "short")}
-<p>The steps follow five texts:</p>
-<ul>
-{texts}</ul>
-{_paragraphs([said.NUMBERS])}"""
+def _reading() -> str:
+    """Returns the section above the first step; what a reader may skip is folded."""
+    documents = "".join(f"<li>{_text(text)}</li>\n" for text in introduction.texts())
+    folded = {
+        "install and run the steps": _code(introduction.COMMANDS),
+        "paste the code of a step": _paragraphs(introduction.CODE)
+        + _list(introduction.helpers(), "long"),
+        "words and letters": _paragraphs(introduction.WORDS) + _list(introduction.LETTERS, "short"),
+        "the five texts that the steps follow": f"<ul>\n{documents}</ul>\n"
+        + _paragraphs([introduction.NUMBERS]),
+    }
+    folds = "".join(_fold(summary, content) for summary, content in folded.items())
+    return f"""<section>
+<h2>Before the first step</h2>
+{_paragraphs(introduction.KNOWLEDGE)}{folds}</section>
+"""
 
 
 def _ending(steps: Sequence[Step]) -> str:
@@ -97,32 +103,45 @@ def _ending(steps: Sequence[Step]) -> str:
 
 
 def _section(steps: Sequence[Step], place: int, result: Result) -> str:
-    """Returns a step's HTML: text, code, output and pictures."""
+    """Returns a step's HTML: text, diagram, pictures, code and output."""
     step = steps[place]
     name, title = _text(step.name), _text(step.title)
-    code = "".join(map(_code, step.code))
+    diagram = _diagram(step.diagram) if step.diagram else ""
     pictures = "".join(
         _picture(content, f"{step.title}: {_ordinal(number, len(result.pictures))}")
         for number, content in enumerate(result.pictures, 1)
     )
+    misprints = (
+        _fold("misprints in the texts", _paragraphs(step.misprints)) if step.misprints else ""
+    )
     return f"""<section id="{name}">
 <h2><a href="#{name}">{place + 1}. {title}</a></h2>
-{_paragraphs(step.paragraphs)}<p class="follows">{_sources(steps, place)}</p>
-{code}<p class="label">output, in {result.seconds:.1f} s</p>
+{_paragraphs(step.paragraphs)}{diagram}{pictures}{_step_code(step)}
+<p class="label">output, in {result.seconds:.1f} s</p>
 <pre class="output" tabindex="0"><samp>{_output(result.output)}</samp></pre>
-{pictures}</section>
+{misprints}<p class="follows">{_sources(steps, place)}</p>
+</section>
 """
+
+
+def _step_code(step: Step) -> str:
+    """Returns the code of a step in the order of pasting; only its own lines are not folded."""
+    prepared = preparation(step)
+    others = [code for code in step.helpers if code.language != "python"]
+    folded = "".join(_fold(code.label, _code(code)) for code in (*others, prepared))
+    drawing = _fold(step.drawing.label, _code(step.drawing)) if step.drawing.text else ""
+    return f'{folded}<p class="label">{_text(step.lines.label)}</p>\n{_code(step.lines)}{drawing}'
 
 
 def _sources(steps: Sequence[Step], place: int) -> str:
     """Lists the documents that a step follows, and the names that it uses from earlier steps."""
     step = steps[place]
-    said = [f"{step.relation} {_text('; '.join(map(str, step.follows)))}."]
+    sentences = [f"{step.relation} {_text('; '.join(map(str, step.follows)))}."]
     for earlier, names in borrowed(steps, place).items():
         link = f'<a href="#{_text(steps[earlier].name)}">step {earlier + 1}</a>'
         listed = ", ".join(f"<code>{_text(name)}</code>" for name in names)
-        said.append(f"From {link}: {listed}.")
-    return "<br>\n".join(said)
+        sentences.append(f"From {link}: {listed}.")
+    return "<br>\n".join(sentences)
 
 
 def _ordinal(place: int, count: int) -> str:
@@ -135,12 +154,27 @@ def _text(text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escapes text and turns backticks into code elements."""
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", _text(text))
+    """Escapes text and turns backticks into code elements; in other text, the letter after "_" is
+    lowered, and what follows "^" is raised."""
+    pieces = _text(text).split("`")
+    # Every second piece is code.
+    lowered = (re.sub(r"_(\w)\b", r"<sub>\1</sub>", piece) for piece in pieces[::2])
+    pieces[::2] = [re.sub(r"\^\(?([\w−∞/]+)\)?", r"<sup>\1</sup>", piece) for piece in lowered]
+    pieces[1::2] = [f"<code>{piece}</code>" for piece in pieces[1::2]]
+    return "".join(pieces)
 
 
-def _paragraphs(texts: Sequence[str]) -> str:
-    return "".join(f"<p>{_marked(text)}</p>\n" for text in texts)
+def _paragraphs(blocks: Sequence[str | Formula]) -> str:
+    return "".join(
+        f'<div class="formula" tabindex="0">{block.mathml()}</div>\n'
+        if isinstance(block, Formula)
+        else f"<p>{_marked(block)}</p>\n"
+        for block in blocks
+    )
+
+
+def _fold(summary: str, content: str) -> str:
+    return f"<details><summary>{_text(summary)}</summary>\n{content}</details>\n"
 
 
 def _list(meanings: Mapping[str, str], style: str) -> str:
@@ -162,21 +196,19 @@ def _output(text: str) -> str:
 
 
 def _code(code: Code) -> str:
-    """Returns code under its label; the code that draws is folded."""
-    lines = f'<pre tabindex="0"><code>{_highlighted(code)}</code></pre>\n'
-    if code.label == "drawing":
-        return f"<details><summary>{_text(code.label)}</summary>\n{lines}</details>\n"
-    return f'<p class="label">{_text(code.label)}</p>\n{lines}'
-
-
-def _highlighted(code: Code) -> str:
     """Returns code with keywords, strings, numbers and comments coloured."""
     parts = []
     for kind, text in lex(code.text, get_lexer_by_name(code.language)):
-        found = [letter for group, letter in _COLOURED.items() if kind in group]
+        classes = [letter for group, letter in _COLOURED.items() if kind in group]
         escaped = _text(text)
-        parts.append(f'<span class="{found[0]}">{escaped}</span>' if found else escaped)
-    return "".join(parts).rstrip("\n")
+        parts.append(f'<span class="{classes[0]}">{escaped}</span>' if classes else escaped)
+    kind = f'class="language-{_text(code.language)}"'
+    return f'<pre tabindex="0"><code {kind}>{"".join(parts).rstrip()}</code></pre>\n'
+
+
+def _diagram(diagram: Diagram) -> str:
+    caption = f"<figcaption>{_marked(diagram.caption)}</figcaption>"
+    return f'<figure class="diagram">{diagram.svg}\n{caption}</figure>\n'
 
 
 def _picture(content: bytes, description: str) -> str:

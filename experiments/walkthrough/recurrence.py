@@ -11,8 +11,9 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import jattn
+from experiments.walkthrough.diagrams import recurrent_and_direct
 from experiments.walkthrough.documents import CODING, KERNEL, LLMS
-from experiments.walkthrough.step import check, panels, same, step
+from experiments.walkthrough.step import check, draw, panels, same, step
 from jattn import masks
 
 
@@ -47,7 +48,7 @@ def row(name: str, values: Sequence[float], style: str) -> str:
 def reach_and_times(
     lengths: list[int], reach: dict[str, list[float]], times: dict[str, list[float]]
 ) -> Figure:
-    """Gradients and times by the number of words, a line for each model."""
+    """Gradients and times for each number of words, a line for each model."""
     figure, axes = panels(2, width=8.5, height=3.4)
     titles = "gradient, last word to first", "milliseconds"
     for axis, measured, title in zip(axes, (reach, times), titles, strict=True):
@@ -61,20 +62,39 @@ def reach_and_times(
     return figure
 
 
-@step(LLMS, KERNEL, CODING, uses=(seconds, influence, row, reach_and_times))
-def recurrence() -> Figure:
-    """Recurrent networks and attention.
+@step(
+    LLMS,
+    KERNEL,
+    CODING,
+    uses=(seconds, influence, row, reach_and_times),
+    diagram=recurrent_and_direct(),
+)
+def recurrence() -> None:
+    """The limits of recurrent networks.
 
-    A recurrent network reads word by word, and keeps what it has read in one vector. It cannot
-    compute word 10 before word 5. On the way from the last word back to the first, the gradient is
-    multiplied once for every word between them, so it fades.
+    A sentence cannot be translated word by word, and a word may depend on one that came long
+    before. Before 2017, most models of language were recurrent networks. A recurrent network reads
+    word by word. It keeps what it has read in one vector, the state h, and cannot compute state 10
+    before state 5. On the way from the last word back to the first, the gradient is multiplied once
+    for every word between them:
 
-    In attention, every word reaches every other word in one step. All words are computed at once,
-    as products of matrices. But there are T × T pairs: for a text twice as long, four times as many
-    scores.
+        h_t = f(h_(t−1), x_t)
+        ∂h_T / ∂h_1 = Π_(t=2)^T ∂h_t / ∂h_(t−1)
 
-    The step compares a gated recurrent unit and causal attention, both of width 128 and without
-    training. The gradient is that of the last output with respect to the first word. The times are
+    So there are three problems. One vector has to hold the whole text, the gradient fades or
+    explodes, and the words are computed one after the other. Attention answers all three. Every
+    word reads every other word directly, and its result is a mean of what it reads, with weights w.
+    All words are computed at once, as products of matrices.
+
+        y_t = Σ_j w_tj v_j
+
+    The price is T × T weights: for a text twice as long, four times as many. The next steps explain
+    where the weights and the vectors v come from. Here attention is one call,
+    `jattn.self_attention`, and `masks.Causal()` lets a word read only itself and the words before
+    it, as in the recurrent network.
+
+    The step compares a gated recurrent unit and attention, both of width 128 and without training.
+    The gradient is that of the last output with respect to the first word. The times are
     of a forward pass on the machine that made this page. The recurrent network needs as many steps
     as there are words, so its time grows with T. The time of attention grows with T × T as soon as
     the pairs outweigh all else. Where the two lines cross depends on the machine.
@@ -82,9 +102,9 @@ def recurrence() -> Figure:
     width = 128
     # GRU: a gated recurrent unit, from [T, 128] to [T, 128]. Its parameters have 64 bits here.
     unit = jattn.nn.GRU(width, width, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    draw = (jax.random.normal(jax.random.key(n), (width, width)) for n in range(3))
+    normals = (jax.random.normal(jax.random.key(n), (width, width)) for n in range(3))
     # For queries, keys and values.
-    matrices = [matrix / width**0.5 for matrix in draw]
+    matrices = [matrix / width**0.5 for matrix in normals]
     # jax.jit compiles a function or a module.
     models = {
         "recurrent": jax.jit(unit),
@@ -107,31 +127,47 @@ def recurrence() -> Figure:
     slow, direct = reach["recurrent"], reach["attention"]
     faded = slow[2] < 1e-30 * slow[0]
     check("recurrent: from 16 to 256 words the gradient falls over 10³⁰-fold", faded)
-    kept = direct[2] > direct[0] / 100
-    check("attention: from 16 to 256 words it falls less than 100-fold", kept)
+    lasts = direct[2] > direct[0] / 100
+    check("attention: from 16 to 256 words it falls less than 100-fold", lasts)
     longer = times["recurrent"][4] / times["recurrent"][2]
     check("recurrent: 4,096 words take over 8 times as long as 256", longer > 8)
     faster = times["attention"][2] < times["recurrent"][2]
     check("attention takes less time for 256 words than recurrence", faster)
     # The picture.
-    return reach_and_times(lengths, reach, times)
+    draw(reach_and_times(lengths, reach, times))
 
 
-def scores_so_far(n: np.ndarray, without: np.ndarray, kept: np.ndarray) -> Figure:
+def scores_so_far(n: np.ndarray, without: np.ndarray, cached: np.ndarray) -> Figure:
     """The scores for n words, without a cache and with one."""
     figure, axis = panels(1, width=6.5, height=3.4)
     axis.plot(n, without, label="without a cache")
-    axis.plot(n, kept, "--", label="with a cache")
+    axis.plot(n, cached, "--", label="with a cache")
     axis.set(xlabel="words written", yscale="log", title="scores for all words so far, one head")
     axis.legend()
     return figure
 
 
-@step(CODING, KERNEL, relation="Goes on from", uses=(scores_so_far,))
-def cache() -> Figure:
+def one_more_word(seeds: jax.Array) -> None:
+    """Measures the time of word 1,024, for 8 heads of 64 numbers, with and without a cache."""
+    shape = (1, 1024, 8, 64)
+    q, k, v = (jax.random.normal(seed, shape, jnp.float32) for seed in seeds)
+    mask = masks.Causal()
+    add = jax.jit(lambda q, k, v, cached: jattn.cached_attention(q, k, v, cached, mask=mask))
+    anew = jax.jit(lambda q, k, v: jattn.attention(q, k, v, mask=mask))
+    cached = jattn.cache.DenseCache.create(*shape)
+    _, cached = add(*(array[:, :-1] for array in (q, k, v)), cached=cached)
+    last = [array[:, -1:] for array in (q, k, v)]
+    fast = seconds(lambda *new: add(*new, cached=cached), *last)
+    slow = seconds(anew, q, k, v)
+    print(f"word 1,024: {1e3 * fast:.2f} ms with a cache, {1e3 * slow:.2f} ms without")
+    check("with a cache it takes less time", fast < slow)
+
+
+@step(CODING, KERNEL, relation="Goes on from", uses=(scores_so_far, one_more_word))
+def cache() -> None:
     """Decoding with a cache.
 
-    A decoder writes one word, reads it, and writes the next. In causal attention no word looks at
+    A decoder writes one word, reads it, and writes the next. In causal attention no word attends to
     later words, so a new word changes nothing before it. The keys and values of the words before
     stay what they were. They can be kept in a cache. Each new word then needs its own query, key
     and value, and one row of scores instead of the whole triangle.
@@ -139,9 +175,13 @@ def cache() -> Figure:
     `jattn.cached_attention` takes one new word or many. Here it takes a prompt of five words, and
     then one word at a time.
 
-    Without a cache, n words take n (n + 1) / 2 scores each time that a word is added. Summed over
-    all words, this is about n³/6. With a cache, word n takes n scores, in all about n²/2. The ratio
-    is about n/3.
+    Without a cache, n words take n (n + 1) / 2 scores each time that a word is added. With a cache,
+    word n takes n scores. Summed over N words, this is
+
+        Σ_(n=1)^N (n (n + 1)) / 2 ≈ N³ / 6 "without a cache"
+        Σ_(n=1)^N n ≈ N² / 2 "with a cache"
+
+    The ratio is about N/3.
     """
     length, count, size = 12, 2, 8
     seeds = jax.random.split(jax.random.key(0), 3)
@@ -154,33 +194,21 @@ def cache() -> Figure:
     check("the last word changes nothing before it", same(other[:, :-1], whole[:, :-1]))
 
     # Room for 12 words. A call returns its output and a new cache.
-    held = jattn.cache.DenseCache.create(1, length, count, size, dtype=q.dtype)
+    cache = jattn.cache.DenseCache.create(1, length, count, size, dtype=q.dtype)
     rows = []
     for start, end in [(0, 5), *((t, t + 1) for t in range(5, length))]:
         new_q, new_k, new_v = (array[:, start:end] for array in (q, k, v))
-        out, held = jattn.cached_attention(new_q, new_k, new_v, held, mask=masks.Causal())
+        out, cache = jattn.cached_attention(new_q, new_k, new_v, cache, mask=masks.Causal())
         rows.append(out)
     check("word by word, the same comes out as at once", same(jnp.concatenate(rows, axis=1), whole))
     # The cache is [B, K, S, H]: a query reads all keys of its head, so these stand side by side.
-    check("the cache holds the keys", same(held.keys[0], jnp.swapaxes(k[0], 0, 1)))
-    print(f"words in the cache: {held.lengths}")
+    check("the cache holds the keys", same(cache.keys[0], jnp.swapaxes(k[0], 0, 1)))
+    print(f"words in the cache: {cache.lengths}")
 
-    # The time of one more word after 1,023, with 8 heads of 64 numbers, with and without a cache.
-    shape = (1, 1024, 8, 64)
-    q, k, v = (jax.random.normal(seed, shape, jnp.float32) for seed in seeds)
-    add = jax.jit(lambda q, k, v, held: jattn.cached_attention(q, k, v, held, mask=masks.Causal()))
-    anew = jax.jit(lambda q, k, v: jattn.attention(q, k, v, mask=masks.Causal()))
-    held = jattn.cache.DenseCache.create(*shape)
-    _, held = add(*(array[:, :-1] for array in (q, k, v)), held=held)
-    last = [array[:, -1:] for array in (q, k, v)]
-    fast = seconds(lambda *new: add(*new, held=held), *last)
-    slow = seconds(anew, q, k, v)
-    print(f"word 1,024: {1e3 * fast:.2f} ms with a cache, {1e3 * slow:.2f} ms without")
-    check("with a cache it takes less time", fast < slow)
-
-    # The scores of n words without a cache and with one, for each n, and of all steps up to n.
+    one_more_word(seeds)
+    # The scores for all words up to n, for each n, without a cache and with one.
     n = np.arange(1, 257)
-    without, kept = np.cumsum(n * (n + 1) // 2), np.cumsum(n)
-    print(f"256 words, one head: {without[-1]:,} scores without a cache, {kept[-1]:,} with one")
+    anew, cached = np.cumsum(n * (n + 1) // 2), np.cumsum(n)
+    print(f"256 words, one head: {anew[-1]:,} scores without a cache, {cached[-1]:,} with one")
     # The picture.
-    return scores_so_far(n, without, kept)
+    draw(scores_so_far(n, anew, cached))

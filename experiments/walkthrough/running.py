@@ -9,7 +9,7 @@ from typing import TextIO
 import jax
 from matplotlib.figure import Figure
 
-from experiments.walkthrough.step import Step
+from experiments.walkthrough.step import Step, collected_figures
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def run(chosen: Step, listener: TextIO | None = None) -> Result:
         stack.enter_context(jax.enable_x64(True))
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
-        figures = chosen.body()
-    pictures = tuple(map(_png, [figures] if isinstance(figures, Figure) else figures or []))
+        figures = stack.enter_context(collected_figures())
+        chosen.body()
+    pictures = tuple(map(_png, figures))
     return Result(chosen, copy.getvalue(), pictures, time.perf_counter() - start)
 
 

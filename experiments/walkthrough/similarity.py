@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 import jattn
 from experiments.walkthrough import corpus
 from experiments.walkthrough.corpus import sentences, vocabulary
-from experiments.walkthrough.documents import CODING, LLMS, MECHANISMS
-from experiments.walkthrough.step import check, constants, same, show, step
+from experiments.walkthrough.documents import CODING, INTERACTION, LLMS, MECHANISMS
+from experiments.walkthrough.step import check, constants, draw, panels, same, show, step
 from jattn import viz
 
 
@@ -38,20 +38,22 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
     MECHANISMS,
     uses=(constants(corpus.__file__, "NATURE", "MONEY"), sentences, vocabulary, company, cosines),
 )
-def vectors() -> Figure:
+def vectors() -> None:
     """Words as vectors.
 
     A model computes with numbers, so each word gets a vector. The simplest vectors are one-hot:
     each word has an axis of its own. The cosine of two vectors is 1 if they point in the same
-    direction, and 0 if they are at right angles. Two different one-hot vectors always have the
-    cosine 0, so they do not say which words are similar.
+    direction, and 0 if they are at right angles:
 
-    Better vectors come from the company of a word: words that stand among the same words get
-    similar vectors. word2vec learns such vectors with a small network. Here counts give them. The
-    function `company` counts how often two words share a sentence. It takes log(1 + count), and a
-    singular value decomposition reduces each row to four numbers.
+        cos(a, b) = (a · b) / (|a| |b|)
 
-    The corpus has 18 sentences about rivers and 18 about money. The noun bank stands in all of
+    Two different one-hot vectors always have the cosine 0, so they do not say which words are
+    similar. Better vectors come from the company of a word: words that occur among the same words
+    get similar vectors. word2vec learns such vectors with a small network. Here counts give them.
+    The function `company` counts how often two words share a sentence. It takes log(1 + count), and
+    a singular value decomposition reduces each row to four numbers.
+
+    The corpus has 18 sentences about rivers and 18 about money. The noun bank occurs in all of
     them. It has only one vector, and this vector lies between the two kinds of sentences. If we
     leave out most sentences about money, the vector moves towards the rivers.
 
@@ -82,8 +84,9 @@ def vectors() -> Figure:
     check("then bank is closer to river than to money", moved)
 
     few = ["river", "lake", "muddy", "bank", "money", "loan", "strict"]
-    at = list(map(words.index, few))
-    return viz.heatmap(alike[np.ix_(at, at)], few, title="cosines of word vectors")
+    rows = list(map(words.index, few))
+    # The picture.
+    draw(viz.heatmap(alike[np.ix_(rows, rows)], few, title="cosines of word vectors"))
 
 
 JOURNEY = ["Your", "journey", "starts", "with", "one", "step"]
@@ -93,29 +96,64 @@ INPUTS = (
 )
 
 
-@step(CODING, LLMS, uses=(constants(__file__, "JOURNEY", "INPUTS"),))
-def simple_self_attention() -> Figure:
+def softmax(scores: jax.Array) -> jax.Array:
+    """Turns each row of scores into positive numbers that sum to 1."""
+    # The greatest score of each row is subtracted, so that no exponential is too large for a float.
+    powers = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    return powers / jnp.sum(powers, axis=-1, keepdims=True)
+
+
+def softmax_of_three_scores() -> Figure:
+    """The weights of the scores 0, 1 and s, where s goes from −4 to 6."""
+    s = jnp.linspace(-4, 6, 101)
+    weights = softmax(jnp.stack([jnp.zeros(101), jnp.ones(101), s], axis=1))
+    figure, axes = panels(1, width=6.5, height=3.0)
+    names = ("weight of the score 0", "weight of the score 1", "weight of the score s")
+    for name, values, style in zip(names, weights.T, (":", "--", "-"), strict=True):
+        axes.plot(s, values, style, label=name)
+    axes.set(xlabel="s", ylim=(0, 1), title="softmax of the scores 0, 1 and s")
+    axes.legend()
+    return figure
+
+
+@step(
+    CODING,
+    LLMS,
+    INTERACTION,
+    uses=(constants(__file__, "JOURNEY", "INPUTS"), softmax, softmax_of_three_scores),
+)
+def simple_self_attention() -> None:
     """Self-attention without learned parameters.
 
     The context vector of a word is a mean of all words of its sentence. Words that are similar to
-    it count more. Three lines compute the context vectors. The first gives the scores: the dot
-    product of every two words. The second turns each row of scores into weights by a softmax:
-    weights are positive, and those of a row sum to 1. The third gives the context vectors: each is
-    the sum of all words, each word times its weight. No parameter is learned.
+    it count more. Three lines compute the context vectors: scores s, which are the dot products of
+    every two words; weights w, which are the softmax of each row of scores; and the context vectors
+    y, each the sum of all words, each word times its weight. No parameter is learned.
 
-    This is self-attention because the words that look stand in the same sentence as the words that
-    they look at.
+        s_ij = x_i · x_j
+        w_ij = e^(s_ij) / (Σ_k e^(s_ik))
+        y_i = Σ_j w_ij x_j
 
-    “Coding” uses six words of three numbers each, but does not print these numbers. They stand in
-    the book whose chapter 3 it follows: Sebastian Raschka, “Build a Large Language Model (From
+    Weights should be positive and sum to 1. To divide the scores by their sum is not enough: the
+    scores −1, 2, 2 and −3 have the sum 0. The exponential helps for four reasons. It is positive
+    for every score. It grows with the score, so the order of the scores stays the same. It turns
+    sums into products: the ratio of two weights is e to the difference of their scores, so a number
+    that is added to all scores of a row changes no weight. And it is smooth, so gradients pass
+    through it. The score −∞ gives the weight 0, which masks use later.
+
+    This is self-attention because the words that attend are in the same sentence as the words that
+    they attend to.
+
+    “Coding” uses six words of three numbers each, but does not print these numbers. They are in the
+    book whose chapter 3 it follows: Sebastian Raschka, “Build a Large Language Model (From
     Scratch)”, 2024.
     """
     # [6, 3]: six words of three numbers.
     x = jnp.asarray(INPUTS)
     # How similar every two words are.
     scores = x @ x.T
-    # A row for each word that looks, a column for each word that it looks at.
-    weights = jax.nn.softmax(scores, axis=-1)
+    # A row for each word that attends, a column for each word that it attends to.
+    weights = softmax(scores)
     # For each word, the mean of all words with its weights.
     context = weights @ x
     show("scores", scores)
@@ -125,10 +163,21 @@ def simple_self_attention() -> Figure:
     check("the scores are symmetric", same(scores, scores.T))
     check("the weights are not symmetric", not same(weights, weights.T, 0.01))
 
+    check("jax.nn.softmax gives the same weights", same(weights, jax.nn.softmax(scores, axis=-1)))
+    check(
+        "scores that are all greater by 7 give the same weights", same(softmax(scores + 7), weights)
+    )
+    ratio = jnp.exp(scores[1, 2] - scores[1, 3])
+    check("the ratio of two weights is e^(difference)", same(weights[1, 2] / weights[1, 3], ratio))
+    negative = jnp.array([-1.0, 2.0, 2.0, -3.0])
+    show("softmax of −1, 2, 2, −3, whose sum is 0", softmax(negative))
+
     # The second word, "journey", by the definition, one word at a time.
     alike = np.array([np.exp(np.dot(INPUTS[1], other)) for other in INPUTS])
     by_hand = sum(a * other for a, other in zip(alike / alike.sum(), INPUTS, strict=True))
     check("for “journey”, sums written out give the same vector", same(context[1], by_hand))
     ours = jattn.simple_self_attention(x)
     check("jattn.simple_self_attention(x) gives the same vectors", same(ours, context))
-    return viz.heatmap(weights, JOURNEY, title="weights of simple self-attention")
+    # The pictures.
+    heatmap = viz.heatmap(weights, JOURNEY, title="weights of simple self-attention")
+    draw(heatmap, softmax_of_three_scores())

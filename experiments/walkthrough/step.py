@@ -1,7 +1,8 @@
 """Defines steps, and the helpers that their code calls.
 
-A step is a function. Its docstring is the text: a line for the title, then paragraphs. Its body is
-the code that the page shows. The body prints results, checks its claims and returns its figures.
+A step is a function. Its docstring is the text: a line for the title, then paragraphs and indented
+formulas. Its body is the code that the page shows. The body prints results, checks its claims and
+draws its figures.
 """
 
 import ast
@@ -9,6 +10,8 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.walkthrough.diagrams import Diagram
 from experiments.walkthrough.documents import Document
+from experiments.walkthrough.formulas import Formula
+from jattn.viz.matplotlib_figure import new_figure
 
 
 class ClaimFailed(AssertionError):
     """Raised if a claim of a step does not hold."""
 
 
-Body = Callable[[], Figure | list[Figure] | None]
+Body = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,27 @@ class Step:
     Attributes:
         name: its name on the command line.
         title: its title, one line.
-        paragraphs: its text.
+        paragraphs: its text and formulas.
+        misprints: paragraphs on errors in the documents that it follows.
+        diagram: a diagram that belongs to the text, or None.
         follows: the documents whose ideas and numbers it follows.
         relation: its relation to these documents, such as "Follows".
-        code: its code, in reading order; "drawing" comes last.
+        helpers: the functions, classes and data that its lines use.
+        lines: its lines.
+        drawing: the lines that draw its figures.
         body: the function itself.
     """
 
     name: str
     title: str
-    paragraphs: tuple[str, ...]
+    paragraphs: tuple[str | Formula, ...]
+    misprints: tuple[str, ...]
+    diagram: Diagram | None
     follows: tuple[Document, ...]
     relation: str
-    code: tuple[Code, ...]
+    helpers: tuple[Code, ...]
+    lines: Code
+    drawing: Code
     body: Body
 
 
@@ -73,7 +87,11 @@ def constants(file: str, *names: str) -> Code:
 
 
 def step(
-    *follows: Document, uses: tuple[Used, ...] = (), relation: str = "Follows"
+    *follows: Document,
+    uses: tuple[Used, ...] = (),
+    relation: str = "Follows",
+    misprints: tuple[str, ...] = (),
+    diagram: Diagram | None = None,
 ) -> Callable[[Body], Step]:
     """Decorator: turns a function into a step with the function's name.
 
@@ -81,33 +99,47 @@ def step(
         follows: the documents that the step follows.
         relation: the step's relation to them.
         uses: functions, classes and code that the page shows before the step's own lines.
+        misprints: paragraphs on errors in these documents.
+        diagram: a diagram for the text.
     """
 
-    def made(body: Body) -> Step:
-        title, *paragraphs = inspect.cleandoc(body.__doc__ or "").split("\n\n")
+    def build(body: Body) -> Step:
+        title, *blocks = inspect.cleandoc(body.__doc__ or "").split("\n\n")
+        lines, drawing = _split_lines(body)
         return Step(
             body.__name__.replace("_", "-"),
             title.rstrip("."),
-            tuple(" ".join(paragraph.split()) for paragraph in paragraphs),
+            tuple(map(_paragraph, blocks)),
+            misprints,
+            diagram,
             follows,
             relation,
-            tuple(_code(body, uses)),
+            tuple(map(_helper, uses)),
+            Code("the step", "python", lines),
+            Code("drawing", "python", drawing),
             body,
         )
 
-    return made
+    return build
 
 
-def _code(body: Body, uses: tuple[Used, ...]) -> Iterator[Code]:
-    """Yields the code under a step's text; lines after "# The picture." are labelled "drawing"."""
-    for used in uses:
-        if isinstance(used, Code):
-            yield used
-        else:
-            yield Code(used.__name__, "python", textwrap.dedent(inspect.getsource(used)))
-    own, *drawing = re.split(r"^# The pictures?\.\n", _own_lines(body), flags=re.MULTILINE)
-    yield Code("the step", "python", own)
-    yield from (Code("drawing", "python", lines) for lines in drawing)
+def _paragraph(block: str) -> str | Formula:
+    """Returns an indented block as a formula for each line, and any other block as one line."""
+    if block.startswith("    "):
+        return Formula(tuple(line.strip() for line in block.split("\n")))
+    return " ".join(block.split())
+
+
+def _helper(used: Used) -> Code:
+    if isinstance(used, Code):
+        return used
+    return Code(used.__name__, "python", textwrap.dedent(inspect.getsource(used)))
+
+
+def _split_lines(body: Body) -> tuple[str, str]:
+    """Returns the lines of a body without its docstring, and those after "# The picture."."""
+    lines, *drawing = re.split(r"^# The pictures?\.\n", _own_lines(body), flags=re.MULTILINE)
+    return lines, "".join(drawing)
 
 
 def _own_lines(function: Callable[..., Any]) -> str:
@@ -151,5 +183,31 @@ def same(a: Any, b: Any, tolerance: float = 1e-12) -> bool:
 def panels(columns: int, *, width: float = 7.0, height: float = 3.0) -> tuple[Figure, Any]:
     """Makes an empty figure of a width and height in inches, and its axes: one, or an array of
     several side by side."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = new_figure((width, height))
     return figure, figure.subplots(1, columns)
+
+
+_figures: ContextVar[list[Figure] | None] = ContextVar("figures", default=None)
+
+
+@contextmanager
+def collected_figures() -> Iterator[list[Figure]]:
+    """Yields a list to which `draw` adds figures, as long as the context is entered."""
+    figures: list[Figure] = []
+    token = _figures.set(figures)
+    try:
+        yield figures
+    finally:
+        _figures.reset(token)
+
+
+def draw(*figures: Figure) -> None:
+    """Puts figures on this page. In your own session it saves them as picture-1.png, picture-2.png
+    and so on, in the current folder."""
+    collected = _figures.get()
+    if collected is not None:
+        collected.extend(figures)
+        return
+    for number, figure in enumerate(figures, 1):
+        figure.savefig(f"picture-{number}.png", dpi=144)
+        print(f"saved picture-{number}.png")

@@ -15,6 +15,7 @@ from experiments.walkthrough.transformer import transformer
 
 STEPS: tuple[Step, ...] = (
     vectors,
+    recurrence,
     simple_self_attention,
     interaction,
     query_key_value,
@@ -25,7 +26,6 @@ STEPS: tuple[Step, ...] = (
     additive,
     positions,
     residual_and_norm,
-    recurrence,
     transformer,
     contexts,
     alignment,
