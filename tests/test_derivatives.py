@@ -21,7 +21,7 @@ from tests.cases import CASES, Case, inputs
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import attend, on_device
-from tests.test_many_tiles import grown
+from tests.test_many_tiles import enlarged
 
 
 Modes = dict[str, Callable[[Any, Any], Any]]
@@ -119,7 +119,7 @@ def test_every_case_of_the_table(name):
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", ["lengths_both", "dense_and_causal", "tiles_band", "chain"])
 def test_over_the_tiles_that_users_get(name):
-    check(None, grown(CASES[name]))
+    check(None, enlarged(CASES[name]))
 
 
 def normal(*shape: int) -> Any:

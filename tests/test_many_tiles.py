@@ -26,7 +26,7 @@ COUNTS = ("prefix", "q_lengths", "kv_lengths")  # arrays that hold numbers of to
 EXAMPLES = 2
 
 
-def grown(case: Case) -> Case:
+def enlarged(case: Case) -> Case:
     """The case with many queries and keys, if it has more than one."""
     old = case.sizes
     T, S = SQUARE if old.T == old.S else SIZES
@@ -36,7 +36,7 @@ def grown(case: Case) -> Case:
     def repeated(array: Any, axis: int, size: Any) -> Any:
         return np.take(array, np.arange(size) % array.shape[axis], axis=axis)
 
-    def one(name: str, array: Any) -> Any:
+    def enlarged_array(name: str, array: Any) -> Any:
         if name in COUNTS:
             return array * (sizes.S // max(1, old.S))
         if name == "layout":
@@ -50,7 +50,7 @@ def grown(case: Case) -> Case:
         return array
 
     def all_of(arrays: Any) -> Any:
-        return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
+        return {name: enlarged_array(name, np.asarray(x)) for name, x in arrays.items()}
 
     mask, score, q, kv = case.mask, case.score, case.q_positions, case.kv_positions
     return dataclasses.replace(
@@ -67,8 +67,8 @@ def gradient_of_vmap(implementation: str, case: Case, x: Inputs) -> Results:
     """Values and gradients of the mapped call; `x` holds examples along a new first axis."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
-        one = lambda x: attend(implementation, case, x)  # noqa: E731
-        return jax.vmap(one)(x._replace(q=q, k=k, v=v, parameters=parameters))
+        attend_example = lambda x: attend(implementation, case, x)  # noqa: E731
+        return jax.vmap(attend_example)(x._replace(q=q, k=k, v=v, parameters=parameters))
 
     (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
     dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
@@ -77,7 +77,7 @@ def gradient_of_vmap(implementation: str, case: Case, x: Inputs) -> Results:
 
 def check(implementation: str, name: str) -> None:
     """`vmap`, its gradient, and `vmap` of the gradient are a loop over the reference."""
-    case = grown(CASES[name])
+    case = enlarged(CASES[name])
     several = [on_device(inputs(case, seed=seed)) for seed in range(EXAMPLES)]
     rules = case.rules(several[0].operands, several[0].parameters)
     rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
@@ -95,9 +95,9 @@ def check(implementation: str, name: str) -> None:
         return mapped, gradient_of_vmap(implementation, case, x)
 
     single = quick_jit(lambda x: everything("reference", case, x))
-    for found in both(stacked):
+    for results in both(stacked):
         for place, x in enumerate(several):
-            got = jax.tree.map(lambda a, place=place: np.asarray(a[place]), found)
+            got = jax.tree.map(lambda a, place=place: np.asarray(a[place]), results)
             assert_close(got, jax.tree.map(np.asarray, single(x)), 1e-12)
 
 

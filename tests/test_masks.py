@@ -376,16 +376,16 @@ def _draw_padding(draw):
     tokens = rng.integers(0, 2, (*lead, TREE_S))
     if draw(st.booleans()):
         tokens = np.sort(tokens)[..., :: draw(st.sampled_from([1, -1]))]
-    given = tokens.astype(bool) if draw(st.booleans()) else tokens
+    attention_mask = tokens.astype(bool) if draw(st.booleans()) else tokens
     return Ruled(
-        masks.Padding(jnp.asarray(given)),
+        masks.Padding(jnp.asarray(attention_mask)),
         lambda b, h, i, j, q, kv: tokens[(b,) * len(lead)][j] == 1,
     )
 
 
 def _draw_dilated(draw):
-    step = draw(st.integers(1, 5))
-    return Ruled(masks.Dilated(step), lambda b, h, i, j, q, kv: (q - kv) % step == 0)
+    stride = draw(st.integers(1, 5))
+    return Ruled(masks.Dilated(stride), lambda b, h, i, j, q, kv: (q - kv) % stride == 0)
 
 
 def _draw_global(draw):
@@ -401,8 +401,8 @@ def _draw_blocks(draw):
     layout = _bools(draw, *lead, *cells)
 
     def truth(b, h, i, j, q, kv):
-        one = layout[b % layout.shape[0], h] if lead else layout
-        return one[i // block[0], j // block[1]]
+        head_layout = layout[b % layout.shape[0], h] if lead else layout
+        return head_layout[i // block[0], j // block[1]]
 
     given_block = block[0] if block[0] == block[1] else block
     return Ruled(masks.Blocks(jnp.asarray(layout), given_block), truth)
@@ -752,8 +752,10 @@ def test_a_million_by_a_million_costs_the_number_of_tiles(block):
 def test_a_traced_map_never_holds_all_points(name):
     def temporaries(size):
         def build(lengths, ids):
-            own = masks.Segments(ids) if name == "segments" else masks.Lengths(lengths, lengths)
-            return masks.tile_map(masks.Causal() & own, size, size, 512, 512)
+            by_token = (
+                masks.Segments(ids) if name == "segments" else masks.Lengths(lengths, lengths)
+            )
+            return masks.tile_map(masks.Causal() & by_token, size, size, 512, 512)
 
         arrays = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((size,), jnp.int32)
         analysis: Any = jax.jit(build).lower(*arrays).compile().memory_analysis()

@@ -182,9 +182,9 @@ def test_self_attention_drops_weights():
     got = jattn.self_attention(x, *weights, dropout_rate=0.4, dropout_key=key)
     query, keys = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights[:2])
     shares = np.asarray(jattn.attention_weights(query, keys))[:, 0]
-    kept = [dropout.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
-    assert 0 < np.mean(kept) < 1
-    want = np.where(kept, shares / 0.6, 0) @ (np.asarray(x) @ np.asarray(weights[2]))
+    keep = [dropout.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
+    assert 0 < np.mean(keep) < 1
+    want = np.where(keep, shares / 0.6, 0) @ (np.asarray(x) @ np.asarray(weights[2]))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
@@ -345,10 +345,10 @@ def test_additive_keys_are_projected_once_and_reused():
     reused = {**inputs, "key": projected, "w_key": None}
     whole = additive(**inputs)
     np.testing.assert_array_equal(additive(**reused), whole)
-    for step in range(T):  # decoding: one query at a time
-        one = {**reused, "query": inputs["query"][:, step : step + 1]}
-        got = additive(**one)
-        np.testing.assert_allclose(got, whole[:, step : step + 1], rtol=0, atol=1e-14)
+    for place in range(T):  # decoding: one query at a time
+        single_query = {**reused, "query": inputs["query"][:, place : place + 1]}
+        got = additive(**single_query)
+        np.testing.assert_allclose(got, whole[:, place : place + 1], rtol=0, atol=1e-14)
 
 
 def test_weights_of_additive_attention_by_the_formula():
@@ -364,9 +364,9 @@ def test_weights_of_additive_attention_by_the_formula():
     np.testing.assert_allclose(out, want @ inputs["value"], rtol=0, atol=1e-13)
     with tuning.using(additive_tile=4):  # the output goes by tiles
         out, dropped = jattn.additive_attention(**arrays, mask=mask, **dropout, return_weights=True)
-    kept = np.asarray(dropped) != 0
-    assert 0 < np.mean(kept[seen & (want > 0)]) < 1
-    np.testing.assert_allclose(dropped, want * kept / 0.7, rtol=0, atol=1e-14)
+    survives = np.asarray(dropped) != 0
+    assert 0 < np.mean(survives[seen & (want > 0)]) < 1
+    np.testing.assert_allclose(dropped, want * survives / 0.7, rtol=0, atol=1e-14)
     np.testing.assert_allclose(out, dropped @ inputs["value"], rtol=0, atol=1e-13)
 
 
@@ -409,14 +409,14 @@ def additive_formula(
     arrays: dict[str, Any],
     allowed: Any,
     modify: Callable[[Any], Any] = lambda score: score,
-    kept: Any = 1.0,
+    dropout_scale: Any = 1.0,
 ) -> Any:
     """All pairs at once: `allowed` and what is kept of the weights broadcast to [B, T, S]."""
     query, key = arrays["query"] @ arrays["w_query"], arrays["key"] @ arrays["w_key"]
     raw = jnp.tanh(query[:, :, None] + key[:, None]) @ arrays["w_score"]
     score = jnp.where(allowed, modify(raw), -1e30)
     weights = jnp.where(allowed, jax.nn.softmax(score, axis=-1), 0)
-    return (weights * kept) @ arrays["value"]
+    return (weights * dropout_scale) @ arrays["value"]
 
 
 def _long_mask(mask: str, queries: int, keys: int) -> Any:
@@ -501,19 +501,19 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     learned = (jnp.asarray(0.7), bias, by_row)
     key = jax.random.key(5)
     places = jnp.arange(queries), jnp.arange(keys)
-    kept = jnp.stack([dropout.keep(key, 0.3, b, 0, *places) for b in range(B)])
+    keep = jnp.stack([dropout.keep(key, 0.3, b, 0, *places) for b in range(B)])
     arrays = on_device(long_inputs(queries, keys))
 
     def attend(arrays, learned):
         t, bias, by_row = learned
         score = scores.Temperature(t) >> scores.Bias(bias) >> scores.Bias(by_row)
-        given = {"score": score, "dropout_rate": 0.3, "dropout_key": key}
-        return jattn.additive_attention(**arrays, mask=build(), **given)
+        options = {"score": score, "dropout_rate": 0.3, "dropout_key": key}
+        return jattn.additive_attention(**arrays, mask=build(), **options)
 
     def formula(arrays, learned):
         t, bias, by_row = learned
         modify = lambda score: score / t + bias[0] + by_row[:, 0]  # noqa: E731
-        return additive_formula(arrays, allowed, modify, jnp.where(kept, 1 / 0.7, 0))
+        return additive_formula(arrays, allowed, modify, jnp.where(keep, 1 / 0.7, 0))
 
     d_out = jnp.asarray(rng.normal(size=(B, queries, 3)))
 
@@ -544,27 +544,27 @@ def test_what_is_masked_does_not_exist_in_any_tile(tiles_of_16, poison):
     assert not np.any(got["value"][1, 64:])
 
 
-@pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, where):
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, poisoned):
     clean = long_inputs(40, 40)
     dirty = {name: np.array(x) for name, x in clean.items()}
-    dirty[where][:, 20] = np.nan
-    apart = np.tri(40, dtype=bool) & (np.arange(40) != 20)
-    apart[20] = np.arange(40) == 20  # the token with NaN is for itself
+    dirty[poisoned][:, 20] = np.nan
+    isolated = np.tri(40, dtype=bool) & (np.arange(40) != 20)
+    isolated[20] = np.arange(40) == 20  # the token with NaN is for itself
     d_out = jnp.asarray(np.random.default_rng(8).normal(size=(B, 40, 3)))
-    others = np.arange(40) != 20
+    finite = np.arange(40) != 20
     for allowed, lost in (
-        (apart, ~others),
-        (np.tri(40, dtype=bool), ~others if where == "query" else np.arange(40) >= 20),
+        (isolated, ~finite),
+        (np.tri(40, dtype=bool), ~finite if poisoned == "query" else np.arange(40) >= 20),
     ):
         mask = masks.Dense(jnp.asarray(allowed)[None, None])
         got, want = (_additive_and_gradients(x, mask, d_out) for x in (dirty, clean))
         assert np.isnan(got["out"][:, lost]).all()
         np.testing.assert_allclose(got["out"][:, ~lost], want["out"][:, ~lost], atol=1e-13)
-        names = ["query", "key", "value"] if allowed is apart else ["query"]
+        names = ["query", "key", "value"] if allowed is isolated else ["query"]
         for name in names:
-            near, there = got[name][:, ~lost], want[name][:, ~lost]
-            np.testing.assert_allclose(near, there, rtol=0, atol=1e-13, err_msg=name)
+            gradient, expected = got[name][:, ~lost], want[name][:, ~lost]
+            np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-13, err_msg=name)
 
 
 def test_additive_attention_over_tiles_is_mapped_and_differentiated(tiles_of_16):
@@ -585,9 +585,9 @@ def test_additive_attention_over_tiles_is_mapped_and_differentiated(tiles_of_16)
     operands = [*(arrays[name] for name in names), lengths]
     for got, want in zip(mapped(*operands), whole(*operands), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
-    given = tuple(operands[:3])
-    slope = quick_jit(lambda *x: jax.jvp(lambda *x: loss(*x, lengths), x, x)[1])(*given)
-    gradients = zip(given, whole(*operands), strict=True)
+    qkv = tuple(operands[:3])
+    slope = quick_jit(lambda *x: jax.jvp(lambda *x: loss(*x, lengths), x, x)[1])(*qkv)
+    gradients = zip(qkv, whole(*operands), strict=True)
     assert error(slope, sum(np.vdot(x, d) for x, d in gradients)) <= 1e-12
 
 

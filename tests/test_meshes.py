@@ -25,18 +25,18 @@ TINY = PRESETS["tiny"]
 def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
     """The losses of the first steps, and the state after them, which lies as it began."""
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
-    step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
+    train_step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
     state = placement.state(bench.init_state())
     lie = jax.tree.map(lambda array: array.sharding, state)
-    found = []
+    losses_of_steps = []
     for _, batch in zip(range(steps), bench.batches.from_step(0), strict=False):
         placed = placement.batch(batch, bench.config.accumulation_steps)
-        state, metrics = step(state, placed)
-        found.append(float(metrics.loss))
+        state, metrics = train_step(state, placed)
+        losses_of_steps.append(float(metrics.loss))
     if mesh:
         same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, lie)
         assert jax.tree.all(same)
-    return found, placement.host(state)
+    return losses_of_steps, placement.host(state)
 
 
 @pytest.mark.one_in(2, slow=True)
@@ -47,12 +47,12 @@ def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float],
 )
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     """With dropout, and rows that the devices cannot share evenly."""
-    own = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
-    alone, state = losses(own, None)
-    cut, after = losses(own, mesh)
+    small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
+    alone, state = losses(small_bench, None)
+    cut, sharded_state = losses(small_bench, mesh)
     np.testing.assert_allclose(cut, alone, rtol=2e-5)
-    (_, (before, *_)), (_, (gradients, *_)) = state.opt_state, after.opt_state
-    for name, mean in before.mu.items():
+    (_, (expected, *_)), (_, (gradients, *_)) = state.opt_state, sharded_state.opt_state
+    for name, mean in expected.mu.items():
         np.testing.assert_allclose(gradients.mu[name], mean, atol=2e-6, err_msg=name)
 
 
@@ -92,17 +92,17 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     ):
         directory = tmp_path / name
         shutil.copytree(paused, directory)
-        given = () if mesh is None else ("--mesh", mesh)
-        assert cli.main(["train", "--run", str(directory), "--resume", *given]) == 0
-        one, other = (
+        mesh_option = () if mesh is None else ("--mesh", mesh)
+        assert cli.main(["train", "--run", str(directory), "--resume", *mesh_option]) == 0
+        expected, resumed = (
             json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
             for run in (whole, directory)
         )
-        assert one["step"] == other["step"] == 8
+        assert expected["step"] == resumed["step"] == 8
         if exact:
-            assert one["loss"] == other["loss"]
+            assert expected["loss"] == resumed["loss"]
             assert_equal(final_state(whole), final_state(directory))
-        np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+        np.testing.assert_allclose(resumed["loss"], expected["loss"], rtol=1e-5)
 
 
 def final_state(directory: Path) -> dict[str, np.ndarray]:

@@ -91,10 +91,10 @@ def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
         return jattn.attention(x, x, x, implementation=implementation, **how())
 
     for change in (lambda f: f, gradient):
-        found = PLACES[place](change(attention))(x)
+        result = PLACES[place](change(attention))(x)
         for c in (0, 1):
             want = change(lambda x, c=c: formula(x, c))(x[c : c + 1])
-            np.testing.assert_allclose(found[c : c + 1], want, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(result[c : c + 1], want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])

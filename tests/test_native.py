@@ -336,8 +336,8 @@ def test_decoding_reads_nothing_that_is_masked():
     for kind in ("dense", "paged"):
         q, cache = cached(kind, 2, 16, 16, jnp.float32)
         want = jattn.attention(q, cache)
-        held = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
-        poison = jnp.where(held[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
+        is_used = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
+        poison = jnp.where(is_used[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
         empty = cache.keys == 0  # what was never written
         changed = DenseCache if kind == "dense" else PagedCache
         fields = {name: getattr(cache, name) for name in cache.__dataclass_fields__}

@@ -61,11 +61,16 @@ def process(code: str, home: Path, compiler: str, **options: Any) -> subprocess.
     """Runs Python with a cache folder and temporary files of its own, below `home`."""
     temporary = home / "temporary"
     temporary.mkdir(exist_ok=True)
-    own = {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary), "CXX": compiler, "NPROC": "4"}
+    settings = {
+        "XDG_CACHE_HOME": str(home),
+        "TMPDIR": str(temporary),
+        "CXX": compiler,
+        "NPROC": "4",
+    }
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**environment, **own},
+        env={**environment, **settings},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -161,16 +166,16 @@ def planted(tmp_path_factory) -> tuple[bytes, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["folder for all", "folder of another", "file of another"])
-def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
+@pytest.mark.parametrize("location", ["folder for all", "folder of another", "file of another"])
+def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, location):
     """Others cannot have us load what they wrote where they may write, sealed or not."""
     contents, mark = planted
     home, library = copied(built, tmp_path)
     library.write_bytes(contents + compiler._checksum(library.name, contents))
-    if where == "folder for all":
+    if location == "folder for all":
         library.parent.chmod(0o777)
     elif os.geteuid() == 0:
-        os.chown(library.parent if where.startswith("folder") else library, 65534, 65534)
+        os.chown(library.parent if location.startswith("folder") else library, 65534, 65534)
     else:
         pytest.skip("only root can give files away")
     assert said(CALL, home, quick) == "None"
@@ -185,14 +190,14 @@ def test_without_a_folder_each_process_has_its_own(quick, tmp_path):
 
 
 def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path):
-    own, shared = tmp_path / "own", tmp_path / "shared"
-    own.mkdir()
+    private, shared = tmp_path / "own", tmp_path / "shared"
+    private.mkdir()
     shared.mkdir()
     for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
         shared.chmod(mode)
         monkeypatch.setattr(compiler.tempfile, "tempdir", str(shared))
-        where = compiler._in_private_folder(lambda path: path.parent.parent, own)
-        assert where == (shared if safe else own)
+        chosen = compiler._in_private_folder(lambda path: path.parent.parent, private)
+        assert chosen == (shared if safe else private)
     shared.chmod(0o777)
     with pytest.raises(OSError, match="no folder for temporary files"):
         compiler._in_private_folder(lambda path: path, None)
@@ -269,11 +274,11 @@ def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
 
 def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
     """What is made may be read by other users, whatever the umask, and written by none."""
-    before = os.umask(0)
+    umask = os.umask(0)
     try:
         made = compiler._trusted(tmp_path / "a" / "b")
     finally:
-        os.umask(before)
+        os.umask(umask)
     assert [x.stat().st_mode & 0o777 for x in (made, made.parent)] == [0o755] * 2
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is not a folder"):
@@ -320,11 +325,11 @@ def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", nowhere)
     assert compiler._folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = os.umask(0)
+    umask = os.umask(0)
     try:
         assert compiler._folder() == tmp_path / "jattn"
     finally:
-        os.umask(before)
+        os.umask(umask)
     assert compiler._folder() == tmp_path / "jattn"
 
 
@@ -405,13 +410,13 @@ def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
         text = script(tmp_path / "compiler", f"echo >> {count}\n{text}")
     monkeypatch.setenv("CXX", text)
     assert expected in reason()
-    asked = count.read_text() if count.exists() else ""
+    calls = count.read_text() if count.exists() else ""
     x = on_device(inputs(CASES["causal"], "float32"))
     with pytest.raises(NotImplementedError, match="'native': "):
         attend("native", CASES["causal"], x)
     check_that_blockwise_runs()
     assert reason()
-    assert (count.read_text() if count.exists() else "") == asked
+    assert (count.read_text() if count.exists() else "") == calls
     assert list(fresh.glob("*")) == []
 
 
@@ -426,8 +431,8 @@ def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path,
     for _ in range(2):
         assert "there is no C++ compiler: c++ and g++ and clang++ not found" in reason()
         library._libraries.clear()
-    (told,) = caplog.messages
-    assert "1.7 times as long" in told and 'pip install "jattn[compiler]"' in told
+    (message,) = caplog.messages
+    assert "1.7 times as long" in message and 'pip install "jattn[compiler]"' in message
 
 
 def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):
@@ -481,13 +486,13 @@ def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
     [RuntimeError("can't start new thread"), ValueError(), OSError(), KeyError("x")],
     ids=repr,
 )
-@pytest.mark.parametrize("where", ["load", "start"])
-def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, where):
+@pytest.mark.parametrize("function", ["load", "start"])
+def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, function):
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    at = compiler if where == "load" else library.threading.Thread
-    monkeypatch.setattr(at, where, fail)
+    owner = compiler if function == "load" else library.threading.Thread
+    monkeypatch.setattr(owner, function, fail)
     assert reason() == (str(error) or repr(error))
 
 
@@ -671,13 +676,13 @@ def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
 def test_another_process_finds_it(built, quick, tmp_path):
     """It does not even ask the compiler which it is."""
     home, library = copied(built, tmp_path)
-    before, log = library.stat(), Path(quick).with_name("log")
-    asked = log.read_text()
+    stat, log = library.stat(), Path(quick).with_name("log")
+    calls = log.read_text()
     assert said(CALL, home, quick) == "None"
-    assert log.read_text() == asked
+    assert log.read_text() == calls
     assert (library.stat().st_mtime_ns, library.stat().st_ino) == (
-        before.st_mtime_ns,
-        before.st_ino,
+        stat.st_mtime_ns,
+        stat.st_ino,
     )
 
 
@@ -698,22 +703,22 @@ def test_who_builds_at_once_builds_one(monkeypatch, tmp_path):
 
     def load(_: int) -> Any:
         try:
-            library, kept = compiler._load("one", [], [], compiled, None)
+            library, saved = compiler._load("one", [], [], compiled, None)
         except compiler.BuildError as error:
             return str(error)
-        assert kept is not None and kept.exists()
+        assert saved is not None and saved.exists()
         return library.one()
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(load, range(4)), key=str) == [1, 1, 1, "it fails"]
     assert len(began) == 2
-    (kept,) = (tmp_path / "jattn").glob("*.so")
-    kept.unlink()
-    kept.with_suffix(".lock").touch()  # of a process that was killed
+    (saved,) = (tmp_path / "jattn").glob("*.so")
+    saved.unlink()
+    saved.with_suffix(".lock").touch()  # of a process that was killed
     assert load(0) == 1
-    (kept,) = (tmp_path / "jattn").glob("*.so")
-    kept.unlink()
-    kept.with_suffix(".lock").mkdir()
+    (saved,) = (tmp_path / "jattn").glob("*.so")
+    saved.unlink()
+    saved.with_suffix(".lock").mkdir()
     assert load(0) == 1 and len(began) == 4
 
 
@@ -824,9 +829,9 @@ def serialized(built, quick, tmp_path_factory) -> tuple[Path, Path]:
 def test_a_compiled_program_runs_where_nothing_but_the_package_is_imported(serialized, quick):
     path, home = serialized
     log = Path(quick).with_name("log")
-    before = log.read_text()
+    calls = log.read_text()
     said(READ.replace("{path}", str(path)), home, quick)
-    assert log.read_text() == before, "its libraries are found without the compiler"
+    assert log.read_text() == calls, "its libraries are found without the compiler"
 
 
 def test_a_compiled_program_says_what_to_do_where_its_library_is_not(serialized, quick, tmp_path):

@@ -284,9 +284,9 @@ def test_any_number_of_batch_axes(batch):
     module = made(nn.MultiHeadAttention, 3, 5, 12)
     x = normal(1, *batch, 7, 5)
     out = call(module, x, mask=masks.Causal())
-    one = x.reshape(-1, 7, 5)[-1]
+    last_row = x.reshape(-1, 7, 5)[-1]
     np.testing.assert_allclose(
-        out.reshape(-1, 7, 5)[-1], call(module, one, mask=masks.Causal()), rtol=0, atol=1e-6
+        out.reshape(-1, 7, 5)[-1], call(module, last_row, mask=masks.Causal()), rtol=0, atol=1e-6
     )
 
 
@@ -295,18 +295,21 @@ def test_masks_and_scores_of_module_and_call_combine():
     make = functools.partial(nn.MultiHeadAttention, 3, 5, 12)
     plain = made(make, spread=3.0)
     lengths = jnp.array([4, 6], jnp.int32)
-    own = shaken(
+    configured = shaken(
         make(mask=masks.Lengths(kv=lengths), score=scores.SoftCap(2.0), rngs=nnx.Rngs(params=0)),
         spread=3.0,
     )
     f, g = scores.SoftCap(2.0), scores.Temperature(0.3)
 
     @nnx.jit
-    def outs(own, plain, lengths):
+    def outs(configured, plain, lengths):
         causal, padding = masks.Causal(), masks.Lengths(kv=lengths)
         expected = plain(x, mask=padding & causal, score=f >> g)
-        same = own(x, mask=causal, score=g), own(x, mask=jnp.asarray(TRIANGLE), score=g)
-        alone = own(x), plain(x, mask=padding, score=f)
+        same = (
+            configured(x, mask=causal, score=g),
+            configured(x, mask=jnp.asarray(TRIANGLE), score=g),
+        )
+        alone = configured(x), plain(x, mask=padding, score=f)
         other = (
             plain(x, mask=causal, score=f >> g),
             plain(x, mask=padding, score=f >> g),
@@ -315,7 +318,7 @@ def test_masks_and_scores_of_module_and_call_combine():
         )
         return expected, same, alone, other
 
-    expected, same, alone, other = outs(own, plain, lengths)
+    expected, same, alone, other = outs(configured, plain, lengths)
     for out in same:
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(*alone, rtol=0, atol=1e-6)
@@ -550,8 +553,8 @@ def test_encoder_layer_formula(norm):
     p = arrays(layer)
 
     def attend(y):
-        own = {k.removeprefix("self_attention/"): v for k, v in p.items()}
-        return multi_head(own, y, y, np.arange(5) < 4)
+        attention_parameters = {k.removeprefix("self_attention/"): v for k, v in p.items()}
+        return multi_head(attention_parameters, y, y, np.arange(5) < 4)
 
     def feed_forward(y):
         hidden = np.maximum(y @ p["feed_forward/hidden/kernel"] + p["feed_forward/hidden/bias"], 0)
@@ -664,8 +667,13 @@ SIZES: dict[str, Any] = {
 
 
 def transformer(**options):
-    given: dict[str, Any] = {"dropout_rate": 0.0, "rngs": nnx.Rngs(params=0), **SIZES, **options}
-    return nn.Transformer(13, 11, **given)
+    arguments: dict[str, Any] = {
+        "dropout_rate": 0.0,
+        "rngs": nnx.Rngs(params=0),
+        **SIZES,
+        **options,
+    }
+    return nn.Transformer(13, 11, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -759,8 +767,8 @@ def test_logits_do_not_see_later_tokens(small):
     def reach(model):
         """|d logits[t] / d embedding[t']|, summed over everything else: [T, T]."""
         memory = model.encode(source)
-        one = lambda x: jnp.abs(model.output(model.decoder(x, memory))).sum((0, 2))  # noqa: E731
-        return jnp.abs(jax.jacobian(one)(model.target_tokens(target))).sum((1, 3))
+        logit_sums = lambda x: jnp.abs(model.output(model.decoder(x, memory))).sum((0, 2))  # noqa: E731
+        return jnp.abs(jax.jacobian(logit_sums)(model.target_tokens(target))).sum((1, 3))
 
     reached = np.asarray(reach(model))
     assert (np.triu(reached, 1) == 0).all()
@@ -773,8 +781,8 @@ def test_padding_changes_nothing(small):
     mask = masks.Lengths(kv=lengths)
     logits = call(model, source, target, source_mask=mask, cross_mask=mask)
     rubbish = jnp.asarray(np.random.default_rng(5).integers(0, 13, (2, 10)), jnp.int32)
-    kept = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
-    longer = jnp.where(kept, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
+    is_real = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
+    longer = jnp.where(is_real, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
 
     @nnx.jit
     def outs(model):
@@ -858,14 +866,14 @@ def test_traced_once(small):
     traces = []
 
     @nnx.jit
-    def step(model, source, target, lengths, rngs):
+    def run(model, source, target, lengths, rngs):
         traces.append(None)
         mask = masks.Lengths(kv=lengths)
         return model(source, target, source_mask=mask, cross_mask=mask, rngs=rngs)
 
     rngs = nnx.Rngs(dropout=0)
     for shift in range(3):
-        step(model, (source + shift) % 13, target, jnp.array([4 + shift, 7], jnp.int32), rngs)
+        run(model, (source + shift) % 13, target, jnp.array([4 + shift, 7], jnp.int32), rngs)
     assert len(traces) == 1
 
 
@@ -887,7 +895,7 @@ def test_graph_and_tree_mode(small, graph):
         x = normal(1, 2, 5, 6)
 
         @nnx.jit
-        def step(layer, key):
+        def train_step(layer, key):
             def loss(layer):
                 return ((layer(x, rngs=nnx.Rngs(dropout=key)) - x) ** 2).mean()
 
@@ -896,7 +904,7 @@ def test_graph_and_tree_mode(small, graph):
             nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, state, nnx.state(gradient)))
             return value
 
-        losses = [float(step(trained, jax.random.key(i))) for i in range(5)]
+        losses = [float(train_step(trained, jax.random.key(i))) for i in range(5)]
         assert losses[-1] < losses[0] and len(set(losses)) == 5
 
 
@@ -1182,10 +1190,10 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
 def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(name):
     make, table, answers = CALLS[name]
     layer: Any = nnx.eval_shape(make)
-    for given, says in answers.items():
-        message = rf"^{name}\.__call__: no argument '{given}'; .*{re.escape(says)}"
+    for argument, says in answers.items():
+        message = rf"^{name}\.__call__: no argument '{argument}'; .*{re.escape(says)}"
         with pytest.raises(TypeError, match=message):
-            layer(None, **{given: None})
+            layer(None, **{argument: None})
     taken = inspect.signature(layer).parameters
     elsewhere = {"left", "right", "q", "kv", "dropout_rate", "dropout", "rngs", "deterministic"}
     for other, line in table.items():
@@ -1196,7 +1204,7 @@ def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(nam
 
 
 def test_making_models_is_answered_with_the_line_to_write():
-    for name, given, says in (
+    for name, argument, says in (
         ("Decoder", "nhead", "write num_heads=nhead"),
         ("Decoder", "norm_first", "write norm="),
         ("Decoder", "dropout_rat", "did you mean 'dropout_rate'?"),
@@ -1205,7 +1213,7 @@ def test_making_models_is_answered_with_the_line_to_write():
     ):
         make: Any = getattr(nn, name)
         with pytest.raises(TypeError, match=f"^{name}.__init__: .*{re.escape(says)}"):
-            make(**{given: 1, "rngs": nnx.Rngs(0)})
+            make(**{argument: 1, "rngs": nnx.Rngs(0)})
     for line in advice.MODEL_CONSTRUCTOR_ADVICE.values():
         classes = (nn.Encoder, nn.Transformer, nn.DecoderOnly)
         taken = {name for made in classes for name in inspect.signature(made).parameters}
@@ -1222,14 +1230,14 @@ def test_what_a_layer_keeps_stands_for_its_mask_and_score():
     q = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
     want = jattn.attention(q, q, q, mask=mask & masks.Window(left=1), score=score)
     for layer in layers:
-        kept: Any = layer.mask
-        for both in (kept & masks.Window(left=1), masks.Window(left=1) & kept):
+        layer_mask: Any = layer.mask
+        for both in (layer_mask & masks.Window(left=1), masks.Window(left=1) & layer_mask):
             got = jattn.attention(q, q, q, mask=both, score=layer.score)
             np.testing.assert_allclose(got, want, atol=1e-6)
         np.testing.assert_array_equal(
             jattn.attention_weights(q, q, mask=layer.mask), jattn.attention_weights(q, q, mask=mask)
         )
-        other = nn.MultiHeadAttention(2, 8, mask=kept, score=score, rngs=nnx.Rngs(0))
+        other = nn.MultiHeadAttention(2, 8, mask=layer_mask, score=score, rngs=nnx.Rngs(0))
         x = jax.random.normal(jax.random.key(1), (1, 5, 8))
         np.testing.assert_allclose(other(x), layer(x), atol=1e-6)
-        np.testing.assert_allclose(layer(x, mask=kept), layer(x), atol=1e-6)
+        np.testing.assert_allclose(layer(x, mask=layer_mask), layer(x), atol=1e-6)

@@ -150,10 +150,10 @@ BRANCHES = """\
 
 
 def test_what_a_vote_jumps_over_counts_apart():
-    (found,) = machine_code.loops(BRANCHES)
-    assert (found.instructions, found.sometimes) == (13, 2)
+    (loop,) = machine_code.loops(BRANCHES)
+    assert (loop.instructions, loop.sometimes) == (13, 2)
     kinds = {"jump": 5, "special": 3, "float": 2, "matrix": 1, "shuffle": 1, "integer": 1}
-    assert found.by_kind == kinds
+    assert loop.by_kind == kinds
 
 
 def test_threads_of_a_warpgroup_vote_at_a_barrier():
@@ -164,10 +164,10 @@ def test_threads_of_a_warpgroup_vote_at_a_barrier():
 
 
 def test_the_main_loop_has_most_products_in_fewest_instructions():
-    found = machine_code.loops(SASS)
-    assert machine_code.main_loop(found) == found[0]
-    more = found[1]._replace(matrix_cycles=1000)
-    assert machine_code.main_loop([*found, more]) == more
+    loops = machine_code.loops(SASS)
+    assert machine_code.main_loop(loops) == loops[0]
+    larger = loops[1]._replace(matrix_cycles=1000)
+    assert machine_code.main_loop([*loops, larger]) == larger
     assert machine_code.main_loop([]) is None
 
 
@@ -224,20 +224,24 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
         "// ('builtin.module' operation: @jattn_forward)\n  dynamic_shared_memory_size %c1000_i32 {"
     )
     (tmp_path / "jattn_forward.mlir-passes.log").write_text(log)
-    asked = []
+    calls = []
 
     def said(tool: str, *arguments: str) -> str:
-        asked.append((tool, *arguments))
+        calls.append((tool, *arguments))
         return {"ptxas": SAID, "nvdisasm": SASS}[tool]
 
     monkeypatch.setattr(job, "_said", said)
-    (found,) = job.kernels(tmp_path)
-    assert (found["kernel"], found["threads"], found["spill_bytes"]) == ("jattn_forward", 384, 120)
-    assert found["shared_bytes"] == 1000 + 32
-    assert found["main_loop"]["instructions"] == 5
-    assert len(found["loops"]) == 2
-    assert asked[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
-    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
+    (kernel,) = job.kernels(tmp_path)
+    assert (kernel["kernel"], kernel["threads"], kernel["spill_bytes"]) == (
+        "jattn_forward",
+        384,
+        120,
+    )
+    assert kernel["shared_bytes"] == 1000 + 32
+    assert kernel["main_loop"]["instructions"] == 5
+    assert len(kernel["loops"]) == 2
+    assert calls[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
+    assert json.loads(json.dumps(kernel)) == json.loads(json.dumps(kernel, allow_nan=False))
 
 
 def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
@@ -247,8 +251,8 @@ def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
     monkeypatch.setattr(
         job, "_said", lambda tool, *_: "Used 9 registers" if tool == "ptxas" else ""
     )
-    (found,) = job.kernels(tmp_path)
-    assert (found["threads"], found["shared_bytes"], found["main_loop"]) == (128, 40960, None)
+    (kernel,) = job.kernels(tmp_path)
+    assert (kernel["threads"], kernel["shared_bytes"], kernel["main_loop"]) == (128, 40960, None)
 
 
 def test_a_tool_that_fails_fails_the_job(monkeypatch):
@@ -334,33 +338,33 @@ def test_the_last_line_of_a_process_is_the_row(monkeypatch):
     }
 
 
-def given(*arguments: str, target: str = "h100") -> Any:
+def parsed(*arguments: str, target: str = "h100") -> Any:
     return command.arguments(["--target", target, *arguments])
 
 
 def test_jobs_are_the_product_of_the_arguments():
-    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "ampere")
-    found = command.chosen(asked, targets.H100)
-    assert len(found) == len(set(found)) == 2 * 2 * 2
-    assert found[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
-    assert {x.which for x in found} == {"forward", "gradients"}
+    options = parsed("--cases", "full", "bias", "--head", "64", "128", "--implementation", "ampere")
+    jobs = command.chosen(options, targets.H100)
+    assert len(jobs) == len(set(jobs)) == 2 * 2 * 2
+    assert jobs[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
+    assert {x.which for x in jobs} == {"forward", "gradients"}
 
 
 def test_lengths_are_for_cases_without_arrays():
-    asked = given("--lengths", "4096", "8192", "--head", "64")
-    found = command.chosen(asked, targets.H100)
-    assert found[1] == Job("h100", "full", "blockwise", 64, "bfloat16", "forward", 8192)
-    assert len(found) == len(set(found)) == 2 * 2 * 2
+    options = parsed("--lengths", "4096", "8192", "--head", "64")
+    jobs = command.chosen(options, targets.H100)
+    assert jobs[1] == Job("h100", "full", "blockwise", 64, "bfloat16", "forward", 8192)
+    assert len(jobs) == len(set(jobs)) == 2 * 2 * 2
     query, key, *_ = calls.CALLS["causal"].of_length(8192).arrays(64, "bfloat16")
     assert (query.shape, key.shape) == ((1, 8192, 8, 64), (1, 8192, 2, 64))
     with pytest.raises(UserError, match="--lengths: the case segments has arrays of one length"):
-        command.chosen(given("--lengths", "4096", "--cases", "segments"), targets.H100)
+        command.chosen(parsed("--lengths", "4096", "--cases", "segments"), targets.H100)
 
 
 def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
-    found = command.chosen(given("--pass", "gradients", target="v5e"), targets.V5E)
-    assert {x.implementation for x in found} == {"tpu", "blockwise"}
-    assert {x.case for x in found} == set(calls.CALLS)
+    jobs = command.chosen(parsed("--pass", "gradients", target="v5e"), targets.V5E)
+    assert {x.implementation for x in jobs} == {"tpu", "blockwise"}
+    assert {x.case for x in jobs} == set(calls.CALLS)
 
 
 @pytest.mark.parametrize(
@@ -434,17 +438,17 @@ def row(status: str, message: str = "", **more: Any) -> dict[str, Any]:
 
 
 def test_the_table_of_a_gpu():
-    one, two = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
+    first, second = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
     numbers = "jattn_forward 168 24 168033"
-    assert " ".join(one.split()).endswith(
+    assert " ".join(first.split()).endswith(
         f"forward {numbers} 519 64 1024 528 640 653-989 warning: be careful"
     )
-    assert " ".join(two.split()).endswith(f"{numbers} - - - - - - warning: be careful")
+    assert " ".join(second.split()).endswith(f"{numbers} - - - - - - warning: be careful")
     (none,) = command.lines(row("compiled", kernels=[]))
     assert none.endswith("no kernel of its own")
     (why,) = command.lines(row("unsupported", "no reason"))
     assert why.endswith("UNSUPPORTED no reason")
-    assert len(command.titles(targets.H100)) == len(one.split(" warning")[0])
+    assert len(command.titles(targets.H100)) == len(first.split(" warning")[0])
 
 
 def test_the_table_of_a_tpu():
@@ -554,17 +558,17 @@ def in_32_bits(array: Any) -> Any:
     return jax.ShapeDtypeStruct(np.shape(array), kinds.get(array.dtype.name, array.dtype))
 
 
-def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
+def everything(case: Case, implementation: str, x: Inputs, key: Any) -> Any:
     """out, lse and all gradients."""
     options = {"dropout_key": key} if case.rate else {}
 
     def attend(q: Any, k: Any, v: Any, parameters: Any) -> Any:
         return case.attend(
-            q, k, v, parameters, given.operands, implementation=implementation, **options
+            q, k, v, parameters, x.operands, implementation=implementation, **options
         )
 
-    out, pull = jax.vjp(attend, given.q, given.k, given.v, given.parameters)
-    return out, pull((given.d_out, given.d_lse))
+    out, pull = jax.vjp(attend, x.q, x.k, x.v, x.parameters)
+    return out, pull((x.d_out, x.d_lse))
 
 
 @pytest.mark.exhaustive
@@ -619,13 +623,13 @@ def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
-    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_")]
+    kernels = [x for x in row["kernels"] if x["kernel"].startswith("jattn_")]
     passes = [f"jattn_{implementation}_{x}" for x in ("forward", "d_queries", "d_keys")]
     expected = {*passes, "jattn_mosaic_d_parameter"} if name in LEARNED else {*passes}
-    assert {x["kernel"] for x in found} == expected
+    assert {x["kernel"] for x in kernels} == expected
     # What a block may have: other GPUs since Ampere have less than an A100.
     most = (99 if implementation == "ampere" else 227) * 1024
-    for kernel in found:
+    for kernel in kernels:
         assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
         assert kernel["shared_bytes"] <= most, kernel["kernel"]
 
@@ -667,10 +671,10 @@ def test_kernels_for_blackwell_spill_nothing(target, name, head):
         assert "expected JAX 0.12" in row["message"]
         return
     assert row["status"] == "compiled", row["message"]
-    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_blackwell")]
+    kernels = [x for x in row["kernels"] if x["kernel"].startswith("jattn_blackwell")]
     passes = {"forward", "d_queries", "d_keys"} | ({"d_values"} if head > 128 else set())
-    assert {x["kernel"].removeprefix("jattn_blackwell_") for x in found} == passes
-    for kernel in found:
+    assert {x["kernel"].removeprefix("jattn_blackwell_") for x in kernels} == passes
+    for kernel in kernels:
         assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
         assert kernel["shared_bytes"] <= 227 * 1024, kernel["kernel"]
 
@@ -678,13 +682,13 @@ def test_kernels_for_blackwell_spill_nothing(target, name, head):
 def test_what_is_worse_than_it_was():
     kernel = {"kernel": "a", "spill_bytes": 0, "main_loop": LOOP, "warnings": []}
     longer = LOOP | {"instructions": 600}
-    before = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
-    assert not [*kept.worse(before, before)]
-    assert not [*kept.worse(row("failed"), before)]
-    more = {**before, "temporary_bytes": 13 * 2**20, "kernels": []}
+    baseline = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
+    assert not [*kept.worse(baseline, baseline)]
+    assert not [*kept.worse(row("failed"), baseline)]
+    worse = {**baseline, "temporary_bytes": 13 * 2**20, "kernels": []}
     warned = {**kernel, "spill_bytes": 8, "main_loop": longer, "warnings": ["serialized"]}
-    more["kernels"] = [warned, kernel | {"kernel": "new"}, warned | {"kernel": "newer"}]
-    assert [*kept.worse(before, more)] == [
+    worse["kernels"] = [warned, kernel | {"kernel": "new"}, warned | {"kernel": "newer"}]
+    assert [*kept.worse(baseline, worse)] == [
         f"temporary_bytes {10 * 2**20}, now {13 * 2**20}",
         "a spills 0, now 8 bytes",
         "a has a new warning: serialized",
@@ -692,20 +696,20 @@ def test_what_is_worse_than_it_was():
         "newer spills 0, now 8 bytes",
         "newer has a new warning: serialized",
     ]
-    assert not [*kept.worse(more, more)]
-    two = {**before, "kernels": [kernel, kernel | {"main_loop": longer}]}
+    assert not [*kept.worse(worse, worse)]
+    two = {**baseline, "kernels": [kernel, kernel | {"main_loop": longer}]}
     assert [*kept.worse(two, {**two, "kernels": two["kernels"][::-1]})] == [
         "a has a loop of 519, now 600 instructions"
     ]
-    (said,) = kept.worse(before, row("failed"))
+    (said,) = kept.worse(baseline, row("failed"))
     assert said.startswith("compiled before, now failed")
 
 
 def test_rows_to_compare_with(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row("compiled")) + "\n")
-    (found,) = kept.read(path, "h100")
-    assert found == JOB
+    (read_job,) = kept.read(path, "h100")
+    assert read_job == JOB
     for target, text in (("v5e", path.read_text()), ("h100", "{}"), ("h100", "no json")):
         path.write_text(text)
         with pytest.raises(UserError, match="--against: expected"):
@@ -721,8 +725,8 @@ def test_blockwise_takes_memory_linear_in_the_length(target, name, which):
     """Twice the length takes at most twice, up to 32,768; scores of all pairs would be 16 GB."""
     taken = []
     for length in (4096, 8192, 16384, 32768):
-        asked = Job(target.name, name, "blockwise", 64, "bfloat16", which, length)
-        row = job.outcome(asked)
+        one_job = Job(target.name, name, "blockwise", 64, "bfloat16", which, length)
+        row = job.outcome(one_job)
         assert row["status"] == "compiled", row["message"]
         taken.append(row["temporary_bytes"])
     assert all(y <= 2 * x for x, y in itertools.pairwise(taken)), taken
@@ -735,9 +739,9 @@ each_kept = pytest.mark.parametrize("path", KEPT, ids=[f"{x.parent.name}-{x.stem
 @pytest.mark.slow
 @each_kept
 def test_nothing_is_worse_than_what_was_kept(tmp_path, path):
-    here = f"jax-{'.'.join(jax.__version__.split('.')[:2])}"
-    if path.parent.name != here:
-        pytest.skip(f"compiled with {path.parent.name}, this is {here}")
+    version = f"jax-{'.'.join(jax.__version__.split('.')[:2])}"
+    if path.parent.name != version:
+        pytest.skip(f"compiled with {path.parent.name}, this is {version}")
     if targets.missing(targets.TARGETS[path.stem]):
         pytest.skip("what compiles for it is not installed")
     options = ["--target", path.stem, "--against", str(path), "--out", str(tmp_path / "rows.jsonl")]
@@ -750,14 +754,14 @@ def rows_kept(path: Path) -> list[Any]:
 
 @each_kept
 def test_all_that_was_kept_compiles_and_spills_nothing(path):
-    for one in rows_kept(path):
-        if one["status"] != "compiled":
-            assert one["message"].startswith(f"implementation {one['implementation']!r}: ")
+    for stored in rows_kept(path):
+        if stored["status"] != "compiled":
+            assert stored["message"].startswith(f"implementation {stored['implementation']!r}: ")
             continue
-        assert one["jax"].startswith(path.parent.name.removeprefix("jax-"))
-        for kernel in one.get("kernels", ()):
+        assert stored["jax"].startswith(path.parent.name.removeprefix("jax-"))
+        for kernel in stored.get("kernels", ()):
             if kernel["kernel"].startswith("jattn_"):
-                assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), one["case"]
+                assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), stored["case"]
 
 
 # For output, gradients of queries, and of keys and values; those of JAX have one name.
@@ -774,18 +778,18 @@ def loops_kept(path: Path, implementation: str) -> dict[tuple[str, int], list[di
     """Instructions and cycles of matrix units of the loops over tiles that need no mask, in
     bfloat16 and of JAX's in float16, by case and head size: for output, gradients of queries, and
     gradients of keys and values, which two kernels may share."""
-    found = {}
-    for one in rows_kept(path):
-        if one["implementation"] != implementation or one["pass"] != "gradients":
+    loops = {}
+    for stored in rows_kept(path):
+        if stored["implementation"] != implementation or stored["pass"] != "gradients":
             continue
-        kernels = [x for x in one["kernels"] if x["kernel"] in PASSES]
+        kernels = [x for x in stored["kernels"] if x["kernel"] in PASSES]
         kernels.sort(key=lambda x: (PASSES[x["kernel"]], x["main_loop"]["matrix_cycles"]))
         names = "instructions", "matrix_cycles"
         counts = [{name: x["main_loop"][name] for name in names} for x in kernels]
         both = {name: sum(x[name] for x in counts[2:]) for name in names}
-        if implementation == "jax_mgpu" or one["dtype"] == "bfloat16":
-            found[one["case"], one["head"]] = [*counts[:2], both]
-    return found
+        if implementation == "jax_mgpu" or stored["dtype"] == "bfloat16":
+            loops[stored["case"], stored["head"]] = [*counts[:2], both]
+    return loops
 
 
 HOPPER = [path for path in KEPT if path.stem == "h100"]
@@ -800,8 +804,8 @@ def test_loops_are_about_as_short_as_those_of_jax(path, head, name):
     ours = loops_kept(path, "hopper")[name, head]
     theirs = loops_kept(path, "jax_mgpu")["full", head]
     limit = LONGER[name]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["instructions"] <= limit * other["instructions"]
+    for our_loop, their_loop in zip(ours, theirs, strict=True):
+        assert our_loop["instructions"] <= limit * their_loop["instructions"]
 
 
 @pytest.mark.parametrize("path", HOPPER, ids=[path.parent.name for path in HOPPER])

@@ -130,20 +130,20 @@ def test_a_clone_is_importable_from_the_folder_that_holds_it(tmp_path):
     shutil.copytree(ROOT / "jattn", clone / "jattn")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    own = environment(tmp_path / "environment", *BACKEND, "editables")
+    python = environment(tmp_path / "environment", *BACKEND, "editables")
     options = ("-q", "--no-deps", "--no-build-isolation", "-e", clone)
-    do(own, "-m", "pip", "install", *options, folder=tmp_path)
+    do(python, "-m", "pip", "install", *options, folder=tmp_path)
     find = "import importlib.util as x; print(x.find_spec('jattn').origin)"
-    found = Path(do(own, "-c", find, folder=tmp_path).strip())
-    assert found == clone / "jattn" / "__init__.py"
+    origin = Path(do(python, "-c", find, folder=tmp_path).strip())
+    assert origin == clone / "jattn" / "__init__.py"
 
 
 @pytest.mark.slow
 def test_the_examples_run_in_a_clean_environment(built, tmp_path):
     _, python = built
     do(python, "-m", "pip", "check", folder=tmp_path)
-    where = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
-    assert Path(where.strip()).is_relative_to(python.parent.parent)
+    imported_from = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
+    assert Path(imported_from.strip()).is_relative_to(python.parent.parent)
     result = test_readme.run(test_readme.TEXT, tmp_path, str(python), installed=True)
     assert result.returncode == 0, result.stderr
 
@@ -163,8 +163,8 @@ def lowest() -> list[str]:
     """Each package that the library, its experiments and its tests need, at its lower bound."""
     extras = PROJECT["optional-dependencies"]
     named = [*PROJECT["dependencies"], *extras["viz"], *extras["experiments"], *extras["dev"]]
-    found = (re.fullmatch(r"([\w-]+)>=([\d.]+)", x) for x in named)
-    return [f"{one[1]}=={one[2]}" for one in found if one]
+    bounds = (re.fullmatch(r"([\w-]+)>=([\d.]+)", x) for x in named)
+    return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 
 
 def test_every_package_has_a_lower_bound():

@@ -121,8 +121,8 @@ def with_gradients(attend: Any, rule: Rule, arrays: Any, floats: Any, cotangents
     """Output, lse, and the gradients of all float arrays."""
 
     def call(floats: Any) -> Any:
-        given = rule.of({**arrays, **floats})
-        return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+        options = rule.of({**arrays, **floats})
+        return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
 
     results, pull = jax.vjp(call, floats)
     return (*results, *pull(cotangents))
@@ -150,10 +150,10 @@ def check(rule: Rule, devices: int, order: str, attend: Any) -> None:
     placed = [{n: place(x, along.get(n, ())) for n, x in tree.items()} for tree in (rest, floats)]
     run = functools.partial(with_gradients, attend, rule)
     cotangents = (place(d_out, (1,)), place(d_lse, (2,)))
-    out, lse, found = quick_jit(run)(*placed, cotangents)
+    out, lse, gradients = quick_jit(run)(*placed, cotangents)
     np.testing.assert_allclose(back(out, (1,)), want_out, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(back(lse, (2,)), want_lse, rtol=1e-12, atol=1e-13)
-    for name, d in found.items():
+    for name, d in gradients.items():
         got = back(d, along.get(name, ()))
         np.testing.assert_allclose(got, want[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
@@ -296,9 +296,9 @@ def test_within_shard_map_under_scan_remat_and_vmap(scheme):
 
     run = jax.shard_map(local, mesh=mesh_of(x=4), in_specs=(P(), tokens, spec), out_specs=P())
     place = functools.partial(parallel.shard_tokens, devices=4, order=order)
-    found = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
-    np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
-    back = parallel.unshard_tokens(found[1], 4, axis=2, order=order)
+    gradients = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
+    np.testing.assert_allclose(gradients[0], want[0], rtol=1e-11)
+    back = parallel.unshard_tokens(gradients[1], 4, axis=2, order=order)
     np.testing.assert_allclose(back, want[1], rtol=1e-10, atol=1e-11)
 
 
@@ -306,7 +306,7 @@ def test_any_permutation_given_as_positions():
     places = np.random.default_rng(5).permutation(T)
     q, k, v = map(jnp.asarray, (random(B, T, N, H), random(B, T, K, H), random(B, T, K, V)))
     want = jattn.attention(q, k, v, mask=masks.Causal() & masks.Window(left=7))
-    found = parallel.attention(
+    result = parallel.attention(
         *(x[:, places] for x in (q, k, v)),
         mask=masks.Causal() & masks.Window(left=7),
         mesh=mesh_of(x=4),
@@ -314,7 +314,7 @@ def test_any_permutation_given_as_positions():
         q_positions=places,
         kv_positions=places,
     )
-    np.testing.assert_allclose(found[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(result[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
 
 
 PADDED: dict[str, Any] = {
@@ -346,8 +346,8 @@ def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
     attend = functools.partial(
         parallel.attention, mesh=mesh_of(x=4), axis_name="x", scheme=scheme, pad=True
     )
-    found = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    result = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
@@ -373,15 +373,15 @@ def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
 
 def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
     """Of each collective permute in a compiled program: bytes that a device sends, and to whom."""
-    found = []
+    sends = []
     pattern = r"= \(?(\w\d+)\[([\d,]*)\].*collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}"
     for line in compiled.as_text().splitlines():
         match = re.search(pattern, line)
         if match:
             kind, sizes, pairs = match.groups()
             size = int(np.prod([int(x) for x in sizes.split(",") if x])) * int(kind[1:]) // 8
-            found.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
-    return found
+            sends.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
+    return sends
 
 
 def compiled(T: int, mask: Any, gradients: bool = False) -> Any:
@@ -491,5 +491,5 @@ def test_temporaries_fall_with_the_number_of_devices(scheme, order):
     table = {n: temporaries(n, scheme, order) for n in (1, 2, 4, 8)}
     assert max(table.values()) < (2.2 if scheme == "ring" else 8.5), table
     if scheme == "ring":
-        of_each = [held / devices for devices, held in table.items()]
+        of_each = [shards / devices for devices, shards in table.items()]
         assert all(b < 0.97 * a for a, b in itertools.pairwise(of_each)), table

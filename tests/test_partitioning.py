@@ -141,14 +141,14 @@ def test_statistics_stay_cut(name, generated):
         def call(floats: Any) -> Any:
             a = {**arrays, **floats}
             on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
-            found = jattn.statistics(a["q"], a["k"], keys=on, threshold=0.2, **rule(a))
-            weighed: Any = (found.entropy, found.greatest, found.distance, found.on_keys)
-            ranks = jnp.arange(1.0, found.entropy.size + 1).reshape(found.entropy.shape)
-            return sum(jnp.sum(x * ranks) for x in weighed), found
+            result = jattn.statistics(a["q"], a["k"], keys=on, threshold=0.2, **rule(a))
+            weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
+            ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
+            return sum(jnp.sum(x * ranks) for x in weighed), result
 
-        (_, found), gradients = jax.value_and_grad(call, has_aux=True)(floats)
+        (_, result), gradients = jax.value_and_grad(call, has_aux=True)(floats)
         q, k = arrays["q"], arrays["k"]
-        return found, gradients, jattn.top_weights(q, k, 3, **rule(arrays))
+        return result, gradients, jattn.top_weights(q, k, 3, **rule(arrays))
 
     with tuning.using(generated_pairs=0 if generated else 10**9):
         want = quick_jit(run)(arrays)
@@ -157,9 +157,9 @@ def test_statistics_stay_cut(name, generated):
         }
         compiled = quick_jit(run).lower(placed).compile()
         assert collectives(compiled) <= {"all-reduce"}  # of parameters' gradients
-        found = compiled(placed)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        result = compiled(placed)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
     by_head = NamedSharding(mesh, P("data", "model"))
-    assert found[0].entropy.sharding.is_equivalent_to(by_head, 3)
-    assert found[1]["k"].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
+    assert result[0].entropy.sharding.is_equivalent_to(by_head, 3)
+    assert result[1]["k"].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)

@@ -77,9 +77,9 @@ LOSS = (
 
 
 def seen(*lines: bytes) -> bytes:
-    found: list[bytes] = []
-    watch(lines, found.append)
-    return b"".join(found)
+    shown: list[bytes] = []
+    watch(lines, shown.append)
+    return b"".join(shown)
 
 
 def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
@@ -87,10 +87,10 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
     rest += b"Expected number of connected peer ranks is : 1\n"
     assert seen(rank + rest, b"warning\n", b"\n", b"12\n") == b"warning\n\n12\n"
     assert seen(b"[Gloo] Rank " + rank + b"0" + rest, rest, b"1\n", b"\n", b"more\n") == b"more\n"
-    told = b"error: another process of the run was lost"
-    assert seen(b"warning\n", *LOSS) == b"warning\n" + told + b"\n"
-    assert seen(*LOSS[1:]) == told + b"\n"
-    assert seen(b"\0first\n", b"\0go on with: this\n", *LOSS) == told + b"; go on with: this\n"
+    message = b"error: another process of the run was lost"
+    assert seen(b"warning\n", *LOSS) == b"warning\n" + message + b"\n"
+    assert seen(*LOSS[1:]) == message + b"\n"
+    assert seen(b"\0first\n", b"\0go on with: this\n", *LOSS) == message + b"; go on with: this\n"
     assert seen(LOSS[0], b"bye\n") == LOSS[0] + b"bye\n"
     late = b"error: the processes did not find each other in time\n"
     assert seen(LOSS[1], b"RPC: /CoordinationService/RegisterTask\n", LOSS[2]) == late
@@ -108,18 +108,18 @@ def two(*arguments: str, second: Sequence[str] = ()) -> list[subprocess.Popen[st
     """Two processes with four devices each; the other one may have further options."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        where = f"localhost:{free.getsockname()[1]}"
-    together = ("--coordinator", where, "--processes", "2", "--process")
+        address = f"localhost:{free.getsockname()[1]}"
+    together = ("--coordinator", address, "--processes", "2", "--process")
     return [
-        started(4, *arguments, *more, *together, str(number))
-        for number, more in enumerate(((), second))
+        started(4, *arguments, *options, *together, str(number))
+        for number, options in enumerate(((), second))
     ]
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     """Status, stdout and stderr of each."""
-    told = [process.communicate(timeout=400) for process in processes]
-    return [(p.returncode, *texts) for p, texts in zip(processes, told, strict=True)]
+    outputs = [process.communicate(timeout=400) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, outputs, strict=True)]
 
 
 def losses(directory: Path) -> list[float]:
@@ -149,23 +149,23 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     assert error.endswith(f"training goes on with: train --run {killed} --resume\n")
     assert error.count("\n") == 1
     run = Run.open(killed)
-    step = run.last_whole_step()
-    assert step is not None and step >= 6
+    last_step = run.last_whole_step()
+    assert last_step is not None and last_step >= 6
 
     text = (killed / "config.json").read_text()
-    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {step + 6}'))
-    ((status, told, error),) = ended(
+    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {last_step + 6}'))
+    ((status, printed, error),) = ended(
         started(4, "--run", str(killed), "--resume", "--mesh", "data=4")
     )
     assert (status, error) == (0, "")
-    assert f"resuming from the checkpoint after step {step}" in told
-    assert run.last_whole_step() == step + 6
+    assert f"resuming from the checkpoint after step {last_step}" in printed
+    assert run.last_whole_step() == last_step + 6
 
 
 @pytest.mark.slow
 def test_processes_that_were_given_different_things_say_so(tmp_path):
-    given = ("--preset", "tiny", "--run", str(tmp_path / "run"))
-    for status, _, error in ended(*two(*given, second=("--set", "steps=13"))):
+    arguments = ("--preset", "tiny", "--run", str(tmp_path / "run"))
+    for status, _, error in ended(*two(*arguments, second=("--set", "steps=13"))):
         assert status == 2
         assert error == "error: process 1 differs from process 0: the configuration\n"
 
@@ -203,8 +203,8 @@ cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process
 def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        where = f"localhost:{free.getsockname()[1]}"
-    together = ("--coordinator", where, "--processes", "2", "--process", process)
+        address = f"localhost:{free.getsockname()[1]}"
+    together = ("--coordinator", address, "--processes", "2", "--process", process)
     waits = started(1, "--preset", "tiny", "--run", str(tmp_path / "run"), *together)
     time.sleep(15)  # it cannot tell that it waits
     assert waits.poll() is None

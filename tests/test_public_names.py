@@ -46,13 +46,13 @@ def test_no_public_class_or_function_is_left_out(module):
         scores: {"apart", "as_score", "in_order"},
         cache: {"picked_rows"},
     }
-    own = {
+    defined = {
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         if isinstance(value, type) or inspect.isfunction(value)
     }
-    assert own - set(module.__all__) <= internal.get(module, set())
+    assert defined - set(module.__all__) <= internal.get(module, set())
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=label)
@@ -178,9 +178,9 @@ def functions():
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
     assert_type(positions.rotary(q, jnp.arange(T)), Array)
     dense = cache.DenseCache.create(B, T, N, H)
-    out, grown = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
+    out, new_cache = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
     assert_type(out, Array)
-    assert_type(grown, cache.DenseCache)
+    assert_type(new_cache, cache.DenseCache)
     both, _ = jattn.cached_attention(q, k, v, dense, return_lse=True)
     assert_type(both, tuple[Array, Array])
 
@@ -191,9 +191,9 @@ def layers():
     assert_type(layer(x), Array)
     empty = layer.empty_cache(B, T)
     assert_type(empty, cache.DenseCache)
-    out, grown = layer(x, cache=empty, mask=masks.Causal())
+    out, new_cache = layer(x, cache=empty, mask=masks.Causal())
     assert_type(out, Array)
-    assert_type(grown, cache.DenseCache)
+    assert_type(new_cache, cache.DenseCache)
     assert_type(layer.empty_cache(B, T, cache.RollingCache, chunk=2), cache.RollingCache)
     assert_type(layer.attend_memory(x, layer.project_memory(x)), Array)
     assert_type(nn.SingleHeads(layer)(x), Array)

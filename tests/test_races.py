@@ -80,7 +80,7 @@ each_kernel = pytest.mark.parametrize(
 
 
 @functools.cache
-def given(head: int) -> Any:
+def operands_of(head: int) -> Any:
     """Query, key, value and the cotangent of the output, and a spec."""
     shapes = [(1, size, 1, head) for size in (T, S, S, T)]
     query, key, value, d_out = (jnp.asarray(RNG.normal(size=x), jnp.bfloat16) for x in shapes)
@@ -90,14 +90,14 @@ def given(head: int) -> Any:
 
 def forward(case: Case) -> Any:
     """Output, normalizer, and whether all are finite; all keys in one part."""
-    *qkv, _, spec = given(case.head)
+    *qkv, _, spec = operands_of(case.head)
     with tuning.using(gpu_tiles_each=S):
         return case.functions.forward(spec, *qkv)
 
 
 def backward(case: Case, out: Any, normalizer: Any, finite: Any) -> Any:
     """The gradients of the bias, query, key and value."""
-    query, key, value, d_out, spec = given(case.head)
+    query, key, value, d_out, spec = operands_of(case.head)
     d_out = d_out.astype(out.dtype)
     per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
     d_parameters, *d_qkv = case.functions.backward(spec, per_query, key, value, finite)
@@ -116,13 +116,13 @@ class Run(NamedTuple):
 def right(case: Case) -> Run:
     machine = Machine()
     with barriers.on(machine):
-        found = forward(case)
-        return Run(found, backward(case, *found), machine)
+        forward_results = forward(case)
+        return Run(forward_results, backward(case, *forward_results), machine)
 
 
 def reference(head: int) -> Any:
     """The same by the formula in float64."""
-    *qkv, d_out = (x.astype(jnp.float64) for x in given(head)[:4])
+    *qkv, d_out = (x.astype(jnp.float64) for x in operands_of(head)[:4])
     attend = functools.partial(
         jattn.attention, mask=MASK, return_lse=True, implementation="reference"
     )
@@ -138,7 +138,7 @@ def test_kernels_have_no_races(case):
     got = out, normalizer.lse.swapaxes(1, 2), *gradients
     for x, y, limit in zip(got, reference(case.head), (*LIMITS[:2], *LIMITS[2:] * 4), strict=True):
         assert error(x, y) <= limit
-    kinds = block_mask.kinds(given(case.head)[-1], 384, 640, Tiling(128, 64))
+    kinds = block_mask.kinds(operands_of(case.head)[-1], 384, 640, Tiling(128, 64))
     assert {*np.unique(kinds)} == {masks.EMPTY, masks.MIXED, masks.FULL}
     for kernel in case.passes:
         passes = machine.passes[kernel]
@@ -149,15 +149,20 @@ class Mistaken(Machine):
     """A machine that runs one kernel only, which leaves out an operation, or one of whose barriers
     takes more arrivals or fewer."""
 
-    def __init__(self, kernel: str, omits: str = "", barrier: str = "", more: int = 0):
+    def __init__(self, kernel: str, omits: str = "", barrier: str = "", extra_arrivals: int = 0):
         super().__init__()
-        self.mistaken, self.omits, self.barrier, self.more = kernel, omits, barrier, more
+        self.mistaken, self.omits, self.barrier, self.extra_arrivals = (
+            kernel,
+            omits,
+            barrier,
+            extra_arrivals,
+        )
 
     def does(self, what: str) -> bool:
         return what != self.omits
 
     def arrivals(self, barrier: str, count: int) -> int:
-        return count + self.more if barrier == self.barrier else count
+        return count + self.extra_arrivals if barrier == self.barrier else count
 
     def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
         if how["kernel_name"] == self.mistaken:
@@ -167,10 +172,12 @@ class Mistaken(Machine):
 
 def race(case: Case, machine: Mistaken) -> str | None:
     """What is found."""
-    found = right(case).forward
+    forward_results = right(case).forward
     try:
         with barriers.on(machine):
-            forward(case) if machine.mistaken.endswith("forward") else backward(case, *found)
+            forward(case) if machine.mistaken.endswith("forward") else backward(
+                case, *forward_results
+            )
     except Race as error:
         return str(error)
     return None
@@ -189,18 +196,18 @@ def test_whatever_is_left_out_is_a_race(case, kernel):
 def test_as_many_as_arrive_pass_a_barrier(case, kernel):
     passes = right(case).machine.passes[kernel]
     mistakes = [
-        Mistaken(kernel, barrier=name, more=more)
+        Mistaken(kernel, barrier=name, extra_arrivals=extra)
         for name, (arrivals, most) in passes.items()
-        for more in (-1, 1)
-        if most and arrivals + more
+        for extra in (-1, 1)
+        if most and arrivals + extra
     ]
     assert mistakes
-    assert [(x.barrier, x.more) for x in mistakes if race(case, x) is None] == []
+    assert [(x.barrier, x.extra_arrivals) for x in mistakes if race(case, x) is None] == []
 
 
 def of_several_places(machine: Machine) -> Any:
     """The forward pass by one program, which has three blocks of queries."""
-    *qkv, _, _ = given(64)
+    *qkv, _, _ = operands_of(64)
     shapes = Shapes.of(qkv[0], qkv[2])
     spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), shapes)
     with barriers.on(machine), tuning.using(gpu_tiles_each=S):
@@ -216,8 +223,8 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)
     (kernel,) = several.did
-    (passes,), (before,) = several.passes.values(), alone.passes.values()
-    assert all(passes[name].most > before[name].most for name in passes if before[name].most)
+    (passes,), (single,) = several.passes.values(), alone.passes.values()
+    assert all(passes[name].most > single[name].most for name in passes if single[name].most)
     for omitted in sorted(several.did[kernel]):
         with pytest.raises(Race):
             of_several_places(Mistaken(kernel, omits=omitted))

@@ -45,8 +45,8 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     """All ```python blocks, in order."""
-    found = re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], text[: match.start(1)].count("\n") + 1) for match in found]
+    matches = re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], text[: match.start(1)].count("\n") + 1) for match in matches]
 
 
 def test_blocks_are_found():
@@ -57,8 +57,8 @@ def test_blocks_are_found():
 
 def test_all_pages_are_here():
     folders = (".github", "experiments", "jattn", "tests")
-    found = [*ROOT.glob("*.md"), *(x for name in folders for x in (ROOT / name).rglob("*.md"))]
-    assert {str(x.relative_to(ROOT)) for x in found} == set(PAGES)
+    pages = [*ROOT.glob("*.md"), *(x for name in folders for x in (ROOT / name).rglob("*.md"))]
+    assert {str(x.relative_to(ROOT)) for x in pages} == set(PAGES)
 
 
 def test_the_readme_is_short_and_its_examples_too():

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rnnsearch(**options):
-    given: dict[str, Any] = {"rngs": nnx.Rngs(params=0), **SIZES, **options}
-    return nn.RNNsearch(SOURCE, TARGET, **given)
+    arguments: dict[str, Any] = {"rngs": nnx.Rngs(params=0), **SIZES, **options}
+    return nn.RNNsearch(SOURCE, TARGET, **arguments)
 
 
 def ids(seed: int, vocabulary: int, *shape: int) -> jax.Array:
@@ -129,8 +129,8 @@ def formula(p, source: Any = SOURCE_IDS, target: Any = TARGET_IDS, lengths: Any 
 
 @pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2]])
 def test_logits_are_those_of_the_formula(lengths):
-    given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    out = call(exact(), SOURCE_IDS, TARGET_IDS, source_lengths=given)
+    source_lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    out = call(exact(), SOURCE_IDS, TARGET_IDS, source_lengths=source_lengths)
     expected, _ = formula(arrays(exact()), lengths=lengths or [S] * B)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
     assert out.shape == (B, T, TARGET) and np.abs(expected).max() > 1
@@ -147,15 +147,15 @@ def test_gradients_are_the_differences_of_the_formula():
 
     slopes, p = arrays(gradient(model)), arrays(model)
     assert slopes.keys() == p.keys()
-    rng, step = np.random.default_rng(4), 1e-5
+    rng, epsilon = np.random.default_rng(4), 1e-5
     for name in p:
-        way = rng.standard_normal(p[name].shape)
+        direction = rng.standard_normal(p[name].shape)
         ahead, behind = (
-            (formula({**p, name: p[name] + sign * step * way})[0] * weight).sum()
+            (formula({**p, name: p[name] + sign * epsilon * direction})[0] * weight).sum()
             for sign in (1, -1)
         )
-        slope = (slopes[name] * way).sum()
-        assert slope == pytest.approx((ahead - behind) / (2 * step), rel=1e-6, abs=1e-6), name
+        slope = (slopes[name] * direction).sum()
+        assert slope == pytest.approx((ahead - behind) / (2 * epsilon), rel=1e-6, abs=1e-6), name
         assert np.abs(slopes[name]).max() > 1e-3, name
 
 
@@ -163,8 +163,8 @@ def test_padding_changes_nothing():
     model = made(rnnsearch, spread=1.5)
     lengths = jnp.asarray(LENGTHS)
     logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
-    kept = jnp.arange(S + 4, dtype=jnp.int32)[None] < lengths[:, None]
-    longer = jnp.where(kept, jnp.pad(SOURCE_IDS, ((0, 0), (0, 4))), ids(5, SOURCE, B, S + 4))
+    is_real = jnp.arange(S + 4, dtype=jnp.int32)[None] < lengths[:, None]
+    longer = jnp.where(is_real, jnp.pad(SOURCE_IDS, ((0, 0), (0, 4))), ids(5, SOURCE, B, S + 4))
     padded = call(model, longer, TARGET_IDS, source_lengths=lengths)
     np.testing.assert_allclose(padded, logits, rtol=0, atol=2e-6)
     alone = call(model, SOURCE_IDS[:1, :4], TARGET_IDS[:1])
@@ -279,11 +279,11 @@ def stepped(model, target, state):
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3), (4, 0, 1)])
 def test_step_by_step_is_at_once(parts):
     model, lengths = exact(), jnp.asarray(LENGTHS)
-    state, at, logits = started(model, SOURCE_IDS, lengths), 0, []
+    state, start, logits = started(model, SOURCE_IDS, lengths), 0, []
     for count in parts:
-        out, state = stepped(model, TARGET_IDS[:, at : at + count], state)
+        out, state = stepped(model, TARGET_IDS[:, start : start + count], state)
         logits.append(out)
-        at += count
+        start += count
     expected = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
     np.testing.assert_allclose(jnp.concatenate(logits, 1), expected, rtol=0, atol=1e-12)
 
@@ -293,8 +293,8 @@ def test_rows_are_reordered_with_all_that_belongs_to_them():
     model, rows = exact(), jnp.array([1, 1, 0], jnp.int32)
     _, state = stepped(model, TARGET_IDS[:, :2], started(model, SOURCE_IDS, jnp.asarray(LENGTHS)))
     tokens = ids(9, TARGET, 3, 1)
-    found, _ = stepped(model, tokens, state.reorder(rows))
-    for row, token, logits in zip(rows, tokens, found, strict=True):
+    reordered, _ = stepped(model, tokens, state.reorder(rows))
+    for row, token, logits in zip(rows, tokens, reordered, strict=True):
         alone = jax.tree.map(lambda array, row=row: array[row][None], state)
         np.testing.assert_allclose(logits, stepped(model, token[None], alone)[0][0], atol=1e-12)
     swapped = jnp.array([1, 0], jnp.int32)
@@ -310,8 +310,8 @@ def test_a_state_keeps_its_types_in_a_loop():
     for options in ({}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}):
         model = made(rnnsearch, **options)
         state = nnx.eval_shape(started, model, SOURCE_IDS, jnp.asarray(LENGTHS))
-        _, after = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        _, next_state = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), next_state) == jax.tree.map(
             lambda x: (x.shape, x.dtype), state
         )
 
@@ -332,8 +332,10 @@ def test_a_gated_unit_stands_still_where_there_is_padding(reverse):
     for b, length in enumerate(lengths):
         expected = gru_states(p, "unit", x[b, :length], reverse)
         np.testing.assert_allclose(out[b, :length], expected, rtol=0, atol=1e-12)
-        before = expected[-1] if length and not reverse else np.zeros(11)
-        np.testing.assert_allclose(out[b, length:], np.tile(before, (S - length, 1)), atol=1e-12)
+        last_state = expected[-1] if length and not reverse else np.zeros(11)
+        np.testing.assert_allclose(
+            out[b, length:], np.tile(last_state, (S - length, 1)), atol=1e-12
+        )
     slopes = nnx.jit(nnx.grad(lambda unit, x: (states(unit, x) ** 2).sum(), argnums=(0, 1)))
     of_unit, of_x = slopes(unit, jnp.asarray(x))
     assert all(np.isfinite(array).all() for array in arrays(of_unit).values())
@@ -345,12 +347,12 @@ def test_an_encoder_sees_no_padding_in_either_direction():
     lengths = jnp.asarray(LENGTHS)
     real = (jnp.arange(S, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     x = normal(1, B, S, 3)
-    one, other = (
+    zeros, nans = (
         call(encoder, jnp.where(real, x, padding), lengths=lengths) for padding in (0.0, jnp.nan)
     )
-    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(zeros, nans)
     backward = encoder.backward(x[:1, :4], reverse=True)
-    np.testing.assert_allclose(one[:1, :4, 11:], backward, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(zeros[:1, :4, 11:], backward, rtol=0, atol=2e-6)
 
 
 def test_recurrent_matrices_are_orthogonal_each():
@@ -417,7 +419,7 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
 @pytest.mark.slow
 def test_half_precision():
     exactly, model = made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16)
-    logits, expected = (call(one, SOURCE_IDS, TARGET_IDS) for one in (model, exactly))
+    logits, expected = (call(module, SOURCE_IDS, TARGET_IDS) for module in (model, exactly))
     assert logits.dtype == jnp.bfloat16
     assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
     loss = lambda model: model(SOURCE_IDS, TARGET_IDS).astype(jnp.float32).sum()  # noqa: E731
@@ -445,9 +447,9 @@ def test_dropout():
     np.testing.assert_array_equal(evaluate(model, *ids), call(made(rnnsearch), *ids))
     with pytest.raises(ValueError, match=r"rngs: dropout at rate 0\.5"):
         model(*ids)
-    one, same, other = (call(model, *ids, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
-    np.testing.assert_array_equal(one, same)
-    assert np.abs(one - other).max() > 0.1
+    first, same, other = (call(model, *ids, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
+    np.testing.assert_array_equal(first, same)
+    assert np.abs(first - other).max() > 0.1
     keys: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         key = nn.Dropout.key

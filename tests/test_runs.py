@@ -47,8 +47,8 @@ def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    found = [path for path in directory.rglob("*") if path.is_file()]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 HOLDS_A_LOCK = """
@@ -76,18 +76,18 @@ def test_a_second_process_in_a_run_is_refused_in_one_line_and_changes_nothing(tm
     run.report({"step": 1})
     vacant = tmp_path / "vacant"
     with held_elsewhere(run.directory) as pid, held_elsewhere(vacant):
-        before = contents(run.directory)
-        for directory, *more in (
+        unchanged = contents(run.directory)
+        for directory, *options in (
             (run.directory, "--resume"),
             (run.directory, "--overwrite", "--preset", "tiny"),
             (vacant, "--preset", "tiny"),
         ):
-            assert cli.main(["train", "--run", str(directory), *more]) == 2
+            assert cli.main(["train", "--run", str(directory), *options]) == 2
             error = capsys.readouterr().err
             assert error.startswith(f"error: {directory} is in use: process ")
             assert error.count("\n") == 1
             assert (f"process {pid} on " in error) == (directory == run.directory)
-        assert contents(run.directory) == before
+        assert contents(run.directory) == unchanged
         assert [path.name for path in vacant.iterdir()] == ["lock"]
 
 
@@ -103,9 +103,9 @@ def test_a_lock_left_by_a_killed_process_blocks_nobody(tmp_path):
 
 
 def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
-    for more in ("--resume", "--overwrite"):
+    for option in ("--resume", "--overwrite"):
         (tmp_path / "thesis.txt").touch()
-        assert cli.main(["train", "--run", str(tmp_path), "--preset", "tiny", more]) == 2
+        assert cli.main(["train", "--run", str(tmp_path), "--preset", "tiny", option]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -135,18 +135,18 @@ def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
 @contextlib.contextmanager
 def full_after(size: int) -> Iterator[None]:
     """No file can be longer than this, as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd):
     run = a_run(tmp_path / "run", 1, 2, 3)
-    before = contents(run.directory)
-    sizes = sorted({len(content) for content in before.values()})
+    saved = contents(run.directory)
+    sizes = sorted({len(content) for content in saved.values()})
     assert len(sizes) > 5
     refused = 0
     for size in (0, *sizes):
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd
             expected = f"{left.directory}: checkpoint 4 could not be written: File too large"
             assert str(error) == expected
             # Other threads may still delete what they began.
-            assert before == {name: (left.directory / name).read_bytes() for name in before}
+            assert saved == {name: (left.directory / name).read_bytes() for name in saved}
             assert left.last_whole_step() == 3
     assert refused >= 4
     assert capfd.readouterr().err == ""
@@ -188,9 +188,9 @@ def test_many_arrays_that_cannot_be_written_are_one_line(tmp_path):
     run = a_run(tmp_path / "run", 1)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = python(SAVES_MUCH, str(run.directory), **pipes)
-    told, error = process.communicate()
+    printed, error = process.communicate()
     line = f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
-    assert (told, error) == ("1 1\n" * 2, line * 2)
+    assert (printed, error) == ("1 1\n" * 2, line * 2)
     assert process.returncode == 1 and run.last_whole_step() == 1
 
 
@@ -222,21 +222,21 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
 
 def test_a_file_and_its_folder_are_on_the_disk_when_the_name_is_given(tmp_path, monkeypatch):
     """Its content before it has its name, the name before `replace` returns."""
-    told: list[str] = []
+    events: list[str] = []
     sync, rename = os.fsync, Path.replace
 
     def fsync(handle: int) -> None:
         kind = "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"  # noqa: PTH112
-        told.append(f"{kind} synced")
+        events.append(f"{kind} synced")
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", lambda *a: (told.append("renamed"), rename(*a)))
+    monkeypatch.setattr(Path, "replace", lambda *a: (events.append("renamed"), rename(*a)))
     files.replace(tmp_path / "a", "text")
-    assert told == ["file synced", "renamed", "folder synced"]
-    told.clear()
+    assert events == ["file synced", "renamed", "folder synced"]
+    events.clear()
     files.append(tmp_path / "a", "more")
-    assert told == ["file synced"]
+    assert events == ["file synced"]
     assert (tmp_path / "a").read_text() == "textmore\n"
 
 
@@ -316,8 +316,8 @@ def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_o
     error = run_with("save", full, 1, "--resume")
     assert error == f"error: {directory}: checkpoint 12 {unwritten}{how}"
     assert_same_run(whole, trained(directory, "--resume"))
-    told = [(record["step"], "validation_loss" in record) for record in whole.metrics()]
-    assert len(set(told)) == len(told)
+    reports = [(record["step"], "validation_loss" in record) for record in whole.metrics()]
+    assert len(set(reports)) == len(reports)
 
 
 def test_a_vocabulary_that_cannot_be_written_is_one_line_and_can_be_tried_again(tmp_path, capsys):
@@ -334,7 +334,7 @@ def test_an_evaluation_and_pictures_that_cannot_be_written_are_one_line(
     whole, tmp_path, capsys, monkeypatch
 ):
     shutil.copytree(whole.directory, tmp_path / "run")
-    before = contents(tmp_path / "run")
+    unchanged = contents(tmp_path / "run")
     run = ["--run", str(tmp_path / "run")]
     sync = os.fsync
 
@@ -354,7 +354,7 @@ def test_an_evaluation_and_pictures_that_cannot_be_written_are_one_line(
         error = capsys.readouterr().err
         message = rf"error: \S*/{name} could not be written: No space left on device\n"
         assert re.fullmatch(message, error)
-    assert contents(tmp_path / "run") == before and not (tmp_path / "out").exists()
+    assert contents(tmp_path / "run") == unchanged and not (tmp_path / "out").exists()
 
 
 def test_reading_a_checkpoint_writes_nothing(tmp_path):
@@ -369,22 +369,22 @@ def test_signals_end_a_command_alike(number, status, capsys):
         time.sleep(60)
 
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = signal.signal(number, handlers[number])  # whatever those who run tests ignore
+    handler = signal.signal(number, handlers[number])  # whatever those who run tests ignore
     try:
         assert ending.exit_status(interrupted) == status
         assert capsys.readouterr().err == "interrupted\n"
         assert signal.getsignal(number) is handlers[number]
     finally:
-        signal.signal(number, before)
+        signal.signal(number, handler)
 
 
 def test_a_signal_that_is_ignored_stays_so(monkeypatch):
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         assert ending.exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 0
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 PRINTS = """
@@ -399,10 +399,10 @@ def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
         process = python(PRINTS, stdout=full, stderr=subprocess.PIPE)
         assert process.communicate()[1] == "error: [Errno 28] No space left on device\n"
         assert process.returncode == 1
-    here, there = os.pipe()
-    os.close(here)
-    process = python(PRINTS, stdout=there, stderr=subprocess.PIPE)
-    os.close(there)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = python(PRINTS, stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
     assert process.communicate()[1] == "" and process.returncode == 141
 
 
@@ -455,29 +455,29 @@ def a_pipe(path: Path, _: Path) -> None:
 def test_nothing_in_a_run_leads_elsewhere(command, name, change, kind, tmp_path, capsys):
     directory = foreign_run(tmp_path / "run")
     change(directory / name, tmp_path / "elsewhere")
-    before = contents(tmp_path)
-    first, *others = command.split()
-    assert cli.main([first, "--run", str(directory), *others]) == 2
+    unchanged = contents(tmp_path)
+    first, *arguments = command.split()
+    assert cli.main([first, "--run", str(directory), *arguments]) == 2
     error = capsys.readouterr().err
     assert f"{directory / name}: expected a file or a folder, got a {kind}" in error
-    assert error.count("\n") == 1 and contents(tmp_path) == before
+    assert error.count("\n") == 1 and contents(tmp_path) == unchanged
 
 
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 def test_a_file_with_another_name_is_not_written_in_place(name, tmp_path):
     directory = foreign_run(tmp_path / "run")
     hard_linked(directory / name, tmp_path / "elsewhere")
-    before = contents(tmp_path)
+    unchanged = contents(tmp_path)
     with pytest.raises(Unwritten, match=rf"{name} could not be written: .* got a file with hard"):
         if name == "lock":
             with locking.locked(directory):
                 pass
         else:
             Run.open(directory).report({"step": 3})
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == unchanged
     if name == "metrics.jsonl":
         Run.open(directory).forget_metrics_after(1)  # writes a new file
-        assert (tmp_path / "elsewhere").read_bytes() == before["elsewhere"]
+        assert (tmp_path / "elsewhere").read_bytes() == unchanged["elsewhere"]
 
 
 @pytest.mark.parametrize("name", ["lock", "source.json", "target.json"])
@@ -487,14 +487,14 @@ def test_a_run_begins_in_no_folder_that_leads_elsewhere(name, change, tmp_path):
     for each in ("lock", name):
         (tmp_path / "run" / each).touch()
     change(tmp_path / "run" / name, tmp_path / "elsewhere")
-    before = contents(tmp_path)
+    unchanged = contents(tmp_path)
     words = Vocabulary(("a",))
     origin = TextOrigin(None, ("de", "en"), "0")
     with pytest.raises(ValueError, match=f"{name}: expected a file or a folder, got a "):
         with locking.locked(tmp_path / "run"):
             Run(tmp_path / "run", PRESETS["tiny"], words, words, origin).create()
-    assert (tmp_path / "elsewhere").exists() == ("elsewhere" in before)
-    assert contents(tmp_path).get("elsewhere") == before.get("elsewhere")
+    assert (tmp_path / "elsewhere").exists() == ("elsewhere" in unchanged)
+    assert contents(tmp_path).get("elsewhere") == unchanged.get("elsewhere")
 
 
 def test_a_draft_follows_no_link(tmp_path):
@@ -541,7 +541,7 @@ def test_too_little_memory_is_one_clear_line(error, capsys):
         raise error
 
     assert ending.exit_status(command) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: not enough memory: ") and told.count("\n") == 1
+    error_line = capsys.readouterr().err
+    assert error_line.startswith("error: not enough memory: ") and error_line.count("\n") == 1
     with pytest.raises(RuntimeError, match="another"):
         ending.exit_status(lambda: (_ for _ in ()).throw(RuntimeError("another")))

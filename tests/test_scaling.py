@@ -30,13 +30,13 @@ QKV = [
 ]
 
 
-def compiled(given: dict[str, Any], ids: Any, backward: bool) -> Any:
+def compiled(options: dict[str, Any], ids: Any, backward: bool) -> Any:
     """A program of attention within a window, and within segments if there are `ids`."""
     mesh = mesh_of(x=DEVICES)
 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Any:
         return parallel.attention(
-            query, key, value, mesh=mesh, axis_name="x", **rules(given, *rest)
+            query, key, value, mesh=mesh, axis_name="x", **rules(options, *rest)
         )
 
     arguments, specs = [*QKV], [TOKENS] * 3
@@ -49,12 +49,12 @@ def compiled(given: dict[str, Any], ids: Any, backward: bool) -> Any:
     return quick_jit(function, in_shardings=shardings).lower(*arguments).compile()
 
 
-def rules(given: dict[str, Any], *arrays: Any) -> dict[str, Any]:
+def rules(options: dict[str, Any], *arrays: Any) -> dict[str, Any]:
     window = masks.Causal() & masks.Window(left=20)
     if not arrays:
-        return {"mask": window, **given}
+        return {"mask": window, **options}
     *ids, bias = arrays
-    return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **given}
+    return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **options}
 
 
 WAYS = [
@@ -79,22 +79,22 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
         check_formula({"scheme": scheme, "order": order}, backward, with_arrays)
 
 
-def check_formula(given: dict[str, Any], backward: bool, with_arrays: bool) -> None:
+def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) -> None:
     ids = np.zeros((2, T), np.int32) if with_arrays else None
     arrays = (ids, ids, jnp.zeros((1, N, T, T))) if with_arrays else ()
-    text = compiled(given, ids, backward).as_text()
-    found = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
+    text = compiled(options, ids, backward).as_text()
+    sent = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
     expected, shared = collections.Counter(), collections.Counter()
-    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(given, *arrays)):
+    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(options, *arrays)):
         if backward or not each.backward:
             expected[each.kind, each.bytes] += each.times
-        if backward and not each.backward and given["scheme"] == "ring":
+        if backward and not each.backward and options["scheme"] == "ring":
             # Outside of loops both passes send the same, and rounds send the same of what all heads
             # share; some XLA versions make it one on CPUs.
             shared[each.kind, each.bytes] += each.times if each.times <= 2 else 1
-    assert found.keys() == expected.keys()
+    assert sent.keys() == expected.keys()
     for each, times in expected.items():
-        assert found[each] in (times, times - shared[each]), each
+        assert sent[each] in (times, times - shared[each]), each
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -134,13 +134,13 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
   %r = f32[6]{0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, to_apply=%add
 }
 """
-    found = programs.exchanges(text)
-    assert found[:2] == [
+    exchanges = programs.exchanges(text)
+    assert exchanges[:2] == [
         programs.Exchange("collective-permute", 16, 7, True),
         programs.Exchange("collective-permute", 16, 5, False),
     ]
     expected = {("collective-permute", 16): 12, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
-    assert programs.total(found) == expected
+    assert programs.total(exchanges) == expected
 
 
 @pytest.mark.one_in(6)
@@ -151,33 +151,35 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads):
     case = Case(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
-    found = case.compiled(jax.devices()).memory_analysis()
-    sizes = found.temp_size_in_bytes, found.argument_size_in_bytes, found.output_size_in_bytes
+    memory = case.compiled(jax.devices()).memory_analysis()
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
     np.testing.assert_allclose(plan.memory(case), sum(sizes), rtol=0.2)
 
 
 def test_ten_million_tokens_on_a_thousand_devices(capsys):
     options = "--length 10000000 --devices 1024 --memory 80 --teraflops 400 --link 50".split()
-    more = "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
-    assert scaling.main(["plan", *options, *more, "--order", "contiguous"]) == 0
-    told, titles, *rows = capsys.readouterr().out.splitlines()
-    assert told.startswith("10,000,384 tokens") and titles.startswith("scheme")
+    model_options = (
+        "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
+    )
+    assert scaling.main(["plan", *options, *model_options, "--order", "contiguous"]) == 0
+    first_line, titles, *rows = capsys.readouterr().out.splitlines()
+    assert first_line.startswith("10,000,384 tokens") and titles.startswith("scheme")
     assert [row.split()[0] for row in rows] == ["ring", "all_to_all", "gather"]
     assert rows[0].endswith("fits") and rows[1].endswith("cannot share 64 heads")
     # To the neighbour, and gradients there and back: 9,766 tokens of eight heads.
     case = Case("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
     device = plan.Device(80e9, 400e12, 50e9)
-    found = plan.plan(case, device)
-    assert found.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
+    planned = plan.plan(case, device)
+    assert planned.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
     pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096
-    assert found.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
-    assert found.seconds == max(found.compute_seconds, found.send_seconds)
+    assert planned.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
+    assert planned.seconds == max(planned.compute_seconds, planned.send_seconds)
 
 
 def test_rows_and_plot(tmp_path, capsys):
     sizes = "--lengths 64 --devices 2 3 --schemes all_to_all --head-size 8".split()
-    more = "--documents 20 --seconds 0.01".split()
-    assert scaling.main(["measure", *sizes, *more, "--out", str(tmp_path)]) == 0
+    run_options = "--documents 20 --seconds 0.01".split()
+    assert scaling.main(["measure", *sizes, *run_options, "--out", str(tmp_path)]) == 0
     assert "3 devices cannot share 64 tokens, but 66" in capsys.readouterr().out
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert row["devices"] == 2 and row["milliseconds"] > 0 and row["sent_bytes"] > 0
@@ -194,8 +196,16 @@ def test_devices_that_are_not_here_send_what_the_formula_says(target, scheme):
     """And keys and values are on their way while others are computed with."""
     if targets.missing(targets.TARGETS[target]):
         pytest.skip(str(targets.missing(targets.TARGETS[target])))
-    given = ["--target", target, "--scheme", scheme, "--length", "16384", "--head-size", "128"]
-    command = [sys.executable, "-m", "experiments.scaling", "ahead", *given, "--dtype", "bfloat16"]
+    options = ["--target", target, "--scheme", scheme, "--length", "16384", "--head-size", "128"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.scaling",
+        "ahead",
+        *options,
+        "--dtype",
+        "bfloat16",
+    ]
     # Before Hopper XLA hides what is under way only if it is told to.
     flags = "--xla_gpu_enable_latency_hiding_scheduler=true" if target == "a100" else ""
     environment = os.environ | {"XLA_FLAGS": flags}

@@ -153,14 +153,14 @@ def squared(rows: list[list[float]], fill: float) -> np.ndarray:
 
 def misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> dict:
     """Where a printed table differs from what is right by more than the tolerance."""
-    found: dict[tuple[str, int, Any], tuple[Any, Any]] = {}
+    differences: dict[tuple[str, int, Any], tuple[Any, Any]] = {}
     for i, row in enumerate(rows):
         if len(row) != SIX:
-            found[name, i, "entries"] = (len(row), SIX)
+            differences[name, i, "entries"] = (len(row), SIX)
     off = np.abs(squared(rows, 0.0) - right) > np.broadcast_to(tolerance, right.shape)
     for i, j in np.argwhere(off).tolist():
-        found[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
-    return found
+        differences[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
+    return differences
 
 
 def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
@@ -173,8 +173,8 @@ def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
 def test_document_001_masked_weights():
     """Document 001: weights times the triangle of ones; three rows are printed too short."""
     triangle = np.asarray(jattn.causal_interaction(SIX, jnp.float64))
-    found = misprints("masked", MASKED, np.array(WEIGHTS) * triangle, 0)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "masked"}
+    differences = misprints("masked", MASKED, np.array(WEIGHTS) * triangle, 0)
+    assert differences == {key: value for key, value in MISPRINTS.items() if key[0] == "masked"}
 
 
 def test_document_001_renormalised_weights():
@@ -184,12 +184,14 @@ def test_document_001_renormalised_weights():
     to (1 + n p) half digits / Σ w, and it is printed to half a digit.
     """
     got = np.asarray(jattn.renormalised_causal(jnp.asarray(WEIGHTS)))
-    kept = np.tril(np.ones((SIX, SIX)))
-    sums = np.sum(np.array(WEIGHTS) * kept, axis=1, keepdims=True)
-    counts = kept.sum(axis=1, keepdims=True)
-    tolerance = kept * HALF_A_DIGIT * (1 + (1 + counts * got) / sums)
-    found = misprints("renormalised", RENORMALISED, got, tolerance)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"}
+    triangle = np.tril(np.ones((SIX, SIX)))
+    sums = np.sum(np.array(WEIGHTS) * triangle, axis=1, keepdims=True)
+    counts = triangle.sum(axis=1, keepdims=True)
+    tolerance = triangle * HALF_A_DIGIT * (1 + (1 + counts * got) / sums)
+    differences = misprints("renormalised", RENORMALISED, got, tolerance)
+    assert differences == {
+        key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"
+    }
     np.testing.assert_allclose(got.sum(axis=1), 1, rtol=0, atol=1e-15)
 
 
@@ -205,8 +207,10 @@ def test_document_001_masking_by_minus_infinity():
         np.where(np.isfinite(scores), scores, 0.25), mask=masks.Causal(), scale=0.5**0.5
     )
     tolerance = HALF_A_DIGIT * (1 + 2 * got * (1 - got) / math.sqrt(2))
-    found = misprints("renormalised", RENORMALISED, got, tolerance)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"}
+    differences = misprints("renormalised", RENORMALISED, got, tolerance)
+    assert differences == {
+        key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"
+    }
 
 
 def test_document_001_both_derivations_agree():
@@ -229,8 +233,8 @@ def test_document_001_shapes_of_a_batch():
     got = jattn.self_attention(batch, *projections, mask=masks.Causal())
     assert got.shape == (2, 6, 2)
     alone = jattn.self_attention(jnp.asarray(inputs), *projections, mask=masks.Causal())
-    for one in got:
-        np.testing.assert_allclose(one, alone, rtol=0, atol=1e-15)
+    for text in got:
+        np.testing.assert_allclose(text, alone, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("rate, factor", [(0.5, 2.0), (0.2, 1.25)])
@@ -248,12 +252,12 @@ def test_document_001_dropout_scales_what_is_left(rate, factor):
         dropout_rate=rate,
         dropout_key=jax.random.key(3),
     )[:, 0]
-    kept = np.asarray(dropped != 0)
+    survives = np.asarray(dropped != 0)
     causal = np.tril(np.ones((60, 60), bool))
-    np.testing.assert_allclose(dropped, factor * np.where(kept, weights, 0), rtol=1e-14)
-    assert not kept[~causal].any()
+    np.testing.assert_allclose(dropped, factor * np.where(survives, weights, 0), rtol=1e-14)
+    assert not survives[~causal].any()
     count, share = causal.sum(), 1 - rate
-    assert abs(kept.sum() - count * share) < 5 * math.sqrt(count * rate * share)
+    assert abs(survives.sum() - count * share) < 5 * math.sqrt(count * rate * share)
 
 
 # Document 000, "LLMs part 2: attention mechanism"

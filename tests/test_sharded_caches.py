@@ -71,15 +71,15 @@ def place(mesh: Mesh, x: Any, spec: P) -> Any:
 def sizes_of(kinds: str, compiled: Any) -> list[int]:
     """How many numbers each exchange of these kinds gives in a compiled program."""
     lines = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", compiled.as_text())
-    found = [re.findall(r"\w+\[([\d,]*)\]", line) for line in lines]
-    return [math.prod(map(int, filter(None, x.split(",")))) for every in found for x in every]
+    shapes = [re.findall(r"\w+\[([\d,]*)\]", line) for line in lines]
+    return [math.prod(map(int, filter(None, x.split(",")))) for every in shapes for x in every]
 
 
 gathered = functools.partial(sizes_of, "all-gather|all-to-all|collective-permute")
 
 
-def agree(found: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+def agree(got: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
@@ -96,23 +96,23 @@ def agree(found: Any, want: Any) -> None:
 def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
     mesh, cache = mesh_of(data=2, model=4), filled(kind)
 
-    def step(cache: Any, *qkv: Any) -> Any:
+    def decode(cache: Any, *qkv: Any) -> Any:
         options: Any = {**RULES[rule], "return_lse": True}
         q, k, v = qkv
         return jattn.cached_attention(q, k, v, cache, **options)
 
-    want = quick_jit(step)(cache, *tokens(T))
-    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
-    own = dataclasses.replace(cache, **own)
+    want = quick_jit(decode)(cache, *tokens(T))
+    sharded = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    sharded = dataclasses.replace(cache, **sharded)
     new = [place(mesh, x, P("data", None, "model")) for x in tokens(T)]
-    compiled = quick_jit(step).lower(own, *new).compile()
+    compiled = quick_jit(decode).lower(sharded, *new).compile()
     # Of a pool for all rows, each row may copy the page that it goes on writing to.
     assert max(gathered(compiled), default=0) <= (B * PAGE * H if kind == "paged" else 0)
     if rule == "alibi":
         assert "jattn_decode" in compiled.as_text()
-    found = compiled(own, *new)
-    agree(found, want)
-    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+    results = compiled(sharded, *new)
+    agree(results, want)
+    assert results[1].keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("rolling", marks=pytest.mark.slow)])
@@ -121,20 +121,20 @@ def test_gradients_through_a_cache_stay_cut(kind):
 
     def gradients(cache: Any, *qkv: Any) -> Any:
         def loss(keys: Any, q: Any, k: Any, v: Any) -> Any:
-            held = dataclasses.replace(cache, keys=keys)
-            return jnp.sum(jattn.cached_attention(q, k, v, held, **RULES["alibi"])[0] ** 2)
+            changed = dataclasses.replace(cache, keys=keys)
+            return jnp.sum(jattn.cached_attention(q, k, v, changed, **RULES["alibi"])[0] ** 2)
 
         return jax.grad(loss, (0, 1, 2, 3))(cache.keys, *qkv)
 
     want = quick_jit(gradients)(cache, *tokens(4))
-    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
-    own = dataclasses.replace(cache, **own)
+    sharded = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    sharded = dataclasses.replace(cache, **sharded)
     new = [place(mesh, x, P("data", None, "model")) for x in tokens(4)]
-    compiled = quick_jit(gradients).lower(own, *new).compile()
+    compiled = quick_jit(gradients).lower(sharded, *new).compile()
     assert gathered(compiled) == []
-    found = compiled(own, *new)
-    agree(found, want)
-    assert found[0].sharding.is_equivalent_to(own.keys.sharding, 4)
+    results = compiled(sharded, *new)
+    agree(results, want)
+    assert results[0].sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -157,26 +157,26 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_a_cache_cut_by_places_stays_cut(rule, T):
     """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new ones lie on both sides of an edge."""
     mesh, cache = mesh_of(data=2, context=4), filled("dense")
-    held, rows = P("data", None, "context"), P("data")
+    by_place, rows = P("data", None, "context"), P("data")
     options: Any = {**PLACES[rule], "return_lse": True}
 
-    def step(cache: DenseCache, *qkv: Any) -> Any:
+    def decode(cache: DenseCache, *qkv: Any) -> Any:
         cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
         q, k, v = qkv
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    own = jax.tree.map(
-        lambda x, cut: place(mesh, x, cut), cache, DenseCache(held, held, rows, rows)
+    sharded = jax.tree.map(
+        lambda x, cut: place(mesh, x, cut), cache, DenseCache(by_place, by_place, rows, rows)
     )
     new = [place(mesh, x, rows) for x in tokens(T)]
     with tuning.using(decode_block=2):  # a device's slots are read in two blocks
-        compiled = quick_jit(step).lower(own, *new).compile()
+        compiled = quick_jit(decode).lower(sharded, *new).compile()
     assert gathered(compiled) == []
     assert max(sizes_of("all-reduce", compiled)) <= B // 2 * T * N * V
-    found = compiled(own, *new)
-    agree(found, want(cache, *tokens(T)))
-    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+    results = compiled(sharded, *new)
+    agree(results, want(cache, *tokens(T)))
+    assert results[1].keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 def test_a_cache_on_one_device_goes_to_a_mesh_whose_axes_are_part_of_types():
@@ -184,9 +184,9 @@ def test_a_cache_on_one_device_goes_to_a_mesh_whose_axes_are_part_of_types():
     mesh, cache = jax.make_mesh((2, 4), ("data", "context")), filled("dense")
     options: Any = {**PLACES["arrays"], "return_lse": True}
     cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
-    step = lambda q, k, v, cache: parallel.cached_attention(q, k, v, cache, **options, **cut)  # noqa: E731
+    decode = lambda q, k, v, cache: parallel.cached_attention(q, k, v, cache, **options, **cut)  # noqa: E731
     want = quick_jit(lambda q, k, v, cache: jattn.cached_attention(q, k, v, cache, **options))
-    agree(quick_jit(step)(*tokens(3), cache), want(*tokens(3), cache))
+    agree(quick_jit(decode)(*tokens(3), cache), want(*tokens(3), cache))
 
 
 def test_parts_of_equal_greatest_scores_count_by_their_tokens():
@@ -205,8 +205,8 @@ def test_what_is_not_cut_by_places_is_named():
             parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
     with pytest.raises(NotImplementedError, match=r"has no derivatives; parallel\.attention has"):
         options: Any = {"mesh": mesh, "axis_name": "context"}
-        one = DenseCache.create(B, S, K, H, V)
-        attend = lambda q: parallel.cached_attention(q, *new[1:], one, **options)  # noqa: E731
+        dense = DenseCache.create(B, S, K, H, V)
+        attend = lambda q: parallel.cached_attention(q, *new[1:], dense, **options)  # noqa: E731
         jax.grad(lambda q: jnp.sum(attend(q)[0]))(new[0])
     with pytest.raises(ValueError, match=r"a multiple of 8 slots .* got S = 12"):
         cache = DenseCache.create(B, 12, K, H, V)

@@ -127,19 +127,19 @@ def run_check(problem: Problem, mesh: str, shared: tuple[str, ...]) -> None:
 
     def with_gradients(call: Any, arrays: Any, cotangent: Any) -> Any:
         rest = {n: x for n, x in arrays.items() if n not in floats}
-        own = {n: arrays[n] for n in floats}
-        out, pull = jax.vjp(lambda own: call(**own, **rest), own)
+        local_arrays = {n: arrays[n] for n in floats}
+        out, pull = jax.vjp(lambda local_arrays: call(**local_arrays, **rest), local_arrays)
         return out, *pull(cotangent)
 
     def local(arrays: Any) -> Any:  # of one device: what is split has an axis of size 1
-        own = {n: x if n in shared else x[0] for n, x in arrays.items()}
-        return problem.call(**own)[None]
+        local_arrays = {n: x if n in shared else x[0] for n, x in arrays.items()}
+        return problem.call(**local_arrays)[None]
 
     each = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(DEVICES)]
-    shape_of_one = jax.eval_shape(lambda own: problem.call(**own), each[0]).shape
+    shape_of_one = jax.eval_shape(lambda local_arrays: problem.call(**local_arrays), each[0]).shape
     cotangent = np.random.default_rng(1).standard_normal((DEVICES, *shape_of_one))
     single = quick_jit(functools.partial(with_gradients, problem.call))
-    every = [single(own, d) for own, d in zip(each, cotangent, strict=True)]
+    every = [single(local_arrays, d) for local_arrays, d in zip(each, cotangent, strict=True)]
     want = np.stack([out for out, _ in every])
     wanted = {
         n: sum(d[n] for _, d in every) if n in shared else np.stack([d[n] for _, d in every])
@@ -147,13 +147,13 @@ def run_check(problem: Problem, mesh: str, shared: tuple[str, ...]) -> None:
     }
     names = {n: specs[n] for n in floats}
     within = jax.shard_map(
-        lambda arrays, d: with_gradients(lambda **own: local(own), arrays, d),
+        lambda arrays, d: with_gradients(lambda **local_arrays: local(local_arrays), arrays, d),
         mesh=devices,
         in_specs=(specs, split),
         out_specs=(split, names),
     )
     mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
-    around = functools.partial(with_gradients, lambda **own: mapped(own))
+    around = functools.partial(with_gradients, lambda **local_arrays: mapped(local_arrays))
     both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
     for out, gradients in both:
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
@@ -201,13 +201,18 @@ def test_every_combination(implementation, mesh):
 def of_case(implementation: str, case: Case) -> Problem:
     """A row of the table, with other queries, keys, values and parameters on each device."""
     x = [inputs(case, seed=seed) for seed in range(DEVICES)]
-    arrays = {name: np.stack([getattr(one, name) for one in x]) for name in "qkv"}
-    own = {name: x[0].parameters[name] for name in case.parameters}
-    arrays |= {n: np.stack([p * (1 + i / 16) for i in range(DEVICES)]) for n, p in own.items()}
+    arrays = {name: np.stack([getattr(x_of_device, name) for x_of_device in x]) for name in "qkv"}
+    parameters_of_one = {name: x[0].parameters[name] for name in case.parameters}
+    arrays |= {
+        n: np.stack([p * (1 + i / 16) for i in range(DEVICES)])
+        for n, p in parameters_of_one.items()
+    }
     arrays |= {n: np.stack([operand] * DEVICES) for n, operand in x[0].operands.items()}
 
     def call(q: Any, k: Any, v: Any, **rest: Any) -> Any:
-        parameters, operands = ({n: rest[n] for n in of} for of in (own, case.operands))
+        parameters, operands = (
+            {n: rest[n] for n in of} for of in (parameters_of_one, case.operands)
+        )
         options = {"dropout_key": random_key()} if case.rate else {}
         out, _ = case.attend(
             q, k, v, parameters, operands, implementation=implementation, **options

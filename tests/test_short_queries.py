@@ -92,11 +92,11 @@ def runs_short(call: Any, *operands: Any) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 def test_short_queries_are_what_the_formula_says(size, name, dtype):
     q, k, v = arrays(size, dtype)
-    given = rules(name, q.shape[1], q.shape[2])
-    call = functools.partial(jattn.attention, return_lse=True, **given)
+    options = rules(name, q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **options)
     assert runs_short(call, q, k, v)
     out, lse = call(q, k, v)
-    want_out, want_lse = truth(q, k, v, **given)
+    want_out, want_lse = truth(q, k, v, **options)
     sums = "float64" if dtype == "float64" else "float32"
     assert (out.dtype, lse.dtype) == (dtype, sums)
     rounding = float(jnp.finfo(dtype).eps) + 40 * float(jnp.finfo(sums).eps)
@@ -108,16 +108,16 @@ def test_short_queries_are_what_the_formula_says(size, name, dtype):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("given", [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
+@pytest.mark.parametrize("parameters", [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
+def test_gradients_of_short_queries_are_those_of_the_formula(size, parameters):
     """Forward by one kernel and backward by another: what goes between them fits."""
-    dtype, scale, limit = given
+    dtype, scale, limit = parameters
     q, k, v = arrays(size, dtype)
-    given = rules("lengths", q.shape[1], q.shape[2])
+    parameters = rules("lengths", q.shape[1], q.shape[2])
 
     def loss(implementation: str | None, scale: Any, *qkv: Any) -> Any:
-        attend = functools.partial(jattn.attention, implementation=implementation, **given)
+        attend = functools.partial(jattn.attention, implementation=implementation, **parameters)
         out, lse = attend(*qkv, scale=scale, return_lse=True)
         return jnp.sum(jnp.sin(3 * out)) + jnp.sum(lse)
 
@@ -135,8 +135,8 @@ def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
 @pytest.mark.parametrize("size", ["heads", "many rows", "odd sizes"])
 def test_masked_keys_do_not_reach_short_queries(size, dtype, poison):
     q, k, v = arrays(size, dtype)
-    given = rules("lengths", q.shape[1], q.shape[2])
-    call = functools.partial(jattn.attention, return_lse=True, **given)
+    options = rules("lengths", q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **options)
     masked = (jnp.arange(S)[None] >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
     bad = jnp.asarray(poison).astype(dtype)
     for x, y in zip(
@@ -150,11 +150,11 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
     """Rows of one tile, of which some see it: the others stay as they are, bit for bit."""
     q, k, v = arrays("grouped")
     T = q.shape[1]
-    given = rules("causal", T, q.shape[2])
+    options = rules("causal", T, q.shape[2])
     place = S - T + 1  # seen from the second query on
     bad = v.at[0, place, 1, 3].set(poison)
-    out, lse = jattn.attention(q, k, bad, return_lse=True, **given)
-    want, want_lse = jattn.attention(q, k, v, return_lse=True, **given)
+    out, lse = jattn.attention(q, k, bad, return_lse=True, **options)
+    want, want_lse = jattn.attention(q, k, v, return_lse=True, **options)
     group = q.shape[2] // k.shape[2]
     lost = np.zeros(out.shape[:3], bool)
     lost[0, 1:, group:] = True
@@ -195,12 +195,12 @@ def test_many_parts_are_one():
 def test_vmap_of_short_queries_is_a_loop(axes):
     q, k, v = arrays("grouped", B=6)
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
-    given = [x if axis == 0 else x[0] for x, axis in zip(split, axes, strict=True)]
+    operands = [x if axis == 0 else x[0] for x, axis in zip(split, axes, strict=True)]
     call = functools.partial(jattn.attention, **rules("lengths", 4, 6))
-    got = jax.vmap(call, axes)(*given)
+    got = jax.vmap(call, axes)(*operands)
     for i in range(3):
-        one = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
-        np.testing.assert_array_equal(got[i], call(*one))
+        example = [x[i] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+        np.testing.assert_array_equal(got[i], call(*example))
 
 
 @pytest.mark.slow

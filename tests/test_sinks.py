@@ -47,8 +47,8 @@ def test_a_sink_is_a_column_without_a_value(implementation, sink):
     plain = jattn.attention(
         Q, KEY, VALUE, mask=MASK, implementation=implementation, return_lse=True
     )
-    apart = jattn.with_sink(*plain, sink)
-    for got, right in zip((out, lse), apart, strict=True):
+    added_later = jattn.with_sink(*plain, sink)
+    for got, right in zip((out, lse), added_later, strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-14, atol=1e-14)
 
 
@@ -103,11 +103,11 @@ def test_through_caches(cache: Cache):
     want = jattn.attention(Q, KEY, VALUE, **call)
     rules: Any = {"mask": masks.Causal(), "sink": SINK}
     all_weights = jattn.attention_weights(Q, KEY, **rules)
-    results, grown = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
+    results, new_cache = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
     for got, right in zip(results, want, strict=True):
         np.testing.assert_allclose(got, right, atol=1e-12)
-    out = jattn.attention(Q[:, -1:], grown, **rules)
-    weights = jattn.attention_weights(Q[:, -1:], grown, **rules)
+    out = jattn.attention(Q[:, -1:], new_cache, **rules)
+    weights = jattn.attention_weights(Q[:, -1:], new_cache, **rules)
     np.testing.assert_allclose(out, want[0][:, -1:], atol=1e-12)
     np.testing.assert_allclose(weights.sum(-1), all_weights[:, :, -1:].sum(-1), atol=1e-6)
 
@@ -129,10 +129,10 @@ def test_over_several_devices():
     run = jax.shard_map(shard, mesh=mesh, in_specs=(tokens,) * 3 + (P("n"),), out_specs=tokens)
     np.testing.assert_allclose(run(Q, KEY, VALUE, SINK), want[0], atol=1e-12)
     cache = DenseCache.create(B, 8, K, H, 3, jnp.float64)
-    found, _ = parallel.cached_attention(
+    result, _ = parallel.cached_attention(
         Q, KEY, VALUE, cache, mask=masks.Causal(), sink=SINK, **cut
     )
-    np.testing.assert_allclose(found, want[0], atol=1e-12)
+    np.testing.assert_allclose(result, want[0], atol=1e-12)
 
 
 def test_other_functions_take_it():

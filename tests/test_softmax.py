@@ -208,23 +208,23 @@ def _finished(x: Any, v: Any) -> Any:
         softmax.combine(a, softmax.combine(b, c)),
         softmax.combine(softmax.combine(c, nothing), softmax.combine(a, b)),
     )
-    kept = [(softmax.combine(a, nothing), a), (softmax.combine(nothing, a), a)]
-    return [finished(way) for way in ways], kept, finished(nothing)
+    with_nothing = [(softmax.combine(a, nothing), a), (softmax.combine(nothing, a), a)]
+    return [finished(part) for part in ways], with_nothing, finished(nothing)
 
 
 @given(st.integers(0, 10**6))
 def test_contributions_combine_in_any_way(seed):
     x, v = logits(seed)
-    ways, kept, nothing = _finished(x, v)
+    ways, with_nothing, nothing = _finished(x, v)
     with np.errstate(over="raise", invalid="raise"):
         weights = np.where(np.isinf(x), 0, np.exp(np.asarray(x)))
     total = weights.sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         want = (weights @ np.asarray(v) / np.where(total, total, 1), np.log(total[:, 0]))
-    for way in ways:
-        for got, expected in zip(way, want, strict=True):
+    for result in ways:
+        for got, expected in zip(result, want, strict=True):
             assert error(got, expected) <= 1e-14
-    for changed, same in kept:
+    for changed, same in with_nothing:
         for got, expected in zip(changed, same, strict=True):
             np.testing.assert_array_equal(got, expected)
     assert not np.any(nothing[0])

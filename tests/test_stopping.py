@@ -58,8 +58,8 @@ def records(*losses: float | None) -> list[dict[str, Any]]:
     ],
 )
 def test_what_is_best_and_how_long_ago(losses, best, waited):
-    found = stopping.best(records(*losses))
-    assert (found and found["step"]) == best
+    best_record = stopping.best(records(*losses))
+    assert (best_record and best_record["step"]) == best
     assert stopping.waited(records(*losses)) == waited
     assert not stopping.has_stopped(records(*losses), 0)
     assert stopping.has_stopped(records(*losses), 2) == (waited >= 2)
@@ -79,9 +79,9 @@ def small_bench() -> Bench:
     changes = ("steps=0", f"epochs={len(LOSSES)}", f"patience={PATIENCE}", "schedule=constant")
     config = TINY.changed([*changes, "checkpoint_every=4", "report_every=2"])
     optimiser = training.make_optimiser(config, 3 * len(LOSSES))
-    step = training.make_step(parts.model, optimiser, config)
+    train_step = training.make_step(parts.model, optimiser, config)
     return dataclasses.replace(
-        parts, config=config, batches=batches, optimiser=optimiser, step=step
+        parts, config=config, batches=batches, optimiser=optimiser, step=train_step
     )
 
 
@@ -105,9 +105,9 @@ def train(run: Run, *, calls: int | None = None) -> None:
     parts = small_bench()
     state = parts.init_state()
     if run.steps():
-        saved, step = run.restore(jax.eval_shape(parts.init_state))
+        saved, last_step = run.restore(jax.eval_shape(parts.init_state))
         state = jax.tree.map(jnp.asarray, saved)
-        run.forget_metrics_after(step)
+        run.forget_metrics_after(last_step)
     else:
         run.forget_metrics_after(0)
     count = 0
@@ -138,7 +138,7 @@ def begun(directory: Path) -> Run:
     return run
 
 
-def told(run: Run) -> list[dict[str, Any]]:
+def timeless(run: Run) -> list[dict[str, Any]]:
     clock = ("seconds", "tokens_per_second")
     return [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
 
@@ -170,7 +170,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     with pytest.raises(Killed):
         train(run, calls=calls)
     train(run)
-    assert told(run) == told(uninterrupted)
+    assert timeless(run) == timeless(uninterrupted)
     assert run.steps() == uninterrupted.steps()
     for part in (small_bench().init_state, lambda: small_bench().init_state().params):
         like = jax.eval_shape(part)
@@ -188,14 +188,14 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
     like = jax.eval_shape(small_bench().init_state)
     state, step = run.restore(like)
     digests = run.directory / "digests" / f"{step}.json"
-    before = digests.read_text()
+    original = digests.read_text()
     for array in state.params.values():
         array.flat[0] += 1
     run.save(state, step)
-    digests.write_text(before)
+    digests.write_text(original)
     with pytest.warns(UserWarning, match=f"checkpoint {step} is incomplete or damaged"):
         train(run)
-    assert told(run) == told(uninterrupted)
+    assert timeless(run) == timeless(uninterrupted)
     assert_equal(run.restore(like), uninterrupted.restore(like))
 
 

@@ -57,18 +57,18 @@ def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
         if implementation == "native" and "dropout_rate" in rule.of({**rest, **floats}):
             warnings.filterwarnings("ignore", "tokens are cut along .* dropout of a piece")
         want_out, want_lse, want = quick_jit(run)(rest, floats, cotangents)
-        out, lse, found = quick_jit(run)(rest, placed, cotangents)
+        out, lse, gradients = quick_jit(run)(rest, placed, cotangents)
     np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-13)
-    for n, d in found.items():
+    for n, d in gradients.items():
         np.testing.assert_allclose(d, want[n], rtol=1e-11, atol=1e-12, err_msg=n)
     assert is_cut(out, mesh, of_queries)
     if implementation != "reference" or cuts != "crossed":  # which XLA then gathers
-        assert is_cut(found["q"], mesh, of_queries)
+        assert is_cut(gradients["q"], mesh, of_queries)
     rows, tokens, heads = (*of_queries, None, None, None)[:3]
     assert is_cut(lse, mesh, P(rows, heads, tokens))
     if implementation != "reference" and cuts != "crossed":
-        assert is_cut(found["k"], mesh, of_keys) and is_cut(found["v"], mesh, of_keys)
+        assert is_cut(gradients["k"], mesh, of_keys) and is_cut(gradients["v"], mesh, of_keys)
 
 
 @pytest.mark.parametrize("implementation", [None, "blockwise", "native"])
@@ -99,8 +99,8 @@ def in_every_mode(rule: Any, rest: Any, floats: Any, tangents: Any, cotangents: 
     """The tangents of the results, and those of these tangents and of the gradients."""
 
     def call(floats: Any) -> Any:
-        given = rule.of({**rest, **floats})
-        return jattn.attention(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+        options = rule.of({**rest, **floats})
+        return jattn.attention(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
 
     jvp = lambda floats: jax.jvp(call, (floats,), (tangents,))[1]  # noqa: E731
     vjp = lambda floats: jax.vjp(call, floats)[1](cotangents)  # noqa: E731
@@ -128,8 +128,8 @@ def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
         want = quick_jit(run)(rest, floats, tangents, cotangents)
         operands = (rest, placed(floats), placed(tangents), cotangents)
         compiled = quick_jit(run).lower(*operands).compile()
-    (out, lse), (second, _), (gradients,) = found = compiled(*operands)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    (out, lse), (second, _), (gradients,) = results = compiled(*operands)
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
     rows, tokens, heads = (*of_queries, None, None, None)[:3]
     for x in (out, second, gradients["q"]):
@@ -151,17 +151,17 @@ def test_statistics_stay_cut_along_queries():
 
     def run(q: Any, k: Any) -> Any:
         def loss(q: Any, k: Any) -> Any:
-            found = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
-            return jnp.sum(found.entropy**2) + jnp.sum(found.distance), found
+            result = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
+            return jnp.sum(result.entropy**2) + jnp.sum(result.distance), result
 
-        (_, found), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
-        return found, d, jattn.top_weights(q, k, 3, **options)
+        (_, result), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
+        return result, d, jattn.top_weights(q, k, 3, **options)
 
     want = quick_jit(run)(q, k)
-    found = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    result = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
-    statistics, (dq, dk), (top, _) = found
+    statistics, (dq, dk), (top, _) = result
     assert all(is_cut(x, mesh, P("a", None, "c")) for x in (statistics.entropy, top))
     assert is_cut(statistics.received, mesh, P("a", None, "c"))
     assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
@@ -194,29 +194,29 @@ def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
     grad = jax.grad(lambda q, k: jnp.sum(jattn.attention(q, k, k) ** 2), (0, 1))
     cut = lambda q, k: grad(q[:, : T - 1], k)  # noqa: E731
     with pytest.warns(UserWarning, match=r"cut along 'c' .* jattn\.parallel\.attention") as record:
-        found = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
+        gradients = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
     assert len(record) == 1
-    for x, y in zip(found, quick_jit(grad)(np.asarray(q)[:, : T - 1], k), strict=True):
+    for x, y in zip(gradients, quick_jit(grad)(np.asarray(q)[:, : T - 1], k), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
 def test_an_explanation_says_how_tokens_are_shared():
     q, k = jnp.asarray(random(B, T, N, H)), jnp.asarray(random(B, T, K, H))
-    told: Any = lambda q, k: jattn.explain(q, k, k, mask=masks.Causal()).tokens  # noqa: E731
+    advice: Any = lambda q, k: jattn.explain(q, k, k, mask=masks.Causal()).tokens  # noqa: E731
     for kind in AxisType.Auto, AxisType.Explicit:
         mesh = jax.make_mesh((4,), ("c",), axis_types=(kind,))
-        whole, heads, own, keys = (
+        whole, heads, by_query, keys = (
             place(mesh, x, cut)
             for x, cut in ((q, P()), (q, P(None, None, "c")), (q, P(None, "c")), (k, P(None, "c")))
         )
-        assert told(whole, k) is told(heads, place(mesh, k, P())) is told(q, k) is None
-        assert "'c' of the mesh: each device computes its own queries" in told(own, k)
-        assert told(own, keys) == told(whole, keys) == told(own, k)
-        assert told(own, k) in str(jattn.explain(own, k, k))
-        assert "cannot share these queries evenly; jattn.parallel" in told(q[:, : T - 1], keys)
+        assert advice(whole, k) is advice(heads, place(mesh, k, P())) is advice(q, k) is None
+        assert "'c' of the mesh: each device computes its own queries" in advice(by_query, k)
+        assert advice(by_query, keys) == advice(whole, keys) == advice(by_query, k)
+        assert advice(by_query, k) in str(jattn.explain(by_query, k, k))
+        assert "cannot share these queries evenly; jattn.parallel" in advice(q[:, : T - 1], keys)
     traced = []
-    quick_jit(lambda x: traced.append(told(x, x)) or x)(own)
-    assert traced == [told(own, own)]
+    quick_jit(lambda x: traced.append(advice(x, x)) or x)(by_query)
+    assert traced == [advice(by_query, by_query)]
 
 
 def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):
@@ -233,8 +233,8 @@ def test_a_cache_cut_along_tokens_is_warned_about(newly_compiled):
     mesh = mesh_of(c=4)
     cache, q = DenseCache.create(B, T, K, H, dtype=jnp.float64), random(B, 1, N, H)
     cache = cache.append(random(B, 5, K, H), random(B, 5, K, H))
-    own = place(mesh, cache.keys, P(None, None, "c"))
+    sharded_keys = place(mesh, cache.keys, P(None, None, "c"))
     call = quick_jit(jattn.attention)
     with pytest.warns(UserWarning, match=r"jattn\.parallel\.cached_attention for a cache"):
-        out = call(q, DenseCache(own, cache.values, cache.lengths, cache.overflowed))
+        out = call(q, DenseCache(sharded_keys, cache.values, cache.lengths, cache.overflowed))
     np.testing.assert_allclose(out, call(q, cache), rtol=1e-12, atol=1e-13)

@@ -71,14 +71,14 @@ def test_several_tiles():
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("own", [(1, 2), (2, 1)])
-def test_the_gradient_of_a_bias_in_several_tiles(own):
+@pytest.mark.parametrize("lead", [(1, 2), (2, 1)])
+def test_the_gradient_of_a_bias_in_several_tiles(lead):
     """Batch rows or heads that share a bias are added up, and tiles without pairs are 0."""
     T, S, rng = 150, 280, np.random.default_rng(0)
     q, k, v, d_out = (
         jnp.asarray(rng.normal(size=(2, n, 2, 16)), jnp.float32) for n in (T, S, S, T)
     )
-    bias = jnp.asarray(rng.normal(size=(*own, T, S)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(*lead, T, S)), jnp.float32)
 
     def gradient(implementation: str) -> Any:
         def call(bias: Any) -> Any:

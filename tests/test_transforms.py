@@ -226,8 +226,8 @@ def assert_exported(function: Callable[..., Any], axes: str) -> None:
         assert_close(exported.call(*arrays), function(*arrays))
 
 
-def assert_close(found: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+def assert_close(got: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
@@ -269,10 +269,10 @@ def written_out(x: Any, table: Any, gate: Any) -> Any:
 
 def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
     """Both functions close over traced arrays, NumPy's, and Python's numbers."""
-    one, steps = 1, np.arange(x.shape[1], dtype=np.int32)
+    margin, steps = 1, np.arange(x.shape[1], dtype=np.int32)
 
     def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + one)
+        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
 
     score = scores.Score(lambda s, b, h, q, kv: s * gate + table[kv])
     return jattn.attention(

@@ -109,8 +109,8 @@ def make_bench(config: Config = TINY) -> Bench:
     batches = Batches(pairs, tokens_per_batch=config.tokens_per_batch, max_shapes=1)
     model = Model(config, len(source), len(target))
     optimiser = training.make_optimiser(config, config.steps)
-    step = training.make_step(model, optimiser, config)
-    return Bench(config, texts, source, target, batches, model, optimiser, step)
+    train_step = training.make_step(model, optimiser, config)
+    return Bench(config, texts, source, target, batches, model, optimiser, train_step)
 
 
 @functools.cache
@@ -126,8 +126,8 @@ def copied(state: State) -> State:
 def assert_equal(left, right) -> None:
     left, right = jax.device_get((left, right))
     assert jax.tree.structure(left) == jax.tree.structure(right)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def first_batch() -> Batch:
@@ -151,8 +151,8 @@ def widened(batch: Batch, places: int) -> Batch:
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
     """Of the same sentences; and not so if what keeps the pairs apart is left out."""
-    first, *more = positions.split(", ")
-    config = dataclasses.replace(TINY, positions=first, rotary=bool(more), dropout_rate=0.0)
+    first, *rotary = positions.split(", ")
+    config = dataclasses.replace(TINY, positions=first, rotary=bool(rotary), dropout_rate=0.0)
     part = bench()
     model = Model(config, part.model.source_size, part.model.target_size)
     params = model.init(3)
@@ -171,18 +171,18 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
         )
 
     expected, gradients = run(params, padded)
-    found, grads = run(params, packed)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    packed_loss, grads = run(params, packed)
+    np.testing.assert_allclose(packed_loss, expected, rtol=1e-6)
     for name in gradients:
         np.testing.assert_allclose(grads[name], gradients[name], rtol=1e-4, atol=2e-5)
-    one = np.where(packed.target_segment_ids >= 0, 0, -1)
+    merged_ids = np.where(packed.target_segment_ids >= 0, 0, -1)
     changes = {
-        "target_segment_ids": packed._replace(target_segment_ids=one),
+        "target_segment_ids": packed._replace(target_segment_ids=merged_ids),
         "source_segment_ids": packed._replace(
             source_segment_ids=np.where(packed.source_segment_ids >= 0, 0, -1)
         ),
         "target_positions": packed._replace(
-            target_positions=np.broadcast_to(np.arange(48, dtype=np.int32) % 31, one.shape)
+            target_positions=np.broadcast_to(np.arange(48, dtype=np.int32) % 31, merged_ids.shape)
         ),
     }
     for name, changed in changes.items():
@@ -204,9 +204,9 @@ class TwoTables:
     def features(self, params, batch, *, dropout_key=None):
         features = params["embedding"][batch.target_in]
         if dropout_key is not None:
-            kept = jax.random.bernoulli(dropout_key, 0.5, features.shape)
-            jax.debug.callback(lambda kept: self.dropped.append(np.asarray(kept).tobytes()), kept)
-            features = jnp.where(kept, features * 2, 0)
+            keep = jax.random.bernoulli(dropout_key, 0.5, features.shape)
+            jax.debug.callback(lambda keep: self.dropped.append(np.asarray(keep).tobytes()), keep)
+            features = jnp.where(keep, features * 2, 0)
         return features, Projection(params["output"], None)
 
 
@@ -227,21 +227,21 @@ def uneven_batch() -> Batch:
 
 def test_a_batch_accumulated_gives_the_update_of_the_whole():
     """Whatever tokens fall to each part."""
-    found = []
+    updates = []
     for parts in (1, 4):
-        state, step = in_parts(TwoTables(), parts)
-        after, measured = jax.device_get(step(state, uneven_batch()))
-        found.append((after.opt_state[1][0].mu, measured.gradient_norm))
-    for whole, accumulated in zip(*map(jax.tree.leaves, found), strict=True):
+        state, train_step = in_parts(TwoTables(), parts)
+        new_state, measured = jax.device_get(train_step(state, uneven_batch()))
+        updates.append((new_state.opt_state[1][0].mu, measured.gradient_norm))
+    for whole, accumulated in zip(*map(jax.tree.leaves, updates), strict=True):
         np.testing.assert_allclose(accumulated, whole, rtol=1e-4, atol=1e-7)
-    assert max(np.abs(moment).max() for moment in found[0][0].values()) > 1e-3
+    assert max(np.abs(moment).max() for moment in updates[0][0].values()) > 1e-3
 
 
 def test_every_part_of_every_batch_draws_its_own_dropout():
     model = TwoTables()
-    state, step = in_parts(model, 4, dropout_rate=0.5)
+    state, train_step = in_parts(model, 4, dropout_rate=0.5)
     for _ in range(2):
-        state, _ = step(state, uneven_batch())
+        state, _ = train_step(state, uneven_batch())
     jax.effects_barrier()
     assert len(model.dropped) == len(set(model.dropped)) == 8
 
@@ -272,10 +272,10 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
 def test_a_batch_of_padding_alone_changes_no_parameter():
     empty = Batch(*(np.zeros_like(array) for array in first_batch()))
     state = bench().init_state()
-    before = jax.device_get(state.params)
-    after, measured = bench().step(state, empty)
+    params = jax.device_get(state.params)
+    new_state, measured = bench().step(state, empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
-    assert_equal(after.params, before)
+    assert_equal(new_state.params, params)
 
 
 def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
@@ -305,9 +305,9 @@ def test_ids_to_translate_that_the_model_has_not_got_are_refused(wrong):
 
 def test_a_vocabulary_larger_than_the_models_is_noticed():
     parts = bench()
-    more = Vocabulary((*parts.source.words, "ufo"))
+    larger = Vocabulary((*parts.source.words, "ufo"))
     pairs = [Pair("ufo", "the", "")]
-    evaluator = evaluation.Evaluator(parts.model, pairs, more, parts.target)
+    evaluator = evaluation.Evaluator(parts.model, pairs, larger, parts.target)
     with pytest.raises(ValueError, match="source ids must be in"):
         evaluator.token_loss({})
 
@@ -343,9 +343,9 @@ def test_learning_rate_of_every_schedule():
 
 def test_the_first_step_moves_every_parameter_that_it_should():
     state = bench().init_state()
-    before = jax.device_get(state.params)
-    after, _ = bench().step(state, first_batch())
-    still = [name for name in before if np.array_equal(before[name], after.params[name])]
+    params = jax.device_get(state.params)
+    new_state, _ = bench().step(state, first_batch())
+    still = [name for name in params if np.array_equal(params[name], new_state.params[name])]
     # Moving all keys by one vector moves no weight of a softmax.
     assert all(name.endswith("/key/bias") for name in still)
 
@@ -429,7 +429,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
     run.create()
     poisoned_at = TINY.checkpoint_every + 2
 
-    def step(state, batch):
+    def poisoned_step(state, batch):
         number = int(state.step) + 1
         state, measured = bench().step(state, batch)
         if number == poisoned_at:
@@ -437,7 +437,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
             return state._replace(params=params), measured._replace(loss=measured.loss * jnp.nan)
         return state, measured
 
-    loop = bench().loop(step=step, save=lambda state: run.save(state, int(state.step)))
+    loop = bench().loop(step=poisoned_step, save=lambda state: run.save(state, int(state.step)))
     with pytest.raises(training.NonFiniteLoss, match=f"step {poisoned_at}: .* nan"):
         loop.run(bench().init_state())
     assert run.steps() == [TINY.checkpoint_every]
@@ -657,13 +657,13 @@ def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture,
     rows = [[*random.integers(4, 40, n).tolist(), EOS] for n in (2, 3, 5, 1, 4, 25, 30)]
     search = decoding.Search(kind=kind, beams=2)
 
-    def found(rows: list[list[int]]) -> list[list[int]]:
+    def translated(rows: list[list[int]]) -> list[list[int]]:
         return [ids.tolist() for ids in decoding.translated(model, params, rows, search)]
 
-    short = found(rows[:5])
-    together = found(rows)
+    short = translated(rows[:5])
+    together = translated(rows)
     assert short == together[:5]
-    assert kind == "sample" or found(rows[::-1]) == together[::-1]
+    assert kind == "sample" or translated(rows[::-1]) == together[::-1]
     limits = [decoding.longest_translation(len(row)) for row in rows]
     assert all(len(ids) <= limit for ids, limit in zip(together, limits, strict=True))
     assert any(len(ids) == limit for ids, limit in zip(short, limits, strict=False))
@@ -728,9 +728,9 @@ def test_scores_want_a_reference_for_each_translation(score):
             function(translations, references, **options)
     with pytest.raises(ValueError, match="translations: expected at least one, got none"):
         function([], [], **options)
-    for given in (("a b", [text] * 3), ([text], "a")):
+    for arguments in (("a b", [text] * 3), ([text], "a")):
         with pytest.raises(TypeError, match="expected several texts, got the text 'a"):
-            function(*given, **options)
+            function(*arguments, **options)
 
 
 def test_scores_of_identical_and_of_other_text():
@@ -753,7 +753,7 @@ def bleu_by_hand(generated: list[list[str]], wanted: list[list[str]]) -> float:
         right = total = 0
         for words, reference in zip(generated, wanted, strict=True):
             ours, theirs = (
-                [tuple(side[at : at + order]) for at in range(len(side) - order + 1)]
+                [tuple(side[start : start + order]) for start in range(len(side) - order + 1)]
                 for side in (words, reference)
             )
             right += sum(min(ours.count(gram), theirs.count(gram)) for gram in set(ours))
@@ -841,13 +841,13 @@ def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
         },
     }
     seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
-    found = seen.attentions()
-    assert {name: array.shape for name, array in found.items()} == {
+    attentions = seen.attentions()
+    assert {name: array.shape for name, array in attentions.items()} == {
         "encoder self-attention": (2, 4, 5, 5),
         "cross-attention": (2, 4, 4, 5),
     }
     layer = weights["decoder/layers/1/cross_attention"]
-    np.testing.assert_array_equal(found["cross-attention"][1], layer[:, :4, :5])
+    np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
     files = pictures.draw_sentence(seen, tmp_path)
     assert [file.stem for file in files] == [
         "attention",
@@ -1043,17 +1043,17 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     assert "same number of lines" in error and error.count("\n") == 1
 
 
-def assert_same_run(one: Run, other: Run) -> None:
+def assert_same_run(expected: Run, other: Run) -> None:
     like = jax.eval_shape(bench().init_state)
-    (state, step), (also, last) = one.restore(like), other.restore(like)
+    (state, step), (also, last) = expected.restore(like), other.restore(like)
     assert step == last == TINY.steps
     assert_equal(state, also)
     clock = ("seconds", "tokens_per_second")
-    told = [
+    metrics = [
         [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
-        for run in (one, other)
+        for run in (expected, other)
     ]
-    assert told[0] == told[1]
+    assert metrics[0] == metrics[1]
 
 
 @pytest.mark.slow
@@ -1153,13 +1153,13 @@ def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
     directory, origin = tmp_path / "demo", TextOrigin(None, ("de", "en"), "0")
     Run(directory, TINY, bench().source, bench().target, origin).create()
-    before = (directory / "config.json").stat().st_mtime_ns
+    written = (directory / "config.json").stat().st_mtime_ns
     assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 2
     assert "exists already: expected another --run, --resume or --overwrite" in (
         capsys.readouterr().err
     )
     assert cli.main(["train", "--overwrite", "--run", str(directory), "--data", "nowhere"]) == 2
-    assert (directory / "config.json").stat().st_mtime_ns == before
+    assert (directory / "config.json").stat().st_mtime_ns == written
     (directory.parent / "other").mkdir()
     (directory.parent / "other" / "file").touch()
     arguments = ["--preset", "tiny", "--run", str(directory.parent / "other"), "--overwrite"]

@@ -30,9 +30,9 @@ def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def tile_map(mask: masks.Mask, **options: Any) -> np.ndarray:
-    found = masks.tile_map(mask, T, T - 10, 16, 32, **options)
-    assert isinstance(found, np.ndarray)
-    return found
+    kinds = masks.tile_map(mask, T, T - 10, 16, 32, **options)
+    assert isinstance(kinds, np.ndarray)
+    return kinds
 
 
 def test_they_are_what_their_pairs_are():
@@ -96,14 +96,16 @@ def test_positions_in_any_order(other):
 
 
 def test_tables_that_are_traced_are_not_looked_at():
-    def found(table: Any) -> Any:
+    def kinds_of(table: Any) -> Any:
         mask = Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv)
         return masks.tile_map(mask, T, T, 16, 16)
 
     with tuning.using(**LOOKED_AT):
-        assert np.unique(jax.jit(found)(jnp.arange(T, dtype=jnp.int32))).tolist() == [masks.MIXED]
+        assert np.unique(jax.jit(kinds_of)(jnp.arange(T, dtype=jnp.int32))).tolist() == [
+            masks.MIXED
+        ]
         want = masks.tile_map(masks.Causal(), T, T, 16, 16)
-        assert np.array_equal(found(jnp.arange(T, dtype=jnp.int32)), want)
+        assert np.array_equal(kinds_of(jnp.arange(T, dtype=jnp.int32)), want)
 
 
 def _within(width: int, rows: int, columns: int) -> tuple[Any, Any]:
@@ -166,17 +168,17 @@ def test_attention_is_the_same(implementation):
     # The kernel knows no loops; a square is not looked into either.
     rule = causal if implementation == "blockwise" else lambda b, h, q, kv: (q - kv) ** 3 >= 0
 
-    def own(x: Any) -> Any:
+    def undecided_loss(x: Any) -> Any:
         return jax.value_and_grad(lambda x: loss(Predicate(rule), x))(x)
 
     want = jax.value_and_grad(lambda x: loss(masks.Causal(), x))((q, k, v))
     each = jax.tree.map(lambda x: x[:, None], (q, k, v))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(
-        lambda x: own(x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True
+        lambda x: undecided_loss(x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True
     )
     with tuning.using(**LOOKED_AT):
-        for got in (jax.jit(own)((q, k, v)), jax.vmap(own)(each)):
+        for got in (jax.jit(undecided_loss)((q, k, v)), jax.vmap(undecided_loss)(each)):
             np.testing.assert_allclose(np.sum(got[0]), want[0], rtol=1e-5)
             for x, y in zip(got[1], want[1], strict=True):
                 assert error(x.reshape(y.shape), np.asarray(y, np.float64)) < 1e-4

@@ -65,7 +65,7 @@ def scaled_gradients(x: Any, y: Any) -> Any:
 
 scaled_gradients.defvjp(
     lambda x, y: (x + y, (x, y)),
-    lambda given, c: ((3 * c).astype(given[0].dtype), (5 * c).astype(given[1].dtype)),
+    lambda residuals, c: ((3 * c).astype(residuals[0].dtype), (5 * c).astype(residuals[1].dtype)),
 )
 
 
@@ -215,8 +215,10 @@ def drawn(T: int = T, S: int = S) -> tuple[Any, ...]:
 def plain(score: Any, mask: Any, q: Any, k: Any, v: Any, operands: Any) -> Any:
     """The formula on T × S scores."""
     places = [
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
-        for own, n in enumerate((q.shape[0], N, q.shape[1], k.shape[1]))
+        jnp.arange(n, dtype=jnp.int32).reshape(
+            [-1 if axis == axis_of_place else 1 for axis in range(4)]
+        )
+        for axis_of_place, n in enumerate((q.shape[0], N, q.shape[1], k.shape[1]))
     ]
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
     if score is not None:
@@ -412,8 +414,8 @@ def random_functions(seed: int) -> tuple[Row, Callable[..., Any], Callable[[], A
     allows = ALLOWED[rng.integers(len(ALLOWED))]
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-        for step in (*exact, *smooth):
-            s = step(s, b, h, i, j, of, t)
+        for change in (*exact, *smooth):
+            s = change(s, b, h, i, j, of, t)
         return s
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -445,12 +447,12 @@ def calls_of(functions: dict[str, Callable[..., Any]], run: Callable[[], Any]) -
         if event == "call" and frame.f_code in names:
             calls[names[frame.f_code]] += 1
 
-    before = sys.getprofile()
+    profiler = sys.getprofile()
     sys.setprofile(count)
     try:
         run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler)
     return calls
 
 

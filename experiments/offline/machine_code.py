@@ -220,8 +220,8 @@ def loops(sass: str) -> list[Loop]:
 
 def _jumps(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
     """Returns the jumps as pairs of indices: the jump, and its target."""
-    found = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
-    return [(i, labels[x[1]]) for i, x in found if x and x[1] in labels]
+    targets = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
+    return [(i, labels[x[1]]) for i, x in targets if x and x[1] in labels]
 
 
 def _is_of_tile(instruction: Instruction, in_other_warps: bool) -> bool:
