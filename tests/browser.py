@@ -164,14 +164,14 @@ class Browser:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Waits until what was asked for is drawn: two frames."""
+        """Waits for two frames, after which all changes are drawn."""
         self.evaluate(
             "new Promise((then) => requestAnimationFrame(() => requestAnimationFrame("
             "() => setTimeout(then, 20))))"
         )
 
     def middle_of(self, selector: str) -> tuple[float, float]:
-        """Where the first element of a CSS selector is in the window."""
+        """The centre of the first element of a CSS selector, in the window."""
         found = self.evaluate(
             f"(() => {{ const box = document.querySelector({json.dumps(selector)})"
             ".getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"

@@ -13,6 +13,7 @@ from jattn.call import Call, of_shapes
 from jattn.kernels.common import block_mask
 from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
+from tests.cases import Inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -34,6 +35,36 @@ def prepared(spec: Spec, shapes: Shapes) -> Spec:
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
     """As in the contract; in 16 bits, compared with a formula that rounds as matrix units do."""
     contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")
+
+
+def poisoned(name: str, x: Inputs, poison: float) -> Inputs:
+    """The case's inputs with this number in the queries and keys that no pair needs."""
+    rows, columns = contract.dead_places(name)
+    q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+    q[rows], k[columns], v[columns] = poison, poison, poison
+    return x._replace(q=q, k=k, v=v)
+
+
+def poisons_of(name: str) -> tuple[float, ...]:
+    """Numbers to poison a case with; none where every query and every key is needed."""
+    return contract.POISONS if any(x.any() for x in contract.dead_places(name)) else ()
+
+
+def assert_dead_rows_are_empty(name: str, results: contract.Results) -> None:
+    """Queries without keys have an output of 0 and an lse of -inf."""
+    rows, _ = contract.dead_places(name)
+    assert not results.out[rows].any()
+    assert np.all(np.swapaxes(results.lse, -1, -2)[rows] == -np.inf)
+
+
+def _bounds_that_lie(tile: masks.Tile) -> tuple[Any, Any]:
+    first = np.asarray(tile.columns.start) < 128
+    rows = np.ones_like(np.asarray(tile.rows.start), bool)
+    return rows & first, rows & first
+
+
+# Kernels that follow the tile map attend to keys before 128, although the function allows none.
+LYING = masks.Predicate(lambda b, h, i, j: i < 0, bounds=_bounds_that_lie)
 
 
 def assert_parts(

@@ -143,7 +143,7 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     bench().loop().run(bench().init_state())
     drawn = sys.stderr.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    for part in ("loss=", "tokens/s=", "<", "step/s", "12/12"):
+    for part in ("loss=", "tokens/s=", " left", "step/s", "12/12"):
         assert part in drawn
 
 
@@ -271,7 +271,7 @@ def test_a_bar_says_what_it_says_in_full(columns):
     assert len(line) <= columns
     before, drawn, after = re.fullmatch(r"( *\d+%\|)(.*)(\|.*)", line).groups()  # pyright: ignore[reportOptionalMemberAccess]
     assert before == " 45%|" and len(drawn.rstrip()) >= 8
-    assert "loss=0.123" in after
+    assert "loss=0.123" in after and " left" in after
     assert ("tokens/s=15,056" in after and "540/1200" in after) == (columns > 80)
 
 

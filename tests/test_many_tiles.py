@@ -1,7 +1,7 @@
 """The table of cases at sizes with several of the tiles that users get, under `vmap`.
 
-Arrays of a case are repeated along their axes of queries and keys. What an implementation gives
-must be what the reference gives for one example after another, which walks over no tiles.
+Arrays of a case are repeated along their axes of queries and keys. The results of an implementation
+must be those of the reference, which has no tiles, for one example after another.
 """
 
 import dataclasses
@@ -101,40 +101,27 @@ def check(implementation: str, name: str) -> None:
             assert_close(got, jax.tree.map(np.asarray, single(x)), 1e-12)
 
 
-# Between them every kind of array and of walk: bands, runs, lists of tiles, functions, dropout.
-SELECTED = (
-    "predicate",
-    "dilated",
-    "lengths_both",
-    "chain",
-    "dense_and_causal",
-    "places_and_positions",
-    "dropout_masked",
-    "tiles_band",
-)
+# Functions, lists of tiles, and lengths.
+SELECTED = ("predicate", "dilated", "dropout_masked")
 
 
-@pytest.mark.one_in(8)
+def _marks(implementation: str, name: str) -> Any:
+    if (implementation, name) in (("blockwise", SELECTED[0]), ("native", "lengths_both")):
+        return ()
+    return pytest.mark.slow if name in SELECTED[1:3] else pytest.mark.exhaustive
+
+
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("name", SELECTED)
-def test_vmap_over_several_tiles(name):
-    check("blockwise", name)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.default_tiles
-@pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout_masked"])
-def test_vmap_of_the_kernel_for_cpus(name):
-    check("native", name)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.default_tiles
-@pytest.mark.parametrize("implementation", ["blockwise", "native"])
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if 0 not in case.sizes.batch]
+    ("implementation", "name"),
+    [
+        pytest.param(implementation, name, marks=_marks(implementation, name))
+        for implementation in ("blockwise", "native")
+        for name, case in CASES.items()
+        if 0 not in case.sizes.batch
+    ],
 )
-def test_vmap_over_several_tiles_of_every_case(implementation, name):
+def test_vmap_over_several_tiles(implementation, name):
     check(implementation, name)
 
 

@@ -1,4 +1,4 @@
-"""Masks: every leaf against a rule in plain Python, the laws of logic, and what tiles are told.
+"""Masks: every leaf against a rule in plain Python, the laws of logic, and the kinds of tiles.
 
 The rules here are written from the documentation of the leaves, pair by pair, and share nothing
 with the library. Random expression trees carry their rule along with the mask.
@@ -100,7 +100,7 @@ every_leaf = pytest.mark.parametrize("name", LEAVES)
 
 
 def by_rule(rule: PairRule, q_positions: Any, kv_positions: Any) -> np.ndarray:
-    """The mask asked pair by pair."""
+    """The mask as an array, evaluated pair by pair."""
     return np.array(
         [
             [bool(rule(i, j, int(q), int(kv))) for j, kv in enumerate(kv_positions)]
@@ -116,11 +116,6 @@ def test_leaf_follows_its_rule(name):
     assert dense.shape == (T, S)
     assert dense.dtype == jnp.bool_
     np.testing.assert_array_equal(dense, by_rule(rule, range(T), range(S)))
-
-
-@every_leaf
-def test_leaf_follows_its_rule_at_other_positions(name):
-    mask, rule = LEAVES[name][0](), LEAVES[name][1]
     dense = mask.dense(T, S, q_positions=Q_POSITIONS, kv_positions=KV_POSITIONS)
     np.testing.assert_array_equal(dense, by_rule(rule, Q_POSITIONS, KV_POSITIONS))
 
@@ -394,9 +389,8 @@ def _draw_global(draw):
 
 
 def _draw_blocks(draw):
-    block, lead = draw(
-        st.sampled_from([((3, 3), ()), ((4, 5), (TREE_B, TREE_N)), ((1, 2), (1, TREE_N))])
-    )
+    layouts = [((3, 3), ()), ((4, 5), (TREE_B, TREE_N)), ((1, 2), (1, TREE_N))]
+    block, lead = draw(st.sampled_from(layouts))
     cells = -(-TREE_T // block[0]), -(-TREE_S // block[1])
     layout = _bools(draw, *lead, *cells)
 
@@ -409,16 +403,8 @@ def _draw_blocks(draw):
 
 
 def _draw_dense(draw):
-    shape = draw(
-        st.sampled_from(
-            [
-                (TREE_N, TREE_T, 1),
-                (TREE_B, 1, TREE_T, TREE_S),
-                (TREE_B, TREE_N, 1, TREE_S),
-            ]
-        )
-    )
-    array = _bools(draw, *shape)
+    shapes = [(TREE_N, TREE_T, 1), (TREE_B, 1, TREE_T, TREE_S), (TREE_B, TREE_N, 1, TREE_S)]
+    array = _bools(draw, *draw(st.sampled_from(shapes)))
     whole = np.broadcast_to(array, (TREE_B, TREE_N, TREE_T, TREE_S))
     return Ruled(masks.Dense(jnp.asarray(array)), lambda b, h, i, j, q, kv: whole[b, h][i, j])
 
@@ -483,7 +469,7 @@ def axes(draw: Any, size: int) -> np.ndarray:
 def points(
     truth: Truth, b: int, h: int, places: tuple[Any, Any], positions: tuple[Any, Any]
 ) -> np.ndarray:
-    """What the rule says for these places, which stand at positions[place]."""
+    """The rule evaluated at these places, whose positions are `positions[place]`."""
     i, j = places
     shape = len(i), len(j)
     q, kv = positions[0][i][:, None], positions[1][j][None, :]
@@ -491,18 +477,15 @@ def points(
 
 
 def assert_sound(maybe_any: Any, surely_all: Any, allowed: np.ndarray) -> None:
-    """What is claimed about a tile is true of every point in it."""
+    """The bounds of a tile hold for every point in it."""
     assert bool(np.all(maybe_any)) or not allowed.any()
     assert not bool(np.all(surely_all)) or allowed.all()
 
 
 def true_kinds(dense: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
-    """What each tile really is."""
-    rows, columns = (
-        -(-n // block) for n, block in zip(dense.shape, (block_q, block_kv), strict=True)
-    )
-    kinds = np.zeros((rows, columns), np.int8)
-    for n, m in np.ndindex(rows, columns):
+    """The kind of each tile, from its points."""
+    kinds = np.zeros((-(-dense.shape[0] // block_q), -(-dense.shape[1] // block_kv)), np.int8)
+    for n, m in np.ndindex(kinds.shape):
         tile = dense[n * block_q : (n + 1) * block_q, m * block_kv : (m + 1) * block_kv]
         kinds[n, m] = int(tile.any()) + int(tile.all())
     return kinds
@@ -539,10 +522,9 @@ def test_bounds_never_lie(data):
     )
     every = np.arange(TREE_T), np.arange(TREE_S)
     true = true_kinds(points(ruled.truth, b, h, every, positions), block_q, block_kv)
-    assert kinds.shape == true.shape
-    assert kinds.dtype == np.int8
-    assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
-    assert not np.any((kinds == masks.FULL) & (true != masks.FULL))
+    assert kinds.shape == true.shape and kinds.dtype == np.int8
+    for kind in (masks.EMPTY, masks.FULL):
+        assert not np.any((kinds == kind) & (true != kind))
 
 
 @settings(max_examples=max(30, settings().max_examples))
@@ -586,16 +568,21 @@ def test_tile_map_is_exact_for_plain_leaves(name, blocks):
     np.testing.assert_array_equal(kinds, true_kinds(np.asarray(mask.dense(24, 24)), *blocks))
 
 
+def assert_empty_tiles_are_known(kinds: Any, want: np.ndarray) -> None:
+    """Exactly the empty tiles are called empty; no tile is wrongly called full."""
+    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+    assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARP)
 def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     mask, blocks = SHARP[name](), (5, 7)
     kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
     want = true_kinds(np.asarray(mask.dense(24, 24)), *blocks)
+    assert_empty_tiles_are_known(kinds, want)
     whole = (slice(24 // blocks[0]), slice(24 // blocks[1]))
-    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
     np.testing.assert_array_equal(kinds[whole], want[whole])
-    assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
 
 
 LENGTHS = np.random.default_rng(7).integers(20, 320, 16)
@@ -633,21 +620,18 @@ def _layouts(padding: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 @pytest.mark.parametrize("padding", [-1, 0, 7, 99, 2**31 - 1])
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_between_documents_hides_no_empty_tile(padding, traced):
-    for name, ids in _layouts(padding).items():
+    for ids in _layouts(padding).values():
         T, S = map(len, ids)
         build = lambda q, kv: masks.tile_map(masks.Segments(q, kv), T, S, 64, 64)  # noqa: B023,E731
         kinds = np.asarray(jax.jit(build)(*ids) if traced else build(*ids))
-        want = true_kinds(ids[0][:, None] == ids[1], 64, 64)
-        np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY, name)
-        assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+        assert_empty_tiles_are_known(kinds, true_kinds(ids[0][:, None] == ids[1], 64, 64))
 
 
 def test_few_ids_of_a_tile_are_known_in_any_order():
     pages = np.random.default_rng(1).permutation(np.repeat(np.arange(40), 8))
     q, kv = np.repeat(pages, 16), np.repeat(np.arange(40), 16)
     kinds = np.asarray(masks.tile_map(masks.Segments(q, kv), len(q), len(kv), 64, 64))
-    want = true_kinds(q[:, None] == kv, 64, 64)
-    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+    assert_empty_tiles_are_known(kinds, true_kinds(q[:, None] == kv, 64, 64))
 
 
 def test_tile_map_at_decode_and_ring_positions():

@@ -23,7 +23,7 @@ TINY = PRESETS["tiny"]
 
 
 def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
-    """The losses of the first steps, and the state after them, which lies as it began."""
+    """The losses of the first steps, and the state after them, which is sharded as at first."""
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
     train_step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
     state = placement.state(bench.init_state())
@@ -41,12 +41,9 @@ def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float],
 
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize(
-    "mesh",
-    ["data=2,model=2,context=2", "data=4,model=2"],
-)
+@pytest.mark.parametrize("mesh", ["data=2,model=2,context=2", "data=4,model=2"])
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
-    """With dropout, and rows that the devices cannot share evenly."""
+    """The model has dropout, and rows are not divisible by the number of devices."""
     small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
     alone, state = losses(small_bench, None)
     cut, sharded_state = losses(small_bench, mesh)
@@ -78,7 +75,7 @@ def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, caps
 @pytest.mark.slow
 @pytest.mark.default_tiles
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    """From the very numbers that were saved; and on the same mesh it ends as without a pause."""
+    """It continues from the saved numbers. On the same mesh it ends like an uninterrupted run."""
     small = ("--preset", "tiny", "--set", "steps=8", "--set", "checkpoint_every=4")
     whole, paused = (tmp_path / name for name in ("whole", "paused"))
     train = ("train", "--run", str(whole), *small, "--mesh", "data=4,model=2")

@@ -1,5 +1,5 @@
-"""Functions that were pasted with `jnp` in place of `torch`, or return what they must not: what the
-errors say."""
+"""Error messages for functions that were pasted with `jnp` in place of `torch`, or that return
+wrong values."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Positions: sinusoids by their formula, rotary by hand, by loops and by what it is for."""
+"""Positions: sinusoids by their formula, and rotary embeddings by loops and by their purpose."""
 
 import math
 from typing import Any
@@ -71,7 +71,7 @@ compiled = jax.jit(positions.rotary, static_argnames=OPTIONS)
 
 
 def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarray:
-    """The library's, on NumPy arrays."""
+    """The library's rotary embedding, of NumPy arrays."""
     return np.asarray(compiled(jnp.asarray(x), jnp.asarray(places), *options, **named))
 
 
@@ -80,19 +80,15 @@ def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarra
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_rotary_by_the_formula(style, size, batch):
     x = RNG.normal(size=(*batch, 5, 3, 10))
-    places = RNG.integers(0, 60, (*batch, 5))
-    got = rotary(x, places, style, rotary_dim=size)
-    np.testing.assert_allclose(got, turned(x, places, style, size=size or 0), rtol=0, atol=1e-13)
-    shared = np.array([3, 0, 41, 7, 7])
-    got = rotary(x, shared, style, rotary_dim=size)
-    want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size or 0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    for places in (RNG.integers(0, 60, (*batch, 5)), np.array([3, 0, 41, 7, 7])):
+        got = rotary(x, places, style, rotary_dim=size)
+        want = turned(x, np.broadcast_to(places, x.shape[:-2]), style, size=size or 0)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_base_matters(style):
-    x = RNG.normal(size=(3, 2, 8))
-    places = np.array([10, 100, 3])
+    x, places = RNG.normal(size=(3, 2, 8)), np.array([10, 100, 3])
     small, large = rotary(x, places, style), rotary(x, places, style, base=5e5)
     np.testing.assert_allclose(large, turned(x, places, style, base=5e5), rtol=0, atol=1e-13)
     assert np.abs(small - large).max() > 0.1
@@ -110,12 +106,18 @@ def test_rotary_keeps_the_dtype(dtype, style):
 FAR = np.array([255, 256, 257, 4095, 32767])
 
 
+def first_channels(count: int, style: str) -> np.ndarray:
+    """Vectors `[count, 1, 8]` whose rotation is the cosines and sines themselves: ones in the first
+    channel of each pair."""
+    x = np.zeros((count, 1, 8))
+    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    return x
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("style", STYLES)
 def test_far_positions_in_low_precision(dtype, style):
-    # Ones in the first channel of each pair: what comes out is the cosines and sines themselves.
-    x = np.zeros((5, 1, 8))
-    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    x = first_channels(5, style)
     got = np.asarray(compiled(jnp.asarray(x, dtype), jnp.asarray(FAR), style), np.float64)
     np.testing.assert_allclose(got, turned(x, FAR, style), rtol=0, atol=1e-2)
     assert len({row.tobytes() for row in got}) == len(FAR)
@@ -133,9 +135,7 @@ def test_far_positions_of_sinusoids_in_low_precision():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_documented_limit_of_float32_angles(style):
-    x = np.zeros((1, 1, 8))
-    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
-    places = np.array([100_000])
+    x, places = first_channels(1, style), np.array([100_000])
     got = rotary(np.asarray(x, np.float32), places, style)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, turned(x, places, style), rtol=0, atol=1e-2)
@@ -160,7 +160,7 @@ def test_rotary_eagerly_and_under_vmap():
 
 
 def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
-    """The angle by which position 1 turns each pair, and by which length it multiplies it."""
+    """The angle by which position 1 rotates each pair, and the factor of the pair's length."""
     x = np.tile(np.array([1.0, 0.0]), size // 2)[None, None]
     got = np.asarray(
         positions.rotary(jnp.asarray(x), jnp.array([1]), "interleaved", base, scaling=scaling)
@@ -199,10 +199,8 @@ def test_yarn_by_the_paper():
 
 
 def test_yarn_by_pairs():
-    """Of 64 pairs with base 10000, 4096 positions turn pair 20.94 32 times and pair 45.03 once."""
-    got, amplitude = frequencies(
-        128, positions.Yarn(16.0, 4096, ramp="pair", amplitude=1.0), base=10000.0
-    )
+    """4096 positions rotate pair 20.94 of 64 by 32 turns and pair 45.03 by one, for base 10000."""
+    got, amplitude = frequencies(128, positions.Yarn(16.0, 4096, ramp="pair", amplitude=1.0))
     plain = frequencies(128, None)[0]
     ramp = np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
     np.testing.assert_allclose(got, plain * (1 - ramp) + plain / 16 * ramp, rtol=1e-12)

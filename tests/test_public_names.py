@@ -40,7 +40,7 @@ def test_a_module_shows_its_public_names_only(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=label)
 def test_no_public_class_or_function_is_left_out(module):
-    """What a module defines is public, begins with an underscore, or is here."""
+    """Names that a module defines are public, begin with an underscore, or are listed here."""
     internal = {
         masks: {"as_span", "extents", "kinds", "shifted", "span"},
         scores: {"apart", "as_score", "in_order"},
@@ -72,7 +72,7 @@ def test_a_name_that_is_not_there_raises():
 
 
 def callables() -> Iterator[tuple[str, Any]]:
-    """All public functions, classes and methods of classes that are written here."""
+    """All public functions, classes, and methods that jattn defines."""
     for module, name in NAMES:
         value = getattr(module, name)
         if value is nn.AttentionWeights or not callable(value):
@@ -99,7 +99,7 @@ CALLABLES = dict(callables())
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_signatures_say_what_is_taken(name):
-    """Nothing is taken that the signature does not name: no `*args`, no `**kwargs`."""
+    """A signature names every argument, without `*args` and `**kwargs`."""
     taken = inspect.signature(CALLABLES[name]).parameters.values()
     for parameter in taken:
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -1,5 +1,5 @@
-"""Kernels for Hopper and Blackwell on a model of their barriers and units (`tests.barriers`): they
-have no races, and mistakes in their order are races."""
+"""Kernels for Hopper and Blackwell run without races on a model of their barriers and units
+(`tests.barriers`), and mistakes in their order are races."""
 
 import functools
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from tests.test_hopper import LIMITS
 T, S = 300, 600
 IMPLEMENTATIONS: dict[str, Any] = {"hopper": hopper, "blackwell": blackwell}
 RNG = np.random.default_rng(0)
-# Documents and biases of keys come by beside tiles of these, and documents beside queries.
+# Documents and biases of keys are streamed with tiles of keys, and documents with queries.
 IDS = jnp.asarray(np.arange(S) // 100)[None]
 MASK = masks.Lengths(kv=590) & ~masks.Segments(IDS[:, :T], IDS + 1)
 SCORE = scores.Bias(jnp.asarray(RNG.normal(size=(1, 1, 1, S)), jnp.float32))
 
 
-class Case(NamedTuple):
-    """Kernels of an implementation, for heads of a size."""
+class KernelCase(NamedTuple):
+    """The kernels of an implementation, for heads of a size."""
 
     implementation: str
     head: int
@@ -47,17 +47,17 @@ class Case(NamedTuple):
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Where heads are wide, Blackwell has a kernel for gradients of values, too."""
-        one_by_one = self.implementation == "blackwell" and self.head > 128
-        names = "forward", "d_queries", "d_keys", *(["d_values"] if one_by_one else [])
+        """The names of the kernels. Blackwell has one for gradients of values of wide heads."""
+        separate = self.implementation == "blackwell" and self.head > 128
+        names = "forward", "d_queries", "d_keys", *(["d_values"] if separate else [])
         return tuple(f"jattn_{self.implementation}_{x}" for x in names)
 
 
 PARAMETER = "jattn_mosaic_d_parameter"
-CASES = [Case(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
+CASES = [KernelCase(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
 
 
-def slow(case: Case) -> Any:
+def slow(case: KernelCase) -> Any:
     return pytest.mark.slow if case == CASES[0] else pytest.mark.exhaustive
 
 
@@ -88,14 +88,14 @@ def operands_of(head: int) -> Any:
     return query, key, value, d_out, spec
 
 
-def forward(case: Case) -> Any:
+def forward(case: KernelCase) -> Any:
     """Output, normalizer, and whether all are finite; all keys in one part."""
     *qkv, _, spec = operands_of(case.head)
     with tuning.using(gpu_tiles_each=S):
         return case.functions.forward(spec, *qkv)
 
 
-def backward(case: Case, out: Any, normalizer: Any, finite: Any) -> Any:
+def backward(case: KernelCase, out: Any, normalizer: Any, finite: Any) -> Any:
     """The gradients of the bias, query, key and value."""
     query, key, value, d_out, spec = operands_of(case.head)
     d_out = d_out.astype(out.dtype)
@@ -104,8 +104,8 @@ def backward(case: Case, out: Any, normalizer: Any, finite: Any) -> Any:
     return *d_parameters, *d_qkv
 
 
-class Run(NamedTuple):
-    """What the forward pass returns, gradients, and the machine without mistakes."""
+class FaultlessRun(NamedTuple):
+    """The results of the forward pass, gradients, and the machine that computed them."""
 
     forward: Any
     gradients: Any
@@ -113,15 +113,15 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def right(case: Case) -> Run:
+def right(case: KernelCase) -> FaultlessRun:
     machine = Machine()
     with barriers.on(machine):
         forward_results = forward(case)
-        return Run(forward_results, backward(case, *forward_results), machine)
+        return FaultlessRun(forward_results, backward(case, *forward_results), machine)
 
 
 def reference(head: int) -> Any:
-    """The same by the formula in float64."""
+    """The output, lse and gradients by the formula in float64."""
     *qkv, d_out = (x.astype(jnp.float64) for x in operands_of(head)[:4])
     attend = functools.partial(
         jattn.attention, mask=MASK, return_lse=True, implementation="reference"
@@ -132,7 +132,7 @@ def reference(head: int) -> Any:
 
 @each_case
 def test_kernels_have_no_races(case):
-    """And compute what they should, of tiles of all kinds, which fill each place more than once."""
+    """They compute right results for tiles of all kinds, and fill each buffer more than once."""
     (out, normalizer, _), gradients, machine = right(case)
     assert {*machine.did} == {*case.passes, PARAMETER}
     got = out, normalizer.lse.swapaxes(1, 2), *gradients
@@ -146,8 +146,8 @@ def test_kernels_have_no_races(case):
 
 
 class Mistaken(Machine):
-    """A machine that runs one kernel only, which leaves out an operation, or one of whose barriers
-    takes more arrivals or fewer."""
+    """A machine that runs one kernel with a mistake: an operation is omitted, or a barrier expects
+    more or fewer arrivals. Other kernels return zeros."""
 
     def __init__(self, kernel: str, omits: str = "", barrier: str = "", extra_arrivals: int = 0):
         super().__init__()
@@ -170,8 +170,8 @@ class Mistaken(Machine):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in how["out_type"]]
 
 
-def race(case: Case, machine: Mistaken) -> str | None:
-    """What is found."""
+def race(case: KernelCase, machine: Mistaken) -> str | None:
+    """The race that the mistake causes; None if it causes none."""
     forward_results = right(case).forward
     try:
         with barriers.on(machine):
@@ -185,7 +185,7 @@ def race(case: Case, machine: Mistaken) -> str | None:
 
 @each_kernel
 def test_whatever_is_left_out_is_a_race(case, kernel):
-    """Waits for each barrier, arrivals there, and all other waits and fences."""
+    """Each wait for a barrier, each arrival, and all other waits and fences are needed."""
     did = right(case).machine.did[kernel]
     waits = {"commit_smem"} | ({"wait_smem_to_gmem"} if kernel != PARAMETER else set())
     assert waits < did
@@ -206,7 +206,7 @@ def test_as_many_as_arrive_pass_a_barrier(case, kernel):
 
 
 def of_several_places(machine: Machine) -> Any:
-    """The forward pass by one program, which has three blocks of queries."""
+    """The forward pass in one program, which computes three blocks of queries."""
     *qkv, _, _ = operands_of(64)
     shapes = Shapes.of(qkv[0], qkv[2])
     spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), shapes)
@@ -231,8 +231,8 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
 
 
 def program(*roles: Callable[..., None], arrivals: int = 1) -> None:
-    """A warpgroup for each role, which takes an array in global memory, one in shared memory that
-    has two places, and a barrier."""
+    """Runs each role by a warpgroup. A role takes an array in global memory, one in shared memory
+    with two places, and a barrier."""
     machine = Machine()
     with barriers.on(machine):
         scratch = [mosaic().SMEM((2, 4), jnp.float32), mosaic().Barrier(num_arrivals=arrivals)]
@@ -256,7 +256,7 @@ def writes(place: int) -> Callable[..., None]:
     return lambda _, shared, barrier: shared.at[place].__setitem__(..., 1.0)
 
 
-def test_who_does_not_wait_has_no_order():
+def test_writes_without_a_wait_are_a_race():
     program(writes(0), writes(1))
     with pytest.raises(Race, match="is written by who does not know that it was written"):
         program(writes(0), writes(0))
@@ -272,7 +272,7 @@ def test_order_is_passed_on_at_barriers():
         np.testing.assert_array_equal(shared[...], np.ones((2, 4)))
 
     program(first, second)
-    program(second, first)  # whoever starts
+    program(second, first)  # either warpgroup may start
     with pytest.raises(Race, match="nobody arrives"):
         program(first, second, arrivals=2)
     with pytest.raises(Race, match="ends while nobody has waited"):

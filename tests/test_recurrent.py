@@ -11,7 +11,17 @@ import pytest
 from flax import nnx
 
 from jattn import nn
-from tests.test_nn import arrays, call, evaluate, made, normal, parameter_tree
+from tests.test_nn import (
+    arrays,
+    call,
+    check_graph_and_tree_mode,
+    check_half_precision,
+    check_traced_once,
+    evaluate,
+    made,
+    normal,
+    parameter_tree,
+)
 
 
 B, S, T = 2, 7, 5
@@ -37,7 +47,7 @@ def ids(seed: int, vocabulary: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, vocabulary, shape), jnp.int32)
 
 
-SOURCE_IDS, TARGET_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
+SOURCE_IDS, TARGET_IDS = BOTH_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
 
 
 @functools.cache
@@ -82,13 +92,8 @@ def annotations(p, source):
 
 def read(p, state, memory):
     """The weights [S] and the context [C]."""
-    scores = np.array(
-        [
-            np.tanh(state @ p["decoder/attention/query"] + h @ p["decoder/attention/key"])
-            @ p["decoder/attention/score"]
-            for h in memory
-        ]
-    )
+    query, key, score = (p[f"decoder/attention/{name}"] for name in ("query", "key", "score"))
+    scores = np.array([np.tanh(state @ query + h @ key) @ score for h in memory])
     weights = np.exp(scores - scores.max(initial=0.0))
     weights /= max(weights.sum(), 1e-300)
     return weights, weights @ memory
@@ -130,7 +135,7 @@ def formula(p, source: Any = SOURCE_IDS, target: Any = TARGET_IDS, lengths: Any 
 @pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2]])
 def test_logits_are_those_of_the_formula(lengths):
     source_lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    out = call(exact(), SOURCE_IDS, TARGET_IDS, source_lengths=source_lengths)
+    out = call(exact(), *BOTH_IDS, source_lengths=source_lengths)
     expected, _ = formula(arrays(exact()), lengths=lengths or [S] * B)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
     assert out.shape == (B, T, TARGET) and np.abs(expected).max() > 1
@@ -142,7 +147,7 @@ def test_gradients_are_the_differences_of_the_formula():
     @nnx.jit
     @nnx.grad
     def gradient(model):
-        logits = model(SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+        logits = model(*BOTH_IDS, source_lengths=jnp.asarray(LENGTHS))
         return (logits * weight).sum()
 
     slopes, p = arrays(gradient(model)), arrays(model)
@@ -162,7 +167,7 @@ def test_gradients_are_the_differences_of_the_formula():
 def test_padding_changes_nothing():
     model = made(rnnsearch, spread=1.5)
     lengths = jnp.asarray(LENGTHS)
-    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    logits = call(model, *BOTH_IDS, source_lengths=lengths)
     is_real = jnp.arange(S + 4, dtype=jnp.int32)[None] < lengths[:, None]
     longer = jnp.where(is_real, jnp.pad(SOURCE_IDS, ((0, 0), (0, 4))), ids(5, SOURCE, B, S + 4))
     padded = call(model, longer, TARGET_IDS, source_lengths=lengths)
@@ -174,7 +179,7 @@ def test_padding_changes_nothing():
 
 def test_logits_do_not_see_later_tokens():
     model = made(rnnsearch, spread=1.5)
-    logits = call(model, SOURCE_IDS, TARGET_IDS)
+    logits = call(model, *BOTH_IDS)
     for place in range(T):
         other = TARGET_IDS.at[:, place].set((TARGET_IDS[:, place] + 1) % TARGET)
         changed = np.asarray(call(model, SOURCE_IDS, other))
@@ -191,7 +196,7 @@ def test_empty_rows_are_finite_and_teach_nothing():
         @nnx.jit
         @nnx.value_and_grad
         def loss(model):
-            return (model(SOURCE_IDS, TARGET_IDS, source_lengths=lengths)[row] ** 2).sum()
+            return (model(*BOTH_IDS, source_lengths=lengths)[row] ** 2).sum()
 
         value, slopes = loss(model)
         return float(value), arrays(slopes)
@@ -206,7 +211,7 @@ def test_empty_rows_are_finite_and_teach_nothing():
             "decoder/output/context/kernel",
         ), name
     expected, _ = formula(arrays(model), lengths=[0, 7])
-    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    logits = call(model, *BOTH_IDS, source_lengths=lengths)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12)
 
 
@@ -236,7 +241,7 @@ def test_any_number_of_batch_axes(batch):
 def test_captured_weights_are_those_of_the_formula():
     model = exact()
     weights_of: Any = nnx.jit(nn.capture_weights)
-    captured = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+    captured = weights_of(model, *BOTH_IDS, source_lengths=jnp.asarray(LENGTHS))
     assert captured.keys() == {"decoder/attention"}
     weights = np.asarray(captured["decoder/attention"])
     assert weights.shape == (B, 1, T, S)
@@ -246,22 +251,17 @@ def test_captured_weights_are_those_of_the_formula():
         assert not weights[b, 0, :, length:].any()
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
     assert np.abs(np.diff(weights, axis=2)).max() > 1e-2
-    empty = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.array([0, 7], jnp.int32))
+    empty = weights_of(model, *BOTH_IDS, source_lengths=jnp.array([0, 7], jnp.int32))
     assert not np.asarray(empty["decoder/attention"])[0].any()
 
 
 @pytest.mark.slow
 def test_capturing_changes_no_logits_and_leaves_nothing_behind():
     model = exact()
-
-    @nnx.jit
-    def captured(model):
-        return nnx.capture(model, nn.AttentionWeights)(SOURCE_IDS, TARGET_IDS)[0]
-
-    logits = captured(model)
-    np.testing.assert_array_equal(call(model, SOURCE_IDS, TARGET_IDS), logits)
+    captured = nnx.jit(lambda model: nnx.capture(model, nn.AttentionWeights)(*BOTH_IDS)[0])
+    np.testing.assert_array_equal(call(model, *BOTH_IDS), captured(model))
     capture: Any = nnx.jit(nn.capture_weights)
-    capture(model, SOURCE_IDS, TARGET_IDS)
+    capture(model, *BOTH_IDS)
     assert not model.decoder.attention.weights_tap.is_open
 
 
@@ -284,7 +284,7 @@ def test_step_by_step_is_at_once(parts):
         out, state = stepped(model, TARGET_IDS[:, start : start + count], state)
         logits.append(out)
         start += count
-    expected = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    expected = call(model, *BOTH_IDS, source_lengths=lengths)
     np.testing.assert_allclose(jnp.concatenate(logits, 1), expected, rtol=0, atol=1e-12)
 
 
@@ -311,9 +311,8 @@ def test_a_state_keeps_its_types_in_a_loop():
         model = made(rnnsearch, **options)
         state = nnx.eval_shape(started, model, SOURCE_IDS, jnp.asarray(LENGTHS))
         _, next_state = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), next_state) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), state
-        )
+        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+        assert old == new
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -418,26 +417,14 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
 
 @pytest.mark.slow
 def test_half_precision():
-    exactly, model = made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16)
-    logits, expected = (call(module, SOURCE_IDS, TARGET_IDS) for module in (model, exactly))
-    assert logits.dtype == jnp.bfloat16
-    assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
-    loss = lambda model: model(SOURCE_IDS, TARGET_IDS).astype(jnp.float32).sum()  # noqa: E731
-    for state in (nnx.eval_shape(nnx.grad(loss), model), nnx.state(model, nnx.Param)):
-        assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    check_half_precision(made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16), BOTH_IDS)
 
 
 def test_traced_once_whatever_the_lengths():
-    model, traces = made(rnnsearch), []
-
-    @nnx.jit
-    def run(model, source, lengths):
-        traces.append(None)
+    def run(model, source, lengths, _):
         return model(source, TARGET_IDS, source_lengths=lengths)
 
-    for shift in range(3):
-        run(model, (SOURCE_IDS + shift) % SOURCE, jnp.array([4 + shift, 7], jnp.int32))
-    assert len(traces) == 1
+    check_traced_once(run, made(rnnsearch), SOURCE_IDS, SOURCE)
 
 
 @pytest.mark.slow
@@ -460,54 +447,39 @@ def test_dropout():
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_graph_and_tree_mode(graph):
-    model = made(rnnsearch)
-    expected = call(model, SOURCE_IDS, TARGET_IDS)
-    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        run = nnx.jit(lambda model, *ids: model(*ids))
-        copy = nnx.merge(*nnx.split(model))
-        np.testing.assert_allclose(run(copy, SOURCE_IDS, TARGET_IDS), expected, rtol=0, atol=1e-6)
-        weights = nnx.eval_shape(nn.capture_weights, model, SOURCE_IDS, TARGET_IDS)
-        assert weights["decoder/attention"].shape == (B, 1, T, S)
+    check_graph_and_tree_mode(made(rnnsearch), BOTH_IDS, graph, {"decoder/attention": (B, 1, T, S)})
 
 
 def test_wrong_arguments_are_named(unchecked):
     model, decoder = exact(), exact().decoder
     memory = normal(1, B, S, 22, dtype=np.float64)
     x = normal(2, B, T, 3, dtype=np.float64)
-    ids, odd = (SOURCE_IDS, TARGET_IDS), jnp.ones((3,), jnp.int32)
+    ids, odd = BOTH_IDS, jnp.ones((3,), jnp.int32)
     state = decoder.start(memory)
-    for wrong, kind, message in (
-        (
-            lambda: model(*ids, source_lengths=odd),
-            ValueError,
-            r"source_lengths: expected \[\*B\] = \[2\]",
+    with_lengths = functools.partial(model, *ids)
+    decode = functools.partial(model.decode, TARGET_IDS)
+    mistakes: dict[str, Any] = {
+        r"source_lengths: expected \[\*B\] = \[2\]": lambda: with_lengths(source_lengths=odd),
+        "source_lengths: expected integers, got float64": (
+            lambda: with_lengths(source_lengths=jnp.ones((B,)))
         ),
-        (
-            lambda: model(*ids, source_lengths=jnp.ones((B,))),
-            TypeError,
-            "source_lengths: expected integers, got float64",
+        r"memory_lengths: expected \[\*B\] = \[2\], got \[3\]": (
+            lambda: decode(memory, memory_lengths=odd)
         ),
-        (
-            lambda: model.decode(TARGET_IDS, memory, memory_lengths=odd),
-            ValueError,
-            r"memory_lengths: expected \[\*B\] = \[2\], got \[3\]",
+        r"memory: expected \[\*B, S, C\] with memory_features=22, got \(2, 7, 21\)": (
+            lambda: decode(memory[..., :21])
         ),
-        (
-            lambda: model.decode(TARGET_IDS, memory[..., :21]),
-            ValueError,
-            r"memory: expected \[\*B, S, C\] with memory_features=22, got \(2, 7, 21\)",
+        r"^lengths: expected \[\*B\] = \[2\]": lambda: decoder.unit(x, lengths=odd),
+        "x: expected .* in_features=3": lambda: decoder.step(x[..., :2], state),
+        r"x: expected \[\*B, T, E\] with in_features=3, got \(2, 5, 2\)": (
+            lambda: model.encoder(x[..., :2])
         ),
-        (lambda: decoder.unit(x, lengths=odd), ValueError, r"^lengths: expected \[\*B\] = \[2\]"),
-        (lambda: decoder.step(x[..., :2], state), ValueError, "x: expected .* in_features=3"),
-        (
-            lambda: model.encoder(x[..., :2]),
-            ValueError,
-            r"x: expected \[\*B, T, E\] with in_features=3, got \(2, 5, 2\)",
-        ),
-        (lambda: rnnsearch(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 <= rate < 1"),
-        (lambda: rnnsearch(hiden=3), TypeError, "hiden"),
-        (lambda: rnnsearch(hidden=0), ValueError, "hidden: expected a width above 0, got 0"),
-        (lambda: model(SOURCE_IDS + 19, TARGET_IDS), ValueError, "ids: expected .* vocabulary=19"),
-    ):
+        "dropout_rate: expected 0 <= rate < 1": lambda: rnnsearch(dropout_rate=1.0),
+        "hiden": lambda: rnnsearch(hiden=3),
+        "hidden: expected a width above 0, got 0": lambda: rnnsearch(hidden=0),
+        "ids: expected .* vocabulary=19": lambda: model(SOURCE_IDS + 19, TARGET_IDS),
+    }
+    for message, call_wrongly in mistakes.items():
+        kind = TypeError if "integers" in message or message == "hiden" else ValueError
         with pytest.raises(kind, match=message):
-            wrong()
+            call_wrongly()

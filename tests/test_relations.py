@@ -34,8 +34,8 @@ shapes = st.sampled_from(SHAPES)
 seeds = st.integers(0, 2**32 - 1)
 
 
-class Draw(NamedTuple):
-    """Random arguments: arrays, a mask with dead rows, a bias, and what else is random."""
+class RandomCall(NamedTuple):
+    """Random arguments: arrays, a mask with dead rows, a bias, and a generator for more."""
 
     q: np.ndarray
     k: np.ndarray
@@ -45,13 +45,12 @@ class Draw(NamedTuple):
     rng: np.random.Generator
 
 
-def draw(sizes: Sizes, seed: int) -> Draw:
-    """Arguments for a shape."""
+def draw(sizes: Sizes, seed: int) -> RandomCall:
     rng = np.random.default_rng(seed)
     batch, T, S, N, K, H, V = sizes
     mask = rng.random((*batch, N, T, S)) < 0.7
     mask[..., 0, T - 1, :] = False
-    return Draw(
+    return RandomCall(
         2 * rng.standard_normal((*batch, T, N, H)),
         2 * rng.standard_normal((*batch, S, K, H)),
         rng.standard_normal((*batch, S, K, V)),
@@ -79,7 +78,7 @@ def call(
 
 @functools.cache
 def attention(implementation: str, **constants: Any) -> Any:
-    """The same as a compiled function of `(q, k, v, mask, bias)`, compiled once per shape."""
+    """`call` as a function of `(q, k, v, mask, bias)` that is compiled once per shape."""
     return quick_jit(functools.partial(call, implementation, **constants))
 
 
@@ -94,8 +93,8 @@ def gradients(implementation: str) -> Any:
     return quick_jit(pull)
 
 
-def cotangents(x: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Random ones, for out and lse."""
+def cotangents(x: RandomCall) -> tuple[np.ndarray, np.ndarray]:
+    """Random cotangents of out and lse."""
     out = (*x.q.shape[:-1], x.v.shape[-1])
     return x.rng.standard_normal(out), x.rng.standard_normal(x.mask.shape[:-1])
 
@@ -110,7 +109,7 @@ def same(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
 @every_implementation
 @given(shapes, seeds)
 def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
-    """Values and gradients, with two random keys masked for everybody or cut out of the arrays."""
+    """Values and gradients with two random keys that are masked everywhere or not in the arrays."""
     x = draw(sizes, seed)
     gone = x.rng.choice(sizes.S, 2, replace=False)
     left = np.setdiff1d(np.arange(sizes.S), gone)

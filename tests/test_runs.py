@@ -1,4 +1,4 @@
-"""What happens to a run from outside: other processes, a full disk, signals."""
+"""Influences on a run from outside: other processes, a full disk, signals."""
 
 import contextlib
 import dataclasses
@@ -27,23 +27,19 @@ from experiments.translation import runs
 from experiments.translation.presets import PRESETS
 from experiments.translation.runs import Run, TextOrigin
 from experiments.translation.vocabulary import Vocabulary
+from tests.commands import environment
 from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
-from tests.test_translation import (
-    as_users_run_it,
-    assert_same_run,
-    plain_jax,
-    small_tree,
-)
+from tests.test_translation import as_users_run_it, assert_same_run, plain_jax, small_tree
 
 
 assert as_users_run_it and _watching
-ROOT = Path(__file__).parents[1]
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Starts a process whose output is piped by default."""
     command = [sys.executable, "-c", code, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, text=True, **options)
+    return subprocess.Popen(command, env=environment(), text=True, **(PIPES | options))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -62,8 +58,8 @@ with locked(pathlib.Path(sys.argv[1])):
 
 @contextlib.contextmanager
 def held_elsewhere(directory: Path) -> Iterator[int]:
-    """While it lasts, another process has the lock; it ends by SIGKILL."""
-    with python(HOLDS_A_LOCK, str(directory), stdout=subprocess.PIPE) as holder:
+    """A context in which another process has the lock. SIGKILL ends that process."""
+    with python(HOLDS_A_LOCK, str(directory), stderr=None) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
             yield holder.pid
@@ -134,7 +130,7 @@ def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
 
 @contextlib.contextmanager
 def full_after(size: int) -> Iterator[None]:
-    """No file can be longer than this, as if the disk were full."""
+    """A context in which no file can be longer than this, as if the disk were full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -184,10 +180,9 @@ sys.exit(status)
 
 @pytest.mark.slow
 def test_many_arrays_that_cannot_be_written_are_one_line(tmp_path):
-    """Of which other threads tell, some of them when all is over."""
+    """Other threads report failures too, some of them after the command has ended."""
     run = a_run(tmp_path / "run", 1)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = python(SAVES_MUCH, str(run.directory), **pipes)
+    process = python(SAVES_MUCH, str(run.directory))
     printed, error = process.communicate()
     line = f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
     assert (printed, error) == ("1 1\n" * 2, line * 2)
@@ -221,7 +216,7 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
 
 
 def test_a_file_and_its_folder_are_on_the_disk_when_the_name_is_given(tmp_path, monkeypatch):
-    """Its content before it has its name, the name before `replace` returns."""
+    """The content is synced before the file has its name, the name before `replace` returns."""
     events: list[str] = []
     sync, rename = os.fsync, Path.replace
 
@@ -282,8 +277,9 @@ def trained(directory: Path, *arguments: str, status: int = 0) -> Run:
 def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_one(
     whole, tmp_path, capsys, monkeypatch
 ):
-    """Terminated after the checkpoint at step 6; out of space in the metrics of step 8, of which
-    half is written; out of space in the checkpoint of step 12. Each is told in one line."""
+    """The run is terminated after the checkpoint at step 6, out of space in the metrics of step 8,
+    of which half is written, and out of space in the checkpoint of step 12. Each ends with one
+    line."""
     directory = tmp_path / "run"
     how = f"training goes on with: train --run {directory} --resume\n"
     save, report = Run.save, Run.report
@@ -362,29 +358,26 @@ def test_reading_a_checkpoint_writes_nothing(tmp_path):
     assert not left_by_kills(run, lambda: run.restore(small_tree()), tmp_path)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_a_command_alike(number, status, capsys):
+@pytest.mark.parametrize(
+    ("number", "handler", "status"),
+    [
+        (signal.SIGINT, signal.default_int_handler, 130),
+        (signal.SIGTERM, signal.SIG_DFL, 143),
+        (signal.SIGTERM, signal.SIG_IGN, 0),  # an ignored signal is still ignored
+    ],
+)
+def test_signals_end_a_command_alike(number, handler, status, capsys):
     def interrupted() -> None:
         os.kill(os.getpid(), number)
-        time.sleep(60)
+        time.sleep(60 if status else 0)
 
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    handler = signal.signal(number, handlers[number])  # whatever those who run tests ignore
+    original = signal.signal(number, handler)
     try:
         assert ending.exit_status(interrupted) == status
-        assert capsys.readouterr().err == "interrupted\n"
-        assert signal.getsignal(number) is handlers[number]
+        assert capsys.readouterr().err == ("interrupted\n" if status else "")
+        assert signal.getsignal(number) is handler
     finally:
-        signal.signal(number, handler)
-
-
-def test_a_signal_that_is_ignored_stays_so(monkeypatch):
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        assert ending.exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 0
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(number, original)
 
 
 PRINTS = """
@@ -396,27 +389,18 @@ sys.exit(exit_status(lambda: [print("x" * 100) for _ in range(2000)]))
 
 def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
     with Path("/dev/full").open("w") as full:
-        process = python(PRINTS, stdout=full, stderr=subprocess.PIPE)
+        process = python(PRINTS, stdout=full)
         assert process.communicate()[1] == "error: [Errno 28] No space left on device\n"
         assert process.returncode == 1
     read_end, write_end = os.pipe()
     os.close(read_end)
-    process = python(PRINTS, stdout=write_end, stderr=subprocess.PIPE)
+    process = python(PRINTS, stdout=write_end)
     os.close(write_end)
     assert process.communicate()[1] == "" and process.returncode == 141
 
 
-FOREIGN_NAMES = (
-    "lock",
-    "config.json",
-    "source.json",
-    "metrics.jsonl",
-    "digests/1.json",
-    "digests/2.json",
-    "evaluation.json",
-    "pictures/loss.png",
-    "checkpoints/1/more",
-)
+FOREIGN_NAMES = ("lock", "config.json", "source.json", "metrics.jsonl", "evaluation.json")
+FOREIGN_NAMES += ("digests/1.json", "digests/2.json", "pictures/loss.png", "checkpoints/1/more")
 FOREIGN_FOLDERS = ("checkpoints", "digests", "pictures", "checkpoints/1", "checkpoints/2")
 
 
@@ -434,10 +418,6 @@ def linked(path: Path, there: Path) -> None:
     """Moves a file or folder elsewhere, and leaves a symbolic link in its place."""
     path.replace(there)
     path.symlink_to(there)
-
-
-def hard_linked(path: Path, there: Path) -> None:
-    there.hardlink_to(path)
 
 
 def a_pipe(path: Path, _: Path) -> None:
@@ -466,7 +446,7 @@ def test_nothing_in_a_run_leads_elsewhere(command, name, change, kind, tmp_path,
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 def test_a_file_with_another_name_is_not_written_in_place(name, tmp_path):
     directory = foreign_run(tmp_path / "run")
-    hard_linked(directory / name, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").hardlink_to(directory / name)
     unchanged = contents(tmp_path)
     with pytest.raises(Unwritten, match=rf"{name} could not be written: .* got a file with hard"):
         if name == "lock":
@@ -511,7 +491,7 @@ class Thing: pass
 def command():
     thing = Thing()
     reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.{name}))
-    for number in interruptible(range(10)):
+    for number in interruptible(range({steps})):
         print(number, flush=True)
         if number == 3:
             del thing
@@ -520,19 +500,12 @@ sys.exit(exit_status(command))
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_whose_exception_is_lost_ends_the_next_step(name, status):
-    pipe = subprocess.PIPE
-    with python(LOST.format(name=name), stdout=pipe, stderr=pipe) as process:
+@pytest.mark.parametrize("steps", [10, 4])  # the fourth is the one in which it is lost
+def test_a_signal_whose_exception_is_lost_ends_the_next_step(name, status, steps):
+    with python(LOST.format(name=name, steps=steps)) as process:
         out, error = process.communicate()
     assert process.returncode == status and out == "0\n1\n2\n3\n"
     assert "Exception ignored" in error and error.endswith("\ninterrupted\n")
-
-
-def test_a_signal_lost_in_the_last_step_counts_too():
-    code = LOST.format(name="SIGTERM").replace("range(10)", "range(4)")
-    with python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.communicate()
-    assert process.returncode == 143
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 1 TB")])

@@ -1,10 +1,8 @@
-"""What attention over several devices takes and sends: formulas are what compiled programs say."""
+"""Memory and exchanges of attention over several devices: the formulas agree with compiled
+programs."""
 
 import collections
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -18,8 +16,9 @@ from experiments.scaling import __main__ as scaling
 from experiments.scaling import plan, programs
 from experiments.scaling.cases import SCHEMES, Case
 from jattn import masks, parallel, scores, tuning
+from tests.commands import environment, run_python
 from tests.conftest import quick_jit
-from tests.test_parallel import mesh_of
+from tests.devices import mesh_of
 
 
 DEVICES, T, N, K, H, V = 4, 64, 8, 2, 6, 3
@@ -57,14 +56,9 @@ def rules(options: dict[str, Any], *arrays: Any) -> dict[str, Any]:
     return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **options}
 
 
-WAYS = [
-    ("ring", "contiguous"),
-    ("all_to_all", "zigzag"),
-    ("gather", "zigzag"),
-    ("ring", "zigzag"),
-    ("all_to_all", "contiguous"),
-    ("gather", "contiguous"),
-]
+# Neighbours differ in both, so that every fourth combination has each scheme and each order.
+WAYS = [("ring", "contiguous"), ("all_to_all", "zigzag"), ("gather", "zigzag"), ("ring", "zigzag")]
+WAYS += [("all_to_all", "contiguous"), ("gather", "contiguous")]
 
 
 @pytest.mark.one_in(4)
@@ -72,7 +66,7 @@ WAYS = [
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize(("scheme", "order"), WAYS)
 def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_arrays):
-    """In zig-zag order each key head goes round by itself, and a quarter of a shard's keys."""
+    """Each key head goes round by itself in zig-zag order, in quarters of a shard's keys."""
     least = 1 if order == "zigzag" else 2**14
     row = tuning.sizes("cpu")._replace(ring_queries=least, ring_keys=least)
     with tuning.using(row=row, ring_rounds=1):
@@ -89,8 +83,8 @@ def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) ->
         if backward or not each.backward:
             expected[each.kind, each.bytes] += each.times
         if backward and not each.backward and options["scheme"] == "ring":
-            # Outside of loops both passes send the same, and rounds send the same of what all heads
-            # share; some XLA versions make it one on CPUs.
+            # Outside of loops both passes send the same arrays, and all rounds send the arrays that
+            # heads share; some XLA versions merge equal exchanges on CPUs.
             shared[each.kind, each.bytes] += each.times if each.times <= 2 else 1
     assert sent.keys() == expected.keys()
     for each, times in expected.items():
@@ -111,7 +105,7 @@ def test_numbers_of_16_bits_go_round_as_such(dtype):
 
 
 def test_loops_count_as_often_as_they_run():
-    """Programs as XLA prints them: in loops, asynchronous, in groups of a mesh."""
+    """Programs as XLA prints them, with loops, asynchronous exchanges, and groups of a mesh."""
     text = """HloModule m
 %inside (x: bf16[8]) -> bf16[8] {
   %s.1 = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%x), pairs={{0,1},{1,0}}
@@ -187,29 +181,24 @@ def test_rows_and_plot(tmp_path, capsys):
     assert row["formula_bytes"] - row["sent_bytes"] in (0, 32 * 4)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert scaling.main(["measure", *sizes, "--key-heads", "3"]) == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        scaling.main(["mesure"])
+    assert capsys.readouterr().err.endswith("; nearest: measure\n")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_devices_that_are_not_here_send_what_the_formula_says(target, scheme):
-    """And keys and values are on their way while others are computed with."""
+    """Keys and values travel in a ring while devices compute with others."""
     if targets.missing(targets.TARGETS[target]):
         pytest.skip(str(targets.missing(targets.TARGETS[target])))
     options = ["--target", target, "--scheme", scheme, "--length", "16384", "--head-size", "128"]
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.scaling",
-        "ahead",
-        *options,
-        "--dtype",
-        "bfloat16",
-    ]
-    # Before Hopper XLA hides what is under way only if it is told to.
+    # Before Hopper XLA overlaps exchanges with computation only if this flag is set.
     flags = "--xla_gpu_enable_latency_hiding_scheduler=true" if target == "a100" else ""
-    environment = os.environ | {"XLA_FLAGS": flags}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = ("-m", "experiments.scaling", "ahead", *options, "--dtype", "bfloat16")
+    said = run_python(*command, env=environment(XLA_FLAGS=flags), check=True)
     row = json.loads(said.stdout.splitlines()[-1])
     assert row["sent_bytes"] == row["formula_bytes"] > 0
     if scheme == "ring":

@@ -1,4 +1,4 @@
-"""Score functions: what the cases of the contract do not show of them."""
+"""Properties of score functions that the cases of the contract do not test."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ BIAS = RNG.normal(size=(B, N, T, S))
 
 
 def scored(score: Any, **arguments: Any) -> np.ndarray:
-    """What the library makes of RAW, at positions that are not places."""
+    """The library's modified scores of RAW, at positions that differ from places."""
     arguments = {
         "q_positions": jnp.asarray(Q_POSITIONS),
         "kv_positions": jnp.asarray(KV_POSITIONS),
@@ -38,7 +38,7 @@ def scored(score: Any, **arguments: Any) -> np.ndarray:
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    """Equal to float64 rounding, and nothing like the untouched scores."""
+    """Scores are equal to float64 rounding, and differ much from the unmodified scores."""
     np.testing.assert_allclose(got, np.broadcast_to(want, RAW.shape), rtol=0, atol=1e-13)
     assert np.abs(np.asarray(got) - RAW).max() > 0.1
 

@@ -1,4 +1,4 @@
-"""A few queries on many keys that are arrays: read by the kernel in C++ that is for caches too."""
+"""A few queries on many keys in arrays, which the decoding kernel in C++ reads like a cache."""
 
 import functools
 import math
@@ -12,6 +12,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
+from tests.arrays import assert_accurate, assert_equal, normals
 from tests.oracle import error
 
 
@@ -28,9 +29,7 @@ SIZES = {  # T, N, K, H, V: heads that lie side by side, groups, many rows, odd 
 
 def arrays(size: str, dtype: str = "float32", B: int = 2) -> list[jax.Array]:
     T, N, K, H, V = SIZES[size]
-    rng = np.random.default_rng(5)
-    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
-    return [jnp.asarray(rng.normal(size=shape)).astype(dtype) for shape in shapes]
+    return normals((B, T, N, H), (B, S, K, H), (B, S, K, V), seed=5, dtype=dtype)
 
 
 def rules(name: str, T: int, N: int) -> dict[str, Any]:
@@ -61,7 +60,7 @@ RULES += ("relative", "alibi")
 
 
 def truth(q: Any, k: Any, v: Any, **rules: Any) -> Any:
-    """In float64 and as the formula stands, S keys at once."""
+    """Output and lse by the formula in float64, over all keys at once."""
     spelled = [np.asarray(x, np.float64) for x in (q, k, v)]
     (B, T, N, H), K = spelled[0].shape, spelled[1].shape[2]
     q, k, v = (np.moveaxis(x, 2, 1) for x in spelled)
@@ -108,16 +107,17 @@ def test_short_queries_are_what_the_formula_says(size, name, dtype):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("parameters", [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "limit"), [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)]
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_of_short_queries_are_those_of_the_formula(size, parameters):
-    """Forward by one kernel and backward by another: what goes between them fits."""
-    dtype, scale, limit = parameters
+def test_gradients_of_short_queries_are_those_of_the_formula(size, dtype, scale, limit):
+    """Different kernels run forward and backward, and the residuals of one fit the other."""
     q, k, v = arrays(size, dtype)
-    parameters = rules("lengths", q.shape[1], q.shape[2])
+    options = rules("lengths", q.shape[1], q.shape[2])
 
     def loss(implementation: str | None, scale: Any, *qkv: Any) -> Any:
-        attend = functools.partial(jattn.attention, implementation=implementation, **parameters)
+        attend = functools.partial(jattn.attention, implementation=implementation, **options)
         out, lse = attend(*qkv, scale=scale, return_lse=True)
         return jnp.sum(jnp.sin(3 * out)) + jnp.sum(lse)
 
@@ -125,8 +125,7 @@ def test_gradients_of_short_queries_are_those_of_the_formula(size, parameters):
         operands = [x.astype(dtype) for x in (jnp.asarray(scale, "float64"), q, k, v)]
         return jax.grad(functools.partial(loss, implementation), (0, 1, 2, 3))(*operands)
 
-    for x, y in zip(gradients(None, dtype), gradients("reference", "float64"), strict=True):
-        assert error(x, y) <= limit
+    assert_accurate(gradients(None, dtype), gradients("reference", "float64"), limit)
 
 
 @pytest.mark.one_in(6)
@@ -138,16 +137,13 @@ def test_masked_keys_do_not_reach_short_queries(size, dtype, poison):
     options = rules("lengths", q.shape[1], q.shape[2])
     call = functools.partial(jattn.attention, return_lse=True, **options)
     masked = (jnp.arange(S)[None] >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
-    bad = jnp.asarray(poison).astype(dtype)
-    for x, y in zip(
-        call(q, jnp.where(masked, bad, k), jnp.where(masked, bad, v)), call(q, k, v), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    bad_k, bad_v = (jnp.where(masked, jnp.asarray(poison).astype(dtype), x) for x in (k, v))
+    assert_equal(call(q, bad_k, bad_v), call(q, k, v))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
-    """Rows of one tile, of which some see it: the others stay as they are, bit for bit."""
+    """Rows of the same tile that do not attend to it are unchanged, bit for bit."""
     q, k, v = arrays("grouped")
     T = q.shape[1]
     options = rules("causal", T, q.shape[2])
@@ -180,10 +176,8 @@ def test_large_logits_keep_their_digits():
 
 
 def test_many_parts_are_one():
-    """A single row of the batch is cut into parts for all threads."""
-    rng = np.random.default_rng(3)
-    q = jnp.asarray(rng.normal(size=(1, 2, 2, 64)), "float32")
-    k, v = (jnp.asarray(rng.normal(size=(1, 30_001, 2, 64)), "float32") for _ in range(2))
+    """A single row of the batch is split into parts for all threads."""
+    q, k, v = normals((1, 2, 2, 64), *[(1, 30_001, 2, 64)] * 2, seed=3, dtype="float32")
     k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[None, :, None, None]
     out, lse = jattn.attention(q, k, v, return_lse=True)
     want = truth(q, k, v)
@@ -205,7 +199,7 @@ def test_vmap_of_short_queries_is_a_loop(axes):
 
 @pytest.mark.slow
 def test_vmap_of_caches_is_a_loop():
-    """Also of pages, whose tables belong to each mapped cache."""
+    """Each mapped cache has a table of pages of its own."""
     q, k, v = arrays("grouped", B=6)
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k[:, :90], v[:, :90])]
     empty = PagedCache.create(2, 96, 2, 32, 16, page_size=8)

@@ -1,6 +1,5 @@
 """The softmax as a monoid: parts of the keys, in any order and grouping, make the whole."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, softmax
+from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -46,10 +46,10 @@ def in_parts(q: Any, k: Any, v: Any, dense: Any, cuts: tuple[int, ...]) -> list[
     ]
 
 
-def a_part(seed: int, dtype: Any = jnp.float64, dead: float = 0.3) -> Any:
+def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
     """Some `(out, lse)`, with rows without keys."""
     rng = np.random.default_rng(seed)
-    gone = rng.random((2, N, T)) < dead
+    gone = rng.random((2, N, T)) < 0.3
     lse = np.where(gone, -np.inf, 5 * rng.standard_normal((2, N, T)))
     out = rng.standard_normal((2, T, N, V))
     out[np.swapaxes(gone, 1, 2)] = 0
@@ -58,7 +58,7 @@ def a_part(seed: int, dtype: Any = jnp.float64, dead: float = 0.3) -> Any:
 
 
 def no_keys(dtype: Any = jnp.float64) -> Any:
-    """The part that is not there."""
+    """The result of attention over no keys."""
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jnp.zeros((2, T, N, V), dtype), jnp.full((2, N, T), NEGATIVE, wide)
 
@@ -72,8 +72,7 @@ def test_no_keys_is_the_identity(dtype):
     for parts in ((part,), (part, nothing), (nothing, part), (nothing, part, nothing)):
         out, lse = merge(*parts)
         assert out.dtype == dtype
-        np.testing.assert_array_equal(out, part[0])
-        np.testing.assert_array_equal(lse, part[1])
+        assert_equal((out, lse), part)
 
 
 def test_nothing_and_nothing_is_nothing_and_has_no_gradient():
@@ -96,8 +95,7 @@ def test_any_order_and_any_grouping(seed, order):
         merge(a, merge(b, merge(c, d))),
         merge(merge(merge(a, b), c), d),
     ):
-        for got, want in zip(regrouped, whole, strict=True):
-            assert error(got, want) <= 1e-14
+        assert_accurate(regrouped, whole, 1e-14)
 
 
 CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
@@ -155,8 +153,7 @@ def test_a_sink_of_minus_infinity_changes_nothing():
     part = a_part(3)
     nowhere = jnp.full((N,), NEGATIVE)
     (out, lse), pull = jax.vjp(jattn.with_sink, *part, nowhere)
-    np.testing.assert_array_equal(out, part[0])
-    np.testing.assert_array_equal(lse, part[1])
+    assert_equal((out, lse), part)
     d_out, d_lse, d_sink = pull((jnp.ones_like(out), jnp.ones_like(lse)))
     live = np.isfinite(part[1])
     np.testing.assert_array_equal(d_out[np.swapaxes(live, 1, 2)], 1)
@@ -181,7 +178,6 @@ def partial_of(x: Any, v: Any) -> softmax.Partial:
     return softmax.of(x, lambda weights: weights @ v)
 
 
-@functools.cache
 def logits(seed: int) -> tuple[jax.Array, jax.Array]:
     """Scores `[T, S]` with masked ones and a dead row, and values `[S, V]`."""
     rng = np.random.default_rng(seed)
@@ -222,11 +218,9 @@ def test_contributions_combine_in_any_way(seed):
     with np.errstate(divide="ignore"):
         want = (weights @ np.asarray(v) / np.where(total, total, 1), np.log(total[:, 0]))
     for result in ways:
-        for got, expected in zip(result, want, strict=True):
-            assert error(got, expected) <= 1e-14
+        assert_accurate(result, want, 1e-14)
     for changed, same in with_nothing:
-        for got, expected in zip(changed, same, strict=True):
-            np.testing.assert_array_equal(got, expected)
+        assert_equal(changed, same)
     assert not np.any(nothing[0])
     assert np.all(nothing[1] == NEGATIVE)
 

@@ -1,4 +1,4 @@
-"""Numbers about weights, against the formulas on the dense weights of NumPy."""
+"""Statistics of weights, compared with their formulas on dense weights in NumPy."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.cpu import statistics as native
+from tests.arrays import assert_close
 from tests.conftest import quick_jit, users_jit
 
 
@@ -25,14 +26,14 @@ SLOPES = np.array([0.5, 0.1, 0.0, 0.02])
 IDS = np.sort(RNG.integers(0, 4, (B, S)))
 TOKENS = (np.arange(S) >= np.array([[0], [20]])) * 1
 THRESHOLD = 0.07
+DISTANCE = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
 
 
 def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray:
     """`[B, N, T, S]` by the formula, in float64."""
     repeated = np.repeat(key, N // K, axis=2)
     logits = np.einsum("btnh,bsnh->bnts", query, repeated) / np.sqrt(H)
-    distance = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
-    logits = np.where(allowed, logits - slopes[:, None, None] * distance, -np.inf)
+    logits = np.where(allowed, logits - slopes[:, None, None] * DISTANCE, -np.inf)
     top = logits.max(axis=-1, keepdims=True)
     exponential = np.exp(logits - np.where(top == -np.inf, 0, top))
     total = exponential.sum(axis=-1, keepdims=True)
@@ -40,15 +41,14 @@ def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray
 
 
 def wanted(weights: np.ndarray, on: np.ndarray) -> dict[str, np.ndarray]:
-    """The definitions."""
+    """The statistics by their definitions."""
     logs = np.log(np.where(weights > 0, weights, 1))
-    distance = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
     dead = weights.sum(axis=-1) == 0
     return {
         "entropy": -(weights * logs).sum(axis=-1),
         "greatest": weights.max(axis=-1),
         "place": np.where(dead, -1, weights.argmax(axis=-1)),
-        "distance": (weights * distance).sum(axis=-1),
+        "distance": (weights * DISTANCE).sum(axis=-1),
         "on_keys": (weights * on).sum(axis=-1),
         "above": np.where(weights > THRESHOLD, weights, 0).sum(axis=-1),
         "received": weights.sum(axis=-2),
@@ -66,13 +66,14 @@ MASKS: dict[str, tuple[Any, np.ndarray]] = {
 }
 
 
-def given(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
+def query_and_key(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(QUERY, dtype), jnp.asarray(KEY, dtype)
 
 
 @contextlib.contextmanager
 def computed(how: str) -> Iterator[None]:
-    """By the kernel in C++ with tiles of 16 queries, or in pure JAX by tiles of 16 or one."""
+    """A context that selects the kernel in C++ with tiles of 16 queries, or pure JAX with tiles of
+    16 or with one tile."""
     if how == "native":
         with tuning.using(cpu_tiles="16, 8, 16", generated_pairs=1):
             yield
@@ -104,7 +105,7 @@ def test_statistics_are_the_formulas(name, how):
     single = jnp.float32, 2e-5
     for dtype, tolerance in ((jnp.float64, 1e-13), *[single] * (how == "native")):
         with computed(how):
-            result = quick_jit(call)(*given(dtype))
+            result = quick_jit(call)(*query_and_key(dtype))
         for field, value in want.items():
             got = np.asarray(getattr(result, field))
             if field == "above":  # near the threshold either is right
@@ -119,10 +120,9 @@ def test_statistics_are_the_formulas(name, how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_statistics_are_differentiated(how):
-    """Against derivatives of the same sums of `attention_weights`."""
+    """Derivatives are those of the same sums of `attention_weights`."""
     mask = masks.Causal() | masks.Prefix(2)
     coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
-    distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)[None, :])
 
     def ours(query: Any, key: Any, slopes: Any) -> Any:
         result = jattn.statistics(
@@ -138,34 +138,35 @@ def test_statistics_are_differentiated(how):
         parts = (
             -(w * logs).sum(-1),
             w.max(-1),
-            (w * distance[None, None].astype(w.dtype)).sum(-1),
+            (w * DISTANCE[None, None].astype(w.dtype)).sum(-1),
             jnp.where(on, w, 0).sum(-1),
         )
         return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
 
-    arguments = (*given(), jnp.asarray(SLOPES))
+    arguments = (*query_and_key(), jnp.asarray(SLOPES))
     want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
     with computed(how):
         result = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
-    for got, value in zip(result, want, strict=True):
-        np.testing.assert_allclose(got, value, atol=1e-11, rtol=1e-11)
+    assert_close(result, want, atol=1e-11, rtol=1e-11)
 
 
 def test_second_derivatives_raise():
     def squared(query: Any) -> Any:
-        return jnp.sum(jattn.statistics(query, given()[1], mask=masks.Causal()).entropy ** 2)
+        return jnp.sum(
+            jattn.statistics(query, query_and_key()[1], mask=masks.Causal()).entropy ** 2
+        )
 
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
-        jax.grad(lambda query: jnp.sum(jax.grad(squared)(query) ** 2))(given()[0])
+        jax.grad(lambda query: jnp.sum(jax.grad(squared)(query) ** 2))(query_and_key()[0])
 
 
 def test_what_has_no_derivative_is_constant():
     def constants(query: Any) -> Any:
-        result: Any = jattn.statistics(query, given()[1], threshold=0.1)
-        values, _ = jattn.top_weights(query, given()[1], 2)
+        result: Any = jattn.statistics(query, query_and_key()[1], threshold=0.1)
+        values, _ = jattn.top_weights(query, query_and_key()[1], 2)
         return result.received.sum() + result.above.sum() + values.sum()
 
-    assert not np.any(quick_jit(jax.grad(constants))(given()[0]))
+    assert not np.any(quick_jit(jax.grad(constants))(query_and_key()[0]))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -175,7 +176,7 @@ def test_top_weights_are_the_greatest(name):
     weights = dense_weights(QUERY, KEY, allowed, SLOPES)
     with computed("tiles"):
         call = functools.partial(jattn.top_weights, n=n, mask=mask, score=scores.Alibi(SLOPES))
-        values, places = quick_jit(call)(*given())
+        values, places = quick_jit(call)(*query_and_key())
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
     want = np.take_along_axis(weights, order, axis=-1)
     np.testing.assert_allclose(values, want, atol=1e-13)
@@ -200,9 +201,9 @@ def test_the_first_of_equals_is_the_greatest(how):
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("how", HOW[:2])
 def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
-    """Where one score is by far the largest, and where all are equal, so that the log of the sum
-    has no digits beside the maximum."""
-    query, key = given(dtype)
+    """One score is by far the largest, or all are equal, so that the log of the sum is below the
+    precision of the maximum."""
+    query, key = query_and_key(dtype)
     sharp = scores.Temperature(jnp.array([1e-12, 2e-12, 3e-12, 1e-11], jnp.float32))
     equal = scores.Score(lambda s, b, h, i, j: s * 0 + 1.1e12)
     attended = np.minimum(np.arange(T) + 1, S) if mask is not None else np.full(T, S)
@@ -225,7 +226,7 @@ def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
 
 @pytest.mark.parametrize("how", HOW[:2])
 def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
-    query, key = given(jnp.float32)
+    query, key = query_and_key(jnp.float32)
     key = key.at[0, S - 1].set(jnp.nan).at[1, 0].set(jnp.nan)
 
     def entropy(query: Any, key: Any) -> Any:
@@ -243,7 +244,7 @@ def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
 
 @pytest.mark.parametrize("how", HOW[:2])
 def test_positions_and_wide_distances(how):
-    query, key = given()
+    query, key = query_and_key()
     far = np.arange(S) * 10_000_000
     with computed(how):
         result = jattn.statistics(
@@ -255,9 +256,9 @@ def test_positions_and_wide_distances(how):
 
 
 def test_functions_of_users_batches_and_few_bits():
-    """A mask and a score function that are compiled, keys [S] for all rows, `vmap`, bfloat16: what
-    both ways give is the same."""
-    query, key = given(jnp.bfloat16)
+    """The kernel and pure JAX agree on compiled functions, keys [S] for all rows, `vmap`, and
+    bfloat16."""
+    query, key = query_and_key(jnp.bfloat16)
     mask = lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 != 0  # noqa: E731
     bend = scores.Score(lambda score, b, h, q, kv, x: score * x, jnp.float32(1.5))
 
@@ -279,7 +280,7 @@ def test_functions_of_users_batches_and_few_bits():
 
 @pytest.mark.default_tiles
 def test_memory_is_linear():
-    """Temporaries of a program for 8 times the length are at most 10 times as many."""
+    """A program for 8 times the length needs at most 10 times the temporary memory."""
 
     def loss(query: Any, key: Any) -> Any:
         result = jattn.statistics(query, key, mask=masks.Causal(), threshold=0.1)
@@ -308,9 +309,9 @@ WRONG = {
 def test_mistakes_raise(name):
     changes, error, message = WRONG[name]
     with pytest.raises(error, match=message):
-        jattn.statistics(*given(), **changes)
+        jattn.statistics(*query_and_key(), **changes)
     with pytest.raises(ValueError, match="n: expected at most S = 53, got 54"):
-        jattn.top_weights(*given(), 54)
+        jattn.top_weights(*query_and_key(), 54)
 
 
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])

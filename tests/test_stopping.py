@@ -1,4 +1,4 @@
-"""Early stopping, averaging, checkpoints: a run that was killed ends like one that was not."""
+"""Early stopping, averaging, checkpoints: a run that was killed ends like an uninterrupted run."""
 
 import dataclasses
 import functools
@@ -30,6 +30,7 @@ from tests.test_translation import (
     plain_jax,
     saved_run,
     small_tree,
+    timeless,
 )
 
 
@@ -38,7 +39,7 @@ TINY = PRESETS["tiny"]
 
 
 def records(*losses: float | None) -> list[dict[str, Any]]:
-    """Metrics of a run with these validation losses, three steps apart, and a report in between."""
+    """Metrics of a run with these validation losses every three steps, and two other reports."""
     validations = [
         {"step": 3 * n, "validation_loss": loss} for n, loss in enumerate(losses, start=1)
     ]
@@ -66,13 +67,13 @@ def test_what_is_best_and_how_long_ago(losses, best, waited):
 
 
 PATIENCE = 3
-LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # the best of those that are seen is the third
+LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # training stops before the last; the third is best
 STOPS_AT = 6
 
 
 @functools.cache
 def small_bench() -> Bench:
-    """Three batches in an epoch, and a checkpoint now and then between their ends."""
+    """A bench with three batches in an epoch, and checkpoints also within epochs."""
     parts = bench()
     pairs, _ = encode_pairs(parts.texts.train[:40], parts.source, parts.target)
     batches = Batches(pairs, rows_per_batch=16, max_shapes=1)
@@ -92,7 +93,7 @@ def digest(params: Any) -> str:
 
 @functools.cache
 def losses_of_params() -> dict[str, float]:
-    """Which validation loss is that of which parameters: those at each epoch's end."""
+    """The validation loss of the parameters at the end of each epoch, by their digests."""
     parts, seen = small_bench(), []
     parts.loop(validate=lambda params: seen.append(digest(params)) or {}).run(parts.init_state())
     assert len(set(seen)) == len(LOSSES)
@@ -100,8 +101,8 @@ def losses_of_params() -> dict[str, float]:
 
 
 def train(run: Run, *, calls: int | None = None) -> None:
-    """Trains as the command does, from the last checkpoint, and is killed at a call to save or
-    report."""
+    """Trains as the command does, from the last checkpoint. With `calls`, the training is killed
+    at that call to save or report."""
     parts = small_bench()
     state = parts.init_state()
     if run.steps():
@@ -138,11 +139,6 @@ def begun(directory: Path) -> Run:
     return run
 
 
-def timeless(run: Run) -> list[dict[str, Any]]:
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Run:
     with plain_jax():
@@ -170,7 +166,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     with pytest.raises(Killed):
         train(run, calls=calls)
     train(run)
-    assert timeless(run) == timeless(uninterrupted)
+    assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert run.steps() == uninterrupted.steps()
     for part in (small_bench().init_state, lambda: small_bench().init_state().params):
         like = jax.eval_shape(part)
@@ -195,7 +191,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
     digests.write_text(original)
     with pytest.warns(UserWarning, match=f"checkpoint {step} is incomplete or damaged"):
         train(run)
-    assert timeless(run) == timeless(uninterrupted)
+    assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert_equal(run.restore(like), uninterrupted.restore(like))
 
 
@@ -208,12 +204,13 @@ def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, t
         assert run.parameters(bench().model.shapes)[1] == [18]
 
 
-def test_without_patience_nothing_is_kept_and_no_training_stops(tmp_path):
+def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
     run = saved_run(tmp_path / "run")
     for step in range(1, 6):
         run.report({"step": step, "validation_loss": float(step)})
         run.save(small_tree(float(step)), step)
     assert run.steps() == [3, 4, 5]
+    assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
 
 
 def averaged(directory: Path, average: int, *scales: float) -> Run:

@@ -1,4 +1,4 @@
-"""Under JAX's own tools, with functions as users write them."""
+"""Attention under JAX's transformations, with functions as users write them."""
 
 import functools
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape)
 
 
-class Problem(NamedTuple):
-    """A function of float arrays, of which some have the batch in front."""
+class TransformedCall(NamedTuple):
+    """A function of float arrays, some of which have a leading batch axis."""
 
     call: Callable[..., Any]
     batched: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return (*self.batched, *self.shared)
 
     def gradients(self, *arrays: Any) -> Any:
-        """Of the sum of squares, so that they depend on the values."""
+        """The gradients of the sum of squares, which depend on the values."""
 
         def total(*arrays: Any) -> Any:
             return jnp.sum(self.call(*arrays) ** 2)
@@ -45,8 +45,8 @@ class Problem(NamedTuple):
         return self.call(*arrays), self.gradients(*arrays)
 
 
-def attention(implementation: str | None, T: int) -> Problem:
-    """With a row that sees nothing."""
+def attention(implementation: str | None, T: int) -> TransformedCall:
+    """Attention in which one row has no keys."""
 
     def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         rows = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -54,16 +54,16 @@ def attention(implementation: str | None, T: int) -> Problem:
         score = scores.Alibi(slopes)
         return jattn.attention(q, k, v, mask=mask, score=score, implementation=implementation)
 
-    return Problem(call, tuple(normal(B, T, 2, 8) for _ in range(3)), (normal(2),))
+    return TransformedCall(call, tuple(normal(B, T, 2, 8) for _ in range(3)), (normal(2),))
 
 
-def additive(T: int) -> Problem:
+def additive(T: int) -> TransformedCall:
     call = functools.partial(mechanisms.additive_attention, mask=masks.Causal())
     batched = (normal(B, T, 3), normal(B, T, 4), normal(B, T, 2))
-    return Problem(call, batched, (normal(3, 5), normal(4, 5), normal(5)))
+    return TransformedCall(call, batched, (normal(3, 5), normal(4, 5), normal(5)))
 
 
-def cached(kind: Any, implementation: str | None) -> Problem:
+def cached(kind: Any, implementation: str | None) -> TransformedCall:
     def call(q: Any, k: Any, v: Any) -> Any:
         cache = kind.create(q.shape[0], 16, 2, 4, dtype=q.dtype)
         options = {"mask": masks.Causal(), "implementation": implementation}
@@ -71,10 +71,10 @@ def cached(kind: Any, implementation: str | None) -> Problem:
         last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
         return jnp.concatenate([first, last], axis=1)
 
-    return Problem(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
+    return TransformedCall(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
 
 
-def module() -> Problem:
+def module() -> TransformedCall:
     from jattn import nn  # noqa: PLC0415
 
     layer = nn.MultiHeadAttention(
@@ -86,10 +86,10 @@ def module() -> Problem:
     def call(x: Any, *leaves: Any) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)
 
-    return Problem(call, (normal(B, 5, 8),), tuple(leaves))
+    return TransformedCall(call, (normal(B, 5, 8),), tuple(leaves))
 
 
-PROBLEMS: dict[str, Callable[[], Problem]] = {
+PROBLEMS: dict[str, Callable[[], TransformedCall]] = {
     **{
         f"{name}_{T}": functools.partial(attention, name, T)
         for name in (None, "native", "blockwise", "reference")
@@ -105,21 +105,14 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "module": module,
 }
 # One of each kind.
-SELECTED = (
-    "None_6",
-    "native_264",
-    "blockwise_264",
-    "reference_6",
-    "additive_tiles",
-    "DenseCache_None",
-    "module",
-)
-# Those that compile each operation for itself take long.
+SELECTED = ("None_6", "native_264", "blockwise_264", "reference_6")
+SELECTED += ("additive_tiles", "DenseCache_None", "module")
+# These take long because each operation is compiled separately.
 LONG = ("blockwise_264", "additive_tiles", "DenseCache_None")
 
 
 def problems(names: Any, slow: Any = ()) -> Any:
-    """The names as parameters, most of them exhaustive, some of them slow."""
+    """Parametrises a test with the names, most of which are exhaustive and some slow."""
 
     def marks(name: str) -> Any:
         if name not in SELECTED:
@@ -130,7 +123,7 @@ def problems(names: Any, slow: Any = ()) -> Any:
 
 
 @functools.cache
-def prepared(name: str) -> tuple[Problem, Any, Any]:
+def prepared(name: str) -> tuple[TransformedCall, Any, Any]:
     """A problem, its arrays, and what the compiled program gives."""
     problem = PROBLEMS[name]()
     arrays = tuple(map(jnp.asarray, problem.arrays))
@@ -212,7 +205,7 @@ FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
 
 
 def assert_exported(function: Callable[..., Any], axes: str) -> None:
-    """Exports for any of the sizes in `axes`, of b, t and s, and runs that at several."""
+    """A function exported for any of the sizes in `axes`, of b, t and s, is right at several."""
     symbols = dict(zip(axes.split(","), jax.export.symbolic_shape(axes), strict=True))
 
     def shapes(**sizes: Any) -> list[tuple[Any, ...]]:
@@ -258,7 +251,7 @@ def test_what_needs_lengths_says_so():
 
 
 def written_out(x: Any, table: Any, gate: Any) -> Any:
-    """The formula for `closures`, by NumPy's rules."""
+    """The formula for `closures` on all pairs at once."""
     q, k, v = (x * (i + 1) for i in range(3))
     place = jnp.arange(x.shape[1])
     score = jnp.einsum("btnh,bsnh->bnts", q, k) * gate + table[None, None, None, :]
@@ -325,13 +318,13 @@ WRAPPED_MARKS = {
 )
 def test_functions_close_over_what_they_like(implementation, T, wrap):
     arrays = tuple(map(jnp.asarray, (normal(2, T, 2, 4), normal(T), normal())))
-    want = Problem(written_out, arrays).both(*arrays)
+    want = TransformedCall(written_out, arrays).both(*arrays)
     call = wrap(functools.partial(closures, implementation))
     with jax.checking_leaks():
-        assert_same(Problem(call, arrays).both(*arrays), want)
-        assert_same(jax.jit(Problem(call, arrays).both)(*arrays), want)
+        assert_same(TransformedCall(call, arrays).both(*arrays), want)
+        assert_same(jax.jit(TransformedCall(call, arrays).both)(*arrays), want)
     with jax.disable_jit():
-        assert_same(Problem(call, arrays).both(*arrays), want)
+        assert_same(TransformedCall(call, arrays).both(*arrays), want)
 
 
 @pytest.mark.one_in(2)
@@ -352,7 +345,10 @@ def test_functions_written_in_a_loop_over_traced_layers(implementation):
         return x
 
     arrays = (x, tables)
-    assert_same(jax.jit(Problem(stack, arrays).both)(*arrays), Problem(want, arrays).both(*arrays))
+    assert_same(
+        jax.jit(TransformedCall(stack, arrays).both)(*arrays),
+        TransformedCall(want, arrays).both(*arrays),
+    )
 
 
 @pytest.mark.slow

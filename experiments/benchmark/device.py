@@ -40,6 +40,7 @@ from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS, Calls,
 from experiments.benchmark.peers import Runnable
 from experiments.benchmark.predictions import predicted
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import UserError, interruptible, one_line
 from experiments.runs.files import append, replace
 
@@ -251,7 +252,7 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark device",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

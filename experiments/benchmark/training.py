@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
 from experiments.runs.files import replace
 from experiments.runs.memory import keep_freed_memory
@@ -119,7 +120,7 @@ def _in_subprocess(config: Config, batch: Batch) -> Trainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints milliseconds per step, target tokens per second, and the ratios."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

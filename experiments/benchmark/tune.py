@@ -19,6 +19,7 @@ from tqdm import tqdm
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import Case
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
 from jattn import tuning
 from jattn.tuning import Sizes
@@ -94,7 +95,7 @@ def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[
 
 def main(argv: list[str]) -> int:
     """Tunes all numbers and prints the row."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -25,6 +25,7 @@ from experiments.language import text, training
 from experiments.language.runs import Run
 from experiments.language.settings import Settings
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.console import speak_utf8, visible_controls
 from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
 from experiments.runs.folder import free_directory
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.language",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,25 +53,29 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a model, or go on with --resume")
     train.set_defaults(command=_train)
-    train.add_argument("--text", type=Path, help="a file in UTF-8 (generated sentences)")
-    train.add_argument("--run", type=Path, help="the run's directory (a new one in runs/)")
+    train.add_argument("--text", type=Path, help="a file in UTF-8 (default: generated sentences)")
+    train.add_argument("--run", type=Path, help="the run's directory (default: a new one in runs/)")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_named())
 
     write = commands.add_parser("write", help="write text with a trained model")
     write.set_defaults(command=_write)
-    write.add_argument("--run", type=Path, help="the run's directory (the newest in runs/)")
-    write.add_argument("--prompt", default="\n", help="the text to continue (a new line)")
+    write.add_argument(
+        "--run", type=Path, help="the run's directory (default: the newest in runs/)"
+    )
+    write.add_argument("--prompt", default="\n", help="the text to continue (default: a new line)")
     write.add_argument(
         "--characters",
         type=bounds.whole(1, 10**7),
         default=500,
-        help="the number of characters (500)",
+        help="the number of characters (default: 500)",
     )
-    write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
+    write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: 0.7)")
     write.add_argument("--top-k", type=int, help="draw from this many characters")
     write.add_argument("--top-p", type=float, help="draw from the nucleus of this probability")
-    write.add_argument("--seed", type=bounds.seed, default=0, help="the seed of the draws (0)")
+    write.add_argument(
+        "--seed", type=bounds.seed, default=0, help="the seed of the draws (default: 0)"
+    )
     return parser
 
 

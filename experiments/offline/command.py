@@ -34,6 +34,7 @@ from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Loop
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import Failure, UserError, interruptible
 from experiments.runs.files import append, replace
 
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command's arguments; argparse ends the process with status 2 on errors."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark offline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +99,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     kernels = "; ".join(f"{x.name}: {', '.join(x.implementations)}" for x in _targets())
     usual = "; ".join(f"{x.name}: {' '.join(x.usual)}" for x in _targets())
     parser.add_argument(
-        "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default {usual})"
+        "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default: {usual})"
     )
     parser.add_argument("--head", nargs="+", type=bounds.count, default=[128], metavar="H")
     parser.add_argument(

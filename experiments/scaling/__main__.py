@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from experiments.offline import targets
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import UserError, exit_status, interruptible
 from experiments.runs.files import append, replace
 from experiments.scaling import job, plan
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.scaling",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
