@@ -24,7 +24,16 @@ import jattn
 from jattn import dropout, masks, scores, tuning
 from jattn.scores import ScoreFunction
 from tests import oracle
-from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
+from tests.cases import (
+    CASES,
+    DTYPES,
+    GENERAL,
+    IMPLEMENTATIONS,
+    CallCase,
+    CaseInputs,
+    CaseSizes,
+    inputs,
+)
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 
@@ -44,7 +53,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 varied_cases = pytest.mark.parametrize("name", VARIED)
 
 
-class Results(NamedTuple):
+class CaseResults(NamedTuple):
     """What one call gives: values, and gradients by the name of their input."""
 
     out: Any
@@ -69,24 +78,26 @@ def kept(name: str) -> np.ndarray:
     return np.asarray(every(jnp.arange(math.prod(case.sizes.batch)), jnp.arange(case.sizes.N)))
 
 
-def problem_of(case: Case, x: Inputs) -> oracle.Problem:
+def problem_of(case: CallCase, x: CaseInputs) -> oracle.OracleProblem:
     """The oracle's view of a case, dropout included."""
     return case.problem(x, lambda at: bool(kept(case.name)[at.b, at.h, at.i, at.j]))
 
 
-def on_device(x: Inputs) -> Inputs:
+def on_device(x: CaseInputs) -> CaseInputs:
     """The same inputs as JAX arrays."""
     return jax.tree.map(jnp.asarray, x)
 
 
-def attend(implementation: str, case: Case, x: Inputs, **options: Any) -> Any:
+def attend(implementation: str, case: CallCase, x: CaseInputs, **options: Any) -> Any:
     """One call of the library on a case."""
     options = {"dropout_key": random_key() if case.rate else None, **options}
     options["implementation"] = implementation
     return case.attend(x.q, x.k, x.v, x.parameters, x.operands, **options)
 
 
-def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f: f) -> Results:
+def everything(
+    implementation: str, case: CallCase, x: CaseInputs, wrap: Any = lambda f: f
+) -> CaseResults:
     """Values and all gradients, with cotangents on both results; `wrap` may transform the call."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
@@ -95,7 +106,7 @@ def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f:
 
     (out, lse), pull = jax.vjp(wrap(call), x.q, x.k, x.v, x.parameters)
     dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+    return CaseResults(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
 
 
 @functools.cache
@@ -105,23 +116,23 @@ def compiled(implementation: str, name: str, how: str = "quick") -> Any:
     return quick_jit(function) if how == "quick" else users_jit(function)
 
 
-def run(implementation: str, name: str, x: Inputs) -> Results:
+def run(implementation: str, name: str, x: CaseInputs) -> CaseResults:
     """The results as NumPy arrays; for some cases in float32 compiled as users' programs are."""
     how = "full" if name in OPTIMISED and x.q.dtype == np.float32 else "quick"
     return jax.tree.map(np.asarray, compiled(implementation, name, how)(on_device(x)))
 
 
-def named(backward: oracle.Backward) -> dict[str, np.ndarray]:
+def named(backward: oracle.OracleGradients) -> dict[str, np.ndarray]:
     """Gradients by name."""
     return {"q": backward.q, "k": backward.k, "v": backward.v, **backward.parameters}
 
 
-def truth(case: Case, x: Inputs) -> Results:
+def truth(case: CallCase, x: CaseInputs) -> CaseResults:
     """What the oracle says."""
     problem = problem_of(case, x)
     d_out, d_lse = np.asarray(x.d_out, np.float64), np.asarray(x.d_lse, np.float64)
     forward, backward = oracle.attend(problem), oracle.gradients(problem, d_out, d_lse)
-    return Results(forward.out, forward.lse, named(backward))
+    return CaseResults(forward.out, forward.lse, named(backward))
 
 
 @functools.cache
@@ -143,12 +154,12 @@ def plain_errors(name: str, dtype: str, matrix_units: bool = False) -> dict[str,
         for backward in backwards:
             gradients = {n: g.astype(kind) for n, g in named(backward).items()}
             measured.append(
-                errors(Results(forward.out.astype(kind), forward.lse, gradients), exact)
+                errors(CaseResults(forward.out.astype(kind), forward.lse, gradients), exact)
             )
     return {what: max(one[what] for one in measured) for what in measured[0]}
 
 
-def errors(got: Results, want: Results) -> dict[str, float]:
+def errors(got: CaseResults, want: CaseResults) -> dict[str, float]:
     """The errors of out, of lse and of the gradients, the worst of those."""
     assert got.gradients.keys() == want.gradients.keys()
     by_input = [error(got.gradients[name], want.gradients[name]) for name in want.gradients]
@@ -159,7 +170,7 @@ def errors(got: Results, want: Results) -> dict[str, float]:
     }
 
 
-def assert_close(got: Results, want: Results, tolerance: float) -> None:
+def assert_close(got: CaseResults, want: CaseResults, tolerance: float) -> None:
     """All errors at most `tolerance`."""
     measured = errors(got, want)
     assert max(measured.values()) <= tolerance, measured
@@ -189,7 +200,7 @@ def test_the_oracles_gradients_agree_with_a_complex_step(name):
     )
 
 
-def wrong_answers(case: Case, x: Inputs) -> dict[str, np.ndarray]:
+def wrong_answers(case: CallCase, x: CaseInputs) -> dict[str, np.ndarray]:
     """Outputs of the mistakes that attention libraries have made, where they make a difference."""
     problem = problem_of(case, x)
     _, _, S, N, K, H, _ = case.sizes
@@ -215,7 +226,7 @@ def wrong_answers(case: Case, x: Inputs) -> dict[str, np.ndarray]:
     return answers
 
 
-def answers_shape(case: Case) -> tuple[int, ...]:
+def answers_shape(case: CallCase) -> tuple[int, ...]:
     """`[*B, T, N, V]`."""
     batch, T, _, N, _, _, V = case.sizes
     return (*batch, T, N, V)
@@ -316,7 +327,7 @@ TYPED = [
 
 
 def assert_accurate(
-    name: str, dtype: str, got: Results, ceilings: Any = CEILINGS, matrix_units: bool = False
+    name: str, dtype: str, got: CaseResults, ceilings: Any = CEILINGS, matrix_units: bool = False
 ) -> None:
     """Errors are at most twice those of the plain formula, and dtypes are those of the inputs."""
     x = inputs(CASES[name], dtype)
@@ -345,7 +356,7 @@ def test_weights_and_scores(name):
     want = oracle.attend(problem)
 
     @quick_jit
-    def both(x: Inputs) -> Any:
+    def both(x: CaseInputs) -> Any:
         rules = case.rules(x.operands, x.parameters)
         return jattn.attention_weights(x.q, x.k, **rules), jattn.attention_scores(x.q, x.k, **rules)
 
@@ -485,7 +496,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
     of a single tile differently, nothing but rounding."""
     program = compiled(implementation, name, "full")
 
-    def run(x: Inputs) -> Results:
+    def run(x: CaseInputs) -> CaseResults:
         return jax.tree.map(np.asarray, program(on_device(x)))
 
     x = inputs(CASES[name], "float32")
@@ -577,7 +588,7 @@ def test_no_fill_constant_decides(implementation, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_logits_stay_finite(implementation, dtype):
     """Products of about 10⁴ per channel overflow float16 before the softmax if kept in it."""
-    case = dataclasses.replace(CASES["causal"], sizes=Sizes(H=64))
+    case = dataclasses.replace(CASES["causal"], sizes=CaseSizes(H=64))
     x = inputs(case, dtype)
     loud = x._replace(q=x.q * x.q.dtype.type(50), k=x.k * x.k.dtype.type(50))
     out, lse = attend(implementation, case, on_device(loud))
@@ -647,9 +658,9 @@ def test_checkpoint_changes_nothing(implementation, name):
 
 
 def stacked(
-    case: Case, fields: tuple[str, ...], size: int = 3, dtype: str = "float64"
-) -> tuple[Inputs, Inputs]:
-    """Inputs of which the given fields have a new leading axis, and in_axes to go with them."""
+    case: CallCase, fields: tuple[str, ...], size: int = 3, dtype: str = "float64"
+) -> tuple[CaseInputs, CaseInputs]:
+    """CaseInputs of which the given fields have a new leading axis, and in_axes to go with them."""
     several = [on_device(inputs(case, dtype, seed)) for seed in range(size)]
     chosen = {name: [getattr(x, name) for x in several] for name in fields}
     if "operands" in fields:
@@ -658,12 +669,12 @@ def stacked(
             for seed in range(size)
         ]
     merged = {n: jax.tree.map(lambda *xs: jnp.stack(xs), *v) for n, v in chosen.items()}
-    axes = Inputs._make(0 if name in fields else None for name in Inputs._fields)
+    axes = CaseInputs._make(0 if name in fields else None for name in CaseInputs._fields)
     return several[0]._replace(**merged), axes
 
 
 MAPPED = [
-    Inputs._fields,
+    CaseInputs._fields,
     ("q",),
     ("k", "v"),
     ("parameters",),
@@ -687,7 +698,7 @@ def assert_vmap_is_a_loop(implementation: str, name: str, fields: tuple[str, ...
     mapped = quick_jit(jax.vmap(one, (axes,)))(x)
     for place in range(3):
         pick = functools.partial(jax.tree.map, lambda a, place=place: a[place])
-        picked = Inputs(
+        picked = CaseInputs(
             *(value if axis is None else pick(value) for value, axis in zip(x, axes, strict=True))
         )
         want = compiled(implementation, name)(picked)
@@ -773,7 +784,7 @@ def mesh(*names: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
 
 
-SHARDED = Case("sharded", Sizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
+SHARDED = CallCase("sharded", CaseSizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
 
 
 @pytest.mark.one_in(2)
@@ -848,7 +859,7 @@ def test_traced_once(implementation, monkeypatch):
 def test_nothing_is_remembered_between_calls(implementation):
     """Other shapes, then another scale, then the first ones again."""
     for S, scale in ((8, 0.3), (5, 0.3), (8, 0.9), (8, 0.3)):
-        case = Case("remembered", Sizes(S=S), CASES["causal"].mask, scale=scale)
+        case = CallCase("remembered", CaseSizes(S=S), CASES["causal"].mask, scale=scale)
         x = inputs(case)
         out, _ = attend(implementation, case, on_device(x))
         assert error(out, oracle.attend(case.problem(x)).out) <= 1e-14
@@ -871,7 +882,7 @@ def test_sizes_beyond_32_bits_are_only_numbers():
     assert (lse.shape, lse.dtype) == ((2, 8, 2**16), jnp.float32)
 
 
-def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
+def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
     """A random direction, for JAX and for the oracle."""
     rng = np.random.default_rng(seed)
     along: dict[str, Any] = {n: rng.standard_normal(getattr(x, n).shape) for n in "qkv"}
@@ -913,7 +924,7 @@ def test_forward_mode_and_second_order(implementation, name):
         assert error(second[label], want) <= 1e-7, label
 
 
-def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Inputs) -> Any:
+def change_of_gradients(problem: oracle.OracleProblem, along: dict[str, Any], x: CaseInputs) -> Any:
     """Derivative of the oracle's gradients along a direction, by central differences."""
     step = 1e-5
 

@@ -17,7 +17,7 @@ from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
 from jattn.kernels import registry
 from tests import test_contract as contract
-from tests.cases import CASES, DTYPES, Inputs, inputs
+from tests.cases import CASES, DTYPES, CaseInputs, inputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 from tests.test_contract import attend, everything, on_device
@@ -73,7 +73,7 @@ def compiled(name: str) -> Any:
     return quick_jit(functools.partial(everything, "native", CASES[name]))
 
 
-def run(name: str, x: Inputs) -> contract.Results:
+def run(name: str, x: CaseInputs) -> contract.CaseResults:
     """Values and gradients as NumPy arrays."""
     return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
 
@@ -138,7 +138,7 @@ def test_poison_reaches_only_who_attends_to_it(name):
 def test_vmap_is_a_loop(name):
     """Over everything, and over the queries or the keys alone."""
     parts = ("q",), ("k", "v"), ("operands", "d_out"), ("parameters", "d_lse")
-    for fields in (Inputs._fields, *parts):
+    for fields in (CaseInputs._fields, *parts):
         contract.assert_vmap_is_a_loop("native", name, fields)
 
 

@@ -23,7 +23,7 @@ from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
 from jattn.kernels.gpu.mosaic.machine import versions
-from tests.cases import CASES, Case, Inputs, inputs
+from tests.cases import CASES, CallCase, CaseInputs, inputs
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -554,7 +554,7 @@ def in_32_bits(array: Any) -> Any:
     return jax.ShapeDtypeStruct(np.shape(array), kinds.get(array.dtype.name, array.dtype))
 
 
-def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
+def everything(case: CallCase, implementation: str, given: CaseInputs, key: Any) -> Any:
     """out, lse and all gradients."""
     options = {"dropout_key": key} if case.rate else {}
 
@@ -583,7 +583,7 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
     avals = jax.tree.map(in_32_bits, inputs(case, dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def run(given: Inputs, key: Any) -> Any:
+    def run(given: CaseInputs, key: Any) -> Any:
         return everything(case, implementation, given, key)
 
     try:

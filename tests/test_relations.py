@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, positions, scores
-from tests.cases import GENERAL, Sizes
+from tests.cases import GENERAL, CaseSizes
 from tests.conftest import quick_jit
 from tests.oracle import error
 
 
 TOLERANCE = 1e-12
 SHAPES = (
-    Sizes(),
-    Sizes(batch=(), T=3, S=4, N=2, K=1, H=5, V=3),
-    Sizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
+    CaseSizes(),
+    CaseSizes(batch=(), T=3, S=4, N=2, K=1, H=5, V=3),
+    CaseSizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
 )
 
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
     rng: np.random.Generator
 
 
-def draw(sizes: Sizes, seed: int) -> Draw:
+def draw(sizes: CaseSizes, seed: int) -> Draw:
     """Arguments for a shape."""
     rng = np.random.default_rng(seed)
     batch, T, S, N, K, H, V = sizes
@@ -206,7 +206,7 @@ def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
     same([a[0] for a in got], [a[0] for a in want], 0)
 
 
-CAUSAL_SIZES = Sizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
+CAUSAL_SIZES = CaseSizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
 
 
 @every_implementation
@@ -231,7 +231,7 @@ def causal(implementation: str) -> Any:
 @every_implementation
 @given(seeds, st.sampled_from([-3, 1, 1000]), st.sampled_from(["half", "interleaved"]))
 def test_rotary_positions_matter_only_by_difference(implementation, seed, shift, style):
-    sizes = Sizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
+    sizes = CaseSizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
     x = draw(sizes, seed)
     turned = rotated(implementation, style)
     want = turned(x.q, x.k, x.v, np.arange(5), np.arange(7))

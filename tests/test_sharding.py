@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, mechanisms, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit
 from tests.test_contract import on_device, random_key
 
@@ -198,7 +198,7 @@ def test_every_combination(implementation, mesh):
             run_check(problem, mesh, shared)
 
 
-def of_case(implementation: str, case: Case) -> Problem:
+def of_case(implementation: str, case: CallCase) -> Problem:
     """A row of the table, with other queries, keys, values and parameters on each device."""
     x = [inputs(case, seed=seed) for seed in range(DEVICES)]
     arrays = {name: np.stack([getattr(one, name) for one in x]) for name in "qkv"}

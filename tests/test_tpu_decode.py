@@ -198,7 +198,7 @@ def arguments(rule: Rule, cache: Any, T: int, N: int) -> dict[str, Any]:
     return rule.build(along, np.asarray(cache.last_positions(T)), N)
 
 
-def truth(found: Held, rule: Rule, query: np.ndarray) -> oracle.Forward:
+def truth(found: Held, rule: Rule, query: np.ndarray) -> oracle.OracleForward:
     """By the oracle, in float64."""
     T, N = query.shape[1:3]
     window = getattr(found.cache, "window", None)
@@ -207,7 +207,7 @@ def truth(found: Held, rule: Rule, query: np.ndarray) -> oracle.Forward:
         inside = at.j < found.lengths[at.b] and (window is None or at.q - window <= at.kv)
         return bool(inside and rule.allowed(at))
 
-    problem = oracle.Problem(
+    problem = oracle.OracleProblem(
         query,
         found.keys,
         found.values,
