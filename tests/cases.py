@@ -146,9 +146,7 @@ class CallCase:
             "kv_positions": None if self.kv_positions is None else jnp.asarray(self.kv_positions),
         }
 
-    def attend(
-        self, q: Any, k: Any, v: Any, parameters: Arrays, operands: Arrays, **options: Any
-    ) -> Any:
+    def attend(self, q, k, v, parameters: Arrays, operands: Arrays, **options):
         """Returns `(out, lse)` of `jattn.attention` on this case, unless options say otherwise."""
         options = {"return_lse": True, "dropout_rate": self.rate, **options}
         return jattn.attention(q, k, v, **self.rules(operands, parameters), **options)

@@ -223,9 +223,7 @@ class CopyMachine(Programs):
         body(*refs, *jax.tree.map(lambda x: Shared(self.group, x), options["scratch_types"]))
         self.group.end()
 
-    def copy(
-        self, source: GlobalArray, to: Slot | SlotRows, barrier: Any = None, *, oob_mode: Any
-    ) -> None:
+    def copy(self, source: GlobalArray, to: Slot | SlotRows, barrier=None, *, oob_mode) -> None:
         if barrier is not None:
             raise ValueError("a copy by threads has no barrier")
         self.group.copy(source, to)

@@ -36,9 +36,7 @@ def assert_accurate(name: str, dtype: str, got: Any) -> None:
     contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")
 
 
-def assert_parts(
-    monkeypatch: Any, implementation: str, dtype: Any, expected: int, most: float
-) -> None:
+def assert_parts(monkeypatch, implementation: str, dtype, expected: int, most: float) -> None:
     """Checks that an implementation splits many keys for few queries into `expected` parts.
 
     Some parts have no key that may be attended to. The error is at most `most`.

@@ -95,9 +95,7 @@ def attend(implementation: str, case: CallCase, x: CaseInputs, **options: Any) -
     return case.attend(x.q, x.k, x.v, x.parameters, x.operands, **options)
 
 
-def everything(
-    implementation: str, case: CallCase, x: CaseInputs, wrap: Any = lambda f: f
-) -> CaseResults:
+def everything(implementation: str, case: CallCase, x: CaseInputs, wrap=lambda f: f) -> CaseResults:
     """Values and all gradients, with cotangents on both results; `wrap` may transform the call."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:

@@ -132,9 +132,7 @@ def test_the_buckets_of_positions_are_known_before(farthest, known):
 def test_an_operand_with_another_look_up_stays():
     """Another operand that is looked up twice has one array."""
 
-    def function(
-        s: Any, b: Any, h: Any, q: Any, kv: Any, gate: Any, pairs: Any, unused: Any
-    ) -> Any:
+    def function(s, b, h, q, kv, gate, pairs, unused):
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
     spec: Any = scored(scores.Score(function, ones(3), ones(12), ones(4)))
