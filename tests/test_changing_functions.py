@@ -693,8 +693,7 @@ def test_an_unchanged_function_runs_what_is_compiled(name, caplog):
 
 def with_rule(slopes: list[float]) -> Callable[..., Any]:
     """Returns s², whose derivative by its own rule is `slopes[0] * s`, and the second derivative
-    `slopes[1]`.
-    """
+    `slopes[1]`."""
 
     @jax.custom_jvp
     def slope(s):

@@ -1,6 +1,5 @@
 """Kernels for GPUs before Hopper, on a model of their copies by threads (`tests.copies`): they have
-no races, and mistakes in their order are races.
-"""
+no races, and mistakes in their order are races."""
 
 import functools
 from typing import Any, NamedTuple

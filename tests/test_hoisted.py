@@ -1,6 +1,5 @@
 """Look-ups of score functions that are made before kernels in Mosaic run: which they are, and that
-the arrays hold the entries that the function finds.
-"""
+the arrays hold the entries that the function finds."""
 
 import dataclasses
 from typing import Any

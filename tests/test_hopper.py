@@ -106,8 +106,7 @@ def _relative(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> An
 
 def _of_all_kinds(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
     """Entries by head, by query, by key (the last before the first), by distance, twice of one
-    operand, and by pairs.
-    """
+    operand, and by pairs."""
     gate, by_query, by_key, table, pairs, _ = (x.astype(score.dtype) for x in operands)
     steps = table[h, jnp.clip(q - kv, -5, 5) + 5] * table[1 - h, jnp.where(q > kv, 3, 4)]
     along = by_query[b, (q * 7) % 70] + by_key[h, b, kv - 1] + gate[h] * gate[h]
@@ -339,8 +338,7 @@ def test_the_tile_map_decides(implementation):
 @pytest.mark.parametrize("scale", [1.0, 1.1])  # maxima are numbers of float32, and are not
 def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implementation):
     """Logits of a million differ by a few units: one number for maximum and log of the total has an
-    error of 4 %, and so have sums of several tiles that are not relative to the rounded maximum.
-    """
+    error of 4 %, and so have sums of several tiles that are not relative to the rounded maximum."""
     q = jnp.ones((1, 256, 1, 64), jnp.bfloat16)
     steps = RNG.integers(-2, 3, (1, 256, 1, 64))
     steps[..., 0] = 2**20
