@@ -687,7 +687,7 @@ def test_a_program_continues_with_other_queries(monkeypatch, count):
     assert_same(forward(call, "hopper", arrays), alone)
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("shared", [False, True])
 def test_which_tiles_visit_a_diagonal(stride, shared):
     rng, (B, N, n, m) = np.random.default_rng(stride), (2, 3, 3, 4)
@@ -745,7 +745,7 @@ def test_an_order_that_is_known_is_not_read(mask, by_key, in_turn):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
-@pytest.mark.parametrize("own", [(2, 3), (2, 1), (1, 3), (1, 1)])
+@pytest.mark.parametrize("map_sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
 def test_which_heads_visit_a_tile(xp, sizes, map_sizes):
     """Two batch rows with three heads each share maps and lists of tiles, or have their own."""
     kinds = RNG.integers(0, 3, (*sizes, 2, 4))
