@@ -18,7 +18,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end and captures what it prints as text."""
-    text = {"capture_output": True, "text": True, "check": False}
+    text: Any = {"capture_output": True, "text": True, "check": False}
     return subprocess.run(list(map(str, command)), **(text | options))
 
 

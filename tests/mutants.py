@@ -1,11 +1,11 @@
-"""Mutants: mistakes that attention libraries have made, each of which the quick suite must notice.
+"""Mutants: mistakes of attention libraries, each of which the quick suite has to notice.
 
     python -m tests.mutants            # all of them
     python -m tests.mutants tile key-reuse
 
-Each is made in a temporary copy of the project. The tests in whose files it should be noticed run
-first, the rest of the quick suite only if these pass. It prints which test failed first, and ends
-with 1 if a mutant was not noticed by any.
+Each mistake is made in a temporary copy of the project. The tests in the files named for it run
+first, the rest of the quick suite only if these pass. Prints the first test that fails for each
+mutant, and exits with 1 if no test notices a mutant.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COPIED = ("jattn", "experiments", "tests", "pyproject.toml", "README.md")
 
 
 class Change(NamedTuple):
-    """A text that stands once in a file, and what it becomes."""
+    """A text that occurs once in a file, and its replacement."""
 
     file: str
     old: str
@@ -57,7 +57,7 @@ CAUSAL_BOUNDS = "return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)"
 
 
 def causal(by: int) -> Mutant:
-    """Formula, bounds and the kernel's runs agree on the wrong diagonal."""
+    """Moves the diagonal in the formula, the bounds and the kernel's runs alike."""
     return Mutant(
         (
             Change(MASKS, CAUSAL, CAUSAL.replace("[:, None]", f"[:, None] + {by}")),
@@ -77,7 +77,7 @@ def causal(by: int) -> Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    # Which keys and values a query meets.
+    # Key heads of query heads.
     "tile": mutant(
         TILE,
         "grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]",
@@ -182,7 +182,7 @@ MUTANTS: dict[str, Mutant] = {
         BLOCKWISE,
         "score, lambda w: _dot(here.drop(w), v_j.finite, spec), differentiable=False",
         "score,\n                "
-        # A conversion to bfloat16 and back XLA would leave out.
+        # XLA would remove a conversion to bfloat16 and back.
         "lambda w: _dot(lax.reduce_precision(here.drop(w), 8, 7) "
         "if v.dtype == jnp.bfloat16 else here.drop(w), v_j.finite, spec),\n"
         "                differentiable=False",
@@ -314,7 +314,7 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def apply(name: str, root: Path) -> None:
-    """Changes a copy of the project; ValueError where a text does not stand there just once."""
+    """Changes a copy of the project; raises ValueError if a text does not occur exactly once."""
     for file, old, new in MUTANTS[name].changes:
         path = root / file
         text = path.read_text(encoding="utf-8")
@@ -324,7 +324,7 @@ def apply(name: str, root: Path) -> None:
 
 
 def copy(root: Path) -> None:
-    """The project, and the programs that its tests have compiled."""
+    """Copies the project without its caches."""
     for name in COPIED:
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
@@ -335,7 +335,7 @@ def copy(root: Path) -> None:
 
 
 def first_failure(root: Path, tests: list[str]) -> str | None:
-    """The first test that fails, or None."""
+    """Returns the first test that fails, or None."""
     programs = str(ROOT / ".pytest_cache" / "programs")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": programs,
@@ -360,26 +360,26 @@ def first_failure(root: Path, tests: list[str]) -> str | None:
 
 
 def noticed(name: str) -> str | None:
-    """The test that notices a mutant, if one does."""
+    """Returns the test that notices a mutant, or None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = Path(folder)
         copy(root)
         apply(name, root)
         likely = [f"tests/test_{x}.py" for x in MUTANTS[name].noticed_by]
-        # A copy is no repository, so what is tested of that fails there without a mutant too.
-        others = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "adding")]
-        return first_failure(root, likely) or first_failure(root, others)
+        # A copy is no repository: tests of the repository fail there without a mutant too.
+        elsewhere = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "adding")]
+        return first_failure(root, likely) or first_failure(root, elsewhere)
 
 
 def fails_unchanged(test: str) -> bool:
-    """Whether a test fails in a copy without a mutant, and so notices nothing."""
+    """Returns whether a test fails in a copy without a mutant, and so notices nothing."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy(Path(folder))
         return first_failure(Path(folder), ["-n0", test.split(" ", 1)[1]]) is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each mutant; how many were not noticed decides about the exit status."""
+    """Prints a line for each mutant; returns 1 if any was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MUTANTS))
     names = parser.parse_args(arguments).names or list(MUTANTS)

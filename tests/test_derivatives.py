@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import attend, on_device
@@ -53,7 +53,7 @@ def along(arguments: Any, seed: int = 5) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arguments)
 
 
-def total_of(implementation: Any, case: Case, x: Any) -> tuple[Callable[[Any], Any], Any]:
+def total_of(implementation: Any, case: CallCase, x: Any) -> tuple[Callable[[Any], Any], Any]:
     """A scalar of both results that is not linear in them, and its arguments."""
 
     def total(arguments: Any) -> Any:
@@ -73,7 +73,7 @@ def assert_equal(got: Any, want: Any, tolerance: float = 1e-11) -> None:
             assert error(x, y) <= tolerance, mode
 
 
-def check(implementation: Any, case: Case, seed: int = 0) -> None:
+def check(implementation: Any, case: CallCase, seed: int = 0) -> None:
     """All modes, of an implementation and of the reference."""
     x = on_device(inputs(case, seed=seed))
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, nn, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit
-from tests.test_contract import CEILINGS, Results, attend, errors, truth
+from tests.test_contract import CEILINGS, CaseResults, attend, errors, truth
 from tests.test_native import REFUSED
 from tests.test_parallel import random
 
@@ -185,7 +185,7 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
 
 
-def cuts_of_case(case: Case) -> dict[str, tuple[Any, ...]]:
+def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
     """The axes that cut the arrays of a case, by their names: where two devices can share them."""
     batch, T, _, N, K, _, _ = case.sizes
     half = lambda name, size: None if size % 2 else name  # noqa: E731
@@ -208,14 +208,14 @@ def test_every_case(name, implementation, mesh):
     case = CASES[name]
     x = inputs(case)
 
-    def run(x: Any) -> Results:
+    def run(x: Any) -> CaseResults:
         def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
             replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
             return attend(implementation, case, replaced)
 
         (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
         dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-        return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+        return CaseResults(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
 
     with jax.set_mesh(mesh):
         cuts = cuts_of_case(case).items()

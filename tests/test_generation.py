@@ -29,9 +29,7 @@ class Bigram(nnx.Module):
     def start(self, batch: int, length: int) -> Any:
         return jnp.zeros(batch, jnp.int32)
 
-    def step(
-        self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: Any = None
-    ) -> Any:
+    def step(self, tokens, caches, *, valid=None, deterministic=None):
         assert deterministic is True
         Bigram.traced += 1
         read = tokens.shape[1] if valid is None else valid.sum(axis=1, dtype=jnp.int32)

@@ -42,7 +42,7 @@ def arrays(T: int = T, S: int = S) -> Any:
 def meant(allowed: Any, given: Any) -> np.ndarray:
     """What attention gives where `allowed(at)` says who attends."""
     query, key, value = (np.asarray(x, np.float64) for x in given)
-    problem = oracle.Problem(query, key, value, allowed=allowed)
+    problem = oracle.OracleProblem(query, key, value, allowed=allowed)
     return oracle.attend(problem).out
 
 

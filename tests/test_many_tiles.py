@@ -15,9 +15,9 @@ import pytest
 import jattn
 from jattn import masks, tuning
 from jattn.kernels.common import block_mask
-from tests.cases import CASES, Case, Inputs, inputs
-from tests.conftest import quick_jit
-from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
+from tests.cases import CASES, CallCase, CaseInputs, inputs
+from tests.conftest import out_and_gradients, quick_jit
+from tests.test_contract import CaseResults, assert_close, attend, everything, on_device, random_key
 
 
 # Heads of more than 65,536 pairs are not one piece, and 128 is the smallest tile.
@@ -26,7 +26,7 @@ COUNTS = ("prefix", "q_lengths", "kv_lengths")  # arrays that hold numbers of to
 EXAMPLES = 2
 
 
-def enlarged(case: Case) -> Case:
+def enlarged(case: CallCase) -> CallCase:
     """The case with many queries and keys, if it has more than one."""
     old = case.sizes
     T, S = SQUARE if old.T == old.S else SIZES
@@ -63,16 +63,16 @@ def enlarged(case: Case) -> Case:
     )
 
 
-def gradient_of_vmap(implementation: str, case: Case, x: Inputs) -> Results:
+def gradient_of_vmap(implementation: str, case: CallCase, x: CaseInputs) -> CaseResults:
     """Values and gradients of the mapped call; `x` holds examples along a new first axis."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
         attend_example = lambda x: attend(implementation, case, x)  # noqa: E731
         return jax.vmap(attend_example)(x._replace(q=q, k=k, v=v, parameters=parameters))
 
-    (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
-    dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+    inputs = (x.q, x.k, x.v, x.parameters)
+    out, lse, dq, dk, dv, d_parameters = out_and_gradients(call, inputs, x.d_out, x.d_lse)
+    return CaseResults(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
 
 
 def check(implementation: str, name: str) -> None:
@@ -90,7 +90,7 @@ def check(implementation: str, name: str) -> None:
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *several)
 
     @quick_jit
-    def both(x: Inputs) -> tuple[Results, Results]:
+    def both(x: CaseInputs) -> tuple[CaseResults, CaseResults]:
         mapped = jax.vmap(lambda x: everything(implementation, case, x))(x)
         return mapped, gradient_of_vmap(implementation, case, x)
 

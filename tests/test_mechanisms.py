@@ -15,8 +15,7 @@ import pytest
 
 import jattn
 from jattn import dropout, masks, scores, tuning
-from tests.arrays import assert_close, normals, with_pullback
-from tests.conftest import quick_jit
+from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
 from tests.oracle import error
 
 
@@ -437,7 +436,7 @@ def tiles_of_16():
 
 
 def seeded_d_out(queries: int) -> Any:
-    return normals((B, queries, 3), seed=8)[0]
+    return normal_arrays((B, queries, 3), seed=8)[0]
 
 
 @pytest.mark.one_in(7)
@@ -476,7 +475,7 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
 ):
     mask, allowed = _long_mask("lengths", queries, keys)
     shapes = (1, 1, queries, keys), (B, 1, 1, keys), (B, queries, 3)
-    bias, by_row, d_out = normals(*shapes, seed=9)
+    bias, by_row, d_out = normal_arrays(*shapes, seed=9)
     learned = (jnp.asarray(0.7), bias, by_row)
     key = jax.random.key(5)
     places = jnp.arange(queries), jnp.arange(keys)
@@ -494,10 +493,10 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
         modify = lambda score: score / t + bias[0] + by_row[:, 0]  # noqa: E731
         return additive_formula(arrays, allowed, modify, jnp.where(keep, 1 / 0.7, 0))
 
-    both = quick_jit(lambda f: with_pullback(f, (arrays, learned), d_out), static_argnums=0)
+    both = quick_jit(lambda f: out_and_gradients(f, (arrays, learned), d_out), static_argnums=0)
     with in_tiles(block, in_turn):
         got, want = both(attend), both(formula)
-    assert_close(got, want, atol=1e-12)
+    assert_trees_close(got, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
@@ -557,7 +556,7 @@ def test_additive_attention_over_tiles_is_mapped_and_differentiated(tiles_of_16)
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     mapped, whole = quick_jit(jax.vmap(gradient)), quick_jit(gradient)
     operands = [*(arrays[name] for name in names), lengths]
-    assert_close(mapped(*operands), whole(*operands), atol=1e-13)
+    assert_trees_close(mapped(*operands), whole(*operands), rtol=0, atol=1e-13)
     qkv = tuple(operands[:3])
     slope = quick_jit(lambda *x: jax.jvp(lambda *x: loss(*x, lengths), x, x)[1])(*qkv)
     gradients = zip(qkv, whole(*operands), strict=True)

@@ -17,9 +17,9 @@ from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
 from jattn.kernels import registry
 from tests import test_contract as contract
-from tests.arrays import assert_accurate, normals, with_pullback
-from tests.cases import CASES, DTYPES, Inputs, inputs
-from tests.conftest import quick_jit
+from tests.arrays import assert_accurate
+from tests.cases import CASES, DTYPES, CaseInputs, inputs
+from tests.conftest import normal_arrays, out_and_gradients, quick_jit
 from tests.kernels import assert_dead_rows_are_empty, poisoned, poisons_of
 from tests.oracle import error
 from tests.test_contract import attend, everything, on_device
@@ -69,7 +69,7 @@ def compiled(name: str) -> Any:
     return quick_jit(functools.partial(everything, "native", CASES[name]))
 
 
-def run(name: str, x: Inputs) -> contract.Results:
+def run(name: str, x: CaseInputs) -> contract.CaseResults:
     """Values and gradients as NumPy arrays."""
     return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
 
@@ -130,7 +130,7 @@ def test_poison_reaches_only_who_attends_to_it(name):
 def test_vmap_is_a_loop(name):
     """`vmap` over all arrays, and over the queries or the keys alone."""
     parts = ("q",), ("k", "v"), ("operands", "d_out"), ("parameters", "d_lse")
-    for fields in (Inputs._fields, *parts):
+    for fields in (CaseInputs._fields, *parts):
         contract.assert_vmap_is_a_loop("native", name, fields)
 
 
@@ -160,12 +160,12 @@ def assert_like_reference(
     """Values and all gradients for sizes T, S, N, H and V are those of the reference."""
     T, S, N, H, V = sizes
     shapes = (1, T, N, H), (1, S, heads, H), (1, S, heads, V), (1, T, N, V)
-    *qkv, d_out = normals(*shapes, seed=1)
+    *qkv, d_out = normal_arrays(*shapes, seed=1)
 
     def both(implementation: str) -> Any:
         call = functools.partial(jattn.attention, implementation=implementation, mask=mask)
         attend = lambda q, k, v, parameters: call(q, k, v, **parameters)  # noqa: E731
-        return with_pullback(attend, (*qkv, parameters), d_out)
+        return out_and_gradients(attend, (*qkv, parameters), d_out)
 
     assert_accurate(both("native"), both("reference"), 2e-14)
 
@@ -243,7 +243,7 @@ def test_an_exported_program_needs_no_library():
 
 def cached(kind: str, K: int, H: int, V: int, dtype: Any) -> tuple[Any, Any]:
     """Queries `[3, 2, 6, H]` and a cache with three rows of different lengths."""
-    q, k, v = normals((3, 2, 6, H), (3, 90, K, H), (3, 90, K, V), seed=7, dtype=dtype)
+    q, k, v = normal_arrays((3, 2, 6, H), (3, 90, K, H), (3, 90, K, V), seed=7, dtype=dtype)
     valid = jnp.arange(90)[None, :] < jnp.asarray([[90], [3], [41]])
     create = PagedCache.create if kind == "paged" else DenseCache.create
     return q, create(3, 100, K, H, V, dtype).append(k, v, valid)

@@ -16,9 +16,8 @@ import pytest
 
 from jattn.kernels import registry
 from tests import test_contract as contract
-from tests.arrays import with_pullback
 from tests.cases import CASES, inputs
-from tests.conftest import ON_CPU, quick_jit
+from tests.conftest import ON_CPU, out_and_gradients, quick_jit
 from tests.kernels import (
     CEILINGS,
     assert_accurate,
@@ -78,7 +77,9 @@ def test_cudnn(dtype, name):
             replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
             return contract.attend("cudnn", case, replaced, return_lse=False)
 
-        out, dq, dk, dv, d_parameters = with_pullback(call, (x.q, x.k, x.v, x.parameters), x.d_out)
+        out, dq, dk, dv, d_parameters = out_and_gradients(
+            call, (x.q, x.k, x.v, x.parameters), x.d_out
+        )
         return out, {"q": dq, "k": dk, "v": dv, **d_parameters}
 
     out, gradients = run(contract.on_device(x))

@@ -251,7 +251,8 @@ def test_axial_rotary_is_by_row_and_column():
 def test_rotary_options_reach_the_rotation():
     x = normal(1, 2, 7, 5)
     options: list[Any] = [{}, {"style": "interleaved"}, {"base": 50.0}, {"size": 2}]
-    rotaries = [nn.Rotary(**x) for x in (*options, {"scaling": positions.Linear(2.0)})]
+    options.append({"scaling": positions.Linear(2.0)})
+    rotaries = [nn.Rotary(**x) for x in options]
     outs = [
         np.asarray(call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=rotary), x))
         for rotary in (False, *rotaries)

@@ -25,9 +25,9 @@ from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
 from jattn.kernels.gpu.mosaic.machine import versions
-from tests.arrays import with_pullback
-from tests.cases import CASES, Case, Inputs, inputs
+from tests.cases import CASES, CallCase, CaseInputs, inputs
 from tests.commands import ROOT, run_python
+from tests.conftest import out_and_gradients
 
 
 SAID = """\
@@ -537,11 +537,11 @@ def in_32_bits(array: Any) -> Any:
     return jax.ShapeDtypeStruct(np.shape(array), kinds.get(array.dtype.name, array.dtype))
 
 
-def everything(case: Case, implementation: str, x: Inputs, key: Any) -> Any:
+def everything(case: CallCase, implementation: str, x: CaseInputs, key: Any) -> Any:
     """The output, lse and all gradients."""
     options = {"implementation": implementation} | ({"dropout_key": key} if case.rate else {})
     attend = lambda q, k, v, parameters: case.attend(q, k, v, parameters, x.operands, **options)  # noqa: E731
-    return with_pullback(attend, (x.q, x.k, x.v, x.parameters), (x.d_out, x.d_lse))
+    return out_and_gradients(attend, (x.q, x.k, x.v, x.parameters), *(x.d_out, x.d_lse))
 
 
 @pytest.mark.exhaustive
@@ -560,7 +560,7 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
     avals = jax.tree.map(in_32_bits, inputs(case, dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def run(given: Inputs, key: Any) -> Any:
+    def run(given: CaseInputs, key: Any) -> Any:
         return everything(case, implementation, given, key)
 
     try:

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, parallel, scores, tuning
-from tests.arrays import assert_close, with_pullback
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import assert_trees_close, out_and_gradients, quick_jit, users_jit
 from tests.devices import mesh_of
 
 
@@ -127,8 +126,7 @@ def with_gradients(attend: Any, rule: ArrayRule, arrays: Any, floats: Any, cotan
         options = rule.of({**arrays, **floats})
         return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
 
-    (out, lse), gradients = with_pullback(call, (floats,), cotangents)
-    return out, lse, gradients
+    return out_and_gradients(call, (floats,), *cotangents)
 
 
 def check(rule: ArrayRule, devices: int, order: str, attend: Any) -> None:
@@ -329,7 +327,7 @@ def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
     want = quick_jit(functools.partial(with_gradients, reference, rules))({}, floats, cotangents)
     attend = over(4, scheme=scheme, pad=True)
     result = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
-    assert_close(result, want, rtol=1e-11, atol=1e-12)
+    assert_trees_close(result, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.one_in(3)

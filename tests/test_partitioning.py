@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores, tuning
-from tests.arrays import assert_close, with_pullback
-from tests.conftest import quick_jit
+from tests.conftest import assert_trees_close, out_and_gradients, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, place, placed
 from tests.test_parallel import learned, pasted, random
 
@@ -57,7 +56,7 @@ def run_sharded(run: Any, arrays: Any, sharded: Any, atol: float = 1e-12) -> Any
     compiled = quick_jit(run).lower(*sharded).compile()
     assert collectives(compiled) <= {"all-reduce"}
     results = compiled(*sharded)
-    assert_close(results, want, rtol=10 * atol, atol=atol)
+    assert_trees_close(results, want, rtol=10 * atol, atol=atol)
     return results
 
 
@@ -77,8 +76,7 @@ def test_what_is_cut_stays_cut(name, implementation):
             options = {"implementation": implementation, "return_lse": True}
             return jattn.attention(a["q"], a["k"], a["v"], **rule(a), **options)
 
-        results, gradients = with_pullback(call, (floats,), cotangents)
-        return *results, gradients
+        return out_and_gradients(call, (floats,), *cotangents)
 
     arrays_of_one = (arrays, random(B, T, N, H), random(B, N, T))
     # Dropout and functions need to know where a device's rows and heads begin.

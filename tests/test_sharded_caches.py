@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, parallel, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.arrays import assert_close, normals
-from tests.conftest import quick_jit
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
 from tests.devices import mesh_of, place
 from tests.test_parallel import learned
 
@@ -44,7 +43,7 @@ CUTS["paged"] |= {name: P("data") for name in ("table", "lengths", "overflowed")
 def tokens(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """float32 `query [B, T, N, H]`, `key [B, T, K, H]`, `value [B, T, K, V]`."""
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
-    query, key, value = normals(*shapes, seed=T, dtype=jnp.float32)
+    query, key, value = normal_arrays(*shapes, seed=T, dtype=jnp.float32)
     return 2 * query, key, value
 
 
@@ -75,7 +74,7 @@ def sizes_of(kinds: str, compiled: Any) -> list[int]:
 gathered = functools.partial(sizes_of, "all-gather|all-to-all|collective-permute")
 
 
-agree = functools.partial(assert_close, rtol=2e-5, atol=2e-6)
+agree = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
 
 
 def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, list[int]]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, mechanisms, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit
 from tests.devices import mesh_of
 from tests.test_contract import on_device, random_key
@@ -180,7 +180,7 @@ def test_every_combination(implementation, mesh):
             run_check(problem, mesh, shared)
 
 
-def of_case(implementation: str, case: Case) -> ShardedProblem:
+def of_case(implementation: str, case: CallCase) -> ShardedProblem:
     """A row of the table, with different queries, keys, values and parameters on each device."""
     x = [inputs(case, seed=seed) for seed in range(DEVICES)]
     arrays = {name: np.stack([getattr(x_of_device, name) for x_of_device in x]) for name in "qkv"}

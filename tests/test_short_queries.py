@@ -12,7 +12,8 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
-from tests.arrays import assert_accurate, assert_equal, normals
+from tests.arrays import assert_accurate, assert_equal
+from tests.conftest import normal_arrays
 from tests.oracle import error
 
 
@@ -29,7 +30,7 @@ SIZES = {  # T, N, K, H, V: heads that lie side by side, groups, many rows, odd 
 
 def arrays(size: str, dtype: str = "float32", B: int = 2) -> list[jax.Array]:
     T, N, K, H, V = SIZES[size]
-    return normals((B, T, N, H), (B, S, K, H), (B, S, K, V), seed=5, dtype=dtype)
+    return normal_arrays((B, T, N, H), (B, S, K, H), (B, S, K, V), seed=5, dtype=dtype)
 
 
 def rules(name: str, T: int, N: int) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def test_large_logits_keep_their_digits():
 
 def test_many_parts_are_one():
     """A single row of the batch is split into parts for all threads."""
-    q, k, v = normals((1, 2, 2, 64), *[(1, 30_001, 2, 64)] * 2, seed=3, dtype="float32")
+    q, k, v = normal_arrays((1, 2, 2, 64), *[(1, 30_001, 2, 64)] * 2, seed=3, dtype="float32")
     k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[None, :, None, None]
     out, lse = jattn.attention(q, k, v, return_lse=True)
     want = truth(q, k, v)

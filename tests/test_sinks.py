@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, parallel
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
-from tests.arrays import assert_close
+from tests.conftest import assert_trees_close
 from tests.devices import mesh_of
 
 
@@ -43,11 +43,11 @@ def test_a_sink_is_a_column_without_a_value(implementation, sink):
     want = formula(jnp.asarray(sink, jnp.float64))
     out, lse = jattn.attention(Q, KEY, VALUE, **call, return_lse=True)
     weights = jattn.attention_weights(Q, KEY, mask=MASK, sink=sink)
-    assert_close((out, lse, weights), want, rtol=1e-7, atol=1e-6)
+    assert_trees_close((out, lse, weights), want, atol=1e-6)
     np.testing.assert_allclose(jattn.attention(Q, KEY, VALUE, **call), out, atol=1e-14)
     del call["sink"]
     plain = jattn.attention(Q, KEY, VALUE, **call, return_lse=True)
-    assert_close((out, lse), jattn.with_sink(*plain, sink), rtol=1e-14, atol=1e-14)
+    assert_trees_close((out, lse), jattn.with_sink(*plain, sink), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.one_in(3)
@@ -70,7 +70,7 @@ def test_gradients_reach_the_sink(implementation):
 
     sink = jnp.asarray([0.5, -1.0, 3.0, 0.0])
     both = [jax.jit(jax.grad(x, (0, 1)))(sink, Q) for x in (loss, want)]
-    assert_close(*both, rtol=1e-7, atol=1e-12)
+    assert_trees_close(*both, atol=1e-12)
     scalar = jax.grad(lambda sink: loss(sink, Q))(jnp.asarray(0.5))
     each = jax.grad(want)(jnp.full(N, 0.5), Q)
     np.testing.assert_allclose(scalar, each.sum(), atol=1e-12)
@@ -101,7 +101,7 @@ def test_through_caches(cache: Cache):
     rules: Any = {"mask": masks.Causal(), "sink": SINK}
     all_weights = jattn.attention_weights(Q, KEY, **rules)
     results, new_cache = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
-    assert_close(results, want, rtol=1e-7, atol=1e-12)
+    assert_trees_close(results, want, atol=1e-12)
     out = jattn.attention(Q[:, -1:], new_cache, **rules)
     weights = jattn.attention_weights(Q[:, -1:], new_cache, **rules)
     np.testing.assert_allclose(out, want[0][:, -1:], atol=1e-12)
@@ -114,7 +114,7 @@ def test_over_several_devices():
     options: Any = {"mesh": mesh, "sink": SINK, **axes}
     want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True)
     got = parallel.attention(Q, KEY, VALUE, return_lse=True, **options)
-    assert_close(got, want, rtol=1e-7, atol=1e-12)
+    assert_trees_close(got, want, atol=1e-12)
     shard = lambda *qkv, sink: parallel.attention_shard(*qkv, sink=sink, **axes)  # noqa: E731
     tokens = P(None, "t", "n")
     run = jax.shard_map(

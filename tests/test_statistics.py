@@ -13,8 +13,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.cpu import statistics as native
-from tests.arrays import assert_close
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import assert_trees_close, quick_jit, users_jit
 
 
 B, T, S, N, K, H = 2, 37, 53, 4, 2, 6
@@ -147,7 +146,7 @@ def test_statistics_are_differentiated(how):
     want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
     with computed(how):
         result = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
-    assert_close(result, want, atol=1e-11, rtol=1e-11)
+    assert_trees_close(result, want, atol=1e-11, rtol=1e-11)
 
 
 def test_second_derivatives_raise():

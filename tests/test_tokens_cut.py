@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache
-from tests.arrays import assert_close
-from tests.conftest import quick_jit
+from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, place, placed
 from tests.test_parallel import RULES, B, H, K, N, T, V, random, with_gradients
 
@@ -64,7 +63,7 @@ def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
         *want, want_gradients = quick_jit(run)(integers, floats, cotangents)
         sharded = placed(mesh, floats, specs)
         out, lse, gradients = quick_jit(run)(integers, sharded, cotangents)
-    assert_close((out, lse), want, rtol=1e-12, atol=1e-13)
+    assert_trees_close((out, lse), want, rtol=1e-12, atol=1e-13)
     for n, d in gradients.items():
         np.testing.assert_allclose(d, want_gradients[n], rtol=1e-11, atol=1e-12, err_msg=n)
     assert is_placed(out, mesh, specs["q"]) and is_placed(lse, mesh, of_lse)
@@ -118,7 +117,7 @@ def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
         operands = (integers, *sharded, cotangents)
         compiled = quick_jit(run).lower(*operands).compile()
     (out, lse), (second, _), (gradients,) = results = compiled(*operands)
-    assert_close(results, want, rtol=1e-10, atol=1e-11)
+    assert_trees_close(results, want, rtol=1e-10, atol=1e-11)
     assert all(is_placed(x, mesh, specs["q"]) for x in (out, second, gradients["q"]))
     assert is_placed(lse, mesh, of_lse)
     if cuts == "tokens":
@@ -145,7 +144,7 @@ def test_statistics_stay_cut_along_queries():
 
     want = quick_jit(run)(q, k)
     result = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
-    assert_close(result, want, rtol=1e-10, atol=1e-11)
+    assert_trees_close(result, want, rtol=1e-10, atol=1e-11)
     statistics, gradients, (top, _) = result
     by_head = (statistics.entropy, top, statistics.received)
     assert all(is_placed(x, mesh, P("a", None, "c")) for x in by_head)
@@ -182,7 +181,7 @@ def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
         gradients = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
     assert len(record) == 1
     want = quick_jit(grad)(np.asarray(q)[:, : T - 1], k)
-    assert_close(gradients, want, rtol=1e-11, atol=1e-12)
+    assert_trees_close(gradients, want, rtol=1e-11, atol=1e-12)
 
 
 def test_an_explanation_says_how_tokens_are_shared():

@@ -12,9 +12,8 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from tests import test_contract as contract
-from tests.arrays import normals, with_pullback
 from tests.cases import CASES, inputs
-from tests.conftest import quick_jit
+from tests.conftest import normal_arrays, out_and_gradients, quick_jit
 from tests.kernels import (
     LYING,
     assert_accurate,
@@ -61,7 +60,7 @@ def test_several_tiles():
     """Empty, full and mixed tiles, also for a group of heads; with dropout, and a last tile that
     is not whole."""
     T, rng = 300, np.random.default_rng(0)
-    *qkv, d_out = normals(*((2, T, n, 16) for n in (4, 2, 2, 4)), dtype=jnp.float32)
+    *qkv, d_out = normal_arrays(*((2, T, n, 16) for n in (4, 2, 2, 4)), dtype=jnp.float32)
     ids = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32)
     rules: Any = {
         "mask": masks.Causal() & masks.Segments(ids),
@@ -72,7 +71,7 @@ def test_several_tiles():
 
     def both(implementation: str) -> Any:
         call = functools.partial(jattn.attention, implementation=implementation, **rules)
-        return with_pullback(call, qkv, d_out)
+        return out_and_gradients(call, qkv, d_out)
 
     assert_like_reference(both)
 
@@ -84,7 +83,7 @@ def test_the_gradient_of_a_bias_in_several_tiles(lead):
     pairs."""
     T, S = 150, 280
     shapes = [(2, n, 2, 16) for n in (T, S, S, T)]
-    q, k, v, d_out, bias = normals(*shapes, (*lead, T, S), dtype=jnp.float32)
+    q, k, v, d_out, bias = normal_arrays(*shapes, (*lead, T, S), dtype=jnp.float32)
 
     def gradient(implementation: str) -> Any:
         def call(bias: Any) -> Any:
@@ -99,11 +98,11 @@ def test_the_gradient_of_a_bias_in_several_tiles(lead):
 
 def test_the_tile_map_decides():
     """A tile that a map wrongly calls empty is not visited, and one it calls full is not masked."""
-    qkv = normals(*[(1, 256, 1, 16)] * 3, dtype=jnp.float32)
+    qkv = normal_arrays(*[(1, 256, 1, 16)] * 3, dtype=jnp.float32)
 
     def grouped(mask: masks.Mask) -> Any:
         call = functools.partial(jattn.attention, mask=mask, implementation="tpu")
-        return with_pullback(call, qkv, qkv[2])
+        return out_and_gradients(call, qkv, qkv[2])
 
     with tuning.using(tpu_tile=(128, 128)):
         contract.assert_same(grouped(LYING), grouped(masks.Lengths(kv=128)))

@@ -13,6 +13,7 @@ from flax import nnx
 import jattn
 from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.conftest import assert_trees_close
 
 
 B = 4
@@ -130,9 +131,7 @@ def prepared(name: str) -> tuple[TransformedCall, Any, Any]:
     return problem, arrays, jax.jit(problem.both)(*arrays)
 
 
-def assert_same(got: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
+assert_same = functools.partial(assert_trees_close, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.one_in(8)
@@ -216,12 +215,7 @@ def assert_exported(function: Callable[..., Any], axes: str) -> None:
     exported = jax.export.export(jax.jit(function))(*like)
     for b, t, s in ((2, 4, 5), (1, 1, 3), (3, 70, 300)):
         arrays = [jnp.asarray(normal(*x), jnp.float32) for x in shapes(b=b, t=t, s=s)]
-        assert_close(exported.call(*arrays), function(*arrays))
-
-
-def assert_close(got: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+        assert_trees_close(exported.call(*arrays), function(*arrays), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.one_in(4)
