@@ -21,7 +21,7 @@ from experiments.translation.architectures import ARCHITECTURES
 from experiments.translation.decoding import Search
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.test_translation import (
     TINY,
@@ -227,7 +227,7 @@ def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
     names = [file.name for file in png_files(run_directory)]
     assert names == ["attention.png", "bleu.png", "cross-attention.png", "loss.png"]
-    assert Run.open(run_directory).config.architecture == run_directory.name
+    assert TranslationRun.open(run_directory).config.architecture == run_directory.name
 
 
 def test_a_run_of_another_architecture_is_refused(tmp_path):

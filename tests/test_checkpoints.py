@@ -22,7 +22,7 @@ from experiments.runs import checkpoints
 from experiments.runs.ending import Failure
 from experiments.translation import runs, training
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run, TextOrigin
+from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.vocabulary import Vocabulary
 from tests.test_translation import (
     as_users_run_it,
@@ -37,13 +37,15 @@ assert as_users_run_it
 ROOT = Path(__file__).parents[1]
 
 
-def tree_of(step: int) -> training.State:
+def tree_of(step: int) -> training.TrainingState:
     return small_tree(float(step))
 
 
-def a_run(directory: Path, *steps: int) -> Run:
+def a_run(directory: Path, *steps: int) -> TranslationRun:
     words = Vocabulary(("a",))
-    run = Run(directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0"))
+    run = TranslationRun(
+        directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0")
+    )
     run.create()
     for step in steps:
         run.save(tree_of(step), step)
@@ -77,10 +79,12 @@ def _watching():
     sys.addaudithook(_watch)
 
 
-def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run]:
+def left_by_kills(
+    run: TranslationRun, action: Callable[[], Any], folder: Path
+) -> list[TranslationRun]:
     """The run as it would be found had the process been killed in the action: a copy of it before
     each change to files."""
-    found: list[Run] = []
+    found: list[TranslationRun] = []
     busy = threading.Lock()
 
     def copy() -> None:
@@ -105,7 +109,7 @@ def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run
 def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(name, tmp_path):
     run = a_run(tmp_path / "run", 1, 2)
     shutil.copytree(run.directory / "checkpoints" / "2", run.directory / "checkpoints" / name)
-    run = Run.open(run.directory)
+    run = TranslationRun.open(run.directory)
     assert run.steps() == [1, 2] and run.restore(tree_of(0))[1] == 2
     run.save(tree_of(3), 3)
     assert run.steps() == [1, 2, 3] and (run.directory / "checkpoints" / name).is_dir()
@@ -135,12 +139,14 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def check_kills_in_saving(run: Run, step: int, folder: Path, good: set[int | None]) -> None:
+def check_kills_in_saving(
+    run: TranslationRun, step: int, folder: Path, good: set[int | None]
+) -> None:
     """Whenever it is killed, the last checkpoint but one or the last is whole, and it goes on."""
     found = set()
     for left in left_by_kills(run, lambda: run.save(tree_of(step), step), folder):
         with unwarned():
-            opened = Run.open(left.directory)
+            opened = TranslationRun.open(left.directory)
             if opened.has_checkpoint():
                 tree, last = opened.restore(small_tree())
                 assert_equal(tree, tree_of(last))
@@ -192,11 +198,11 @@ def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
     run = dataclasses.replace(a_run(tmp_path / "other"), directory=tmp_path / "run")
     left = [*left_by_kills(run, run.create, tmp_path), run]
     whole = [each for each in left if runs.is_run(each.directory)]
-    assert [Run.open(each.directory) for each in whole] == whole
+    assert [TranslationRun.open(each.directory) for each in whole] == whole
     assert len(left) > 3 and run in whole
 
 
-def files_of(run: Run, step: int) -> list[Path]:
+def files_of(run: TranslationRun, step: int) -> list[Path]:
     files = (run.directory / "checkpoints" / str(step)).rglob("*")
     return [file for file in files if file.is_file()]
 
@@ -251,7 +257,7 @@ def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
         refused = False
         try:
             with unwarned(), resigned(run, 1) if file in saved else contextlib.nullcontext():
-                opened = Run.open(run.directory)
+                opened = TranslationRun.open(run.directory)
                 assert opened.metrics() == [{"step": 1}]
                 assert_equal(opened.restore(small_tree())[0], tree_of(1))
         except (ValueError, OSError):
@@ -262,7 +268,7 @@ def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
 
 
 @contextlib.contextmanager
-def resigned(run: Run, step: int) -> Iterator[None]:
+def resigned(run: TranslationRun, step: int) -> Iterator[None]:
     """With digests of the files as they are now."""
     path = run.directory / "digests" / f"{step}.json"
     before = path.read_text()
@@ -280,7 +286,7 @@ def test_what_a_run_says_of_its_text_is_checked(tmp_path, change):
     about["text"] |= change
     (run.directory / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
-        Run.open(run.directory)
+        TranslationRun.open(run.directory)
 
 
 _MODULES = set("pickle marshal shelve dill yaml subprocess importlib tarfile zipfile".split())

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.runs.console import Console, listening, progress, visible_controls
 from experiments.translation import __main__ as cli
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 
@@ -102,7 +102,7 @@ def test_training_tells_programs_everything_in_order(trained):
 def test_what_programs_are_told_is_what_the_metrics_say(trained):
     told = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in told]
-    assert without == Run.open(trained.directory).metrics()
+    assert without == TranslationRun.open(trained.directory).metrics()
 
 
 @pytest.mark.slow
@@ -165,14 +165,14 @@ def test_every_command_knows_pieces_of_words(trained):
     arguments = ["--run", trained.directory, "--alignments", "--scores", "--beam", 2]
     said = run(trained.directory, "translate", *arguments, stdin=f"{sentence}\nein ☃ bellt\n")
     assert said.err == "unknown characters: ☃\n"
-    pieces = len(Run.open(trained.directory).source.encode(sentence)) - 1
+    pieces = len(TranslationRun.open(trained.directory).source.encode(sentence)) - 1
     links = said.out.split("\n")[0].split("\t")[-1].split()
     assert all(int(link.split("-")[0]) < pieces for link in links)
     assert pieces > len(sentence.split())
 
 
 def test_vocabularies_are_learned_from_training_text_alone(trained):
-    opened = Run.open(trained.directory)
+    opened = TranslationRun.open(trained.directory)
     assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import device, timing
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
 from experiments.benchmark.predictions import predicted
 
@@ -97,12 +97,14 @@ def test_calls_are_repeated_until_launching_them_does_not_count(monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 def test_predictions_are_those_of_the_kept_kernels(head, backward):
     found = [
-        predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, head, pattern=pattern), backward)
+        predicted(
+            "hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head, pattern=pattern), backward
+        )
         for pattern in ("full", "causal", "documents")
     ]
     for least, most in found:  # pyright: ignore[reportGeneralTypeIssues]
         assert 300 < least < most < 990
         assert not backward or most < 5 / 7 * 990  # 2 products are computed twice
-    assert predicted("hopper", "cpu", Case("", 1, 1, 8, head), backward) is None
-    assert predicted("ampere", "NVIDIA H200", Case("", 1, 1, 8, head), backward) is None
-    assert predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, 48), backward) is None
+    assert predicted("hopper", "cpu", BenchmarkCase("", 1, 1, 8, head), backward) is None
+    assert predicted("ampere", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head), backward) is None
+    assert predicted("hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, 48), backward) is None

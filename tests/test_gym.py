@@ -13,7 +13,7 @@ import pytest
 import jattn
 from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import gym
-from experiments.benchmark.rules import HEADS, RULES, Rule
+from experiments.benchmark.rules import HEADS, RULES, BenchmarkRule
 from jattn import masks, tuning
 from jattn.kernels.cpu import library
 from jattn.masks import Predicate
@@ -26,7 +26,7 @@ MASKS = [rule.name for rule in RULES if not rule.is_score]
 T = 400  # 20 × 20
 
 
-def in_numpy(rule: Rule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
+def in_numpy(rule: BenchmarkRule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
     """What a rule says of each pair, `[T, T]`, by NumPy."""
     q, kv = np.arange(T, dtype=np.int32)[:, None], np.arange(T, dtype=np.int32)[None, :]
     given = () if score is None else (score,)
@@ -35,7 +35,7 @@ def in_numpy(rule: Rule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
     return np.broadcast_to(found, (T, T))
 
 
-def in_jattn(rule: Rule, T: int, *operands: Any) -> dict[str, Any]:
+def in_jattn(rule: BenchmarkRule, T: int, *operands: Any) -> dict[str, Any]:
     """The mask and score function of a call."""
     function = rule.make(jnp, T)
     if not rule.is_score:
@@ -97,7 +97,7 @@ def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
     assert np.array_equal(by_bounds, empty) or (name == "jagged" and not np.any(by_bounds & ~empty))
 
 
-def formula(q: Any, k: Any, v: Any, rule: Rule) -> np.ndarray:
+def formula(q: Any, k: Any, v: Any, rule: BenchmarkRule) -> np.ndarray:
     """Attention of one sequence `[T, N, H]` by NumPy in float64."""
     found = []
     for h in range(q.shape[1]):

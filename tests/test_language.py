@@ -12,8 +12,8 @@ from flax import nnx
 from experiments.language import __main__ as cli
 from experiments.language import model as models
 from experiments.language import text, training
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
+from experiments.language.runs import LanguageRun
+from experiments.language.settings import LanguageSettings
 from tests.test_translation import as_users_run_it
 
 
@@ -57,7 +57,7 @@ def test_split_and_batches():
 
 
 def test_loss_by_the_formula():
-    settings = Settings().changed(TINY)
+    settings = LanguageSettings().changed(TINY)
     model = models.make(settings, 7)
     rows = np.random.default_rng(0).integers(0, 7, (3, 9)).astype(np.int32)
     logits = nnx.jit(lambda model, x: model(x, deterministic=True))(model, rows[:, :-1])
@@ -68,7 +68,7 @@ def test_loss_by_the_formula():
 
 
 def test_settings():
-    assert Settings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
+    assert LanguageSettings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
     for given, message in (
         ("step=7", "unknown setting 'step'; nearest: steps"),
         ("steps", "expected NAME=VALUE, got 'steps'"),
@@ -76,7 +76,7 @@ def test_settings():
         ("rows=0", "rows: expected greater than or equal to 1, got '0'"),
     ):
         with pytest.raises(ValueError, match=message):
-            Settings().changed([given])
+            LanguageSettings().changed([given])
 
 
 def run_command(*arguments: object) -> int:
@@ -84,7 +84,7 @@ def run_command(*arguments: object) -> int:
 
 
 def variables_of(directory):
-    run = Run.open(directory)
+    run = LanguageRun.open(directory)
     _, state = training.init_state(run)
     return jax.tree.leaves(run.restore(state)[0])
 
@@ -108,7 +108,7 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     assert run_command("train", "--run", parts, "--resume") == 0
     for a, b in zip(variables_of(whole), variables_of(parts), strict=True):
         np.testing.assert_array_equal(a, b)
-    losses = [[r["loss"] for r in Run.open(d).metrics()] for d in (whole, parts)]
+    losses = [[r["loss"] for r in LanguageRun.open(d).metrics()] for d in (whole, parts)]
     assert losses[0] == losses[1]
 
     capsys.readouterr()
@@ -149,10 +149,10 @@ def test_numbers_of_the_command_line_have_bounds(given, capsys):
     assert end.value.code == 2 and f"argument {given[0]}: expected at " in capsys.readouterr().err
 
 
-def a_run(directory, file) -> Run:
+def a_run(directory, file) -> LanguageRun:
     content = file.read_text("utf-8")
     characters = text.Characters.of(content)
-    run = Run(directory, Settings().changed(TINY), characters, str(file))
+    run = LanguageRun(directory, LanguageSettings().changed(TINY), characters, str(file))
     run.create()
     return run
 
@@ -227,7 +227,7 @@ def test_learns_to_continue_a_text(file, tmp_path, capsys):
     wider = ["--set", "features=32", "--set", "rows=8", "--set", "learning_rate=0.01"]
     run = tmp_path / "run"
     assert run_command("train", "--text", file, "--run", run, *SET, *learning, *wider) == 0
-    assert Run.open(run).metrics()[-1]["validation_loss"] < 0.2
+    assert LanguageRun.open(run).metrics()[-1]["validation_loss"] < 0.2
     capsys.readouterr()
     given = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
     assert run_command("write", "--run", run, *given) == 0

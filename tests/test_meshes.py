@@ -14,7 +14,7 @@ from experiments.translation import meshes, training
 from experiments.translation.meshes import Placement
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from tests.test_translation import Bench, as_users_run_it, assert_equal, make_bench
 
 
@@ -22,7 +22,9 @@ assert as_users_run_it
 TINY = PRESETS["tiny"]
 
 
-def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
+def losses(
+    bench: Bench, mesh: str | None, steps: int = 3
+) -> tuple[list[float], training.TrainingState]:
     """The losses of the first steps, and the state after them, which is sharded as at first."""
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
     train_step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
@@ -81,7 +83,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     train = ("train", "--run", str(whole), *small, "--mesh", "data=4,model=2")
     assert cli.main(train) == 0
     shutil.copytree(whole, paused)
-    Run.open(paused)._drop([8])
+    TranslationRun.open(paused)._drop([8])
     for name, mesh, exact in (
         ("same", "data=4,model=2", True),
         ("other", "data=8", False),
@@ -103,6 +105,6 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
 
 
 def final_state(directory: Path) -> dict[str, np.ndarray]:
-    run = Run.open(directory)
+    run = TranslationRun.open(directory)
     shapes = Model(run.config, len(run.source), len(run.target)).shapes
     return run.parameters(shapes)[0]

@@ -101,7 +101,7 @@ def test_only_innermost_loops_with_products_count():
     first, second = machine_code.loops(SASS)
     cycles = 64 + 32, 8, (128 + 64) * 16 * 2 // 128 + (64 + 64) * 16 * 2 // 128
     kinds = {"matrix": 2, "special": 1, "float": 1, "jump": 1}
-    assert first == machine_code.Loop(5, *cycles, 64 * (128 + 64) * 16, kinds)
+    assert first == machine_code.MachineLoop(5, *cycles, 64 * (128 + 64) * 16, kinds)
     assert first.products_per_cycle == (2048 * 96 / (96 + 8), 2048)
     assert first._replace(special_cycles=192).products_per_cycle == (2048 / 3, 1024)
     assert first._replace(shared_cycles=384).products_per_cycle == (512, 512)

@@ -16,7 +16,7 @@ import pytest
 
 from experiments.runs.watching import watch
 from experiments.translation import __main__ as cli
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from tests.commands import environment
 from tests.test_runs import PIPES, python
 from tests.test_translation import as_users_run_it
@@ -135,7 +135,7 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     assert error.startswith("error: another process of the run was lost")
     assert error.endswith(f"training goes on with: train --run {killed} --resume\n")
     assert error.count("\n") == 1
-    run = Run.open(killed)
+    run = TranslationRun.open(killed)
     last_step = run.last_whole_step()
     assert last_step is not None and last_step >= 6
 

@@ -25,7 +25,7 @@ from experiments.runs.files import Unwritten
 from experiments.translation import __main__ as cli
 from experiments.translation import runs
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run, TextOrigin
+from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.vocabulary import Vocabulary
 from tests.commands import environment
 from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
@@ -114,7 +114,7 @@ def test_a_run_is_deleted_under_its_lock(tmp_path):
         with pytest.raises(BlockingIOError), locking.locked(run.directory):
             pass
         run.create()
-    assert Run.open(run.directory) == run
+    assert TranslationRun.open(run.directory) == run
 
 
 def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
@@ -125,7 +125,7 @@ def test_a_kill_while_deleting_leaves_a_run_that_can_be_deleted(tmp_path):
     for each in left:
         runs.remove(each.directory)
         each.create()
-        assert Run.open(each.directory) == each
+        assert TranslationRun.open(each.directory) == each
 
 
 @contextlib.contextmanager
@@ -166,8 +166,8 @@ SAVES_MUCH = """
 import pathlib, resource, sys, time
 import numpy as np
 from experiments.runs.ending import exit_status
-from experiments.translation.runs import Run
-run = Run.open(sys.argv[1])
+from experiments.translation.runs import TranslationRun
+run = TranslationRun.open(sys.argv[1])
 state = {str(n): np.random.default_rng(n).random(5000) for n in range(200)}
 for size in (200_000, 20_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size,) * 2)
@@ -258,7 +258,7 @@ def test_a_checkpoint_is_on_the_disk_before_its_digests(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Run:
+def whole(tmp_path_factory) -> TranslationRun:
     """A tiny run that nothing happened to."""
     jax.clear_caches()  # of programs with the smaller tiles that single tests have
     run = trained(tmp_path_factory.mktemp("whole") / "run", "--preset", "tiny")
@@ -266,10 +266,10 @@ def whole(tmp_path_factory) -> Run:
     return run
 
 
-def trained(directory: Path, *arguments: str, status: int = 0) -> Run:
+def trained(directory: Path, *arguments: str, status: int = 0) -> TranslationRun:
     with plain_jax(), contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["train", "--run", str(directory), *arguments]) == status
-    return Run.open(directory)
+    return TranslationRun.open(directory)
 
 
 @pytest.mark.slow
@@ -282,24 +282,24 @@ def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_o
     line."""
     directory = tmp_path / "run"
     how = f"training goes on with: train --run {directory} --resume\n"
-    save, report = Run.save, Run.report
+    save, report = TranslationRun.save, TranslationRun.report
 
-    def terminated(run: Run, state: Any, step: int) -> None:
+    def terminated(run: TranslationRun, state: Any, step: int) -> None:
         save(run, state, step)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def torn(run: Run, record: dict[str, Any]) -> None:
+    def torn(run: TranslationRun, record: dict[str, Any]) -> None:
         size = (run.directory / "metrics.jsonl").stat().st_size
         with full_after(size + 20 if record["step"] == 8 else 2**30):
             report(run, record)
 
-    def full(run: Run, state: Any, step: int) -> None:
+    def full(run: TranslationRun, state: Any, step: int) -> None:
         with full_after(300):
             save(run, state, step)
 
     def run_with(name: str, instead: Callable[..., None], status: int, *arguments: str) -> str:
         with monkeypatch.context() as patch:
-            patch.setattr(Run, name, instead)
+            patch.setattr(TranslationRun, name, instead)
             trained(directory, *arguments, status=status)
         return capsys.readouterr().err
 
@@ -453,10 +453,10 @@ def test_a_file_with_another_name_is_not_written_in_place(name, tmp_path):
             with locking.locked(directory):
                 pass
         else:
-            Run.open(directory).report({"step": 3})
+            TranslationRun.open(directory).report({"step": 3})
     assert contents(tmp_path) == unchanged
     if name == "metrics.jsonl":
-        Run.open(directory).forget_metrics_after(1)  # writes a new file
+        TranslationRun.open(directory).forget_metrics_after(1)  # writes a new file
         assert (tmp_path / "elsewhere").read_bytes() == unchanged["elsewhere"]
 
 
@@ -472,7 +472,7 @@ def test_a_run_begins_in_no_folder_that_leads_elsewhere(name, change, tmp_path):
     origin = TextOrigin(None, ("de", "en"), "0")
     with pytest.raises(ValueError, match=f"{name}: expected a file or a folder, got a "):
         with locking.locked(tmp_path / "run"):
-            Run(tmp_path / "run", PRESETS["tiny"], words, words, origin).create()
+            TranslationRun(tmp_path / "run", PRESETS["tiny"], words, words, origin).create()
     assert (tmp_path / "elsewhere").exists() == ("elsewhere" in unchanged)
     assert contents(tmp_path).get("elsewhere") == unchanged.get("elsewhere")
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.offline import targets
 from experiments.scaling import __main__ as scaling
 from experiments.scaling import plan, programs
-from experiments.scaling.cases import SCHEMES, Case
+from experiments.scaling.cases import SCHEMES, ScalingCase
 from jattn import masks, parallel, scores, tuning
 from tests.commands import environment, run_python
 from tests.conftest import quick_jit
@@ -130,8 +130,8 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 """
     exchanges = programs.exchanges(text)
     assert exchanges[:2] == [
-        programs.Exchange("collective-permute", 16, 7, True),
-        programs.Exchange("collective-permute", 16, 5, False),
+        programs.CompiledExchange("collective-permute", 16, 7, True),
+        programs.CompiledExchange("collective-permute", 16, 5, False),
     ]
     expected = {("collective-permute", 16): 12, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
     assert programs.total(exchanges) == expected
@@ -144,7 +144,7 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads):
-    case = Case(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
+    case = ScalingCase(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
     memory = case.compiled(jax.devices()).memory_analysis()
     sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
     np.testing.assert_allclose(plan.memory(case), sum(sizes), rtol=0.2)
@@ -161,8 +161,8 @@ def test_ten_million_tokens_on_a_thousand_devices(capsys):
     assert [row.split()[0] for row in rows] == ["ring", "all_to_all", "gather"]
     assert rows[0].endswith("fits") and rows[1].endswith("cannot share 64 heads")
     # To the neighbour, and gradients there and back: 9,766 tokens of eight heads.
-    case = Case("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
-    device = plan.Device(80e9, 400e12, 50e9)
+    case = ScalingCase("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
+    device = plan.DeviceRates(80e9, 400e12, 50e9)
     planned = plan.plan(case, device)
     assert planned.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
     pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096

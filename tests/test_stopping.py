@@ -17,7 +17,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import evaluation, training
 from experiments.translation.batches import Batches
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.text import encode_pairs
 from tests.test_translation import (
     Bench,
@@ -100,7 +100,7 @@ def losses_of_params() -> dict[str, float]:
     return dict(zip(seen, LOSSES, strict=True))
 
 
-def train(run: Run, *, calls: int | None = None) -> None:
+def train(run: TranslationRun, *, calls: int | None = None) -> None:
     """Trains as the command does, from the last checkpoint. With `calls`, the training is killed
     at that call to save or report."""
     parts = small_bench()
@@ -132,7 +132,7 @@ def train(run: Run, *, calls: int | None = None) -> None:
     loop.run(state)
 
 
-def begun(directory: Path) -> Run:
+def begun(directory: Path) -> TranslationRun:
     parts = small_bench()
     run = parts.run(directory, parts.config)
     run.create()
@@ -140,7 +140,7 @@ def begun(directory: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Run:
+def uninterrupted(tmp_path_factory) -> TranslationRun:
     with plain_jax():
         run = begun(tmp_path_factory.mktemp("runs") / "whole")
         train(run)
@@ -170,7 +170,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     assert run.steps() == uninterrupted.steps()
     for part in (small_bench().init_state, lambda: small_bench().init_state().params):
         like = jax.eval_shape(part)
-        prefix = "" if isinstance(like, training.State) else "params/"
+        prefix = "" if isinstance(like, training.TrainingState) else "params/"
         assert_equal(run.restore(like, prefix=prefix), uninterrupted.restore(like, prefix=prefix))
     assert_equal(
         run.parameters(bench().model.shapes), uninterrupted.parameters(bench().model.shapes)
@@ -180,7 +180,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
 @pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
-    run = Run.open(tmp_path / "run")
+    run = TranslationRun.open(tmp_path / "run")
     like = jax.eval_shape(small_bench().init_state)
     state, step = run.restore(like)
     digests = run.directory / "digests" / f"{step}.json"
@@ -198,7 +198,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
 @pytest.mark.slow
 def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
-    run = Run.open(tmp_path / "run")
+    run = TranslationRun.open(tmp_path / "run")
     one_bit_flipped(next((run.directory / "checkpoints" / "9").rglob("d/*")))
     with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
         assert run.parameters(bench().model.shapes)[1] == [18]
@@ -213,7 +213,7 @@ def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
     assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
 
 
-def averaged(directory: Path, average: int, *scales: float) -> Run:
+def averaged(directory: Path, average: int, *scales: float) -> TranslationRun:
     run = bench().run(directory, dataclasses.replace(TINY, averaged_checkpoints=average))
     run.create()
     for step, scale in enumerate(scales, start=1):

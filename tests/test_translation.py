@@ -24,7 +24,7 @@ import scipy.special
 from matplotlib.image import imread
 from pydantic import TypeAdapter
 
-from experiments.language.settings import Settings as LanguageSettings
+from experiments.language.settings import LanguageSettings
 from experiments.runs.ending import Failure
 from experiments.runs.folder import free_directory
 from experiments.translation import __main__ as cli
@@ -36,9 +36,9 @@ from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.runs import Run, TextOrigin, fingerprint, remove
+from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint, remove
 from experiments.translation.text import encode_pairs
-from experiments.translation.training import State
+from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 from tests.commands import environment, run_python
 
@@ -72,7 +72,7 @@ class Bench:
     """A tiny model with its text, and one compiled step that the tests share."""
 
     config: Config
-    texts: training.Texts
+    texts: training.TrainingTexts
     source: Vocabulary
     target: Vocabulary
     batches: Batches
@@ -80,10 +80,10 @@ class Bench:
     optimiser: Any
     step: training.Step
 
-    def init_state(self) -> State:
+    def init_state(self) -> TrainingState:
         return training.init_state(self.model, self.optimiser, self.config.seed)
 
-    def loop(self, **changes) -> training.Loop:
+    def loop(self, **changes) -> training.TrainingLoop:
         parts = {
             "config": self.config,
             "batches": self.batches,
@@ -93,11 +93,11 @@ class Bench:
             "validate": lambda params: {},
             "save": lambda state: None,
         }
-        return training.Loop(**(parts | changes))
+        return training.TrainingLoop(**(parts | changes))
 
-    def run(self, directory: Path, config: Config | None = None) -> Run:
+    def run(self, directory: Path, config: Config | None = None) -> TranslationRun:
         origin = TextOrigin(None, ("de", "en"), fingerprint(self.batches.pairs))
-        return Run(directory, config or self.config, self.source, self.target, origin)
+        return TranslationRun(directory, config or self.config, self.source, self.target, origin)
 
 
 def make_bench(config: Config = TINY) -> Bench:
@@ -117,7 +117,7 @@ def bench() -> Bench:
     return make_bench()
 
 
-def copied(state: State) -> State:
+def copied(state: TrainingState) -> TrainingState:
     """A state that survives the step it is given to."""
     return jax.tree.map(lambda array: jnp.array(array, copy=True), state)
 
@@ -201,7 +201,9 @@ class TwoTables:
         return features, Projection(params["output"], None)
 
 
-def in_parts(model: Any, parts: int, *, dropout_rate: float = 0.0) -> tuple[State, training.Step]:
+def in_parts(
+    model: Any, parts: int, *, dropout_rate: float = 0.0
+) -> tuple[TrainingState, training.Step]:
     config = dataclasses.replace(TINY, accumulation_steps=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
     state = training.init_state(model, optimiser, 0)
@@ -345,7 +347,7 @@ def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in clock} for record in records]
 
 
-def trained(bench: Bench, first: State | None = None, **changes):
+def trained(bench: Bench, first: TrainingState | None = None, **changes):
     """The state at the end and the records."""
     records = []
     loop = bench.loop(report=records.append, **changes)
@@ -387,7 +389,7 @@ class Killed(Exception):
     """Ends a training as suddenly as a power cut would."""
 
 
-def saved_halfway(directory: Path) -> Run:
+def saved_halfway(directory: Path) -> TranslationRun:
     """A run killed after its first checkpoint."""
     run = bench().run(directory)
     run.create()
@@ -406,7 +408,7 @@ def saved_halfway(directory: Path) -> Run:
 def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     expected, records = trained(bench())
     run = saved_halfway(tmp_path / "run")
-    opened = Run.open(tmp_path / "run")
+    opened = TranslationRun.open(tmp_path / "run")
     assert opened == run
     saved, step = opened.restore(jax.eval_shape(bench().init_state))
     assert step == TINY.checkpoint_every < TINY.steps
@@ -440,14 +442,14 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
 
 
 def small_tree(scale=1.0):
-    return State(
+    return TrainingState(
         params={"a/kernel": jnp.full((2, 3), scale), "b": jnp.ones((4,), jnp.bfloat16)},
         opt_state=({"count": jnp.zeros((), jnp.int32)},),
         step=jnp.asarray(7, jnp.int32),
     )
 
 
-def saved_run(directory: Path, *steps: int) -> Run:
+def saved_run(directory: Path, *steps: int) -> TranslationRun:
     run = bench().run(directory)
     run.create()
     for step in steps:
@@ -499,7 +501,7 @@ def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
     elsewhere = dataclasses.replace(run.origin, fingerprint="0")
     with pytest.raises(ValueError, match="the training text"):
         run.check_same(dataclasses.replace(run, origin=elsewhere))
-    run.check_same(Run.open(run.directory))
+    run.check_same(TranslationRun.open(run.directory))
 
 
 def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
@@ -532,7 +534,7 @@ def test_a_run_directory_with_other_content_is_refused(tmp_path, content):
     run = saved_run(tmp_path / "run")
     (run.directory / "config.json").write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match="expected"):
-        Run.open(run.directory)
+        TranslationRun.open(run.directory)
 
 
 def test_settings_are_read_by_type_and_checked():
@@ -897,7 +899,7 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     files = "config.json source.json target.json metrics.jsonl evaluation.json lock"
     folders = "checkpoints digests pictures"
     assert {path.name for path in directory.iterdir()} == {*files.split(), *folders.split()}
-    assert Run.open(directory).steps() == [6, 12]
+    assert TranslationRun.open(directory).steps() == [6, 12]
     names = "attention bleu cross-attention decoder-self-attention encoder-self-attention loss"
     assert [file.stem for file in png_files(directory)] == names.split()
     page = directory / "pictures" / "attention.html"
@@ -1015,7 +1017,7 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     assert_refused(resume, "same number of lines", capsys)
 
 
-def assert_same_run(expected: Run, other: Run) -> None:
+def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
     like = jax.eval_shape(bench().init_state)
     (state, step), (also, last) = expected.restore(like), other.restore(like)
     assert step == last == TINY.steps
@@ -1035,7 +1037,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
         file.write('{"step": 7, "lo')
     assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
     assert "starting from the beginning: there is no checkpoint yet" in capsys.readouterr().out
-    whole, again = Run.open(directory), Run.open(tmp_path / "run")
+    whole, again = TranslationRun.open(directory), TranslationRun.open(tmp_path / "run")
     assert_same_run(whole, again)
     state, step = again.restore(jax.eval_shape(bench().init_state))
     rate = state.opt_state[1][0].nu["output/kernel"]
@@ -1065,10 +1067,10 @@ def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_pat
     variables = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     killed = run_python("-c", KILLED_WHILE_SAVING, cwd=tmp_path, env=variables)
     assert killed.returncode == -signal.SIGKILL
-    assert Run.open(tmp_path / "killed").steps() == [6]
+    assert TranslationRun.open(tmp_path / "killed").steps() == [6]
     assert cli.main(["train", "--run", str(tmp_path / "killed"), "--resume"]) == 0
     assert "resuming from the checkpoint after step 6" in capsys.readouterr().out
-    assert_same_run(Run.open(demonstration[0]), Run.open(tmp_path / "killed"))
+    assert_same_run(TranslationRun.open(demonstration[0]), TranslationRun.open(tmp_path / "killed"))
 
 
 @pytest.mark.parametrize(
@@ -1113,7 +1115,7 @@ def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
 
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
     directory, origin = tmp_path / "demo", TextOrigin(None, ("de", "en"), "0")
-    Run(directory, TINY, bench().source, bench().target, origin).create()
+    TranslationRun(directory, TINY, bench().source, bench().target, origin).create()
     written = (directory / "config.json").stat().st_mtime_ns
     message = "exists already: expected another --run, --resume or --overwrite"
     assert_refused(["--preset", "tiny", "--run", str(directory)], message, capsys)

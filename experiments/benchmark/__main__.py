@@ -58,7 +58,7 @@ def available(names: list[str] | None) -> dict[str, peers.Peer]:
 
 
 def measure(
-    case: cases.Case,
+    case: cases.BenchmarkCase,
     backward: bool,
     competitors: dict[str, peers.Peer],
     seconds: float,

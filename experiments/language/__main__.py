@@ -22,8 +22,8 @@ from flax import nnx
 import jattn
 from experiments.language import model as models
 from experiments.language import text, training
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
+from experiments.language.runs import LanguageRun
+from experiments.language.settings import LanguageSettings
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.console import speak_utf8, visible_controls
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _named() -> str:
-    return "a setting: " + ", ".join(vars(Settings()))
+    return "a setting: " + ", ".join(vars(LanguageSettings()))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -110,22 +110,22 @@ def _train(options: argparse.Namespace) -> None:
     print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")
 
 
-def _prepared(options: argparse.Namespace) -> tuple[Run, text.Texts]:
+def _prepared(options: argparse.Namespace) -> tuple[LanguageRun, text.LanguageTexts]:
     """Creates the run, or opens it to resume, and returns it with its text."""
     if options.resume:
         if options.run is None:
             raise ValueError("--resume: expected --run DIR with it")
-        run = Run.open(options.run)
+        run = LanguageRun.open(options.run)
         if options.set or options.text:
             raise ValueError("--resume: expected no --set and no --text with it")
         content = text.read(_checked_text(run))
     else:
         path = None if options.text is None else options.text.resolve()
         content = text.read(path)
-        settings = Settings().changed(options.set)
+        settings = LanguageSettings().changed(options.set)
         directory = options.run or free_directory(_USUAL)
         characters = text.Characters.of(content)
-        run = Run(directory, settings, characters, None if path is None else str(path))
+        run = LanguageRun(directory, settings, characters, None if path is None else str(path))
     check_fits(models.size(run.settings, len(run.characters.alphabet)))
     texts = text.split(run.characters.encode(content), run.settings.length)
     if not options.resume:
@@ -133,7 +133,7 @@ def _prepared(options: argparse.Namespace) -> tuple[Run, text.Texts]:
     return run, texts
 
 
-def _checked_text(run: Run) -> Path | None:
+def _checked_text(run: LanguageRun) -> Path | None:
     """Returns the path of a run's text, which must be a file: a foreign run may name any path."""
     if run.text is not None and not Path(run.text).is_file():
         raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
@@ -150,7 +150,7 @@ def _tell(record: dict[str, Any]) -> None:
 
 def _write(options: argparse.Namespace) -> None:
     with users_part():
-        run = Run.open(options.run or _newest())
+        run = LanguageRun.open(options.run or _newest())
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
         prompt = run.characters.encode(options.prompt)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
-from experiments.offline.machine_code import Loop
+from experiments.offline.machine_code import MachineLoop
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.ending import Failure, UserError, interruptible
@@ -185,14 +185,14 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
-    loop = kernel["main_loop"] and Loop(**kernel["main_loop"])
+    loop = kernel["main_loop"] and MachineLoop(**kernel["main_loop"])
     counts = ["-" if loop is None else getattr(loop, name) for name in _COUNTS]
     used = (kernel["kernel"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"])
     warned = "".join(f" warning: {x}" for x in kernel["warnings"])
     return _KERNEL.format(*used, *counts, _predicted(loop, target)) + warned
 
 
-def _predicted(loop: Loop | None, target: targets.Target) -> str:
+def _predicted(loop: MachineLoop | None, target: targets.Target) -> str:
     """Formats the TFLOP/s of a loop that the model of `machine_code` predicts."""
     if loop is None or target.peak is None:
         return "-"

@@ -21,7 +21,7 @@ _EXCHANGE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
 
-class Exchange(NamedTuple):
+class CompiledExchange(NamedTuple):
     """One collective operation: its kind, the bytes that a device sends each time, how often it
     runs, and whether it overlaps other operations, that is, whether it is asynchronous and some
     stand between its start and its end."""
@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     overlapped: bool
 
 
-def exchanges(text: str) -> list[Exchange]:
+def exchanges(text: str) -> list[CompiledExchange]:
     """Returns the exchanges of a program from the text of `compiled.as_text()`."""
     computations, entry = _computations(text)
     times: dict[str, int] = collections.defaultdict(int)
@@ -57,7 +57,7 @@ def exchanges(text: str) -> list[Exchange]:
     ]
 
 
-def total(exchanges: Iterable[Exchange]) -> dict[tuple[str, int], int]:
+def total(exchanges: Iterable[CompiledExchange]) -> dict[tuple[str, int], int]:
     """Counts the runs of each kind and size of exchange; exchanges of 0 bytes do not count."""
     counts: dict[tuple[str, int], int] = collections.Counter()
     for exchange in exchanges:
@@ -102,7 +102,7 @@ def _overlapped(line: str, following: list[str]) -> bool:
     return False
 
 
-def _exchange(line: str, following: list[str], times: int) -> Exchange | None:
+def _exchange(line: str, following: list[str], times: int) -> CompiledExchange | None:
     match = _EXCHANGE.search(line)
     if match is None:
         return None
@@ -118,7 +118,7 @@ def _exchange(line: str, following: list[str], times: int) -> Exchange | None:
         sent = 2 * size * (devices - 1) // devices
     else:
         sent = (size // 2 if start else size) * (devices - 1) // devices
-    return Exchange(kind, sent, times, bool(start) and _overlapped(line, following))
+    return CompiledExchange(kind, sent, times, bool(start) and _overlapped(line, following))
 
 
 def _bytes(result: str) -> int:

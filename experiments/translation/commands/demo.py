@@ -11,7 +11,7 @@ from experiments.translation.commands.train import advise, train_run
 from experiments.translation.corpus import Pair
 from experiments.translation.decoding import GREEDY
 from experiments.translation.evaluation import Evaluation, Scores
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 
 
 def demo(options: argparse.Namespace, console: Console) -> None:
@@ -63,7 +63,7 @@ def _examples(result: Evaluation) -> list[tuple[Pair, str]]:
     return sorted(firsts.values(), key=lambda example: -len(example[0].source))
 
 
-def _print_beside_reference(run: Run, pair: Pair, translation: str) -> None:
+def _print_beside_reference(run: TranslationRun, pair: Pair, translation: str) -> None:
     reference = run.target.normalize(pair.target)
     print(f"  {run.source.normalize(pair.source)}")
     print(f"  -> {translation}")
