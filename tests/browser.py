@@ -4,7 +4,6 @@ Only a browser of the system's packages is needed, such as Debian's `chromium`, 
 variable CHROME names.
 """
 
-import base64
 import json
 import os
 import select
@@ -207,7 +206,3 @@ class Browser:
     def text(self, selector: str) -> str:
         """The text of an element."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
-
-    def screenshot(self) -> bytes:
-        """The window as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

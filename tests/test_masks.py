@@ -101,12 +101,9 @@ every_leaf = pytest.mark.parametrize("name", LEAVES)
 
 def by_rule(rule: PairRule, q_positions: Any, kv_positions: Any) -> np.ndarray:
     """The mask as an array, evaluated pair by pair."""
-    return np.array(
-        [
-            [bool(rule(i, j, int(q), int(kv))) for j, kv in enumerate(kv_positions)]
-            for i, q in enumerate(q_positions)
-        ]
-    )
+    keys = list(enumerate(map(int, kv_positions)))
+    queries = enumerate(map(int, q_positions))
+    return np.array([[bool(rule(i, j, q, kv)) for j, kv in keys] for i, q in queries])
 
 
 @every_leaf
@@ -262,10 +259,8 @@ def test_a_block_with_positions_of_its_own(name):
     mask, rule = LEAVES[name][0](), LEAVES[name][1]
     whole = by_rule(rule, Q_POSITIONS, KV_POSITIONS)
     i, j = np.array([4, 1, 2]), np.array([6, 2, 3, 0])
-    rows, columns = (
-        Span(jnp.asarray(positions[places], jnp.int32), jnp.asarray(places, jnp.int32))
-        for positions, places in ((Q_POSITIONS, i), (KV_POSITIONS, j))
-    )
+    pairs = (Q_POSITIONS[i], i), (KV_POSITIONS[j], j)
+    rows, columns = (Span(*(jnp.asarray(x, jnp.int32) for x in pair)) for pair in pairs)
     np.testing.assert_array_equal(mask(0, 0, rows, columns), whole[np.ix_(i, j)])
 
 
@@ -346,36 +341,33 @@ def _draw_lengths(draw):
         return Ruled(masks.Lengths(q=q_length), lambda b, h, i, j, q, kv: i < q_of(b))
     if form == "kv":
         return Ruled(masks.Lengths(kv=kv_length), lambda b, h, i, j, q, kv: j < kv_of(b))
-    return Ruled(
-        masks.Lengths(q_length, kv_length),
-        lambda b, h, i, j, q, kv: (i < q_of(b)) & (j < kv_of(b)),
-    )
+    both = lambda b, h, i, j, q, kv: (i < q_of(b)) & (j < kv_of(b))  # noqa: E731
+    return Ruled(masks.Lengths(q_length, kv_length), both)
+
+
+def _draw_ids(draw, most, *sizes):
+    """Arrays of ids of these sizes, for all batch rows or for each, perhaps sorted; and as
+    `[TREE_B, size]`."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    lead = draw(st.sampled_from([(), (TREE_B,)]))
+    ids = [rng.integers(0, most, (*lead, size)) for size in sizes]
+    ids = [np.sort(x) for x in ids] if draw(st.booleans()) else ids
+    return ids, [np.broadcast_to(x, (TREE_B, x.shape[-1])) for x in ids]
 
 
 def _draw_segments(draw):
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    lead = draw(st.sampled_from([(), (TREE_B,)]))
-    q_ids = rng.integers(0, 4, (*lead, TREE_T))
-    kv_ids = rng.integers(0, 4, (*lead, TREE_S))
-    if draw(st.booleans()):
-        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
-    return Ruled(
-        masks.Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids)),
-        lambda b, h, i, j, q, kv: q_ids[(b,) * len(lead)][i] == kv_ids[(b,) * len(lead)][j],
-    )
+    ids, (q_ids, kv_ids) = _draw_ids(draw, 4, TREE_T, TREE_S)
+    same = lambda b, h, i, j, q, kv: q_ids[b][i] == kv_ids[b][j]  # noqa: E731
+    return Ruled(masks.Segments(*map(jnp.asarray, ids)), same)
 
 
 def _draw_padding(draw):
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    lead = draw(st.sampled_from([(), (TREE_B,)]))
-    tokens = rng.integers(0, 2, (*lead, TREE_S))
-    if draw(st.booleans()):
-        tokens = np.sort(tokens)[..., :: draw(st.sampled_from([1, -1]))]
-    attention_mask = tokens.astype(bool) if draw(st.booleans()) else tokens
-    return Ruled(
-        masks.Padding(jnp.asarray(attention_mask)),
-        lambda b, h, i, j, q, kv: tokens[(b,) * len(lead)][j] == 1,
-    )
+    (tokens,), (by_row,) = _draw_ids(draw, 2, TREE_S)
+    direction = draw(st.sampled_from([1, -1]))
+    kind = draw(st.sampled_from([bool, int]))
+    attention_mask = jnp.asarray(tokens[..., ::direction].astype(kind))
+    real = by_row[:, ::direction] == 1
+    return Ruled(masks.Padding(attention_mask), lambda b, h, i, j, q, kv: real[b][j])
 
 
 def _draw_dilated(draw):
@@ -415,10 +407,8 @@ def _draw_predicate(draw):
         rule, bounds = _sum_below(limit)
         return Ruled(masks.Predicate(rule, bounds=bounds), lambda b, h, i, j, q, kv: q + kv < limit)
     modulus = draw(st.integers(1, 4))
-    return Ruled(
-        masks.Predicate(_weighted_sum, jnp.int32(modulus)),
-        lambda b, h, i, j, q, kv: (q * 7 + kv * 3 + b + 2 * h) % modulus == 0,
-    )
+    truth = lambda b, h, i, j, q, kv: (q * 7 + kv * 3 + b + 2 * h) % modulus == 0  # noqa: E731
+    return Ruled(masks.Predicate(_weighted_sum, jnp.int32(modulus)), truth)
 
 
 DRAWN: dict[type, Callable[[Any], Ruled]] = {

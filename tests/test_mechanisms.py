@@ -4,6 +4,7 @@ The loops accept complex numbers, so that derivatives come to the last digit fro
 the imaginary part of f(x + ih) / h for a tiny h.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,10 @@ def _product(a: np.ndarray, b: np.ndarray) -> Any:
     return np.sum(a * b)
 
 
+def numbers(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: RNG.normal(size=shape) for name, shape in shapes.items()}
+
+
 def on_device(inputs: dict[str, Any], dtype: Any = None) -> dict[str, Any]:
     """The inputs as JAX arrays."""
     return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
@@ -122,12 +127,9 @@ SQUARE_MASKS = [name for name in MASKS if name != "array"]
 @pytest.mark.parametrize("mask", SQUARE_MASKS)
 def test_simple_self_attention(mask):
     build, allowed = MASKS[mask]
-    inputs = {"x": RNG.normal(size=(B, T, 4))}
-    assert_values_and_gradients(
-        lambda x: jattn.simple_self_attention(x, mask=build()),
-        lambda x: attend(x, x, x, _product, allowed),
-        inputs,
-    )
+    call = functools.partial(jattn.simple_self_attention, mask=build())
+    loops = lambda x: attend(x, x, x, _product, allowed)  # noqa: E731
+    assert_values_and_gradients(call, loops, numbers(x=(B, T, 4)))
 
 
 def self_attention_loops(x, w_query, w_key, w_value, allowed, scale):
@@ -149,18 +151,11 @@ def _rows(vector: Any, matrix: Any) -> Any:
 def test_self_attention_of_three_sizes(mask, scale):
     E, H1, H2 = 4, 6, 7
     build, allowed = MASKS[mask]
-    inputs = {
-        "x": RNG.normal(size=(B, T, E)),
-        "w_query": RNG.normal(size=(E, H2)),
-        "w_key": RNG.normal(size=(E, H2)),
-        "w_value": RNG.normal(size=(E, H1)),
-    }
+    inputs = numbers(x=(B, T, E), w_query=(E, H2), w_key=(E, H2), w_value=(E, H1))
     factor = 1 / math.sqrt(H2) if scale is None else scale
-    assert_values_and_gradients(
-        lambda **arrays: jattn.self_attention(**arrays, mask=build(), scale=scale),
-        lambda **arrays: self_attention_loops(**arrays, allowed=allowed, scale=factor),
-        inputs,
-    )
+    call = functools.partial(jattn.self_attention, mask=build(), scale=scale)
+    loops = functools.partial(self_attention_loops, allowed=allowed, scale=factor)
+    assert_values_and_gradients(call, loops, inputs)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
@@ -251,21 +246,13 @@ def test_normalised_interaction_of_entries_that_are_large_or_forbidden():
 @pytest.mark.parametrize("mask", MASKS)
 def test_multiplicative_attention(mask):
     build, allowed = MASKS[mask]
-    inputs = {
-        "query": RNG.normal(size=(B, T, 4)),
-        "key": RNG.normal(size=(B, S, 6)),
-        "value": RNG.normal(size=(B, S, 3)),
-        "weight": RNG.normal(size=(4, 6)),
-    }
 
     def loops(query, key, value, weight):
         return attend(query, key, value, lambda q, k: _product(_rows(q, weight), k), allowed)
 
-    assert_values_and_gradients(
-        lambda **arrays: jattn.multiplicative_attention(**arrays, mask=build()),
-        loops,
-        inputs,
-    )
+    call = functools.partial(jattn.multiplicative_attention, mask=build())
+    inputs = numbers(query=(B, T, 4), key=(B, S, 6), value=(B, S, 3), weight=(4, 6))
+    assert_values_and_gradients(call, loops, inputs)
 
 
 def test_multiplicative_folds_the_weight_into_the_query():
@@ -311,11 +298,9 @@ def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b,
 @pytest.mark.parametrize("mask", MASKS)
 def test_additive_attention(mask):
     build, allowed = MASKS[mask]
-    assert_values_and_gradients(
-        lambda **arrays: additive(**arrays, mask=build()),
-        lambda **arrays: additive_loops(**arrays, allowed=allowed),
-        additive_inputs(),
-    )
+    call = functools.partial(additive, mask=build())
+    loops = functools.partial(additive_loops, allowed=allowed)
+    assert_values_and_gradients(call, loops, additive_inputs())
 
 
 def test_additive_attention_without_keys_is_zero():

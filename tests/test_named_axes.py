@@ -98,12 +98,8 @@ def test_collectives_of_what_is_known_before_are_right(place):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
 
     def attention(x: Any) -> Any:
-        return jattn.attention(
-            x,
-            x,
-            x,
-            score=lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0),
-        )
+        score = lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0)  # noqa: E731
+        return jattn.attention(x, x, x, score=score)
 
     def expected(x: Any, mean: Any) -> Any:
         bias = jnp.where(np.arange(8) > np.arange(8)[:, None], mean, 0.0)

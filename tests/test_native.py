@@ -54,7 +54,6 @@ def _tiny_tiles(request):
 
 @pytest.mark.slow
 def test_what_it_takes():
-    """Masks and score functions with code of their own, generated ones, and what is refused."""
     names = "causal_window prefix_lm lengths_both causal_segments decode_window soft_cap_causal"
     names += " alibi relative_bias dropout tiles_band chain dense_by_head places_and_positions"
     for name in (*names.split(), "bias_by_head", "predicate"):
@@ -128,7 +127,6 @@ def test_poison_reaches_only_who_attends_to_it(name):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout", "causal_segments"])
 def test_vmap_is_a_loop(name):
-    """`vmap` over all arrays, and over the queries or the keys alone."""
     parts = ("q",), ("k", "v"), ("operands", "d_out"), ("parameters", "d_lse")
     for fields in (CaseInputs._fields, *parts):
         contract.assert_vmap_is_a_loop("native", name, fields)
@@ -210,12 +208,10 @@ def test_nothing_of_an_earlier_call_is_left(dtype):
 
 @pytest.mark.default_tiles
 def test_the_default_on_a_cpu():
-    x = on_device(inputs(CASES["causal"]))
+    x, implementations = on_device(inputs(CASES["causal"])), (None, "native")
     assert next(n for n, why in jattn.explain(x.q, x.k, x.v).items() if not why) == "native"
-    contract.assert_same(
-        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
-        attend("native", CASES["causal"], x),
-    )
+    options: Any = {"case": CASES["causal"], "x": x}
+    contract.assert_same(*(attend(name, **options) for name in implementations))
 
 
 @pytest.mark.default_tiles
@@ -306,7 +302,6 @@ def test_long_caches_are_read_in_parts(N, K, dtype):
 
 
 def test_decoding_reads_nothing_that_is_masked():
-    """It reads neither slots beyond the length nor pages that a row does not have."""
     for kind in ("dense", "paged"):
         q, cache = cached(kind, 2, 16, 16, jnp.float32)
         want = jattn.attention(q, cache)

@@ -229,7 +229,6 @@ def test_a_folder_in_which_others_may_write_is_trusted_if_sticky(tmp_path, place
 
 
 def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
-    """Links to folders, to other links, within folders of others, and in circles."""
     end = folders(tmp_path)
     (first := tmp_path / "first").symlink_to("second/../second/middle")
     (second := tmp_path / "second").symlink_to(tmp_path / "top")
@@ -656,7 +655,6 @@ def test_one_message_says_that_a_library_is_built(fresh, monkeypatch, caplog, qu
 
 
 def test_another_process_finds_it(built, quick, tmp_path):
-    """It does not even run the compiler."""
     home, library = copied(built, tmp_path)
     stat, log = library.stat(), Path(quick).with_name("log")
     calls = log.read_text()

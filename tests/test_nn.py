@@ -188,14 +188,9 @@ def test_formula(norm, rotary):
     out = call(module, x, mask=masks.Causal(), positions=jnp.asarray(positions, jnp.int32))
     formula = {False: None, True: layer_norm, "layer": layer_norm, "rms": rms_norm}[norm]
     for b, places in enumerate(positions):
-        expected = multi_head(
-            arrays(module),
-            np.asarray(x[b]),
-            np.asarray(x[b]),
-            places[:, None] >= places,
-            norm=formula,
-            positions=places if rotary else None,
-        )
+        row, allowed, turns = np.asarray(x[b]), places[:, None] >= places, rotary or None
+        turns = turns and places
+        expected = multi_head(arrays(module), row, row, allowed, norm=formula, positions=turns)
         np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-12)
 
 
@@ -237,10 +232,8 @@ def test_sinks_through_a_cache_in_pieces_and_a_memory():
 
 def test_axial_rotary_is_by_row_and_column():
     """The patches of an image of width 3 equal the same patches within an image of width 5."""
-    module, wider = (
-        made(nn.MultiHeadAttention, 2, 5, head_dim=8, rotary=nn.AxialRotary(width))
-        for width in (3, 5)
-    )
+    make = functools.partial(made, nn.MultiHeadAttention, 2, 5, head_dim=8)
+    module, wider = (make(rotary=nn.AxialRotary(width)) for width in (3, 5))
     x = normal(1, 1, 6, 5)
     places = jnp.array([6, 7, 8, 11, 12, 13], jnp.int32)  # rows 1 and 2, columns 1 to 3
     out = call(module, x)
@@ -253,13 +246,11 @@ def test_rotary_options_reach_the_rotation():
     options: list[Any] = [{}, {"style": "interleaved"}, {"base": 50.0}, {"size": 2}]
     options.append({"scaling": positions.Linear(2.0)})
     rotaries = [nn.Rotary(**x) for x in options]
-    outs = [
-        np.asarray(call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=rotary), x))
-        for rotary in (False, *rotaries)
-    ]
+    make = functools.partial(made, nn.MultiHeadAttention, 3, 5, 12)
+    outs = [np.asarray(call(make(rotary=rotary), x)) for rotary in (False, *rotaries)]
     assert all(np.abs(a - b).max() > 1e-3 for a, b in itertools.combinations(outs, 2))
     places = jnp.arange(7, dtype=jnp.int32) + 5
-    out = call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=True), x, positions=places)
+    out = call(make(rotary=True), x, positions=places)
     np.testing.assert_allclose(out, outs[1], rtol=0, atol=1e-5)
 
 
@@ -293,20 +284,15 @@ def test_masks_and_scores_of_module_and_call_combine():
     make = functools.partial(nn.MultiHeadAttention, 3, 5, 12)
     plain = made(make, spread=3.0)
     lengths = jnp.array([4, 6], jnp.int32)
-    configured = shaken(
-        make(mask=masks.Lengths(kv=lengths), score=scores.SoftCap(2.0), rngs=nnx.Rngs(params=0)),
-        spread=3.0,
-    )
     f, g = scores.SoftCap(2.0), scores.Temperature(0.3)
+    configured = make(mask=masks.Lengths(kv=lengths), score=f, rngs=nnx.Rngs(params=0))
+    configured = shaken(configured, spread=3.0)
 
     @nnx.jit
     def outs(configured, plain, lengths):
         causal, padding = masks.Causal(), masks.Lengths(kv=lengths)
         expected = plain(x, mask=padding & causal, score=f >> g)
-        same = (
-            configured(x, mask=causal, score=g),
-            configured(x, mask=jnp.asarray(TRIANGLE), score=g),
-        )
+        same = [configured(x, mask=mask, score=g) for mask in (causal, jnp.asarray(TRIANGLE))]
         alone = configured(x), plain(x, mask=padding, score=f)
         other = (
             plain(x, mask=causal, score=f >> g),
@@ -551,11 +537,8 @@ def test_encoder_layer_formula(norm):
 
     y = np.asarray(x[0])
     for name, sublayer in (("self_attention", attend), ("feed_forward", feed_forward)):
-        normalise = functools.partial(
-            layer_norm,
-            scale=p[f"{name}_residual/norm/scale"],
-            bias=p[f"{name}_residual/norm/bias"],
-        )
+        norms = {key: p[f"{name}_residual/norm/{key}"] for key in ("scale", "bias")}
+        normalise = functools.partial(layer_norm, **norms)
         y = normalise(y + sublayer(y)) if norm == "post" else y + sublayer(normalise(y))
     np.testing.assert_allclose(out, y, rtol=0, atol=1e-11)
 

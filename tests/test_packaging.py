@@ -170,7 +170,6 @@ def test_every_package_has_a_lower_bound():
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="lower bounds are those of Python 3.11")
 def test_the_lower_bounds_work(tmp_path):
-    """The README's examples, tokenisers, checkpoints, modules and pictures."""
     python = environment(tmp_path / "environment", *lowest())
     do(python, "-m", "pip", "check", folder=tmp_path)
     files = [f"tests/test_{name}.py" for name in ("readme", "bpe", "checkpoints", "nn", "viz")]

@@ -119,6 +119,15 @@ RULES: dict[str, ArrayRule] = {
 }
 
 
+def operands_of(rule: ArrayRule) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Arrays of a rule that are no floats, queries, keys, values and its floats, and cotangents of
+    the output and lse."""
+    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
+    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
+    integers = {n: x for n, x in rule.arrays.items() if n not in floats}
+    return integers, floats, (random(B, T, N, V), random(B, N, T))
+
+
 def with_gradients(attend: Any, rule: ArrayRule, arrays: Any, floats: Any, cotangents: Any) -> Any:
     """Output, lse, and the gradients of all float arrays."""
 
@@ -137,14 +146,9 @@ def check(rule: ArrayRule, devices: int, order: str, attend: Any) -> None:
 
     back = functools.partial(place, move=parallel.unshard_tokens)
     along = {"q": (1,), "k": (1,), "v": (1,), **rule.along}
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
-    arrays |= rule.arrays
+    rest, floats, (d_out, d_lse) = operands_of(rule)
     if rule.masked_keys:
-        arrays["k"], arrays["v"] = arrays["k"].copy(), arrays["v"].copy()
-        arrays["k"][:, -rule.masked_keys :], arrays["v"][:, -rule.masked_keys :] = np.nan, np.inf
-    floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-    rest = {n: x for n, x in arrays.items() if n not in floats}
-    d_out, d_lse = random(B, T, N, V), random(B, N, T)
+        floats["k"][:, -rule.masked_keys :], floats["v"][:, -rule.masked_keys :] = np.nan, np.inf
     reference = functools.partial(jattn.attention, implementation="reference")
     truth = functools.partial(with_gradients, reference, rule)
     want_out, want_lse, want = quick_jit(truth)(rest, floats, (d_out, d_lse))
@@ -397,14 +401,9 @@ def test_causal_work_is_balanced(order, least, most):
     """The tiles of the busiest device, over their mean."""
     T, devices = 4096, 8
     q = np.asarray(parallel.token_positions(T, devices, order)).reshape(devices, -1)
-    tiles = [
-        np.count_nonzero(
-            masks.tile_map(
-                masks.Causal(), T // 8, T, 64, 64, q_positions=q[d], kv_positions=q.ravel()
-            )
-        )
-        for d in range(devices)
-    ]
+    sizes = (T // devices, T, 64, 64)
+    kinds = functools.partial(masks.tile_map, masks.Causal(), *sizes, kv_positions=q.ravel())
+    tiles = [np.count_nonzero(kinds(q_positions=positions)) for positions in q]
     assert least <= max(tiles) / np.mean(tiles) <= most
 
 

@@ -2,51 +2,23 @@
 nothing is gathered, and results, gradients, functions of batch row and head, and dropout are those
 of one device."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tuning
-from tests.conftest import assert_trees_close, out_and_gradients, quick_jit
+from jattn import masks, tuning
+from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, place, placed
-from tests.test_parallel import learned, pasted, random
+from tests.test_parallel import RULES, B, H, N, T, operands_of, random, with_gradients
 
 
-B, T, N, K, H = 4, 12, 8, 4, 4
 TOKENS = P("data", None, "model")
-
-# Options of a call, made from arrays by name; further arrays; and how these are sharded.
-RULES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], dict[str, P]]] = {
-    "causal": (lambda a: {"mask": masks.Causal()}, {}, {}),
-    "parameters": (
-        lambda a: {
-            "mask": masks.Causal() & masks.Lengths(kv=a["lengths"]),
-            "score": scores.Alibi(a["slopes"]),
-            "scale": a["scale"],
-        },
-        {"lengths": np.array([3, 12, 7, 0], np.int32), "slopes": random(N), "scale": np.ones(())},
-        {"lengths": P("data"), "slopes": P("model")},
-    ),
-    "functions": (
-        lambda a: {
-            "mask": masks.Predicate(pasted, a["table"]),
-            "score": scores.Score(learned, a["gain"]) >> scores.Bias(a["bias"]),
-        },
-        {
-            "table": np.random.default_rng(2).integers(0, 9, T, np.int32),
-            "gain": random(N),
-            "bias": random(1, N, T, T),
-        },
-        {},
-    ),
-    "dropout": (lambda a: {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}, {}, {}),
-}
+SPECS = {"ids": P("data"), "lengths": P("data"), "slopes": P("model")}
 
 
 def run_sharded(run: Any, arrays: Any, sharded: Any, atol: float = 1e-12) -> Any:
@@ -62,31 +34,18 @@ def run_sharded(run: Any, arrays: Any, sharded: Any, atol: float = 1e-12) -> Any
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
-@pytest.mark.parametrize("name", RULES)
-def test_what_is_cut_stays_cut(name, implementation):
-    rule, extra, cuts = RULES[name]
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, H), **extra}
-    mesh = mesh_of(data=2, model=2)
-
-    def run(arrays: Any, *cotangents: Any) -> Any:
-        floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-
-        def call(floats: Any) -> Any:
-            a = {**arrays, **floats}
-            options = {"implementation": implementation, "return_lse": True}
-            return jattn.attention(a["q"], a["k"], a["v"], **rule(a), **options)
-
-        return out_and_gradients(call, (floats,), *cotangents)
-
-    arrays_of_one = (arrays, random(B, T, N, H), random(B, N, T))
-    # Dropout and functions need to know where a device's rows and heads begin.
-    sharded = (
-        placed(mesh, arrays, dict.fromkeys("qkv", TOKENS) | cuts),
-        place(mesh, arrays_of_one[1], TOKENS),
-        place(mesh, arrays_of_one[2], P("data", "model")),
-    )
+@pytest.mark.parametrize("name", ["causal", "segments", "prefix", "pasted", "arrays", "dropout"])
+def test_what_is_sharded_stays_sharded(name, implementation):
+    """Dropout and functions need to know where a device's rows and heads begin."""
+    mesh, operands = mesh_of(data=2, model=2), operands_of(RULES[name])
+    attend = functools.partial(jattn.attention, implementation=implementation)
+    run = functools.partial(with_gradients, attend, RULES[name])
+    integers, floats, (d_out, d_lse) = operands
+    specs = dict.fromkeys("qkv", TOKENS) | SPECS
+    d = place(mesh, d_out, TOKENS), place(mesh, d_lse, P("data", "model"))
+    sharded = placed(mesh, integers, specs), placed(mesh, floats, specs), d
     with tuning.using(generated_pairs=0):
-        out, _, gradients = run_sharded(run, arrays_of_one, sharded)
+        out, _, gradients = run_sharded(run, operands, sharded)
     assert is_placed(out, mesh, TOKENS) and is_placed(gradients["k"], mesh, TOKENS)
 
 
@@ -102,30 +61,27 @@ def test_mapped_calls_and_few_key_heads():
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("generated", [True, False], ids=["native", "tiles"])
-@pytest.mark.parametrize("name", ["causal", "parameters", "functions"])
-def test_statistics_stay_cut(name, generated):
-    """Numbers about weights, their gradients, and the greatest weights."""
-    rule, extra, cuts = RULES[name]
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), **extra}
-    mesh = mesh_of(data=2, model=2)
+@pytest.mark.parametrize("name", ["causal", "segments", "pasted"])
+def test_statistics_stay_sharded(name, generated):
+    mesh, rule = mesh_of(data=2, model=2), RULES[name]
+    integers, floats, _ = operands_of(rule)
 
-    def run(arrays: Any) -> Any:
-        floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-
+    def run(integers: Any, floats: Any) -> Any:
         def call(floats: Any) -> Any:
-            a = {**arrays, **floats}
             on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
-            result = jattn.statistics(a["q"], a["k"], keys=on, threshold=0.2, **rule(a))
+            options = rule.of({**integers, **floats})
+            result = jattn.statistics(floats["q"], floats["k"], keys=on, threshold=0.2, **options)
             weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
             ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
             return sum(jnp.sum(x * ranks) for x in weighed), result
 
         (_, result), gradients = jax.value_and_grad(call, has_aux=True)(floats)
-        q, k = arrays["q"], arrays["k"]
-        return result, gradients, jattn.top_weights(q, k, 3, **rule(arrays))
+        options = rule.of({**integers, **floats})
+        return result, gradients, jattn.top_weights(floats["q"], floats["k"], 3, **options)
 
-    sharded = placed(mesh, arrays, {"q": TOKENS, "k": TOKENS, **cuts})
+    specs = {"q": TOKENS, "k": TOKENS} | SPECS
+    sharded = [placed(mesh, x, specs) for x in (integers, floats)]
     with tuning.using(generated_pairs=0 if generated else 10**9):
-        result, gradients, _ = run_sharded(run, (arrays,), (sharded,), atol=1e-11)
+        result, gradients, _ = run_sharded(run, (integers, floats), sharded, atol=1e-11)
     assert is_placed(result.entropy, mesh, P("data", "model"))
     assert is_placed(gradients["k"], mesh, TOKENS)

@@ -82,16 +82,9 @@ def callables() -> Iterator[tuple[str, Any]]:
             method = inspect.getattr_static(value, member)
             if isinstance(method, classmethod | staticmethod):
                 method = method.__func__
-            if inspect.isfunction(method) and is_ours(method) and is_public(member):
+            is_ours = inspect.isfunction(method) and method.__module__.startswith("jattn")
+            if is_ours and (member == "__call__" or not member.startswith("_")):
                 yield f"{module.__name__}.{name}.{member}", method
-
-
-def is_ours(function: Any) -> bool:
-    return function.__module__.startswith("jattn")
-
-
-def is_public(name: str) -> bool:
-    return name == "__call__" or not name.startswith("_")
 
 
 CALLABLES = dict(callables())
@@ -99,7 +92,6 @@ CALLABLES = dict(callables())
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_signatures_say_what_is_taken(name):
-    """A signature names every argument, without `*args` and `**kwargs`."""
     taken = inspect.signature(CALLABLES[name]).parameters.values()
     for parameter in taken:
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -151,12 +151,8 @@ class Mistaken(Machine):
 
     def __init__(self, kernel: str, omits: str = "", barrier: str = "", extra_arrivals: int = 0):
         super().__init__()
-        self.mistaken, self.omits, self.barrier, self.extra_arrivals = (
-            kernel,
-            omits,
-            barrier,
-            extra_arrivals,
-        )
+        self.mistaken, self.omits = kernel, omits
+        self.barrier, self.extra_arrivals = barrier, extra_arrivals
 
     def does(self, what: str) -> bool:
         return what != self.omits

@@ -2,6 +2,7 @@
 programs."""
 
 import collections
+import functools
 import json
 from typing import Any
 
@@ -129,10 +130,8 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 }
 """
     exchanges = programs.exchanges(text)
-    assert exchanges[:2] == [
-        programs.CompiledExchange("collective-permute", 16, 7, True),
-        programs.CompiledExchange("collective-permute", 16, 5, False),
-    ]
+    permute = functools.partial(programs.CompiledExchange, "collective-permute", 16)
+    assert exchanges[:2] == [permute(7, True), permute(5, False)]
     expected = {("collective-permute", 16): 12, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
     assert programs.total(exchanges) == expected
 

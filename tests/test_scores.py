@@ -28,11 +28,8 @@ BIAS = RNG.normal(size=(B, N, T, S))
 
 def scored(score: Any, **arguments: Any) -> np.ndarray:
     """The library's modified scores of RAW, at positions that differ from places."""
-    arguments = {
-        "q_positions": jnp.asarray(Q_POSITIONS),
-        "kv_positions": jnp.asarray(KV_POSITIONS),
-        **arguments,
-    }
+    positions = {"q_positions": Q_POSITIONS, "kv_positions": KV_POSITIONS}
+    arguments = {name: jnp.asarray(x) for name, x in positions.items()} | arguments
     query, key = jnp.asarray(QUERY), jnp.asarray(KEY)
     return np.asarray(jattn.attention_scores(query, key, score=score, scale=SCALE, **arguments))
 

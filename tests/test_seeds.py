@@ -106,17 +106,16 @@ def squared(rows: list[list[float]], fill: float) -> np.ndarray:
     return np.array([(row + [fill] * SIX)[:SIX] for row in rows])
 
 
-def misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> dict:
-    """The places where a printed table differs from the right one by more than the tolerance, with
-    the printed and the right number."""
-    differences: dict[tuple[str, int, Any], tuple[Any, Any]] = {}
-    for i, row in enumerate(rows):
-        if len(row) != SIX:
-            differences[name, i, "entries"] = (len(row), SIX)
+def assert_misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> None:
+    """A printed table differs from the right one by more than the tolerance only where a misprint
+    is known."""
+    differences: dict[tuple[str, int, Any], tuple[Any, Any]] = {
+        (name, i, "entries"): (len(row), SIX) for i, row in enumerate(rows) if len(row) != SIX
+    }
     off = np.abs(squared(rows, 0.0) - right) > np.broadcast_to(tolerance, right.shape)
     for i, j in np.argwhere(off).tolist():
         differences[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
-    return differences
+    assert differences == {x: value for x, value in printed.MISPRINTS.items() if x[0] == name}
 
 
 def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
@@ -129,10 +128,7 @@ def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
 def test_document_001_masked_weights():
     """Document 001: weights times the triangle of ones; three rows are printed too short."""
     triangle = np.asarray(jattn.causal_interaction(SIX, jnp.float64))
-    differences = misprints("masked", printed.MASKED, np.array(printed.WEIGHTS) * triangle, 0)
-    assert differences == {
-        key: value for key, value in printed.MISPRINTS.items() if key[0] == "masked"
-    }
+    assert_misprints("masked", printed.MASKED, np.array(printed.WEIGHTS) * triangle, 0)
 
 
 def test_document_001_renormalised_weights():
@@ -146,10 +142,7 @@ def test_document_001_renormalised_weights():
     sums = np.sum(np.array(printed.WEIGHTS) * triangle, axis=1, keepdims=True)
     counts = triangle.sum(axis=1, keepdims=True)
     tolerance = triangle * HALF_A_DIGIT * (1 + (1 + counts * got) / sums)
-    differences = misprints("renormalised", printed.RENORMALISED, got, tolerance)
-    assert differences == {
-        key: value for key, value in printed.MISPRINTS.items() if key[0] == "renormalised"
-    }
+    assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
     np.testing.assert_allclose(got.sum(axis=1), 1, rtol=0, atol=1e-15)
 
 
@@ -165,10 +158,7 @@ def test_document_001_masking_by_minus_infinity():
         np.where(np.isfinite(scores), scores, 0.25), mask=masks.Causal(), scale=0.5**0.5
     )
     tolerance = HALF_A_DIGIT * (1 + 2 * got * (1 - got) / math.sqrt(2))
-    differences = misprints("renormalised", printed.RENORMALISED, got, tolerance)
-    assert differences == {
-        key: value for key, value in printed.MISPRINTS.items() if key[0] == "renormalised"
-    }
+    assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
 
 
 @pytest.mark.parametrize("rate, factor", [(0.5, 2.0), (0.2, 1.25)])
@@ -178,14 +168,8 @@ def test_document_001_dropout_scales_what_is_left(rate, factor):
     query, key = (jnp.asarray(rng.normal(size=(60, 1, 8))) for _ in range(2))
     value = jnp.eye(60)[:, None, :]  # so that the output is the weights themselves
     weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]
-    dropped = jattn.attention(
-        query,
-        key,
-        value,
-        mask=masks.Causal(),
-        dropout_rate=rate,
-        dropout_key=jax.random.key(3),
-    )[:, 0]
+    dropout: Any = {"dropout_rate": rate, "dropout_key": jax.random.key(3)}
+    dropped = jattn.attention(query, key, value, mask=masks.Causal(), **dropout)[:, 0]
     survives = np.asarray(dropped != 0)
     causal = np.tril(np.ones((60, 60), bool))
     np.testing.assert_allclose(dropped, factor * np.where(survives, weights, 0), rtol=1e-14)

@@ -129,12 +129,9 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
         for n in floats
     }
     names = {n: specs[n] for n in floats}
-    within = jax.shard_map(
-        lambda arrays, d: with_gradients(lambda **local_arrays: local(local_arrays), arrays, d),
-        mesh=devices,
-        in_specs=(specs, split),
-        out_specs=(split, names),
-    )
+    run = functools.partial(with_gradients, lambda **local_arrays: local(local_arrays))
+    io: Any = {"in_specs": (specs, split), "out_specs": (split, names)}
+    within = jax.shard_map(run, mesh=devices, **io)
     mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
     around = functools.partial(with_gradients, lambda **local_arrays: mapped(local_arrays))
     both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
@@ -154,7 +151,6 @@ def one_shared(arrays: Any) -> list[tuple[str, ...]]:
 @every_mesh
 @every_implementation
 def test_keys_values_and_parameters_are_shared(implementation, mesh):
-    """Ordinary data parallelism, and the reverse."""
     problem = attention(implementation)
     run_check(problem, mesh, ("k", "v", "slopes", "table", "scale"))
     run_check(problem, mesh, ("q", "ids"))
@@ -229,7 +225,6 @@ def test_with_several_tiles(implementation):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
 def test_additive_attention(T, mesh):
-    """Attention in one tile, and over several tiles."""
     problem = additive(T)
     run_check(problem, mesh, ("w_query", "w_key", "w_score"))
     run_check(problem, mesh, ("k", "v"))

@@ -1,5 +1,6 @@
 """`sink`: a learned logit for each head joins the softmax without a value."""
 
+import functools
 from typing import Any
 
 import jax
@@ -53,17 +54,14 @@ def test_a_sink_is_a_column_without_a_value(implementation, sink):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", [None, "reference", "blockwise"])
 def test_gradients_reach_the_sink(implementation):
+    call: Any = functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True)
+
     def loss(sink: Any, q: Any) -> Any:
-        out, lse = jattn.attention(
-            q, KEY, VALUE, mask=masks.Causal(), sink=sink, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
+        out, lse = call(q, KEY, VALUE, sink=sink, implementation=implementation)
         return (out**2).sum() + lse.sum()
 
     def want(sink: Any, q: Any) -> Any:
-        out, lse = jattn.attention(
-            q, KEY, VALUE, mask=masks.Causal(), return_lse=True, implementation="reference"
-        )
+        out, lse = call(q, KEY, VALUE, implementation="reference")
         total = jnp.logaddexp(lse, sink[None, :, None])
         share = jnp.swapaxes(jnp.exp(lse - total), 1, 2)[..., None]
         return ((out * share) ** 2).sum() + total.sum()
@@ -115,14 +113,10 @@ def test_over_several_devices():
     want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True)
     got = parallel.attention(Q, KEY, VALUE, return_lse=True, **options)
     assert_trees_close(got, want, atol=1e-12)
-    shard = lambda *qkv, sink: parallel.attention_shard(*qkv, sink=sink, **axes)  # noqa: E731
+    shard = lambda q, k, v, sink: parallel.attention_shard(q, k, v, sink=sink, **axes)  # noqa: E731
     tokens = P(None, "t", "n")
-    run = jax.shard_map(
-        lambda q, k, v, sink: shard(q, k, v, sink=sink),
-        mesh=mesh,
-        in_specs=(tokens,) * 3 + (P("n"),),
-        out_specs=tokens,
-    )
+    specs: Any = {"in_specs": (tokens,) * 3 + (P("n"),), "out_specs": tokens}
+    run = jax.shard_map(shard, mesh=mesh, **specs)
     np.testing.assert_allclose(run(Q, KEY, VALUE, SINK), want[0], atol=1e-12)
     cache = DenseCache.create(B, 8, K, H, 3, jnp.float64)
     result, _ = parallel.cached_attention(Q, KEY, VALUE, cache, **options)

@@ -40,10 +40,9 @@ def some_mask(seed: int = 0) -> np.ndarray:
 def in_parts(q: Any, k: Any, v: Any, dense: Any, cuts: tuple[int, ...]) -> list[Any]:
     """Attention over the keys between the cuts, part by part."""
     edges = (0, *cuts, k.shape[1])
-    return [
-        jattn.attention(q, k[:, i:j], v[:, i:j], mask=masks.Dense(dense[..., i:j]), return_lse=True)
-        for i, j in itertools.pairwise(edges)
-    ]
+    pieces = [slice(*x) for x in itertools.pairwise(edges)]
+    kvs = [(k[:, x], v[:, x], masks.Dense(dense[..., x])) for x in pieces]
+    return [jattn.attention(q, k, v, mask=mask, return_lse=True) for k, v, mask in kvs]
 
 
 def a_part(seed: int, dtype: Any = jnp.float64) -> Any:

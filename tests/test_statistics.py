@@ -94,13 +94,9 @@ def test_statistics_are_the_formulas(name, how):
     mask, allowed = MASKS[name]
     on = IDS[:, None, :T, None] == IDS[:, None, None, :]
     want = wanted(dense_weights(QUERY, KEY, allowed, SLOPES), on)
-    call = functools.partial(
-        jattn.statistics,
-        mask=mask,
-        score=scores.Alibi(jnp.asarray(SLOPES)),
-        keys=masks.Segments(IDS[:, :T], IDS),
-        threshold=THRESHOLD,
-    )
+    rules: Any = {"mask": mask, "score": scores.Alibi(jnp.asarray(SLOPES))}
+    keys = masks.Segments(IDS[:, :T], IDS)
+    call = functools.partial(jattn.statistics, keys=keys, threshold=THRESHOLD, **rules)
     single = jnp.float32, 2e-5
     for dtype, tolerance in ((jnp.float64, 1e-13), *[single] * (how == "native")):
         with computed(how):
@@ -119,7 +115,6 @@ def test_statistics_are_the_formulas(name, how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_statistics_are_differentiated(how):
-    """Derivatives are those of the same sums of `attention_weights`."""
     mask = masks.Causal() | masks.Prefix(2)
     coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
 

@@ -571,12 +571,8 @@ def test_what_is_no_argument_raises_and_is_named(name, argument):
 def called(row: SweptCall, **changes: Any) -> Any:
     """The call with some arguments changed, and random numbers of its own."""
     arguments = {**row.right, **changes}
-    return row.function(
-        **{
-            name: nnx.Rngs(params=0, dropout=1) if value is FRESH else value
-            for name, value in arguments.items()
-        }
-    )
+    rngs = {name: nnx.Rngs(params=0, dropout=1) for name, x in arguments.items() if x is FRESH}
+    return row.function(**(arguments | rngs))
 
 
 def _nothing(_: Any) -> None:

@@ -18,7 +18,7 @@ from jattn import masks, scores, tuning
 from jattn.cache import DenseCache
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, place, placed
-from tests.test_parallel import RULES, B, H, K, N, T, V, random, with_gradients
+from tests.test_parallel import RULES, B, H, K, N, T, operands_of, random, with_gradients
 
 
 CUTS = {
@@ -29,15 +29,6 @@ CUTS = {
     "keys": (P("a"), P("a", "c")),
     "crossed": (P(None, "a", "c"), P(None, ("a", "c"))),
 }
-
-
-def operands_of(rule: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Arrays of a rule that are no floats, queries, keys, values and its floats, and cotangents of
-    the output and lse."""
-    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
-    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
-    integers = {n: x for n, x in rule.arrays.items() if n not in floats}
-    return integers, floats, (random(B, T, N, V), random(B, N, T))
 
 
 def specs_of_results(cuts: str) -> tuple[dict[str, P], P]:

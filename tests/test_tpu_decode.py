@@ -192,11 +192,8 @@ RULES = {
 def arguments(rule: CacheRule, cache: Any, T: int, N: int) -> dict[str, Any]:
     """The arguments of a call with the rule, whose arrays along keys are in the order of slots."""
     positions = cache.kv_positions
-    positions = (
-        np.broadcast_to(np.arange(cache.capacity), (B, cache.capacity))
-        if positions is None
-        else positions
-    )
+    if positions is None:
+        positions = np.broadcast_to(np.arange(cache.capacity), (B, cache.capacity))
     positions = np.clip(np.asarray(positions), 0, SPAN - 1)
 
     def along(x: np.ndarray) -> Any:
@@ -360,7 +357,6 @@ def test_mapped(kind, mapped):
 
 
 def test_on_several_devices():
-    """Rows and heads are sharded, under `jit` and under `shard_map`."""
     mesh, rows, heads = mesh_of(data=3, model=2), P("data"), P("data", "model")
     cache, query = filled("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
     want = attend(query, cache, mask=masks.Causal())[0]

@@ -28,7 +28,6 @@ from tests.test_contract import everything, on_device
 @pytest.mark.one_in(47)
 @pytest.mark.parametrize("name", CASES)
 def test_contract(name):
-    """Values and gradients; the same again with masked places poisoned."""
     x = inputs(CASES[name], "float32")
     run = quick_jit(functools.partial(everything, "tpu", CASES[name]))
     results = jax.tree.map(np.asarray, run(on_device(x)))

@@ -168,12 +168,8 @@ def test_dead_rows_make_no_nan(name):
 def test_exported(name, symbolic):
     problem, arrays, want = prepared(name)
     b = jax.export.symbolic_shape("b")[0] if symbolic else B
-    like = [
-        jax.ShapeDtypeStruct(
-            (b, *x.shape[1:]) if place < len(problem.batched) else x.shape, x.dtype
-        )
-        for place, x in enumerate(arrays)
-    ]
+    shapes = [(b, *x.shape[1:]) for x in problem.batched] + [x.shape for x in problem.shared]
+    like = [jax.ShapeDtypeStruct(y, x.dtype) for x, y in zip(arrays, shapes, strict=True)]
     for function, expected in zip((problem.call, problem.gradients), want, strict=True):
         exported = jax.export.export(jax.jit(lambda *x, f=function: f(*x)))(*like)
         assert_same(exported.call(*arrays), expected)
@@ -262,15 +258,8 @@ def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
         return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
 
     score = scores.Score(lambda s, b, h, q, kv: s * gate + table[kv])
-    return jattn.attention(
-        x,
-        2 * x,
-        3 * x,
-        mask=masks.Predicate(allowed),
-        score=score,
-        scale=1.0,
-        implementation=implementation,
-    )
+    rules = {"mask": masks.Predicate(allowed), "score": score, "scale": 1.0}
+    return jattn.attention(x, 2 * x, 3 * x, implementation=implementation, **rules)
 
 
 def checkpointed(f: Any) -> Any:
@@ -297,10 +286,7 @@ WRAPPED = {
     for T in (6, 33)
     for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
 }
-WRAPPED_MARKS = {
-    "None-6-mapped": pytest.mark.slow,
-    "reference-6-checkpointed": pytest.mark.slow,
-}
+WRAPPED_MARKS = dict.fromkeys(("None-6-mapped", "reference-6-checkpointed"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

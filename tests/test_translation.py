@@ -614,13 +614,18 @@ def padded(rows, width: int) -> np.ndarray:
     return np.array([[*row, *[PAD] * (width - len(row))] for row in rows], np.int32)
 
 
+def batch_of(sources, targets, width: int) -> Batch:
+    """A batch of rows of ids, with targets padded to the width."""
+    read, labels = padded([[BOS, *row[:-1]] for row in targets], width), padded(targets, width)
+    lengths = np.array([len(row) for row in sources], np.int32)
+    return Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
+
+
 def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     parts, params = bench(), decided_params()
     rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
     generated = decoding.translated(parts.model, params, rows)
-    read = padded([[BOS, *row[:-1]] for row in generated], TINY.max_length)
-    lengths = np.array([len(row) for row in rows], np.int32)
-    batch = Batch(padded(rows, 24), lengths, read, read, lengths)
+    batch = batch_of(rows, generated, TINY.max_length)
     logits = np.array(jax.jit(parts.model.logits)(params, batch))
     logits[..., [PAD, BOS]] = -np.inf
     for row, scores in zip(generated, logits, strict=True):
@@ -634,7 +639,6 @@ def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
 @pytest.mark.parametrize("architecture", ["transformer", "rnnsearch"])
 @pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
 def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture, kind):
-    """Short sentences are translated alone and with long ones, which makes batches wider."""
     config = TINY.changed([f"architecture={architecture}", "hidden=16", "max_length=64"])
     model = Model(config, 40, 40)
     params = {name: 3 * array for name, array in model.init(1).items()}
@@ -678,11 +682,10 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path, cap
     changes = [part for text in large for part in ("--set", text)]
     run = tmp_path / "run"
     assert cli.main(["train", "--preset", "tiny", "--run", str(run), *changes]) == 2
-    assert re.fullmatch(
-        r"error: a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are "
-        r"[\d,]+ GB\n",
-        capsys.readouterr().err,
+    message = (
+        r"a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are [\d,]+ GB"
     )
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
     assert not run.exists()
 
 
@@ -789,9 +792,7 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     )
     sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
     targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
-    lengths = np.array([len(row) for row in sources], np.int32)
-    read, labels = padded([[BOS, *row[:-1]] for row in targets], 24), padded(targets, 24)
-    batch = Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
+    batch, labels = batch_of(sources, targets, 24), padded(targets, 24)
     logits = jax.jit(parts.model.logits)(params, batch)
     log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
     loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
@@ -802,11 +803,8 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
 
 
 def test_exact_match_is_counted_by_construction():
-    pairs = [
-        Pair("a", "The dog sleeps .", "x"),
-        Pair("b", "a cat", "y"),
-        Pair("c", "the dog sleeps.", "x"),
-    ]
+    pairs = [Pair("a", "The dog sleeps .", "x"), Pair("b", "a cat", "y")]
+    pairs.append(Pair("c", "the dog sleeps.", "x"))
     parts = bench()
     evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target)
     generated = ["the dog sleeps.", "a dog", "the dog sleeps."]
@@ -825,10 +823,8 @@ def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
     weights |= {name: rng.dirichlet(np.ones(7), (4, 8)) for name in layers}
     seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
     attentions = seen.attentions()
-    assert {name: array.shape for name, array in attentions.items()} == {
-        "encoder self-attention": (2, 4, 5, 5),
-        "cross-attention": (2, 4, 4, 5),
-    }
+    shapes = {"encoder self-attention": (2, 4, 5, 5), "cross-attention": (2, 4, 4, 5)}
+    assert {name: array.shape for name, array in attentions.items()} == shapes
     layer = weights["decoder/layers/1/cross_attention"]
     np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
     files = pictures.draw_sentence(seen, tmp_path)
@@ -974,10 +970,8 @@ def test_beams_are_what_is_scored():
     evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target, search)
     rows = [parts.source.encode(pair.source) for pair in pairs]
     generated = decoding.translated(parts.model, params, rows, search)
-    by_beam, greedy = (
-        [*map(parts.target.decode, ids)]
-        for ids in (generated, decoding.translated(parts.model, params, rows))
-    )
+    found = generated, decoding.translated(parts.model, params, rows)
+    by_beam, greedy = ([*map(parts.target.decode, ids)] for ids in found)
     counts = []
     assert evaluator(params, report=counts.append).translations == by_beam != greedy
     assert sum(counts) == len(pairs)

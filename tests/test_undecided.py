@@ -72,7 +72,6 @@ def test_pairs_are_not_evaluated_where_they_are_many_or_few():
 
 
 def test_tiles_of_one_head_and_of_any_head_differ():
-    """The kind of a tile of any head is not that of the first head."""
     mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
     grid = masks.extents(T, 16), masks.extents(T, 16)
     with tuning.using(**LOOKED_AT):
@@ -159,7 +158,6 @@ def test_a_user_s_bounds_are_not_asked_about_parts():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_attention_is_the_same(implementation):
-    """Attention is compiled, differentiated, mapped and sharded."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 600, 2, 8)) * 3, jnp.float32) for _ in range(3))
 

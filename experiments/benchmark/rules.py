@@ -25,7 +25,6 @@ class BenchmarkRule:
         `fn(score, b, h, q, kv, *operands) -> score`.
     operands: maps T to a score function's float32 operands, whose gradients are computed too.
     causal: whether a score function is measured with the causal mask, or without a mask.
-    own: whether a score function computes a tanh or an exponential for each pair.
     """
 
     name: str
@@ -35,7 +34,6 @@ class BenchmarkRule:
     lengths: tuple[int, ...] = (2048, 8192)
     operands: Callable[[int], tuple[np.ndarray, ...]] = lambda T: ()
     causal: bool = True
-    own: bool = False
 
 
 # --- masks --------------------------------------------------------------------------------------
@@ -244,7 +242,7 @@ RULES = (
         is_score=True,
         operands=lambda T: (_normal(4, HEADS, 257),),
     ),
-    BenchmarkRule("soft-cap", "30 · tanh(s / 30)", _soft_cap, is_score=True, own=True),
+    BenchmarkRule("soft-cap", "30 · tanh(s / 30)", _soft_cap, is_score=True),
     BenchmarkRule(
         "temperature",
         "s · t[h]",
@@ -262,5 +260,5 @@ RULES = (
         causal=False,
     ),
     BenchmarkRule("product", "s · (½ + ½ · same page)", _product, is_score=True),
-    BenchmarkRule("stick-breaking", "log σ(s)", _stick_breaking, is_score=True, own=True),
+    BenchmarkRule("stick-breaking", "log σ(s)", _stick_breaking, is_score=True),
 )

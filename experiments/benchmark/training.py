@@ -49,10 +49,10 @@ SETTLE = 0.3  # seconds for idle threads of the previous competitor to stop spin
 
 
 class Trainer(NamedTuple):
-    """A competitor: `step()` makes a step and returns when it is done; `tokens` is the number of
-    target tokens in a step, without padding."""
+    """A competitor: `run_step()` makes a step and returns when it is done; `tokens` is the number
+    of target tokens in a step, without padding."""
 
-    step: Callable[[], Any]
+    run_step: Callable[[], Any]
     tokens: int
 
 
@@ -144,14 +144,14 @@ def _in_turn(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
     the previous competitor has left caches and memory in another state."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
-        trainer.step()
+        trainer.run_step()
     for _ in interruptible(range(rounds)):
         for name, trainer in trainers.items():
             time.sleep(SETTLE)
-            trainer.step()
+            trainer.run_step()
             for _ in range(2):
                 start = time.perf_counter()
-                trainer.step()
+                trainer.run_step()
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
 

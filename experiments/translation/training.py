@@ -159,11 +159,11 @@ def learning_rate(config: Config, total_steps: int) -> Callable[[Any], Any]:
     decays: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(peak),
         "cosine": optax.cosine_decay_schedule(peak, max(total_steps + 1 - warmup, 1)),
-        "inverse_sqrt": lambda step: peak * jnp.sqrt(warmup / (warmup + step)),
+        "inverse_sqrt": lambda count: peak * jnp.sqrt(warmup / (warmup + count)),
     }
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     rate = optax.join_schedules([rise, decays[config.schedule]], [warmup - 1])
-    return lambda step: rate(jnp.asarray(step, jnp.float32))
+    return lambda count: rate(jnp.asarray(count, jnp.float32))
 
 
 def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransformation:
