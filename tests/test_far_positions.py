@@ -37,7 +37,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def positions(kind: str) -> dict[str, jax.Array]:
-    """The far positions for queries and keys."""
+    """The same far positions for queries and keys."""
     return {name: jnp.asarray(FAR, kind) for name in ("q_positions", "kv_positions")}
 
 
@@ -54,19 +54,19 @@ def test_masks_are_right_at_all_positions(rule):
 def test_bounds_never_lie_at_any_position(rule, known):
     mask, allowed = RULES[rule]
     for rows, columns in itertools.product([1, 2, 3], repeat=2):
-        given: Any = [FAR.astype(np.int32)] * 2
+        places: Any = [FAR.astype(np.int32)] * 2
         kinds: Any = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
             mask, len(FAR), len(FAR), r, c, q_positions=q, kv_positions=kv
         )
-        found = np.asarray(kinds(*given) if known else jax.jit(kinds)(*given))
-        for i, j in np.ndindex(*found.shape):
+        tiles = np.asarray(kinds(*places) if known else jax.jit(kinds)(*places))
+        for i, j in np.ndindex(*tiles.shape):
             tile = allowed[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            assert found[i, j] != masks.EMPTY or not tile.any(), (rows, columns, i, j)
-            assert found[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
+            assert tiles[i, j] != masks.EMPTY or not tile.any(), (rows, columns, i, j)
+            assert tiles[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Rows of weights in float64; rows of −inf are 0."""
+    """Weights in float64; rows of −inf are 0."""
     greatest = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(np.float64).min)
     weights = np.exp(logits - greatest)
     total = weights.sum(axis=-1, keepdims=True)
