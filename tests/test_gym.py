@@ -85,7 +85,7 @@ def test_tiles_are_as_exact_as_if_each_pair_were_evaluated(name, block):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
-    """The sizes are those of users. Bounds alone skip as many, except tiles in which sequences meet."""
+    """The sizes are those of users. Bounds alone skip as many, except where sequences meet."""
     rule, size, block = BY_NAME[name], 1024, 64
     mask, empty = in_jattn(rule, size)["mask"], kinds(in_numpy(rule, size), block) == masks.EMPTY
     assert np.mean(empty) > 0.4
