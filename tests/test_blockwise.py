@@ -42,11 +42,7 @@ def test_memory_is_linear_in_the_length():
     assert long <= 4 * short
 
 
-MASKS = {
-    "none": lambda ids: None,
-    "causal": lambda ids: masks.Causal(),
-    "segments": masks.Segments,
-}
+MASKS = {"none": lambda ids: None, "causal": lambda ids: masks.Causal(), "segments": masks.Segments}
 
 
 @pytest.mark.one_in(4)
@@ -141,10 +137,7 @@ LONG = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     "loop": {},
     "vmap": {"row": tuning.TABLE["cpu"]._replace(in_turn=False)},
-    "block after block": {
-        "row": tuning.TABLE["cpu"]._replace(in_turn=False),
-        "scores_together": 1,
-    },
+    "block after block": {"row": tuning.TABLE["cpu"]._replace(in_turn=False), "scores_together": 1},
 }
 
 

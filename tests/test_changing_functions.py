@@ -287,8 +287,7 @@ def imported_inside(use: Use, number: Any) -> Any:
 
 boxed("default list", lambda use, box: lambda *x, box=box: use(box[0], *x))
 boxed(
-    "decorated",
-    lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x)),
+    "decorated", lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x))
 )
 boxed("partial", lambda use, box: functools.partial(lambda box, *x: use(box[0], *x), box))
 replaced("helper replaced", lambda x: lambda: x, lambda helper: helper())

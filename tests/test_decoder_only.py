@@ -9,15 +9,7 @@ from flax import nnx
 
 from jattn import masks, nn
 from jattn.cache import RollingCache
-from tests.test_nn import (
-    arrays,
-    call,
-    layer_norm,
-    made,
-    multi_head,
-    normal,
-    rms_norm,
-)
+from tests.test_nn import arrays, call, layer_norm, made, multi_head, normal, rms_norm
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -172,8 +172,7 @@ def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
     generated = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
     result = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
     np.testing.assert_array_equal(
-        result.ids,
-        [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]],
+        result.ids, [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]]
     )
     np.testing.assert_allclose(result.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
     assert result.ids.dtype == np.int32 and result.log_probs.dtype == np.float32

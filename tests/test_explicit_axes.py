@@ -95,10 +95,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         [(*OUT, None), LSE],
     ),
     "weights": (lambda q, k, v: jattn.attention_weights(q, k, **OPTIONS), [MATRIX]),
-    "scores": (
-        lambda q, k, v: jattn.attention_scores(q, k, score=scores.SoftCap(3.0)),
-        [MATRIX],
-    ),
+    "scores": (lambda q, k, v: jattn.attention_scores(q, k, score=scores.SoftCap(3.0)), [MATRIX]),
     "statistics": (
         lambda q, k, v: jattn.statistics(q, k, keys=np.arange(T) < 2, threshold=0.1, **OPTIONS),
         [LSE] * 7,

@@ -52,10 +52,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
         masks.Causal(),
         Score(lambda s, b, h, q, kv, t: s + t[h, abs(q - kv) % 64], TABLE),
     ),
-    "table by pair": (
-        None,
-        Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE),
-    ),
+    "table by pair": (None, Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE)),
     "two entries of a table": (
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),

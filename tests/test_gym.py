@@ -61,8 +61,7 @@ def test_it_says_the_same_in_jax(name):
     def every(*operands: Any) -> Any:
         q, kv = (jnp.arange(T, dtype=jnp.int32) for _ in range(2))
         of_key = jax.vmap(
-            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands),
-            (*[0] * len(scores), None, 0),
+            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands), (*[0] * len(scores), None, 0)
         )
         return jax.vmap(of_key, (*[0] * len(scores), 0, None))(*map(jnp.asarray, scores), q, kv)
 

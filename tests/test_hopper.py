@@ -948,11 +948,7 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
     arguments = rows, columns.astype(jnp.int32), number
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     results = mosaic_interpreter.run(
-        function,
-        *arguments,
-        shapes=shapes,
-        transposed=transposed,
-        tables={0: entries},
+        function, *arguments, shapes=shapes, transposed=transposed, tables={0: entries}
     )
     i, j = np.meshgrid(rows, columns, indexing="ij")
     row = np.asarray(table).reshape(4, 5)[2]

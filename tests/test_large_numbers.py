@@ -17,13 +17,7 @@ import jattn
 from jattn import masks, scores
 from tests import cases, oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
-from tests.conftest import (
-    attention_arrays,
-    normal_arrays,
-    out_and_gradients,
-    quick_jit,
-    users_jit,
-)
+from tests.conftest import attention_arrays, normal_arrays, out_and_gradients, quick_jit, users_jit
 
 
 # cuDNN needs a GPU, kernels in Mosaic take 16 bits.
