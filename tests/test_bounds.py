@@ -90,7 +90,6 @@ def true_kinds(allowed: np.ndarray, block: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", RULES)
 def test_tiles_of_a_pasted_function_are_known(name):
-    """They are as exact as if each pair were evaluated."""
     head = (1, 2)
     allowed = dense(RULES[name], *head, np.arange(T), np.arange(T))
     kinds = masks.tile_map(Predicate(RULES[name]), T, T, 16, 16, b=head[0], h=head[1])
@@ -100,8 +99,6 @@ def test_tiles_of_a_pasted_function_are_known(name):
 
 @pytest.mark.parametrize("name", ["causal documents", "documents of rows", "neighbourhood"])
 def test_tiles_are_known_in_a_program_too(name):
-    """Operands, rows and positions are traced."""
-
     def rule(b, h, q, kv, docs):
         return RULES[name](b, h, q, kv) if name == "neighbourhood" else docs[b, q] == docs[b, kv]
 
@@ -129,7 +126,6 @@ def test_what_is_not_known_may_be_anything():
 
 
 def test_tiles_without_keys_are_skipped():
-    """Keys that no tile needs are not read."""
     x = jnp.ones((1, 2048, 1, 8))
     flops = []
     for mask in (Predicate(lambda b, h, q, kv: kv < 128), None):
@@ -371,7 +367,6 @@ def test_what_is_taken_twice_is_read_once(shape):
 
 
 def test_the_program_of_a_score_is_read_too():
-    """Its operands are tables, and what it closes over."""
     table = jnp.arange(12.0).reshape(3, 4)
 
     def chain(score, b, h, q, kv, slopes):

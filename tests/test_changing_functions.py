@@ -569,7 +569,6 @@ def test_masks_are_evaluated_anew():
 
 
 def test_an_explanation_is_about_the_call():
-    """It counts and compiles the function as it was, even later."""
     rule, box = changing("mask")
     x = arrays(512)
     two, box[0] = jattn.explain(*x, **rule), 512

@@ -108,8 +108,6 @@ class EquinoxGPT(equinox.Module):
 
 @pytest.mark.slow
 def test_a_gpt_of_equinox_learns_the_same():
-    """The losses of 50 steps of gradient descent, with dropout, agree to rounding."""
-
     def losses(model: Any) -> Any:
         params, rest = equinox.partition(model, equinox.is_inexact_array)
 

@@ -252,8 +252,6 @@ class FlaxGPT(linen.Module):
 
 @pytest.mark.slow
 def test_a_gpt_of_flax_learns_the_same():
-    """The losses of 50 steps of gradient descent, with dropout, agree to rounding."""
-
     def losses(fn: Any) -> Any:
         model: Any = FlaxGPT(fn)
         ids = IDS[:, :16]
@@ -269,7 +267,6 @@ def test_a_gpt_of_flax_learns_the_same():
 
 @pytest.mark.parametrize("attention_fn", BOTH)
 def test_masks_of_jattn_in_layers_of_flax_get_advice(attention_fn):
-    """Layers of Flax take arrays."""
     ids = jnp.zeros((B, T), jnp.int32)
     for mask, write in (
         (masks.Causal(), r"mask.dense\(T, S\)\[None, None\]"),

@@ -67,7 +67,6 @@ def test_debug_nans_leaves_alone_what_is_masked(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", "native"])
 def test_debug_flags_without_jit(implementation):
-    """JAX checks every operation's results."""
     with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
         TRANSFORMS["grad"](attention(implementation, mask=KEYS & DEAD))(WITH_NAN)
         with pytest.raises(FloatingPointError, match="nan"):

@@ -118,7 +118,6 @@ def test_steps_equal_the_call(kind):
 
 @pytest.mark.slow
 def test_masks_positions_and_other_caches():
-    """Packed documents equal the documents alone; a window equals a rolling cache."""
     module, tokens = model("llama"), jnp.asarray(TOKENS)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1]] * 2, jnp.int32)
     places = jnp.array([0, 1, 2, 3, 0, 1, 2], jnp.int32)

@@ -236,7 +236,6 @@ def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
 @pytest.mark.parametrize("beams", [0, 1, 3])
 @pytest.mark.parametrize("alpha", [-0.5, 0.6])
 def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
-    """The result equals that of the sentence alone, with its limit."""
     tables, limits = random_tables(6, seed=6), np.array([1, 7, 3, 5, 2, 4], np.int32)
     tables[:, :, EOS] -= 4  # nearly all come to their limits
     active, model = jnp.ones(6, bool), table_step(jnp.asarray(tables))

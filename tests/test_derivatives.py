@@ -209,7 +209,6 @@ def test_mapped_and_differentiated_by_some_arguments():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("shared", [("k", "slopes"), ("q", "v", "ids")])
 def test_within_shard_map(shared):
-    """JAX's default checks are on; the results are compared with a loop over the devices."""
     arguments, ids = problem(lead=(4,))
     names = ("q", "k", "v", "slopes", "ids")
     arrays = dict(zip(names, (*arguments[:3], normal(4, 2), ids), strict=True))

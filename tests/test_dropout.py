@@ -127,7 +127,6 @@ def test_two_batch_axes_count_row_major(implementation):
 
 
 def test_parts_of_the_decisions_are_decided_alike():
-    """Any rectangle, any order and any single pair gives the decisions of the whole."""
     whole = decisions(0.3, 2, 3, 33, 47)
     rows, columns = jnp.arange(16, 33), jnp.arange(5, 21)
     part = quick_jit(keeper(0.3, 2, 3))(KEY, rows, columns)
@@ -179,7 +178,6 @@ def mixed(x: int, last: int) -> int:
 
 @pytest.mark.parametrize("rate", [1e-9, 0.1, 0.5, 0.999])
 def test_decisions_are_those_of_the_hash(rate):
-    """Python's integers do not overflow."""
     whole = lambda x: mixed(x, 0x846CA68B) ^ mixed(x, 0x846CA68B) >> 16  # noqa: E731
     last = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
     seed = int(dropout.seed(KEY, 1, 2))
@@ -196,7 +194,6 @@ def test_decisions_are_those_of_the_hash(rate):
 
 
 def test_the_decisions_are_pinned():
-    """Trained models keep their decisions from one version to the next."""
     bits = decisions(0.5, 2, 2, 4, 8, jnp.array([0, 42], jnp.uint32))
     assert np.packbits(bits).tobytes().hex() == "0662f8d7374ac6688a6ed4f2eb0beab1"
 
@@ -265,7 +262,6 @@ def assert_uncorrelated(values: np.ndarray) -> None:
 
 
 def test_heads_and_batch_rows_are_not_interchangeable():
-    """Batch row 1 of head 2 differs from batch row 2 of head 1, and so does any other pair."""
     assert_uncorrelated(signs(decisions(0.5, 8, 8, 32, 32).reshape(64, -1), 0.5))
 
 

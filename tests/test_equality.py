@@ -169,7 +169,6 @@ def test_functions_with_effects_are_not_frozen():
 
 
 def test_a_frozen_function_does_not_change():
-    """The variable that it reads is assigned another value, and then the old one."""
     function = written_again("w = 2\nf = lambda b, h, q, kv: q - kv < w")
     two = frozen(function)
     function.__globals__["w"] = 3

@@ -366,7 +366,6 @@ def test_a_mistake_raises(name):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_raises_while_tracing(name):
-    """The error comes inside a user's own jit, before anything is lowered."""
     mistake = MISTAKES[name]
     expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
 
@@ -461,7 +460,6 @@ def test_a_traceback_shows_what_was_called_alone():
 
 
 def test_advice_names_what_there_is():
-    """The advice has the arguments of `attention` and names of the library."""
     taken = inspect.signature(jattn.attention).parameters
     for name, line in ADVICE.items():
         assert name not in taken

@@ -56,7 +56,6 @@ def test_bytes_are_those_of_all_arrays():
 
 @pytest.mark.default_tiles
 def test_temporaries_are_those_of_the_program():
-    """The program of the call, and of one token against a cache."""
     q = jnp.ones((1, 256, 2, 16))
     explanation = jattn.explain(q, q, q, mask=masks.Causal(), return_lse=True)
     call = functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True)
@@ -124,8 +123,6 @@ def test_functions_unlike_named_masks_have_no_advice():
 
 
 def test_fewer_tiles_are_an_advantage():
-    """Interval arithmetic knows nothing of a function with a loop."""
-
     def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, q) >= kv
 

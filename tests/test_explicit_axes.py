@@ -184,7 +184,6 @@ def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, implementation, mesh):
-    """Cases are sharded over batch rows, heads and, if their number is even, queries."""
     case = CASES[name]
     x = inputs(case)
     run: Any = functools.partial(everything, implementation, case)
@@ -236,7 +235,6 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
     "name", ["additive", "gru", pytest.param("rnnsearch", marks=pytest.mark.slow)]
 )
 def test_modules(name, split, mesh):
-    """Parameters are whole on each device, or sharded by the names of their axes."""
     module, call, arrays, out_cut = MODULES[name]
     definition, state = nnx.split(module)
     run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731

@@ -10,6 +10,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores
+from tests import oracle
 from tests.cases import GENERAL, bucket
 
 
@@ -65,30 +66,17 @@ def test_bounds_never_lie_at_any_position(rule, known):
             assert tiles[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Weights in float64; rows of −inf are 0."""
-    greatest = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(np.float64).min)
-    weights = np.exp(logits - greatest)
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights / np.where(total == 0, 1, total)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", GENERAL)
 @pytest.mark.parametrize("rule", ["causal", "window", "window_33_bits", "dilated"])
 def test_attention_at_far_positions(implementation, rule):
     mask, allowed = RULES[rule]
-    rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 1, len(FAR), 1, 4))
-    want = softmax(np.where(allowed, (2 * q[0, :, 0]) @ k[0, :, 0].T, -np.inf)) @ v[0, :, 0]
-    got = jattn.attention(
-        *map(jnp.asarray, (2 * q, k, v)),
-        mask=mask,
-        scale=1.0,
-        implementation=implementation,
-        **positions("int32"),
-    )
-    np.testing.assert_allclose(got[0, :, 0], want, atol=1e-14)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, len(FAR), 1, 4))
+    rules: Any = {"mask": mask, "scale": 2.0, "implementation": implementation}
+    got = jattn.attention(*map(jnp.asarray, (q, k, v)), **rules, **positions("int32"))
+    meaning = lambda pair: bool(allowed[pair.i, pair.j])  # noqa: E731
+    want = oracle.attend(oracle.OracleProblem(q, k, v, allowed=meaning, scale=2.0)).out
+    np.testing.assert_allclose(got, want, atol=1e-14)
 
 
 def test_alibi_knows_distances_of_33_bits():

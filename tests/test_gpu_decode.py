@@ -218,7 +218,6 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
 @pytest.mark.one_in(3)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
-    """Some parts have no key that may be attended to."""
     monkeypatch.setattr(decode, "_TILES_EACH", 1)
     with tuning.using(gpu_tiles_each=1):
         call = DecodeCall("dense", 1, causal)
@@ -286,7 +285,6 @@ def test_what_is_not_read_in_place(changes, words):
 
 @pytest.mark.parametrize(("capability", "least"), [("8.0", 32), ("9.0", 8)])
 def test_threads_copy_no_small_pages(monkeypatch, capability, least):
-    """Each of four warps has to copy something."""
     pretend(monkeypatch, capability, 13000)
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))

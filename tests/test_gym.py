@@ -118,7 +118,6 @@ def drawn(N: int, count: int = 3) -> list[np.ndarray]:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_attention_is_the_formula(name):
-    """Some of the tiles are skipped."""
     rule = BY_NAME[name]
     q, k, v = drawn(HEADS)
 
@@ -136,7 +135,6 @@ def test_attention_is_the_formula(name):
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.default_tiles
 def test_the_kernel_differentiates_it(name):
-    """Gradients of queries, keys, values and operands are those of the formula in JAX."""
     if library.unavailable("forward", np.float32, wait=True):
         pytest.skip("no compiler")
     rule = BY_NAME[name]

@@ -93,7 +93,6 @@ def test_segments_distinguish_ids_of_every_dtype(implementation, dtype, bits):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation):
-    """Ids `[T]` for all rows and `[B, S]` for each, with lengths."""
     q_ids, kv_ids = FAR, np.stack([FAR[::-1], FAR ^ 2**33])
     qkv, lengths = arrays(), np.array([6, 5])
 
@@ -137,7 +136,6 @@ def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint32, np.uint64])
 def test_sides_of_windows_may_be_traced_in_any_dtype(dtype, side):
-    """Distances exceed 32 bits, for pairs and for tiles of one pair."""
     distance = EDGES[:, None].astype(object) - EDGES[None, :]
     places: Any = {"q_positions": EDGES, "kv_positions": EDGES}
     sizes = (0, 1, 255, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**40)

@@ -265,7 +265,6 @@ def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(("T", "S"), [(12, 12), (20, 40)], ids=["one-tile", "tiles"])
 def test_values_that_are_not_finite_make_outputs_nan(implementation, poison, T, S):
-    """All channels are NaN, with a mask or without."""
     q, k, v = drawn(T=T, S=S)
     v = v.at[:, KEY, :, 1].set(poison)
     for mask in (None, masks.Causal()):

@@ -264,7 +264,6 @@ def test_there_is_no_drawer_for_odds_and_ends():
 
 
 def test_kernels_know_no_operation_that_nobody_else_does():
-    """One list has all operations; each kernel and the bounds know some of them."""
     known = {*operations.ELEMENTWISE, "floor_divide", "remainder", "custom"}
     tables = mosaic_interpreter._OPERATIONS, tile_functions._OPERATIONS, interval_rules.RULES
     assert all(known >= set(table) for table in (*tables, *text._WRITTEN.values()))

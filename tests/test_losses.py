@@ -155,7 +155,6 @@ def test_logits_are_never_whole():
 
 
 def test_chunks_of_padding_are_not_computed():
-    """The loop has as many iterations as the places that count need."""
     features, kernel, bias, labels, _ = case()
     mask = np.arange(PLACES) == 3
     rows, chunks = losses._sorted(
