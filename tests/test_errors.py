@@ -59,6 +59,10 @@ def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _key_and_value(*axes: int) -> dict[str, Any]:
+    return {"key": array(*axes, H), "value": array(*axes, V)}
+
+
 def _trues(*shape: int) -> jax.Array:
     return array(*shape, dtype=jnp.bool_)
 
@@ -71,19 +75,10 @@ VALUE_ERRORS: Rows = {
     "query_rank": (lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
     "key_rank": (lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
     "value_rank": (lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
-    "key_without_batch": (
-        lambda: {"key": array(S, K, H), "value": array(S, K, V)},
-        "key | [*B, S, K, H] | [7, 3, 4]",
-    ),
-    "heads_not_divisible": (
-        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)},
-        "key | K | N | 6 | 4",
-    ),
-    "more_kv_heads_than_heads": (
-        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)},
-        "key | K | N | 6 | 12",
-    ),
-    "no_kv_heads": (lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)}, "key | K | 0"),
+    "key_without_batch": (lambda: _key_and_value(S, K), "key | [*B, S, K, H] | [7, 3, 4]"),
+    "heads_not_divisible": (lambda: _key_and_value(B, S, 4), "key | K | N | 6 | 4"),
+    "more_kv_heads_than_heads": (lambda: _key_and_value(B, S, 12), "key | K | N | 6 | 12"),
+    "no_kv_heads": (lambda: _key_and_value(B, S, 0), "key | K | 0"),
     "lengths_of_key_and_value": (
         lambda: {"value": array(B, 8, K, V)},
         "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]",
@@ -93,14 +88,8 @@ VALUE_ERRORS: Rows = {
         "value | [*B, S, K, V] | [2, 7, 1, 9]",
     ),
     "head_sizes": (lambda: {"key": array(B, S, K, 5)}, "key | H | 4 | [2, 7, 3, 5]"),
-    "key_batch": (
-        lambda: {"key": array(3, S, K, H), "value": array(3, S, K, V)},
-        "key | *B | [2] | [3, 7, 3, 4]",
-    ),
-    "key_batch_of_one": (
-        lambda: {"key": array(1, S, K, H), "value": array(1, S, K, V)},
-        "key | *B | [2] | [1, 7, 3, 4]",
-    ),
+    "key_batch": (lambda: _key_and_value(3, S, K), "key | *B | [2] | [3, 7, 3, 4]"),
+    "key_batch_of_one": (lambda: _key_and_value(1, S, K), "key | *B | [2] | [1, 7, 3, 4]"),
     "value_batch": (lambda: {"value": array(3, S, K, V)}, "value | [3, 7, 3, 9]"),
     "mask_of_three_axes": (
         lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
