@@ -54,7 +54,7 @@ def mutant(file: str, text: str, *noticed_by: str) -> Mutant:
 CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
 DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
-BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
+BLOCKWISE = "jattn/kernels/xla/blockwise.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
 RULES = "jattn/kernels/cpu/rules.py"
 LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"

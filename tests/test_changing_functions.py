@@ -346,11 +346,11 @@ def partial_of_array(use: Use, number: Any) -> Any:
 
 @holder
 def bound_method(use: Use, number: Any) -> Any:
-    class Method(Plain):
+    class NumberWithMethod(Plain):
         def call(self, *x: Any) -> Any:
             return use(self.number, *x)
 
-    instance = Method(number)
+    instance = NumberWithMethod(number)
     return instance.call, functools.partial(set_number, instance)
 
 
@@ -368,15 +368,15 @@ def class_attribute(use: Use, number: Any) -> Any:
 
 @holder
 def class_method(use: Use, number: Any) -> Any:
-    class Method:
+    class ClassWithMethod:
         number: Any
 
         @classmethod
         def call(cls, *x: Any) -> Any:
             return use(cls.number, *x)
 
-    set_number(Method, number)
-    return Method.call, functools.partial(set_number, Method)
+    set_number(ClassWithMethod, number)
+    return ClassWithMethod.call, functools.partial(set_number, ClassWithMethod)
 
 
 @holder

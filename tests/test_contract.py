@@ -50,7 +50,6 @@ OPTIMISED = (*VARIED, "plain", "causal", "bias_dead_rows", "tiles", "tiles_dense
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_case = pytest.mark.parametrize("name", CASES)
-varied_cases = pytest.mark.parametrize("name", VARIED)
 
 
 class CaseResults(NamedTuple):

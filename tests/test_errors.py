@@ -45,7 +45,7 @@ class Mistake(NamedTuple):
     says: tuple[str, ...]
 
 
-Rows = dict[str, tuple[Callable[[], dict[str, Any]], str]]
+Table = dict[str, tuple[Callable[[], dict[str, Any]], str]]
 """By name: the wrong arguments, and what the message has, separated by " | "."""
 
 
@@ -71,7 +71,7 @@ def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
     return q - kv < size
 
 
-VALUE_ERRORS: Rows = {
+VALUE_ERRORS: Table = {
     "query_rank": (lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
     "key_rank": (lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
     "value_rank": (lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
@@ -235,7 +235,7 @@ VALUE_ERRORS: Rows = {
     "scale_per_key_head": (lambda: {"scale": array(K)}, "scale | [N] | [3]"),
     "scale_per_row": (lambda: {"scale": array(2, N)}, "scale | [2, 6]"),
 }
-TYPE_ERRORS: Rows = {
+TYPE_ERRORS: Table = {
     "integer_query": (lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"),
     "integer_key": (lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
     "boolean_value": (lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"),
@@ -464,7 +464,7 @@ def test_functions_are_masks_and_scores():
     def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
 
-    class Method:
+    class WithMethod:
         def call(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
             return close(b, h, q, kv)
 
@@ -472,7 +472,7 @@ def test_functions_are_masks_and_scores():
     value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
     call = arguments(query=query, value=value)
     want = jattn.attention(**call, mask=masks.Predicate(close), score=scores.Score(gain))
-    for mask in (close, functools.partial(close), Method().call, masks.Full() & close):
+    for mask in (close, functools.partial(close), WithMethod().call, masks.Full() & close):
         np.testing.assert_array_equal(jattn.attention(**call, mask=mask, score=gain), want)
     cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
     for score, same in ((cap >> gain, cap >> wrapped), (gain >> cap, wrapped >> cap)):
