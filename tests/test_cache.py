@@ -185,7 +185,7 @@ def test_weights_are_by_slot(kind):
     out, lse, weights = (jnp.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
     lse, weights = (jnp.swapaxes(x, 1, 2) for x in (lse, weights))
     past = W if kind == "rolling" else T
-    arrays = (np.asarray(x, np.float64) for x in (query, key, value))
+    arrays: Any = (np.asarray(x, np.float64) for x in (query, key, value))
     seen = lambda pair: 0 <= pair.q - pair.kv <= past  # noqa: E731
     want = oracle.attend(oracle.OracleProblem(*arrays, allowed=seen))
     by_slot = want.weights @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
@@ -392,7 +392,7 @@ def test_steps_are_traced_once(kind):
 @every_cache
 def test_inside_scan(kind):
     qkv = tuple(jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
-    call = functools.partial(jattn.cached_attention, mask=masks.Causal())
+    call: Any = functools.partial(jattn.cached_attention, mask=masks.Causal())
     _, out = jax.lax.scan(lambda cache, x: call(*x, cache)[::-1], CACHES[kind](1), qkv)
     got = jnp.moveaxis(out[:, :, 0], 0, 1)
     np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)

@@ -362,7 +362,7 @@ def callable_object(use: Use, number: Any) -> Any:
 
 @holder
 def class_attribute(use: Use, number: Any) -> Any:
-    kind = type("Attributes", (), {"number": number})
+    kind: Any = type("Attributes", (), {"number": number})
     return lambda *x: use(kind.number, *x), functools.partial(set_number, kind)
 
 

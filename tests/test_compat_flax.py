@@ -35,7 +35,8 @@ def linen_layer(attention_fn: Any, **options: Any) -> Any:
 
 def nnx_layer(attention_fn: Any, **options: Any) -> Any:
     options |= {} if attention_fn is None else {"attention_fn": attention_fn}
-    return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **{"decode": False} | options)
+    options.setdefault("decode", False)
+    return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options)
 
 
 @functools.cache

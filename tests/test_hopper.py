@@ -252,7 +252,7 @@ def everything(call: KernelCall, implementation: str, q: Any, k: Any, v: Any, *d
         jattn.attention, return_lse=True, implementation=implementation, **rules
     )
     function = lambda *x: attend(*x[:3], score=x[3])  # noqa: E731
-    return jax.tree.leaves(out_and_gradients(function, (q, k, v, score), *d))
+    return tuple(jax.tree.leaves(out_and_gradients(function, (q, k, v, score), *d)))
 
 
 # Errors of out, lse and gradients: bfloat16 rounds weights and results to 2⁻⁹, lse is in float32.
