@@ -115,7 +115,7 @@ def test_tiles_are_known_in_a_program_too(name):
     np.testing.assert_array_equal(kinds(docs, jnp.asarray(positions)), want)
 
 
-def test_what_is_not_known_may_be_anything():
+def test_unknown_values_may_be_anything():
     def rule(b, h, q, kv):
         return jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == 0
 
@@ -349,7 +349,7 @@ def test_functions_may_draw_by_a_key(operand):
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1)])
-def test_what_is_taken_twice_is_read_once(shape):
+def test_a_value_used_twice_is_read_once(shape):
     """Each line uses the one before three times: the program has 3^200 paths."""
 
     def folded(x):

@@ -200,7 +200,7 @@ UNKNOWN = "expected two tokens known before it"
         ((" ", "a", "\ud800"), MERGES, "words must be Unicode text"),
     ],
 )
-def test_what_is_no_vocabulary_is_refused_in_one_line(words, merges, message):
+def test_an_invalid_vocabulary_is_refused_in_one_line(words, merges, message):
     assert len(Vocabulary(WORDS, MERGES)) == 9
     with pytest.raises(ValueError, match=message) as error:
         Vocabulary(words, merges)

@@ -285,7 +285,7 @@ def test_a_rolling_cache_takes_no_more_than_its_chunk():
 
 
 @every_cache
-def test_reordered_rows_go_on_as_the_rows_they_were(kind):
+def test_reordered_rows_continue_as_the_original_rows(kind):
     cache = filled(kind, np.array([9, 7, 2]))
     query, key, value = (x[:, :2] for x in tokens(1))
     picked = jnp.array([2, 0, 0])

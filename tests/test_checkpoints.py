@@ -274,7 +274,7 @@ def resigned(run: Run, step: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     "change", [{"path": 3}, {"languages": "de"}, {"languages": ["de", 3]}, {"fingerprint": None}]
 )
-def test_what_a_run_says_of_its_text_is_checked(tmp_path, change):
+def test_the_text_of_a_run_is_checked(tmp_path, change):
     run = a_run(tmp_path / "run")
     about = json.loads((run.directory / "config.json").read_text())
     about["text"] |= change

@@ -125,7 +125,7 @@ def test_weights_are_sown_in_float32_on_request():
 
 @pytest.mark.parametrize("rate", [-0.5, 1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_rates_that_are_none(rate, broadcast):
+def test_invalid_rates_raise(rate, broadcast):
     q = jnp.ones((T, N, 4), jnp.float32)
     dropout: Any = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
     with pytest.raises(ValueError, match="dropout_rate: expected 0 <= rate < 1"):
@@ -197,7 +197,7 @@ def test_later_arguments_of_nnx():
         close(ours, later.dot_product_attention_with_rope(q, k, v, rope=rope))
 
 
-def test_what_is_not_taken_raises():
+def test_unsupported_arguments_raise():
     q = jnp.ones((T, N, 4), jnp.float32)
     with pytest.raises(NotImplementedError, match="products"):
         compat.flax_attention_fn(q, q, q, einsum_dot_general=jax.lax.dot_general)

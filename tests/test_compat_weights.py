@@ -39,7 +39,7 @@ def test_torch_attention_there_and_back(bias, other_width):
         np.testing.assert_array_equal(x, state[name])
 
 
-def test_flax_attention_is_taken_as_it_stands():
+def test_parameters_of_flax_attention_need_no_conversion():
     theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(1))
     ours = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.to_pure_dict(nnx.state(theirs, nnx.Param)))

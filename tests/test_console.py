@@ -100,14 +100,14 @@ def test_training_tells_programs_everything_in_order(trained):
 
 
 @pytest.mark.slow
-def test_what_programs_are_told_is_what_the_metrics_say(trained):
+def test_programs_get_the_metrics(trained):
     emitted = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in emitted]
     assert without == Run.open(trained.directory).metrics()
 
 
 @pytest.mark.slow
-def test_people_are_told_the_same_in_words_elsewhere(trained):
+def test_people_get_the_same_in_words_on_stderr(trained):
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",
         "vocabularies of 150 and 150 tokens",
@@ -144,7 +144,7 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluation_is_told_to_programs(trained):
+def test_programs_get_the_evaluation(trained):
     said = run(trained.directory, "evaluate", "--run", trained.directory, "--json", "--beam", 2)
     (emitted,) = said.records
     written = json.loads((trained.directory / "evaluation.json").read_text("utf-8"))

@@ -123,7 +123,7 @@ def test_debug_infs_on_a_mesh():
         )
 
 
-def test_both_flags_go_on_after_a_call():
+def test_both_flags_stay_on_after_a_call():
     with jax.debug_nans(True), jax.debug_infs(True):
         jattn.attention(X, X, X, mask=DEAD, return_lse=True)
         with pytest.raises(FloatingPointError, match="inf"):

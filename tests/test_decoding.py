@@ -627,7 +627,7 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert translate(stdin="\u200b\n\ufeff \u2060\n") == ["", ""]
 
 
-def test_a_row_without_words_has_a_translation_without_words():
+def test_a_row_without_words_has_an_empty_translation():
     rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]
     result = decoding.translated(bench().model, decided_params(), rows)
     assert [bench().target.decode(ids) for ids in result][::2] == ["", ""]

@@ -67,7 +67,7 @@ def test_tokens_equal_recomputing_without_a_cache(kind):
     assert alone.tokens.tolist() == generated.tokens[:1].tolist()
 
 
-def test_goes_on_from_caches():
+def test_continues_from_caches():
     module = lively("llama")
     read = nnx.jit(lambda m, t, c: m.step(t, c))
     _, caches = read(module, jnp.asarray(TOKENS[:, :6]), module.start(2, 10))

@@ -241,7 +241,7 @@ def test_long_sequences_skip_what_is_empty():
     assert jattn.explain(q, k, v, mask=mask)["native"] is None
 
 
-def test_what_it_does_not_know_has_a_reason():
+def test_unsupported_functions_have_a_reason():
     q = jnp.ones((1, 1200, 1, 8))
     loop = Predicate(
         lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == kv

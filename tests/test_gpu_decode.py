@@ -189,7 +189,7 @@ def test_values(call, implementation, read_in_place):
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_what_was_never_written_does_not_exist(kind):
+def test_slots_never_written_have_no_effect(kind):
     """NaN in slots after the last token, and in pages that no row holds, has no effect."""
     call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan)
     assert np.isnan(np.asarray(cache.values, np.float32)).any()
@@ -273,7 +273,7 @@ def test_it_is_translated_for_cuda():
     ],
     ids=["none", "queries", "dtype", "width", "page", "function"],
 )
-def test_what_is_not_read_in_place(changes, words):
+def test_reasons_not_to_read_a_cache_in_place(changes, words):
     T, size, dtype = (changes.get(*x) for x in (("T", 1), ("size", V), ("dtype", jnp.bfloat16)))
     page = changes.get("page_size", 16)
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)

@@ -51,7 +51,7 @@ def kinds(allowed: np.ndarray, block: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_it_says_the_same_in_jax(name):
+def test_rules_mean_the_same_in_jax(name):
     rule = BY_NAME[name]
     score = np.random.default_rng(0).normal(size=(T, T)).astype(np.float32) * 4
     scores = (score,) if rule.is_score else ()

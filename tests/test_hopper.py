@@ -574,7 +574,7 @@ def example(score: Any, **rules: Any) -> Any:
     return problem.factors, problem.approximate, problem.special
 
 
-def test_what_may_be_approximate():
+def test_functions_that_may_be_approximate():
     """Functions of positions are exact, and a soft cap if float32's precision is requested."""
     waves = scores.Score(lambda s, b, h, q, kv: s + jnp.sin(jnp.asarray(q - kv, s.dtype)))
     assert example(scores.SoftCap(30.0))[1]

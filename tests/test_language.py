@@ -165,7 +165,7 @@ def a_run(directory, file) -> Run:
     return run
 
 
-def test_training_interrupted_before_its_first_checkpoint_goes_on(
+def test_training_interrupted_before_its_first_checkpoint_resumes(
     file, tmp_path, capsys, monkeypatch
 ):
     with monkeypatch.context() as patch:
