@@ -777,9 +777,7 @@ TILES = [
     CallCase("tiles_causal", LONG, CAUSAL),
     CallCase("tiles_band", LONG, window(9, 3)),
     CallCase(
-        "tiles_relative_bias",
-        LONG,
-        score=relative_bias(8, 2, bidirectional=True, max_distance=12),
+        "tiles_relative_bias", LONG, score=relative_bias(8, 2, bidirectional=True, max_distance=12)
     ),
     CallCase("tiles_segments", LONG, segments(LONG_IDS[:37], LONG_IDS) & ~dilated(5)),
     CallCase("tiles_bias", LONG, lengths(kv=41) | prefix(3), bias((2, 37, 53), batch=())),

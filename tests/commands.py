@@ -16,10 +16,10 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **changes}
 
 
-def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(*command: Any, check: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end and captures what it prints as text."""
-    text: Any = {"capture_output": True, "text": True, "check": False}
-    return subprocess.run(list(map(str, command)), **(text | options))
+    words = list(map(str, command))
+    return subprocess.run(words, capture_output=True, text=True, check=check, **options)
 
 
 def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ import jattn
 import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from tests import oracle
 from tests.conftest import assert_trees_close, quick_jit
 
 
@@ -183,18 +184,13 @@ def test_weights_are_by_slot(kind):
         pieces.append((out, *(jnp.swapaxes(x, 1, 2) for x in (lse, weights))))
     out, lse, weights = (jnp.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
     lse, weights = (jnp.swapaxes(x, 1, 2) for x in (lse, weights))
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    score = np.einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key) / np.sqrt(H)
-    past = np.arange(T)[:, None] - np.arange(T)
-    seen = (past >= 0) & ((past <= W) | (kind != "rolling"))
-    exponentials = np.where(seen, np.exp(score), 0)
-    total = exponentials.sum(-1, keepdims=True)
-    want = exponentials / total
-    by_slot = want @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
-    np.testing.assert_allclose(weights, by_slot.reshape(weights.shape), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(lse, np.log(total).reshape(lse.shape), rtol=0, atol=2e-6)
-    summed = np.einsum("bkgts,bskv->btkgv", want, value)
-    np.testing.assert_allclose(out, summed.reshape(out.shape), rtol=0, atol=2e-6)
+    past = W if kind == "rolling" else T
+    arrays: Any = (np.asarray(x, np.float64) for x in (query, key, value))
+    seen = lambda pair: 0 <= pair.q - pair.kv <= past  # noqa: E731
+    want = oracle.attend(oracle.OracleProblem(*arrays, allowed=seen))
+    by_slot = want.weights @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
+    assert_trees_close((out, lse), (want.out, want.lse), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(weights, by_slot, rtol=0, atol=1e-6)
 
 
 def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
@@ -289,7 +285,7 @@ def test_a_rolling_cache_takes_no_more_than_its_chunk():
 
 
 @every_cache
-def test_reordered_rows_go_on_as_the_rows_they_were(kind):
+def test_reordered_rows_continue_as_the_original_rows(kind):
     cache = filled(kind, np.array([9, 7, 2]))
     query, key, value = (x[:, :2] for x in tokens(1))
     picked = jnp.array([2, 0, 0])
@@ -395,9 +391,8 @@ def test_steps_are_traced_once(kind):
 
 @every_cache
 def test_inside_scan(kind):
-    """The cache is the carry: its structure, shapes and dtypes stay the same."""
     qkv = tuple(jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
-    call = functools.partial(jattn.cached_attention, mask=masks.Causal())
+    call: Any = functools.partial(jattn.cached_attention, mask=masks.Causal())
     _, out = jax.lax.scan(lambda cache, x: call(*x, cache)[::-1], CACHES[kind](1), qkv)
     got = jnp.moveaxis(out[:, :, 0], 0, 1)
     np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)

@@ -287,8 +287,7 @@ def imported_inside(use: Use, number: Any) -> Any:
 
 boxed("default list", lambda use, box: lambda *x, box=box: use(box[0], *x))
 boxed(
-    "decorated",
-    lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x)),
+    "decorated", lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x))
 )
 boxed("partial", lambda use, box: functools.partial(lambda box, *x: use(box[0], *x), box))
 replaced("helper replaced", lambda x: lambda: x, lambda helper: helper())
@@ -347,11 +346,11 @@ def partial_of_array(use: Use, number: Any) -> Any:
 
 @holder
 def bound_method(use: Use, number: Any) -> Any:
-    class Method(Plain):
+    class NumberWithMethod(Plain):
         def call(self, *x: Any) -> Any:
             return use(self.number, *x)
 
-    instance = Method(number)
+    instance = NumberWithMethod(number)
     return instance.call, functools.partial(set_number, instance)
 
 
@@ -363,21 +362,21 @@ def callable_object(use: Use, number: Any) -> Any:
 
 @holder
 def class_attribute(use: Use, number: Any) -> Any:
-    kind = type("Attributes", (), {"number": number})
+    kind: Any = type("Attributes", (), {"number": number})
     return lambda *x: use(kind.number, *x), functools.partial(set_number, kind)
 
 
 @holder
 def class_method(use: Use, number: Any) -> Any:
-    class Method:
+    class ClassWithMethod:
         number: Any
 
         @classmethod
         def call(cls, *x: Any) -> Any:
             return use(cls.number, *x)
 
-    set_number(Method, number)
-    return Method.call, functools.partial(set_number, Method)
+    set_number(ClassWithMethod, number)
+    return ClassWithMethod.call, functools.partial(set_number, ClassWithMethod)
 
 
 @holder
@@ -570,7 +569,6 @@ def test_masks_are_evaluated_anew():
 
 
 def test_an_explanation_is_about_the_call():
-    """It counts and compiles the function as it was, even later."""
     rule, box = changing("mask")
     x = arrays(512)
     two, box[0] = jattn.explain(*x, **rule), 512

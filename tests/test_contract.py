@@ -50,7 +50,6 @@ OPTIMISED = (*VARIED, "plain", "causal", "bias_dead_rows", "tiles", "tiles_dense
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_case = pytest.mark.parametrize("name", CASES)
-varied_cases = pytest.mark.parametrize("name", VARIED)
 
 
 class CaseResults(NamedTuple):
@@ -795,7 +794,6 @@ def test_sharded_inputs_give_the_same_dropout(implementation):
 
 @every_implementation
 def test_traced_once(implementation, monkeypatch):
-    """A repeated call with fresh but equal objects and other values runs the compiled program."""
     traces = []
 
     def counted(kind: Any) -> None:
@@ -833,7 +831,6 @@ def test_traced_once(implementation, monkeypatch):
 @pytest.mark.slow
 @every_implementation
 def test_nothing_is_remembered_between_calls(implementation):
-    """Other shapes, then another scale, then the first ones again."""
     for S, scale in ((8, 0.3), (5, 0.3), (8, 0.9), (8, 0.3)):
         case = CallCase("remembered", CaseSizes(S=S), CASES["causal"].mask, scale=scale)
         x = inputs(case)
@@ -871,7 +868,6 @@ def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
 @every_implementation
 @pytest.mark.parametrize("name", ["chain", "bias_dead_rows", "relative_bias", "dropout_masked"])
 def test_forward_mode_and_second_order(implementation, name):
-    """Each implementation has both; they are compared with the oracle."""
     case = CASES[name]
     x = inputs(case)
     device = on_device(x)

@@ -103,7 +103,6 @@ def test_decoding_has_no_races():
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", SCORES)
 def test_kernels_have_no_races(name):
-    """Results are right, too."""
     with copies.by_threads() as machine:
         got = everything(name)
     kernels = PASSES if name == "none" else (*PASSES, D_PARAMETER)

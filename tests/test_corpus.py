@@ -445,7 +445,6 @@ def test_verbs_of_motion_and_change_form_their_perfect_with_sein():
 
 
 def test_habits_are_not_denied():
-    """ "Not every day" would leave open what it denies."""
     seen = Counter()
     for pair in generate(3000, seed=15, constructions=("negation",)):
         denied = re.search(r"\b(nicht|kein\w*)\b", pair.source)

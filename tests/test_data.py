@@ -417,13 +417,13 @@ def test_vocabulary_file_is_checked(model, change, message):
         (("a", 3), "3 cannot be a word"),
     ],
 )
-def test_what_is_no_vocabulary_of_words(words, message):
+def test_invalid_vocabularies_of_words_are_refused(words, message):
     with pytest.raises(ValueError, match=f"^vocabulary: {message}"):
         Vocabulary(words)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])
-def test_vocabulary_file_that_is_something_else(content):
+def test_a_file_that_is_no_vocabulary_is_refused(content):
     with pytest.raises(ValueError, match=r"^vocabulary: expected"):
         Vocabulary.from_json(content)
 
@@ -656,7 +656,7 @@ def equal(left: Any, right: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_going_on_from_any_step_gives_the_same_batches():
+def test_continuing_from_any_step_gives_the_same_batches():
     made = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
     again = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
     whole = [batch for epoch in range(3) for batch in made.epoch(epoch)]

@@ -172,8 +172,7 @@ def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
     generated = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
     result = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
     np.testing.assert_array_equal(
-        result.ids,
-        [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]],
+        result.ids, [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]]
     )
     np.testing.assert_allclose(result.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
     assert result.ids.dtype == np.int32 and result.log_probs.dtype == np.float32
@@ -237,7 +236,6 @@ def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
 @pytest.mark.parametrize("beams", [0, 1, 3])
 @pytest.mark.parametrize("alpha", [-0.5, 0.6])
 def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
-    """The result equals that of the sentence alone, with its limit."""
     tables, limits = random_tables(6, seed=6), np.array([1, 7, 3, 5, 2, 4], np.int32)
     tables[:, :, EOS] -= 4  # nearly all come to their limits
     active, model = jnp.ones(6, bool), table_step(jnp.asarray(tables))
@@ -629,7 +627,7 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert translate(stdin="\u200b\n\ufeff \u2060\n") == ["", ""]
 
 
-def test_a_row_without_words_has_a_translation_without_words():
+def test_a_row_without_words_has_an_empty_translation():
     rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]
     result = decoding.translated(bench().model, decided_params(), rows)
     assert [bench().target.decode(ids) for ids in result][::2] == ["", ""]

@@ -45,7 +45,7 @@ class Mistake(NamedTuple):
     says: tuple[str, ...]
 
 
-Rows = dict[str, tuple[Callable[[], dict[str, Any]], str]]
+Table = dict[str, tuple[Callable[[], dict[str, Any]], str]]
 """By name: the wrong arguments, and what the message has, separated by " | "."""
 
 
@@ -59,6 +59,10 @@ def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _key_and_value(*axes: int) -> dict[str, Any]:
+    return {"key": array(*axes, H), "value": array(*axes, V)}
+
+
 def _trues(*shape: int) -> jax.Array:
     return array(*shape, dtype=jnp.bool_)
 
@@ -67,23 +71,14 @@ def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
     return q - kv < size
 
 
-VALUE_ERRORS: Rows = {
+VALUE_ERRORS: Table = {
     "query_rank": (lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
     "key_rank": (lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
     "value_rank": (lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
-    "key_without_batch": (
-        lambda: {"key": array(S, K, H), "value": array(S, K, V)},
-        "key | [*B, S, K, H] | [7, 3, 4]",
-    ),
-    "heads_not_divisible": (
-        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)},
-        "key | K | N | 6 | 4",
-    ),
-    "more_kv_heads_than_heads": (
-        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)},
-        "key | K | N | 6 | 12",
-    ),
-    "no_kv_heads": (lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)}, "key | K | 0"),
+    "key_without_batch": (lambda: _key_and_value(S, K), "key | [*B, S, K, H] | [7, 3, 4]"),
+    "heads_not_divisible": (lambda: _key_and_value(B, S, 4), "key | K | N | 6 | 4"),
+    "more_kv_heads_than_heads": (lambda: _key_and_value(B, S, 12), "key | K | N | 6 | 12"),
+    "no_kv_heads": (lambda: _key_and_value(B, S, 0), "key | K | 0"),
     "lengths_of_key_and_value": (
         lambda: {"value": array(B, 8, K, V)},
         "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]",
@@ -93,14 +88,8 @@ VALUE_ERRORS: Rows = {
         "value | [*B, S, K, V] | [2, 7, 1, 9]",
     ),
     "head_sizes": (lambda: {"key": array(B, S, K, 5)}, "key | H | 4 | [2, 7, 3, 5]"),
-    "key_batch": (
-        lambda: {"key": array(3, S, K, H), "value": array(3, S, K, V)},
-        "key | *B | [2] | [3, 7, 3, 4]",
-    ),
-    "key_batch_of_one": (
-        lambda: {"key": array(1, S, K, H), "value": array(1, S, K, V)},
-        "key | *B | [2] | [1, 7, 3, 4]",
-    ),
+    "key_batch": (lambda: _key_and_value(3, S, K), "key | *B | [2] | [3, 7, 3, 4]"),
+    "key_batch_of_one": (lambda: _key_and_value(1, S, K), "key | *B | [2] | [1, 7, 3, 4]"),
     "value_batch": (lambda: {"value": array(3, S, K, V)}, "value | [3, 7, 3, 9]"),
     "mask_of_three_axes": (
         lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
@@ -246,7 +235,7 @@ VALUE_ERRORS: Rows = {
     "scale_per_key_head": (lambda: {"scale": array(K)}, "scale | [N] | [3]"),
     "scale_per_row": (lambda: {"scale": array(2, N)}, "scale | [2, 6]"),
 }
-TYPE_ERRORS: Rows = {
+TYPE_ERRORS: Table = {
     "integer_query": (lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"),
     "integer_key": (lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
     "boolean_value": (lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"),
@@ -366,7 +355,6 @@ def test_a_mistake_raises(name):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_raises_while_tracing(name):
-    """The error comes inside a user's own jit, before anything is lowered."""
     mistake = MISTAKES[name]
     expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
 
@@ -461,7 +449,6 @@ def test_a_traceback_shows_what_was_called_alone():
 
 
 def test_advice_names_what_there_is():
-    """The advice has the arguments of `attention` and names of the library."""
     taken = inspect.signature(jattn.attention).parameters
     for name, line in ADVICE.items():
         assert name not in taken
@@ -477,7 +464,7 @@ def test_functions_are_masks_and_scores():
     def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
 
-    class Method:
+    class WithMethod:
         def call(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
             return close(b, h, q, kv)
 
@@ -485,7 +472,7 @@ def test_functions_are_masks_and_scores():
     value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
     call = arguments(query=query, value=value)
     want = jattn.attention(**call, mask=masks.Predicate(close), score=scores.Score(gain))
-    for mask in (close, functools.partial(close), Method().call, masks.Full() & close):
+    for mask in (close, functools.partial(close), WithMethod().call, masks.Full() & close):
         np.testing.assert_array_equal(jattn.attention(**call, mask=mask, score=gain), want)
     cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
     for score, same in ((cap >> gain, cap >> wrapped), (gain >> cap, wrapped >> cap)):

@@ -52,10 +52,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
         masks.Causal(),
         Score(lambda s, b, h, q, kv, t: s + t[h, abs(q - kv) % 64], TABLE),
     ),
-    "table by pair": (
-        None,
-        Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE),
-    ),
+    "table by pair": (None, Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE)),
     "two entries of a table": (
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),
@@ -148,7 +145,6 @@ def test_the_kernel_computes_what_the_function_says(name, dtype):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_of_another_width_than_the_scores(dtype):
-    """Within functions, as what they read, and as learned parameters."""
     other = jnp.float64 if dtype == "float32" else jnp.float32
     words = jnp.asarray(RNG.integers(-(2**60), 2**60, 64), jnp.int64)
     mask = Predicate(
@@ -182,7 +178,6 @@ def test_masked_poison_reaches_nobody(poison):
 @pytest.mark.slow
 @pytest.mark.default_tiles
 def test_dropout_positions_and_maps():
-    """Dropout decides like other implementations, for positions of both sides; and under vmap."""
     mask, score = CALLS["documents given"][0] & CAUSAL, CALLS["slopes"][1]
     q, k, v, d_out = drawn("float32")
     options: dict[str, Any] = {"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}
@@ -209,7 +204,6 @@ def test_dropout_positions_and_maps():
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("shared", ["none", "keys", "queries"])
 def test_under_shard_map(shared):
-    """Parameters are replicated, keys or queries may be, and gradients of these are summed."""
     mesh = jax.make_mesh((4, 2), ("rows", "spare"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng = np.random.default_rng(2)
     size = {"q": 2 if shared == "queries" else 8, "k": 2 if shared == "keys" else 8}
@@ -237,7 +231,6 @@ def test_under_shard_map(shared):
 
 @pytest.mark.default_tiles
 def test_long_sequences_skip_what_is_empty():
-    """Many tiles agree with the formula's."""
     q, k, v = (jnp.asarray(RNG.normal(size=(1, 2300, 2, 16)), jnp.float32) for _ in range(3))
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & (q - kv < 200))
     whole = masks.Causal() & masks.Window(left=199)
@@ -248,7 +241,7 @@ def test_long_sequences_skip_what_is_empty():
     assert jattn.explain(q, k, v, mask=mask)["native"] is None
 
 
-def test_what_it_does_not_know_has_a_reason():
+def test_unsupported_functions_have_a_reason():
     q = jnp.ones((1, 1200, 1, 8))
     loop = Predicate(
         lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == kv
@@ -309,7 +302,6 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
 
 @pytest.mark.slow
 def test_a_process_loads_only_so_many_rules(monkeypatch):
-    """Programs compiled with a rule keep running; other calls run the next implementation."""
     monkeypatch.setattr(library, "_rules", {})
     monkeypatch.setattr(library, "MOST_RULES", 2)
     q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
@@ -407,7 +399,6 @@ class CompiledScores:
 
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_random_score_functions(count):
-    """Values and derivatives of many functions, 200 of which are compiled together."""
     functions: list[Any] = []
 
     @settings(max_examples=count, phases=[Phase.generate])
@@ -518,8 +509,6 @@ INTEGERS = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_integers_of_64_bits(dtype):
-    """The results are NumPy's, whatever the dtype of the scores."""
-
     def of_places(f: Any, q: Any, kv: Any) -> Any:
         wide = q.astype(jnp.int64), kv.astype(jnp.int64)
         x, y = wide[0] * 123456789012 - wide[1], wide[1] * 98765432101 - wide[0] * 2**36

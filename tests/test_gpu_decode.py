@@ -189,7 +189,7 @@ def test_values(call, implementation, read_in_place):
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_what_was_never_written_does_not_exist(kind):
+def test_slots_never_written_have_no_effect(kind):
     """NaN in slots after the last token, and in pages that no row holds, has no effect."""
     call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan)
     assert np.isnan(np.asarray(cache.values, np.float32)).any()
@@ -218,7 +218,6 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
 @pytest.mark.one_in(3)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
-    """Some parts have no key that may be attended to."""
     monkeypatch.setattr(decode, "_TILES_EACH", 1)
     with tuning.using(gpu_tiles_each=1):
         call = DecodeCall("dense", 1, causal)
@@ -274,7 +273,7 @@ def test_it_is_translated_for_cuda():
     ],
     ids=["none", "queries", "dtype", "width", "page", "function"],
 )
-def test_what_is_not_read_in_place(changes, words):
+def test_reasons_not_to_read_a_cache_in_place(changes, words):
     T, size, dtype = (changes.get(*x) for x in (("T", 1), ("size", V), ("dtype", jnp.bfloat16)))
     page = changes.get("page_size", 16)
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
@@ -286,7 +285,6 @@ def test_what_is_not_read_in_place(changes, words):
 
 @pytest.mark.parametrize(("capability", "least"), [("8.0", 32), ("9.0", 8)])
 def test_threads_copy_no_small_pages(monkeypatch, capability, least):
-    """Each of four warps has to copy something."""
     pretend(monkeypatch, capability, 13000)
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))

@@ -252,7 +252,7 @@ def everything(call: KernelCall, implementation: str, q: Any, k: Any, v: Any, *d
         jattn.attention, return_lse=True, implementation=implementation, **rules
     )
     function = lambda *x: attend(*x[:3], score=x[3])  # noqa: E731
-    return jax.tree.leaves(out_and_gradients(function, (q, k, v, score), *d))
+    return tuple(jax.tree.leaves(out_and_gradients(function, (q, k, v, score), *d)))
 
 
 # Errors of out, lse and gradients: bfloat16 rounds weights and results to 2⁻⁹, lse is in float32.
@@ -574,7 +574,7 @@ def example(score: Any, **rules: Any) -> Any:
     return problem.factors, problem.approximate, problem.special
 
 
-def test_what_may_be_approximate():
+def test_functions_that_may_be_approximate():
     """Functions of positions are exact, and a soft cap if float32's precision is requested."""
     waves = scores.Score(lambda s, b, h, q, kv: s + jnp.sin(jnp.asarray(q - kv, s.dtype)))
     assert example(scores.SoftCap(30.0))[1]
@@ -679,7 +679,6 @@ def test_rounds_are_for_programs_known_to_take_longer():
 
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_program_continues_with_other_queries(monkeypatch, count):
-    """The result of each query is the same, bit for bit."""
     call = plain_call(1, 300, 300, 2, mask=masks.Causal())
     arrays = operands(call)
     alone = forward(call, "hopper", arrays)
@@ -770,8 +769,6 @@ def test_which_heads_visit_a_tile(xp, sizes, map_sizes):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_arrays_in_registers_lack_axes_of_size_one(transposed):
-    """The numbers do not depend on the layout of the arrays."""
-
     def function(row: Any, column: Any, tile: Any, number: Any) -> Any:
         close = jnp.abs(row[:, None] - column[None, :]) <= 2 + number
         chosen = jnp.where(close, tile * row[:, None], -column[None, :])
@@ -792,8 +789,6 @@ def test_arrays_in_registers_lack_axes_of_size_one(transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("q_first", "kv_first"), [(640, 128), (0, 2**23), (2**30, 5)])
 def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first):
-    """Exact if floats hold them, otherwise rounded once more."""
-
     def function(q: Any, kv: Any) -> Any:
         q, kv = q[:, None], kv[None, :]
         distance = (q - kv).astype(jnp.float32)
@@ -897,7 +892,6 @@ DIVISIONS: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, transposed):
-    """All are divided as Python divides them."""
     function, expected = DIVISIONS[name]
     b, q, kv = jnp.int32(1), jnp.arange(12, dtype=jnp.int32), jnp.arange(10, dtype=jnp.int32)
 
@@ -948,11 +942,7 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
     arguments = rows, columns.astype(jnp.int32), number
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     results = mosaic_interpreter.run(
-        function,
-        *arguments,
-        shapes=shapes,
-        transposed=transposed,
-        tables={0: entries},
+        function, *arguments, shapes=shapes, transposed=transposed, tables={0: entries}
     )
     i, j = np.meshgrid(rows, columns, indexing="ij")
     row = np.asarray(table).reshape(4, 5)[2]
@@ -1168,7 +1158,6 @@ def registers_of(layout: Any, values: np.ndarray) -> Any:
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("by", registers.Products)
 def test_registers_that_are_named_alike_hold_the_same(by, by_key):
-    """JAX defines the layouts: of queries that share a hash, and of distances."""
     if by is registers.Products.TENSOR_MEMORY:
         unit = registers.Unit(False, by_key, by, apart=True)
         alone = jnp.arange(3.0)
@@ -1198,7 +1187,6 @@ def test_registers_that_are_named_alike_hold_the_same(by, by_key):
 @pytest.mark.parametrize("head", [64, 160])  # gradients share a memory, or have one each
 @pytest.mark.parametrize("cap", [None, 3.0])  # 64 columns of a warpgroup, or 32
 def test_no_gradients_in_tensor_memory_are_read_before_they_are_written(monkeypatch, head, cap):
-    """Some tiles are full, some mixed and some empty."""
     _detect_races(monkeypatch, head <= 128)
     q, kv = (jnp.asarray(np.arange(size) // 250)[None] for size in (300, 520))
     rules = {"mask": masks.Lengths(kv=510) & ~masks.Segments(q, kv + 1)}

@@ -21,7 +21,13 @@ __all__ = ["as_users_run_it"]  # a fixture
 
 TINY = ["features=12", "layers=1", "heads=2", "kv_heads=1", "feed_forward=10", "length=8"]
 TINY += ["rows=3", "steps=6", "report_every=3", "warmup=2", "dropout_rate=0.2"]
-SET = [word for setting in TINY for word in ("--set", setting)]
+
+
+def set_words(settings):
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+SET = set_words(TINY)
 TEXT = "der hund schläft .\nthe dog sleeps .\n" * 20
 
 
@@ -69,14 +75,14 @@ def test_loss_by_the_formula():
 
 def test_settings():
     assert LanguageSettings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
-    for given, message in (
+    for setting, message in (
         ("step=7", "unknown setting 'step'; nearest: steps"),
         ("steps", "expected NAME=VALUE, got 'steps'"),
         ("steps=many", "steps: expected a valid integer, .*, got 'many'"),
         ("rows=0", "rows: expected greater than or equal to 1, got '0'"),
     ):
         with pytest.raises(ValueError, match=message):
-            LanguageSettings().changed([given])
+            LanguageSettings().changed([setting])
 
 
 def run_command(*arguments: object) -> int:
@@ -133,20 +139,22 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
         (["features=262144", "feed_forward=262144"], "parameters takes at least"),
     ],
 )
-def test_sizes_that_cannot_be_are_one_clear_line(settings, message, file, tmp_path, capsys):
-    more = [word for setting in settings for word in ("--set", setting)]
-    assert run_command("train", "--text", file, "--run", tmp_path / "run", *SET, *more) == 2
+def test_impossible_sizes_are_one_clear_line(settings, message, file, tmp_path, capsys):
+    command = ("train", "--text", file, "--run", tmp_path / "run", *SET, *set_words(settings))
+    assert run_command(*command) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "given", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
+    "arguments", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
 )
-def test_numbers_of_the_command_line_have_bounds(given, capsys):
+def test_numbers_of_the_command_line_have_bounds(arguments, capsys):
     with pytest.raises(SystemExit) as end:
-        run_command("write", *given)
-    assert end.value.code == 2 and f"argument {given[0]}: expected at " in capsys.readouterr().err
+        run_command("write", *arguments)
+    assert (
+        end.value.code == 2 and f"argument {arguments[0]}: expected at " in capsys.readouterr().err
+    )
 
 
 def a_run(directory, file) -> LanguageRun:
@@ -157,7 +165,7 @@ def a_run(directory, file) -> LanguageRun:
     return run
 
 
-def test_training_interrupted_before_its_first_checkpoint_goes_on(
+def test_training_interrupted_before_its_first_checkpoint_resumes(
     file, tmp_path, capsys, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -174,13 +182,13 @@ def test_nothing_in_a_run_leads_elsewhere(file, tmp_path, capsys):
     for name in ("config.json", "metrics.jsonl", "loss.png", "checkpoints"):
         path, there = run.directory / name, tmp_path / name
         path.replace(there) if path.exists() else there.write_text("before")
-        before = there.read_text("utf-8")
+        content = there.read_text("utf-8")
         path.symlink_to(there)
         for command in (("train", "--resume"), ("write",)):
             assert run_command(*command, "--run", run.directory) == 2
             message = f"{path}: expected a file or a folder, got a symbolic link"
             assert message in capsys.readouterr().err
-        assert there.read_text("utf-8") == before
+        assert there.read_text("utf-8") == content
         path.unlink()
         os.mkfifo(path)
         assert run_command("write", "--run", run.directory) == 2
@@ -214,21 +222,12 @@ def interrupt(*_: object) -> None:
 
 @pytest.mark.slow
 def test_learns_to_continue_a_text(file, tmp_path, capsys):
-    learning = [
-        "--set",
-        "steps=150",
-        "--set",
-        "report_every=50",
-        "--set",
-        "dropout_rate=0.0",
-        "--set",
-        "length=24",
-    ]
-    wider = ["--set", "features=32", "--set", "rows=8", "--set", "learning_rate=0.01"]
+    settings = ["steps=150", "report_every=50", "dropout_rate=0.0", "length=24"]
+    settings += ["features=32", "rows=8", "learning_rate=0.01"]
     run = tmp_path / "run"
-    assert run_command("train", "--text", file, "--run", run, *SET, *learning, *wider) == 0
+    assert run_command("train", "--text", file, "--run", run, *SET, *set_words(settings)) == 0
     assert LanguageRun.open(run).metrics()[-1]["validation_loss"] < 0.2
     capsys.readouterr()
-    given = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
-    assert run_command("write", "--run", run, *given) == 0
+    options = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
+    assert run_command("write", "--run", run, *options) == 0
     assert capsys.readouterr().out == TEXT[:68] + "\n"

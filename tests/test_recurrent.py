@@ -341,7 +341,7 @@ def test_recurrent_matrices_are_orthogonal_each():
     options = {"recurrent_init": nnx.initializers.ones_init(), "bias_init": nnx.initializers.ones}
     other = nn.GRU(3, 11, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(params=0), **options)
     filled = {name: set(array.ravel()) for name, array in arrays(other).items()}
-    ones = dict.fromkeys(("inputs/bias", "gates", "candidate"), {1.0})
+    ones = {name: {1.0} for name in ("inputs/bias", "gates", "candidate")}
     assert filled == {"inputs/kernel": {0.0}, **ones}
 
 

@@ -95,7 +95,7 @@ ONE_HEAD = {
         {"x": normal(1, 5, 3), **{name: normal(3, 3) for name in "qkv"}},
     ),
     "multiplicative": ShardedProblem(
-        lambda q, k, v, w: mechanisms.multiplicative_attention(q, k, v, w),
+        lambda q, k, v, w: mechanisms.multiplicative_attention(q, k, v, w),  # noqa: PLW0108
         {**{name: normal(1, 5, 3) for name in "qkv"}, "w": normal(3, 3)},
     ),
 }

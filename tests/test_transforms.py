@@ -286,13 +286,15 @@ WRAPPED = {
     for T in (6, 33)
     for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
 }
-WRAPPED_MARKS = dict.fromkeys(("None-6-mapped", "reference-6-checkpointed"), pytest.mark.slow)
+SLOW = ("None-6-mapped", "reference-6-checkpointed")
 
 
 @pytest.mark.parametrize(
     ("implementation", "T", "wrap"),
     [
-        pytest.param(*how, id=name, marks=WRAPPED_MARKS.get(name, pytest.mark.exhaustive))
+        pytest.param(
+            *how, id=name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
+        )
         for name, how in WRAPPED.items()
     ],
 )
