@@ -265,7 +265,7 @@ def test_a_bar_is_not_cut_off(columns):
     assert len(line) <= columns
     percentage, drawn, text = re.fullmatch(r"( *\d+%\|)(.*)(\|.*)", line).groups()  # pyright: ignore[reportOptionalMemberAccess]
     assert percentage == " 45%|" and len(drawn.rstrip()) >= 8
-    assert "loss=0.123" in text
+    assert "loss=0.123" in text and " left" in text
     assert ("tokens/s=15,056" in text and "540/1200" in text) == (columns > 80)
 
 
