@@ -24,4 +24,5 @@ def run(*command: Any, check: bool = False, **options: Any) -> subprocess.Comple
 
 def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs this Python to its end, with this checkout on its path, and captures what it prints."""
-    return run(sys.executable, *arguments, **({"env": environment()} | options))
+    options.setdefault("env", environment())
+    return run(sys.executable, *arguments, **options)
