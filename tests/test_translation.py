@@ -970,8 +970,8 @@ def test_beams_are_what_is_scored():
     evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target, search)
     rows = [parts.source.encode(pair.source) for pair in pairs]
     generated = decoding.translated(parts.model, params, rows, search)
-    found = generated, decoding.translated(parts.model, params, rows)
-    by_beam, greedy = ([*map(parts.target.decode, ids)] for ids in found)
+    id_rows = generated, decoding.translated(parts.model, params, rows)
+    by_beam, greedy = ([*map(parts.target.decode, ids)] for ids in id_rows)
     counts = []
     assert evaluator(params, report=counts.append).translations == by_beam != greedy
     assert sum(counts) == len(pairs)
