@@ -1,20 +1,20 @@
-"""A model of warpgroups that wait for one another at barriers, while units of their own copy and
-multiply, as on GPUs since Hopper. It finds what is not ordered, also where values do not show it.
+"""A model of warpgroups that wait for one another at barriers while copy units and tensor cores run
+asynchronously, as on GPUs since Hopper. It finds unordered accesses even where values are right.
 
-It runs kernels as they stand, operation by operation, on arrays of NumPy in place of a GPU's
-memory: each warpgroup in a thread, of which one at a time goes on until it must wait. Whatever is
-done to shared memory and tensor memory is an event. A warpgroup knows of its own events, and at a
-barrier learns of those that the ones knew of who arrived there. Of what a unit does only those know
-who wait for it; a unit knows what the warpgroup knew that started it. Therefore:
+It runs kernels unchanged, operation by operation, on NumPy arrays in place of a GPU's memory: each
+warpgroup in a thread, of which one at a time runs until it has to wait. Every access to shared
+memory and tensor memory is an event. A warpgroup knows its own events, and at a barrier learns the
+events known to those who arrived there. Only those who wait for a unit know its events; a unit
+knows what the warpgroup knew that started it. Therefore:
 
-- who reads knows of all that was written there before, and who writes of all reads, too;
-- units know of what threads did to shared memory only after a fence, `commit_smem`;
+- a read knows all writes to its place, and a write all reads and writes;
+- units know accesses of threads to shared memory only after a fence, `commit_smem`;
 - a barrier is passed again only when all who wait there are known to have seen it passed before;
-- when a program ends, no copy is under way, and each time that a barrier was passed somebody saw;
-- somebody always goes on.
+- when a program ends, no copy is in flight, and each passing of a barrier was seen;
+- at any time some warpgroup can run.
 
-Products that Blackwell's matrix units add to the same numbers follow one another; others have no
-order. What a program leaves in global memory no other warpgroup reads.
+Products that Blackwell's tensor cores add to the same numbers are ordered; others have no order.
+No warpgroup reads what a program leaves in global memory.
 """
 
 import contextlib
@@ -26,17 +26,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax import lax
 
 from jattn.kernels.gpu.mosaic.machine import matrix_units, tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from tests.copies import Global, Race, inside
+from tests.copies import GlobalArray, PartsAt, Programs, Race, inside
 
 
 class Knowledge(NamedTuple):
-    """Events, a bit each, that are before what threads do next, and before what units do."""
+    """Events, a bit each, that happen before the next access of threads, and of units."""
 
     threads: int = 0
     units: int = 0
@@ -52,25 +49,27 @@ class Knowledge(NamedTuple):
 
 
 class Events:
-    """What was done to one place in memory, in which an array lies or several."""
+    """The accesses to one place in memory, which holds an array or several."""
 
     def __init__(self, machine: "Machine", name: str, tensor: bool):
         self.machine, self.name, self.tensor = machine, name, tensor
         self.past: list[tuple[tuple[slice, ...], int, bool]] = []
 
     def add(self, box: tuple[slice, ...], event: int, known: int, writes: bool) -> None:
-        for other, before, wrote in self.past:
+        for other, earlier, wrote in self.past:
             pairs = zip(box, other, strict=True)
-            apart = any(x.stop <= y.start or y.stop <= x.start for x, y in pairs)
-            if (writes or wrote) and not apart and not before & known:
-                now, then = ("written" if x else "read" for x in (writes, wrote))
-                raise Race(f"{self.name} is {now} by who does not know that it was {then}")
+            disjoint = any(x.stop <= y.start or y.stop <= x.start for x, y in pairs)
+            if (writes or wrote) and not disjoint and not earlier & known:
+                verb, then = ("written" if x else "read" for x in (writes, wrote))
+                raise Race(f"{self.name} is {verb} by who does not know that it was {then}")
         self.past.append((box, event, writes))
 
 
 class Part:
-    """What a kernel takes for a reference: a part of an array, without axes that were indexed by a
-    number. `box` are the places of all axes."""
+    """A kernel's reference to a part of an array, without axes that were indexed by a number.
+
+    `box` is the range of indices along every axis of the array.
+    """
 
     def __init__(
         self, events: Events, content: np.ndarray, box: tuple[slice, ...], axes: list[int]
@@ -87,8 +86,8 @@ class Part:
         return cls(events, content, box, [*range(len(like.shape))])
 
     @property
-    def at(self) -> "_At":
-        return _At(self.part)
+    def at(self) -> PartsAt:
+        return PartsAt(self.part)
 
     def part(self, index: Any) -> "Part":
         if index is Ellipsis:
@@ -107,7 +106,7 @@ class Part:
         return Part(self.events, self.content.T, self.box, self.axes[::-1])
 
     def note(self, event: int, known: int, writes: bool) -> None:
-        """Places along the last axis are bytes: arrays of other types may lie there too."""
+        """Records an access. The last axis is in bytes: arrays of other types may lie there."""
         *box, last = self.box
         each = self.dtype.itemsize
         run = slice(last.start * each, last.stop * each)
@@ -124,16 +123,8 @@ class Part:
         part.content[...] = value
 
 
-class _At:
-    def __init__(self, part: Callable[[Any], Any]):
-        self.part = part
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.part(index)
-
-
 class Barrier:
-    """How often it was passed, what those learn who wait there, and which waits have ended."""
+    """A barrier: what waiting teaches at each passing, and which waits have ended."""
 
     def __init__(self, name: str, arrivals: int):
         self.name, self.arrivals = name, arrivals
@@ -146,12 +137,12 @@ class Barrier:
         self.pending.append(known)
         if len(self.pending) < self.arrivals:
             return
-        found = Knowledge()
+        learned = Knowledge()
         for x in self.pending:
-            found = found.with_events(*x)
-        if self.seen and self.seen[-1] & ~found.threads:
+            learned = learned.with_events(*x)
+        if self.seen and self.seen[-1] & ~learned.threads:
             raise self.too_early()
-        self.passed.append(found)
+        self.passed.append(learned)
         self.seen.append(0)
         self.pending = []
 
@@ -164,22 +155,22 @@ class Barrier:
 
 
 class Barriers:
-    """An array of them, or one."""
+    """One barrier, or an array of them."""
 
     def __init__(self, each: list[Barrier]):
-        self.each, self.at = each, _At(lambda index: Barriers([each[int(index)]]))
+        self.each, self.at = each, PartsAt(lambda index: Barriers([each[int(index)]]))
 
     @property
-    def one(self) -> Barrier:
-        (found,) = self.each
-        return found
+    def single(self) -> Barrier:
+        (barrier,) = self.each
+        return barrier
 
 
 # --- what kernels ask for -----------------------------------------------------------------------
 
 
 class Array:
-    """In shared memory, or in tensor memory."""
+    """An array in shared memory, or in tensor memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, tensor: bool = False):
         self.shape, self.dtype, self.tensor = shape, jnp.dtype(dtype), tensor
@@ -189,7 +180,7 @@ class Array:
 
 
 class Alternatives:
-    """Arrays in one place."""
+    """Several arrays that share one place in memory."""
 
     def __init__(self, *arrays: Array):
         self.arrays = arrays
@@ -200,7 +191,7 @@ class Alternatives:
 
 
 class Arrivals:
-    """So many of each of some barriers."""
+    """A request for `num_barriers` barriers, each passed by `num_arrivals` arrivals."""
 
     def __init__(
         self, num_arrivals: int = 1, num_barriers: int = 1, orders_tensor_core: bool = False
@@ -218,77 +209,63 @@ class Arrivals:
 
 
 class Warpgroup:
-    """What it knows, and its events that it has not waited for yet."""
+    """A warpgroup: its knowledge, and its asynchronous events that it has not waited for yet."""
 
     def __init__(self, number: int):
         self.number, self.known = number, Knowledge()
-        self.multiplies = False  # what is read now is read by matrix units
+        self.multiplies = False  # whether tensor cores do the reads
         self.copied_out = self.loaded = self.stored = self.multiplied = 0
-        self.added: dict[Any, int] = {}  # products, by where they are added
+        self.added: dict[Any, int] = {}  # products, by the place of their sum
         self.ready: Callable[[], bool] = lambda: True
         self.resumed, self.ended = threading.Semaphore(0), False
 
 
 class _Stopped(BaseException):
-    """Another warpgroup has failed."""
+    """Raised in a warpgroup's thread after another warpgroup has failed."""
 
 
 class Passes(NamedTuple):
-    """How many arrivals pass a barrier, and how often it was passed in a program, at most."""
+    """The number of arrivals that pass a barrier, and of its passings in a program, at most."""
 
     arrivals: int
     most: int
 
 
-class Machine:
-    """What runs kernels in place of Mosaic: `runs` is one's name, `did` says what each did, and
-    `passes` how often its barriers were passed, by their names."""
+class Machine(Programs):
+    """Runs kernels whose warpgroups wait at barriers.
+
+    By the names of kernels, `did` has the operations of each, and `passes` its barriers by name.
+    """
 
     def __init__(self) -> None:
-        self.runs = ""
+        super().__init__()
         self.did: dict[str, set[str]] = {}
         self.passes: dict[str, dict[str, Passes]] = {}
-        self.place: dict[str, Any] = {}
         self.barriers: list[Barrier] = []
         self.events, self.group = 0, Warpgroup(0)
         self.paused, self.errors = threading.Semaphore(0), list[BaseException]()
 
     def does(self, what: str) -> bool:
-        """Whether the kernel that runs does this; models of mistakes say no."""
+        """Records an operation; returns whether it takes place. Models of mistakes return False."""
         self.did[self.runs].add(what)
         return True
 
     def arrivals(self, barrier: str, count: int) -> int:
-        """How many a barrier of the kernel that runs takes; models of mistakes say another."""
+        """Returns the arrivals that a barrier takes; models of mistakes return another number."""
         return count
 
-    def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
-        def run(*operands: Any) -> list[Any]:
-            given = [Global(np.asarray(x)) for x in operands]
-            results = [np.full(x.shape, np.nan, x.dtype) for x in how["out_type"]]
-            self.runs = how["kernel_name"]
-            self.did.setdefault(self.runs, set())
-            self.passes.setdefault(self.runs, {})
-            for index in itertools.product(*map(range, how["grid"])):
-                self.place = dict(zip(how["grid_names"], map(jnp.int32, index), strict=True))
-                refs = [*given, *map(Global, results)]
-                self._program(body, refs, how["scratch_types"], how.get("num_threads", 1))
-            return list(map(jnp.asarray, results))
-
-        return run
-
-    def _program(self, body: Any, refs: list[Any], scratch: Any, count: int) -> None:
+    def program(self, body: Any, refs: list[Any], options: dict[str, Any]) -> None:
+        self.did.setdefault(self.runs, set())
+        passes = self.passes.setdefault(self.runs, {})
         self.events, self.barriers, self.errors = 0, [], []
 
-        def make(path: Any, asked: Any) -> Any:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return asked.make(self, name)
+        def make(path: Any, request: Any) -> Any:
+            return request.make(self, jax.tree_util.keystr(path, simple=True, separator="."))
 
-        refs += jax.tree_util.tree_map_with_path(make, scratch)
-        groups = [Warpgroup(i) for i in range(count)]
+        refs += jax.tree_util.tree_map_with_path(make, options["scratch_types"])
+        groups = [Warpgroup(i) for i in range(options.get("num_threads", 1))]
         for group in groups:
-            run = threading.Thread(target=self._run, args=(group, body, refs), daemon=True)
-            run.start()
+            threading.Thread(target=self._run, args=(group, body, refs), daemon=True).start()
         while left := [x for x in groups if not x.ended]:
             ready = [x for x in left if self.errors or x.ready()]
             if not ready:
@@ -298,13 +275,12 @@ class Machine:
             self.paused.acquire()
         if self.errors:
             raise self.errors[0]
-        passes = self.passes[self.runs]
         for barrier in self.barriers:
             barrier.end()
             _, most = passes.get(barrier.name, (0, 0))
             passes[barrier.name] = Passes(barrier.arrivals, max(most, len(barrier.passed)))
         if any(x.copied_out or x.stored for x in groups):
-            raise Race("a program ends while copies are under way")
+            raise Race("a program ends while copies are in flight")
 
     def _run(self, group: Warpgroup, body: Any, refs: list[Any]) -> None:
         group.resumed.acquire()
@@ -320,7 +296,7 @@ class Machine:
         self.paused.release()
 
     def axis_index(self, name: str) -> Any:
-        return jnp.int32(self.group.number) if name == "warpgroup" else self.place[name]
+        return jnp.int32(self.group.number) if name == "warpgroup" else super().axis_index(name)
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -329,21 +305,21 @@ class Machine:
         return 1 << self.events
 
     def touch(self, part: Part, writes: bool) -> None:
-        """By the threads of a warpgroup, or by matrix units for which it waits."""
+        """Records an access by the threads of a warpgroup, or by tensor cores that it waits for."""
         group, event = self.group, self.event()
         by_unit = group.multiplies
         part.note(event, group.known.units if by_unit else group.known.threads, writes)
         group.known = group.known.with_events(event, event if by_unit else 0)
 
-    def copy_in(self, source: Global, to: Part, barrier: Barriers) -> None:
+    def copy_in(self, source: GlobalArray, to: Part, barrier: Barriers) -> None:
         if source.shape != to.shape:
             raise ValueError(f"expected {to.shape}, got {source.shape}")
         known, event = self.group.known, self.event()
         to.note(event, known.units, writes=True)
         to.content[...] = source.array
-        barrier.one.arrive(known.with_all(event))
+        barrier.single.arrive(known.with_all(event))
 
-    def copy_out(self, source: Part, to: Global) -> None:
+    def copy_out(self, source: Part, to: GlobalArray) -> None:
         event = self.event()
         source.note(event, self.group.known.units, writes=False)
         to.array[...] = source.content
@@ -361,12 +337,12 @@ class Machine:
             self.group.known = self.group.known.with_all(self.group.known.threads)
 
     def arrive(self, barriers: Barriers) -> None:
-        barrier = barriers.one
+        barrier = barriers.single
         if self.does(f"arrive {barrier.name}"):
             barrier.arrive(self.group.known)
 
     def wait(self, barriers: Barriers) -> None:
-        barrier, group = barriers.one, self.group
+        barrier, group = barriers.single, self.group
         if not self.does(f"wait {barrier.name}"):
             return
         turn = barrier.waits.get(group.number, 0)
@@ -385,31 +361,33 @@ class Machine:
 
     # --- products -------------------------------------------------------------------------------
 
-    def products(self, unit: Unit, pairs: Any, **how: Any) -> Any:
-        """For which a warpgroup waits. Their operands are read from start to end, by a unit unless
-        single warps multiply."""
+    def products(self, unit: Unit, pairs: Any, **options: Any) -> Any:
+        """Computes products that a warpgroup waits for.
+
+        A unit reads their operands, from start to end, unless single warps multiply.
+        """
         group = self.group
         group.multiplies = not unit.by_warp
         for x in itertools.chain.from_iterable(pairs):
             _ = x[...]
-        found = _MULTIPLY(unit, pairs, **how)
+        result = _MULTIPLY(unit, pairs, **options)
         group.multiplies = False
-        return found
+        return result
 
     def multiply(self, total: Part, a: Part, b: Part, accumulate: bool) -> None:
         group, event = self.group, self.event()
-        where = id(total.events), *((x.start, x.stop) for x in total.box)
-        known = group.known.with_all(group.added.get(where, 0))
+        place = id(total.events), *((x.start, x.stop) for x in total.box)
+        known = group.known.with_all(group.added.get(place, 0))
         for x in (a, b):
             x.note(event, known.threads if x.events.tensor else known.units, writes=False)
         total.note(event, known.threads, writes=True)
         product = a.content.astype(np.float32) @ b.content.astype(np.float32)
         total.content[...] = total.content + product if accumulate else product
-        group.added[where] = event | group.added.get(where, 0)
+        group.added[place] = event | group.added.get(place, 0)
         group.multiplied |= event
 
     def arrive_after_products(self, barriers: Barriers) -> None:
-        barrier = barriers.one
+        barrier = barriers.single
         if self.does(f"arrive {barrier.name}"):
             barrier.arrive(self.group.known.with_all(self.group.multiplied))
 
@@ -440,9 +418,8 @@ _MULTIPLY = matrix_units.multiply
 
 @contextlib.contextmanager
 def on(machine: Machine) -> Iterator[None]:
-    """Kernels that are called inside run on a machine."""
-    ours: dict[str, Any] = {
-        "kernel": machine.kernel,
+    """Runs the kernels that are called inside on a machine."""
+    members: dict[str, Any] = {
         "SMEM": lambda shape, dtype, transforms=(): Array(shape, dtype),
         "TMEM": lambda shape, dtype, packed: Array(shape, dtype, tensor=True),
         "RefUnion": Alternatives,
@@ -461,14 +438,7 @@ def on(machine: Machine) -> Iterator[None]:
         "async_store_tmem": machine.store,
         "commit_tmem": machine.wait_for_stores,
     }
-
-    def products(unit: Unit, pairs: Any, **how: Any) -> Any:
-        return machine.products(unit, pairs, **how)
-
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        for name, replaced in ours.items():
-            patch.setattr(mosaic(), name, replaced, raising=False)
-        patch.setattr(matrix_units, "multiply", products)
+    with machine.replacing(**members) as patch:
+        patch.setattr(matrix_units, "multiply", machine.products)
         patch.setattr(tensor_memory, "_in_shared_memory", lambda unit: False)
-        patch.setattr(lax, "axis_index", machine.axis_index)
         yield

@@ -4,7 +4,6 @@ Only a browser of the system's packages is needed, such as Debian's `chromium`, 
 variable CHROME names.
 """
 
-import base64
 import json
 import os
 import select
@@ -164,7 +163,7 @@ class Browser:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Waits until what was asked for is drawn: two frames."""
+        """Waits for two frames, after which all changes are drawn."""
         self.evaluate(
             "new Promise((then) => requestAnimationFrame(() => requestAnimationFrame("
             "() => setTimeout(then, 20))))"
@@ -208,7 +207,3 @@ class Browser:
     def text(self, selector: str) -> str:
         """The text of an element."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
-
-    def screenshot(self) -> bytes:
-        """The window as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

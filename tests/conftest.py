@@ -6,15 +6,17 @@ import importlib
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 
-# Programs are compiled in a hurry, with the same values to rounding, for most run once; users'
-# optimisations stand in `users_jit`. One piece of code for each program instead of many: a process
-# may hold only so many memory maps (65,530 by default on Linux), of which each piece takes some.
-# On other devices compilers have to optimise, and cuDNN and scatters to add in one order.
+# Programs are compiled without optimisations, which changes values by rounding only, as most run
+# once; `users_jit` optimises. Each program is one piece of code, because a process may hold only
+# 65,530 memory maps (the default on Linux), of which each piece takes some. Compilers for other
+# devices have to optimise, and cuDNN and scatters have to add in one order.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (
@@ -28,15 +30,17 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# Compiled programs are kept, for all processes of a run, also those that tests start, and for the
-# next run, which takes half the time.
+# Compiled programs are cached for all processes of a run, including those that tests start, and
+# for the next run, which takes half the time.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "programs")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -66,7 +70,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @functools.cache
 def quick_options() -> dict[str, Any]:
-    """Compiler options that make small programs on CPU quicker to compile still."""
+    """Compiler options that make small programs on a CPU compile faster."""
     options = {"xla_cpu_use_fusion_emitters": False}
     if not ON_CPU:
         return {}
@@ -78,7 +82,7 @@ def quick_options() -> dict[str, Any]:
 
 
 def quick_jit(function: Any, **options: Any) -> Any:
-    """`jax.jit` for programs that run once: compiled in a hurry, same values to rounding."""
+    """`jax.jit` for programs that run once: compiled without optimisations."""
     return jax.jit(function, compiler_options=quick_options(), **options)
 
 
@@ -90,7 +94,7 @@ def users_jit(function: Any, **options: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, Any, Any]:
-    """On a GPU, tests of an implementation that this GPU has not are skipped, with its reason."""
+    """Skips, on a GPU, tests of implementations that this GPU does not support, with the reason."""
     try:
         return (yield)
     except NotImplementedError as reason:
@@ -100,7 +104,7 @@ def pytest_pyfunc_call() -> Generator[None, Any, Any]:
 
 
 def pytest_configure(config: Any) -> None:
-    """Programs of versions long gone do not fill the disk."""
+    """Removes the programs of earlier versions once they take 4 GB of disk."""
     programs = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     ours = programs.parent.name == ".pytest_cache" and not hasattr(config, "workerinput")
     if ours and programs.is_dir() and sum(x.stat().st_size for x in programs.iterdir()) > 4e9:
@@ -108,15 +112,17 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection() -> None:
-    """Tests wait for the kernel in C++, however busy the machine that builds it."""
+    """Lets tests wait for the kernel in C++, however busy the machine that builds it."""
     library: Any = importlib.import_module("jattn.kernels.cpu.library")
     library.PATIENCE = 600.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Within a file, tests of one case after one another: what they share is compiled once. Those
-    that take minutes come first: at the end one would run alone."""
+    """Runs tests of one case after one another, so that they share compiled programs.
+
+    Tests that take minutes come first: at the end one would run alone.
+    """
     selection: Any = importlib.import_module("tests.selection")
     selection.thin(items)
 
@@ -133,7 +139,7 @@ _tests_since_forgetting = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def _forget_compiled_programs():
-    """Every so often: thousands of programs in memory would take gigabytes and every memory map."""
+    """Clears JAX's caches: thousands of programs would take gigabytes and every memory map."""
     yield
     if next(_tests_since_forgetting) % 400 == 0:
         jax.clear_caches()
@@ -141,10 +147,10 @@ def _forget_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def _small_tiles(request):
-    """Cases of a few dozen keys go over several tiles, and by the dtype of a test every way: head
-    by head, all heads at once, or short ones as single tiles.
+    """Splits a few dozen keys into several tiles, by the strategy that belongs to the test's dtype.
 
-    Tests marked `default_tiles` get the tiles that users get.
+    Strategies: head by head, all heads at once, or short sequences as single tiles. Tests marked
+    `default_tiles` get the tiles that users get.
     """
     if request.node.get_closest_marker("default_tiles"):
         yield
@@ -166,17 +172,63 @@ def _small_tiles(request):
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For tests that compile much and compute little."""
-    before = jax.config.read("jax_disable_most_optimizations")
+    """Turns optimisations off for tests that compile much and compute little."""
+    previous = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", previous)
 
 
 @pytest.fixture
 def unchecked():
     """Switches the annotation checks off, so that the library's own messages are what raises."""
-    before = jaxtyping.config.jaxtyping_disable
+    previous = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    jaxtyping.config.update("jaxtyping_disable", previous)
+
+
+@pytest.fixture
+def standard_promotion():
+    """JAX's default promotion of dtypes and ranks, which functions of other libraries need."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def python_output(code: str, *arguments: str, **environment: str) -> bytes:
+    """Returns what a fresh interpreter prints on stdout when it runs code of this project."""
+    root = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": root, **environment},
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+
+
+def assert_trees_close(got: Any, want: Any, **tolerance: Any) -> None:
+    """Compares the arrays of two trees by `numpy.testing.assert_allclose`."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, **tolerance)
+
+
+def normal_arrays(*shapes: tuple[int, ...], dtype: Any = "float64", seed: int = 0) -> list[Any]:
+    """Normally distributed JAX arrays, drawn one after another."""
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def attention_arrays(
+    sizes: tuple[int, int, int, int, int, int, int], dtype: Any = "float64", seed: int = 0
+) -> list[Any]:
+    """Random query, key, value and cotangent of out, for sizes B, T, S, N, K, H and V."""
+    B, T, S, N, K, H, V = sizes
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V)
+    return normal_arrays(*shapes, dtype=dtype, seed=seed)
+
+
+def out_and_gradients(function: Any, arguments: Any, *cotangents: Any) -> tuple[Any, ...]:
+    """The results of a function, then the gradients of its arguments, in one flat tuple."""
+    out, pull = jax.vjp(function, *arguments)
+    results = out if isinstance(out, tuple) else (out,)
+    return *results, *pull(cotangents if isinstance(out, tuple) else cotangents[0])

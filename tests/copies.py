@@ -1,15 +1,16 @@
-"""A model of copies to shared memory by threads, as GPUs before Hopper make them (`cp.async`), to
-find races that neither values nor JAX's interpreter show.
+"""A model of asynchronous copies to shared memory by threads, as GPUs before Hopper make them
+(`cp.async`), to find races that neither values nor JAX's interpreter show.
 
-It runs kernels of one warpgroup as they stand, operation by operation, on arrays of NumPy in place
-of a GPU's memory, one program after another. A copy is under way from `copy_gmem_to_smem` to the
-`wait_gmem_to_smem` that ends it. That waits for the thread's own copies, then for the other threads
-(`bar.sync`). Nothing else counts as waiting: from one wait to the next, each warp runs at a speed
-of its own, so that what two of them do has no order. Therefore, in each place of shared memory:
+It runs kernels of one warpgroup unchanged, operation by operation, on NumPy arrays in place of a
+GPU's memory, one program after another. A copy is in flight from `copy_gmem_to_smem` to the
+`wait_gmem_to_smem` that ends it, which waits for the thread's own copies, then for the other
+threads (`bar.sync`). Nothing else counts as waiting: from one wait to the next, each warp runs at
+its own speed, so that operations of two warps have no order. Therefore, in each slot of shared
+memory:
 
 - what is read was copied before the last wait;
 - a copy starts only after a wait that follows the last read, and the copy before;
-- nothing is under way when a program ends.
+- no copy is in flight when a program ends.
 
 Without `unsafe_no_auto_barriers` Mosaic makes the warps wait before each copy too, which keeps the
 second rule. Kernels keep it without that.
@@ -32,11 +33,11 @@ from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 
 
 class Race(Exception):
-    """What a kernel does may come out otherwise on a GPU."""
+    """The outcome of a kernel depends on an order that a GPU does not guarantee."""
 
 
 def inside(x: Any, size: int) -> int | slice:
-    """The same index of an axis for NumPy, which would cut off what lies outside."""
+    """The index for NumPy; raises IndexError outside the axis, where NumPy would cut off."""
     if isinstance(x, slice):
         if x != slice(None):
             raise NotImplementedError(x)
@@ -54,17 +55,9 @@ def _inside(index: Any, shape: tuple[int, ...]) -> Any:
     return tuple(inside(x, size) for x, size in zip(axes, shape, strict=False))
 
 
-class _Reference:
-    """What a kernel takes for a reference: `x[index]` reads, `x.at[index]` is a part."""
+class PartsAt:
+    """The `at` of a reference: `x.at[index]` is a part of x."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def __init__(self, part: Callable[[Any], Any]):
-        self.at = _At(part)
-
-
-class _At:
     def __init__(self, part: Callable[[Any], Any]):
         self.part = part
 
@@ -72,11 +65,21 @@ class _At:
         return self.part(index)
 
 
-class Global(_Reference):
-    """Global memory, which holds an array or a part of one."""
+class _Reference:
+    """A kernel's reference: `x[index]` reads, `x.at[index]` is a part."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __init__(self, part: Callable[[Any], Any]):
+        self.at = PartsAt(part)
+
+
+class GlobalArray(_Reference):
+    """An array in global memory, or a part of one."""
 
     def __init__(self, array: np.ndarray):
-        super().__init__(lambda index: Global(array[_inside(index, array.shape)]))
+        super().__init__(lambda index: GlobalArray(array[_inside(index, array.shape)]))
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -86,112 +89,141 @@ class Global(_Reference):
         self.array[_inside(index, self.shape)] = value
 
 
-class Place(_Reference):
-    """One place of an array in shared memory. Parts of it are some of its rows."""
+class Slot(_Reference):
+    """One slot of an array in shared memory. Its parts are ranges of rows."""
 
-    def __init__(self, group: "Warpgroup", shape: tuple[int, ...], dtype: Any):
+    def __init__(self, group: "CopyingThreads", shape: tuple[int, ...], dtype: Any):
         super().__init__(lambda index: self)
         self.group, self.shape, self.dtype = group, shape, dtype
         self.content, self.written = np.zeros(shape, dtype), np.zeros(shape[0], bool)
-        self.read = -1  # after how many waits
+        self.read = -1  # the number of waits before the last read
 
     def __getitem__(self, index: Any) -> Any:
         if not self.written.all():
-            raise Race("a place is read to which nothing was copied")
-        if any(x.place is self for x in self.group.under_way):
-            raise Race("a place is read while a copy to it is under way")
+            raise Race("a slot is read to which nothing was copied")
+        if any(x.slot is self for x in self.group.in_flight):
+            raise Race("a slot is read while a copy to it is in flight")
         self.read = self.group.waits
         return jnp.asarray(self.content[index])
 
 
-class Part(NamedTuple):
-    """Rows of a place."""
+class SlotRows(NamedTuple):
+    """SlotRows of a slot."""
 
-    place: Place
+    slot: Slot
     start: int
     stop: int
 
     @classmethod
-    def of(cls, places: list[Place], index: Any) -> "Part":
-        place = places[int(index[0])]
-        (run,) = _inside(index[1], place.shape)
-        return cls(place, run.start, run.stop)
+    def of(cls, slots: list[Slot], index: Any) -> "SlotRows":
+        slot = slots[int(index[0])]
+        (run,) = _inside(index[1], slot.shape)
+        return cls(slot, run.start, run.stop)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stop - self.start, *self.place.shape[1:]
+        return self.stop - self.start, *self.slot.shape[1:]
 
-    def overlaps(self, other: "Part") -> bool:
-        apart = self.stop <= other.start or other.stop <= self.start
-        return self.place is other.place and not apart
+    def overlaps(self, other: "SlotRows") -> bool:
+        disjoint = self.stop <= other.start or other.stop <= self.start
+        return self.slot is other.slot and not disjoint
 
 
 class Shared(_Reference):
-    """An array in shared memory, `[places, ...]`. What kernels read are whole places."""
+    """An array in shared memory, `[slots, ...]`. Kernels read whole slots."""
 
-    def __init__(self, group: "Warpgroup", like: Any):
-        places = [Place(group, like.shape[1:], like.dtype) for _ in range(like.shape[0])]
+    def __init__(self, group: "CopyingThreads", like: Any):
+        slots = [Slot(group, like.shape[1:], like.dtype) for _ in range(like.shape[0])]
         super().__init__(
-            lambda index: Part.of(places, index) if isinstance(index, tuple) else places[int(index)]
+            lambda index: (
+                SlotRows.of(slots, index) if isinstance(index, tuple) else slots[int(index)]
+            )
         )
         self.shape, self.dtype = like.shape, like.dtype
 
 
-class Warpgroup:
-    """The threads of a program: how often they have waited, and their copies that are under way."""
+class CopyingThreads:
+    """The threads of a program: the number of their waits, and their copies in flight."""
 
     def __init__(self) -> None:
         self.waits = 0
-        self.under_way: list[Part] = []
+        self.in_flight: list[SlotRows] = []
 
-    def copy(self, source: Global, to: Place | Part) -> None:
-        part = Part(to, 0, to.shape[0]) if isinstance(to, Place) else to
-        if any(map(part.overlaps, self.under_way)):
-            raise Race("a copy starts to a place to which one is under way")
-        if part.place.read == self.waits:
-            raise Race("a copy starts to a place that other warps may still read")
+    def copy(self, source: GlobalArray, to: Slot | SlotRows) -> None:
+        part = SlotRows(to, 0, to.shape[0]) if isinstance(to, Slot) else to
+        if any(map(part.overlaps, self.in_flight)):
+            raise Race("a copy starts to a slot to which one is in flight")
+        if part.slot.read == self.waits:
+            raise Race("a copy starts to a slot that other warps may still read")
         if source.shape != part.shape:
             raise ValueError(f"expected {part.shape}, got {source.shape}")
         rows = slice(part.start, part.stop)
-        part.place.content[rows], part.place.written[rows] = source.array, True
-        self.under_way.append(part)
+        part.slot.content[rows], part.slot.written[rows] = source.array, True
+        self.in_flight.append(part)
 
     def wait(self, count: int) -> None:
-        """Until at most so many copies are under way."""
-        self.under_way = self.under_way[len(self.under_way) - count :] if count else []
+        """Waits until at most `count` copies are in flight."""
+        self.in_flight = self.in_flight[len(self.in_flight) - count :] if count else []
         self.waits += 1
 
     def end(self) -> None:
-        if self.under_way:
-            raise Race("a program ends while copies are under way")
+        if self.in_flight:
+            raise Race("a program ends while copies are in flight")
 
 
-class Machine:
-    """What runs kernels in place of Mosaic: the one that `runs`, and the waits of each so far."""
+class Programs:
+    """Runs kernels in place of Mosaic, one program of a grid after another.
+
+    `runs` is the name of the kernel that runs, `place` the program's index by the names of axes.
+    """
 
     def __init__(self) -> None:
         self.runs = ""
-        self.waits: dict[str, int] = {}
-        self.group = Warpgroup()
         self.place: dict[str, Any] = {}
 
-    def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
+    def kernel(self, body: Any, **options: Any) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
-            given = [Global(np.asarray(x)) for x in operands]
-            results = [np.full(x.shape, np.nan, x.dtype) for x in how["out_type"]]
-            self.runs = how["kernel_name"]
-            self.waits.setdefault(self.runs, 0)
-            for index in itertools.product(*map(range, how["grid"])):
-                self.group = Warpgroup()
-                self.place = dict(zip(how["grid_names"], map(jnp.int32, index), strict=True))
-                shared = jax.tree.map(lambda x: Shared(self.group, x), how["scratch_types"])
-                body(*given, *map(Global, results), *shared)
-                self.group.end()
+            arguments = [GlobalArray(np.asarray(x)) for x in operands]
+            results = [np.full(x.shape, np.nan, x.dtype) for x in options["out_type"]]
+            self.runs = options["kernel_name"]
+            for index in itertools.product(*map(range, options["grid"])):
+                self.place = dict(zip(options["grid_names"], map(jnp.int32, index), strict=True))
+                self.program(body, [*arguments, *map(GlobalArray, results)], options)
             return list(map(jnp.asarray, results))
 
         return run
 
-    def copy(self, source: Global, to: Place | Part, barrier: Any = None, *, oob_mode: Any) -> None:
+    def program(self, body: Any, refs: list[Any], options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def axis_index(self, name: str) -> Any:
+        return self.place[name]
+
+    @contextlib.contextmanager
+    def replacing(self, **members: Any) -> Iterator[pytest.MonkeyPatch]:
+        """Runs the kernels that are called inside, with these members of Mosaic replaced."""
+        with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+            for name, member in {"kernel": self.kernel, **members}.items():
+                patch.setattr(mosaic(), name, member, raising=False)
+            patch.setattr(lax, "axis_index", self.axis_index)
+            yield patch
+
+
+class CopyMachine(Programs):
+    """Runs kernels whose threads copy; `waits` counts the waits of each kernel so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: dict[str, int] = {}
+        self.group = CopyingThreads()
+
+    def program(self, body: Any, refs: list[Any], options: dict[str, Any]) -> None:
+        self.waits.setdefault(self.runs, 0)
+        self.group = CopyingThreads()
+        body(*refs, *jax.tree.map(lambda x: Shared(self.group, x), options["scratch_types"]))
+        self.group.end()
+
+    def copy(self, source: GlobalArray, to: Slot | SlotRows, barrier=None, *, oob_mode) -> None:
         if barrier is not None:
             raise ValueError("a copy by threads has no barrier")
         self.group.copy(source, to)
@@ -202,18 +234,14 @@ class Machine:
 
 
 @contextlib.contextmanager
-def by_threads(machine: Machine | None = None) -> Iterator[Machine]:
-    """Kernels that are called inside run on a machine on which threads copy."""
-    machine = machine or Machine()
-    ours: dict[str, Any] = {
-        "kernel": machine.kernel,
+def by_threads(machine: CopyMachine | None = None) -> Iterator[CopyMachine]:
+    """Runs the kernels that are called inside on a machine whose threads copy."""
+    machine = machine or CopyMachine()
+    members: dict[str, Any] = {
         "copy_gmem_to_smem": machine.copy,
         "wait_gmem_to_smem": machine.wait,
         "SMEM": lambda shape, dtype, transforms=(): jax.ShapeDtypeStruct(shape, dtype),
     }
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        for name, replaced in ours.items():
-            patch.setattr(mosaic(), name, replaced, raising=False)
+    with machine.replacing(**members) as patch:
         patch.setattr(streams, "_copies_by_unit", lambda unit: False)
-        patch.setattr(lax, "axis_index", lambda name: machine.place[name])
         yield machine

@@ -1,4 +1,4 @@
-"""What tests of kernels have in common."""
+"""Helpers for tests of kernels."""
 
 import functools
 from typing import Any
@@ -13,6 +13,7 @@ from jattn.call import Call, of_shapes
 from jattn.kernels.common import block_mask
 from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
+from tests.cases import CaseInputs
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -22,25 +23,55 @@ CEILINGS = contract.CEILINGS | {"bfloat16": 2e-2, "float16": 2.5e-3}
 
 
 def made(shapes: Shapes, **options: Any) -> Call:
-    """A prepared call of these sizes."""
+    """Returns a prepared call of these sizes."""
     return of_shapes(shapes, **options).prepared()
 
 
 def prepared(spec: Spec, shapes: Shapes) -> Spec:
-    """A spec as kernels take it."""
+    """Returns a spec as kernels take it."""
     return Call(spec, shapes).prepared().spec
 
 
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
-    """As in the contract; in 16 bits, compared with a formula that rounds as matrix units do."""
+    """Checks errors; in 16 bits against a formula that rounds as tensor cores do."""
     contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")
 
 
-def assert_parts(
-    monkeypatch: Any, implementation: str, dtype: Any, expected: int, most: float
-) -> None:
-    """Few queries and many keys: the implementation splits the keys into so many parts, of which
-    some have none that may be attended to, and its error is at most so large."""
+def poisoned(name: str, x: CaseInputs, poison: float) -> CaseInputs:
+    """The case's inputs with this number in the queries and keys that no pair needs."""
+    rows, columns = contract.dead_places(name)
+    q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+    q[rows], k[columns], v[columns] = poison, poison, poison
+    return x._replace(q=q, k=k, v=v)
+
+
+def poisons_of(name: str) -> tuple[float, ...]:
+    """Numbers to poison a case with; none where every query and every key is needed."""
+    return contract.POISONS if any(x.any() for x in contract.dead_places(name)) else ()
+
+
+def assert_dead_rows_are_empty(name: str, results: contract.CaseResults) -> None:
+    """Queries without keys have an output of 0 and an lse of -inf."""
+    rows, _ = contract.dead_places(name)
+    assert not results.out[rows].any()
+    assert np.all(np.swapaxes(results.lse, -1, -2)[rows] == -np.inf)
+
+
+def _bounds_that_lie(tile: masks.Tile) -> tuple[Any, Any]:
+    first = np.asarray(tile.columns.start) < 128
+    rows = np.ones_like(np.asarray(tile.rows.start), bool)
+    return rows & first, rows & first
+
+
+# Kernels that follow the tile map attend to keys before 128, although the function allows none.
+LYING = masks.Predicate(lambda b, h, i, j: i < 0, bounds=_bounds_that_lie)
+
+
+def assert_parts(monkeypatch, implementation: str, dtype, expected: int, most: float) -> None:
+    """Checks that an implementation splits many keys for few queries into `expected` parts.
+
+    Some parts have no key that may be attended to. The error is at most `most`.
+    """
     counted, parts = [], block_mask.parts
     monkeypatch.setattr(block_mask, "parts", lambda *x: counted.append(parts(*x)) or counted[-1])
     rng = np.random.default_rng(0)
@@ -58,7 +89,7 @@ def assert_parts(
 
 
 def largest(jaxpr: Any) -> int:
-    """The size of the largest array in a traced program."""
+    """Returns the size of the largest array in a traced program."""
     sizes = [0]
     for equation in jaxpr.eqns:
         sizes += [getattr(x.aval, "size", 0) for x in equation.outvars]

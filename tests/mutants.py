@@ -1,15 +1,16 @@
-"""Mutants: mistakes that attention libraries have made, each of which the quick suite must notice.
+"""Mutants: mistakes of attention libraries, each of which the quick suite has to notice.
 
     python -m tests.mutants            # all of them
     python -m tests.mutants tile key-reuse
 
-Each is made in a temporary copy of the project. The tests in whose files it should be noticed run
-first, the rest of the quick suite only if these pass. It prints which test failed first, and ends
-with 1 if a mutant was not noticed by any.
+Each mistake is made in a temporary copy of the project. The tests in the files named for it run
+first, the rest of the quick suite only if these pass. Prints the first test that fails for each
+mutant, and exits with 1 if no test notices a mutant.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,11 +25,18 @@ COPIED = ("jattn", "experiments", "tests", "pyproject.toml", "README.md")
 
 
 class Change(NamedTuple):
-    """A text that stands once in a file, and what it becomes."""
+    """A text that occurs once in a file, with `⟦old⇒new⟧` where it changes."""
 
     file: str
-    old: str
-    new: str
+    text: str
+
+    @property
+    def old(self) -> str:
+        return re.sub("⟦(.*?)⇒.*?⟧", r"\1", self.text, flags=re.DOTALL)
+
+    @property
+    def new(self) -> str:
+        return re.sub("⟦.*?⇒(.*?)⟧", r"\1", self.text, flags=re.DOTALL)
 
 
 class Mutant(NamedTuple):
@@ -38,38 +46,30 @@ class Mutant(NamedTuple):
     noticed_by: tuple[str, ...]
 
 
-def mutant(file: str, old: str, new: str, *noticed_by: str) -> Mutant:
+def mutant(file: str, text: str, *noticed_by: str) -> Mutant:
     """One change; tests are named without `test_`."""
-    return Mutant((Change(file, old, new),), noticed_by)
+    return Mutant((Change(file, text),), noticed_by)
 
 
 CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
 DROPOUT = "jattn/dropout.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
-BLOCKWISE, SINGLE = "jattn/kernels/xla/blockwise.py", "jattn/kernels/xla/single_tile.py"
+BLOCKWISE = "jattn/kernels/xla/blockwise.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
 BUILT_IN = "jattn/kernels/cpu/built_in.py"
 LOSSES, TRAINING = "experiments/translation/losses.py", "experiments/translation/training.py"
 DATA = "experiments/translation/data.py"
 
-CAUSAL = "return columns.positions[None, :] <= rows.positions[:, None]"
-CAUSAL_BOUNDS = "return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)"
-
 
 def causal(by: int) -> Mutant:
-    """Formula, bounds and the kernel's runs agree on the wrong diagonal."""
+    """Moves the diagonal in the formula, the bounds and the kernel's runs alike."""
+    bounds = f"kv_lo <= q_hi⟦⇒ + {by}⟧), _as_truth(kv_hi <= q_lo⟦⇒ + {by}⟧)"
     return Mutant(
         (
-            Change(MASKS, CAUSAL, CAUSAL.replace("[:, None]", f"[:, None] + {by}")),
+            Change(MASKS, f"columns.positions[None, :] <= rows.positions[:, None]⟦⇒ + {by}⟧"),
+            Change(MASKS, f"return _as_truth({bounds}"),
             Change(
-                MASKS,
-                CAUSAL_BOUNDS,
-                f"return _as_truth(kv_lo <= q_hi + {by}), _as_truth(kv_hi <= q_lo + {by})",
-            ),
-            Change(
-                BUILT_IN,
-                "return KeyRanges(0, _until(queries.positions, 0, queries.S))",
-                f"return KeyRanges(0, _until(queries.positions, 0, queries.S) + {by})",
+                BUILT_IN, f"return KeyRanges(0, _until(queries.positions, 0, queries.S)⟦⇒ + {by}⟧)"
             ),
         ),
         ("masks", "relations"),
@@ -77,236 +77,174 @@ def causal(by: int) -> Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    # Which keys and values a query meets.
+    # Key heads of query heads.
     "tile": mutant(
         TILE,
-        "grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]",
-        "grouped = [x.reshape(B, *group, K, *x.shape[2:]) for x in grouped]\n"
-        "    grouped = [x.swapaxes(1, 2) if group else x for x in grouped]",
+        "grouped = [x.reshape(B, ⟦K, *group⇒*group, K⟧, *x.shape[2:]) for x in grouped]⟦⇒\n"
+        "    grouped = [x.swapaxes(1, 2) if group else x for x in grouped]⟧",
         "contract",
     ),
     "tile-in-turn": mutant(
         BLOCKWISE,
-        "k, v = (take_head(x, b, h // shapes.G, S) for x in (key, value))",
-        "k, v = (take_head(x, b, h % shapes.K, S) for x in (key, value))",
+        "k, v = (take_head(x, b, h ⟦// shapes.G⇒% shapes.K⟧, S) for x in (key, value))",
         "contract",
     ),
-    "tile-in-c": mutant(
-        f"{C}/call.h", "const Index g = n / (N / K);", "const Index g = n % K;", "native"
-    ),
+    "tile-in-c": mutant(f"{C}/call.h", "const Index g = n ⟦/ (N / K)⇒% K⟧;", "native"),
     # The scale.
     "scale-of-values": mutant(
-        CALL,
-        'scale=_check_scale(options.get("scale"), shapes.H)',
-        'scale=_check_scale(options.get("scale"), shapes.V)',
-        "contract",
+        CALL, 'scale=_check_scale(options.get("scale"), shapes.⟦H⇒V⟧)', "contract"
     ),
     "scale-of-the-model": mutant(
-        CALL,
-        'scale=_check_scale(options.get("scale"), shapes.H)',
-        'scale=_check_scale(options.get("scale"), shapes.N * shapes.H)',
-        "contract",
+        CALL, 'scale=_check_scale(options.get("scale"), shapes.⟦⇒N * shapes.⟧H)', "contract"
     ),
-    "no-scale": mutant(CALL, "return 1 / math.sqrt(H)", "return 1.0", "contract"),
+    "no-scale": mutant(CALL, "return 1⟦ / math.sqrt(H)⇒.0⟧", "contract"),
     # Masks.
     "mask-inverted": mutant(
-        TILE,
-        "        allowed = spec.mask.evaluate(b, h, rows, columns)",
-        "        allowed = ~spec.mask.evaluate(b, h, rows, columns)",
-        "contract",
+        TILE, "        allowed = ⟦⇒~⟧spec.mask.evaluate(b, h, rows, columns)", "contract"
     ),
     "causal-one-more": causal(1),
     "causal-one-less": causal(-1),
     "bottom-right": mutant(
         TILE,
-        "return span(T, spec.q_positions), span(S, spec.kv_positions)",
-        "last = jnp.arange(T, dtype=jnp.int32) + S - T\n"
+        "⟦⇒last = jnp.arange(T, dtype=jnp.int32) + S - T\n"
         "    q = last if spec.q_positions is None else spec.q_positions\n"
-        "    return span(T, q), span(S, spec.kv_positions)",
+        "    ⟧return span(T, ⟦spec.q_positions⇒q⟧), span(S, spec.kv_positions)",
         "contract",
     ),
-    "window-one-more": mutant(
-        MASKS,
-        "allowed = allowed & (kv >= first[:, None])",
-        "allowed = allowed & (kv >= first[:, None] - 1)",
-        "masks",
-    ),
-    "window-one-less": mutant(
-        MASKS,
-        "allowed = allowed & (kv <= last[:, None])",
-        "allowed = allowed & (kv < last[:, None])",
-        "masks",
-    ),
-    "window-bounds": mutant(
-        MASKS,
-        "maybe_any = maybe_any & (kv_hi >= first)",
-        "maybe_any = maybe_any & (kv_hi > first)",
-        "masks",
-    ),
-    "window-in-c": mutant(
-        BUILT_IN,
-        "masks.shifted(jnp.maximum(q, 0), -left)",
-        "masks.shifted(jnp.maximum(q, 0), 1 - left)",
-        "native",
-    ),
+    "window-one-more": mutant(MASKS, "allowed = allowed & (kv >= first[:, None]⟦⇒ - 1⟧)", "masks"),
+    "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last[:, None])", "masks"),
+    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first)", "masks"),
+    "window-in-c": mutant(BUILT_IN, "masks.shifted(jnp.maximum(q, 0), ⟦-⇒1 - ⟧left)", "native"),
     "soft-cap-after-mask": mutant(
         TILE,
-        "        score = rounded(function.evaluate(selected(score), b, h, rows, columns))\n"
+        "        score = ⟦rounded(⇒score if allowed is None else jnp.where(allowed, score, "
+        "-jnp.inf)\n"
+        "        score = ⟧function.evaluate(⟦selected(score)⇒score⟧, b, h, rows, columns)⟦)⇒\n"
+        "        allowed = None⟧\n"
         "    if allowed is None:",
-        "        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)\n"
-        "        score = function.evaluate(score, b, h, rows, columns)\n"
-        "        allowed = None\n    if allowed is None:",
         "contract",
     ),
     "fill-with-a-constant": mutant(
-        TILE,
-        "    return jnp.where(allowed, score, -jnp.inf)",
-        "    return jnp.where(allowed, score, -1e4)",
-        "contract",
+        TILE, "    return jnp.where(allowed, score, -⟦jnp.inf⇒1e4⟧)", "contract"
     ),
     # The softmax.
     "no-maximum": mutant(
         SOFTMAX,
-        "exponential = jnp.exp(scores - maximum[:, None])",
-        "maximum = maximum * 0\n    exponential = jnp.exp(scores - maximum[:, None])",
+        "⟦⇒maximum = maximum * 0\n    ⟧exponential = jnp.exp(scores - maximum[:, None])",
         "large_numbers",
         "contract",
     ),
     "sums-in-bfloat16": mutant(
         TILE,
-        '"th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)',
-        '"th,sh->ts", q, k, precision=precision).astype(dtype)',
+        '"th,sh->ts", q, k, precision=precision⟦, preferred_element_type=⇒).astype(⟧dtype)',
         "contract",
     ),
+    # XLA would remove a conversion to bfloat16 and back.
     "weights-in-bfloat16": mutant(
         BLOCKWISE,
-        "score, lambda w: dot(part.drop(w), v_j.finite, spec), differentiable=False",
-        "score,\n                "
-        # A conversion to bfloat16 and back XLA would leave out.
-        "lambda w: dot(lax.reduce_precision(part.drop(w), 8, 7) "
-        "if v.dtype == jnp.bfloat16 else part.drop(w), v_j.finite, spec),\n"
-        "                differentiable=False",
+        "score,⟦ ⇒\n"
+        "                ⟧lambda w: dot(⟦⇒lax.reduce_precision(part.drop(w), 8, 7) if v.dtype "
+        "== jnp.bfloat16 else ⟧part.drop(w), v_j.finite, spec),⟦ ⇒\n"
+        "                ⟧differentiable=False",
         "contract",
     ),
     "lse-in-bfloat16": mutant(
         "jattn/kernels/common/vjp.py",
-        "    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
-        "    log = log.astype(query.dtype).astype(log.dtype)\n"
-        "    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
+        "    ⟦⇒log = log.astype(query.dtype).astype(log.dtype)\n"
+        "    ⟧return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
         "contract",
     ),
     "merged-without-weights": mutant(
-        SOFTMAX,
-        "weights = [jnp.exp(lse - top) for lse in lses]",
-        "weights = [jnp.ones_like(lse) for lse in lses]",
-        "softmax",
+        SOFTMAX, "weights = [jnp.⟦exp(lse - top⇒ones_like(lse⟧) for lse in lses]", "softmax"
     ),
     "lse-of-the-first-part": mutant(
-        SOFTMAX,
-        "merged = jnp.where(dead, -jnp.inf, top + jnp.log(total))",
-        "merged = lses[0]",
-        "softmax",
+        SOFTMAX, "merged = ⟦jnp.where(dead, -jnp.inf, top + jnp.log(total))⇒lses[0]⟧", "softmax"
     ),
     # Dropout.
     "dropout-before-softmax": mutant(
         TILE,
-        "    return jnp.where(allowed, score, -jnp.inf)",
-        "    from jattn import dropout\n"
+        "    ⟦⇒from jattn import dropout\n"
         "    score = dropout.drop(spec, score, b, h, rows, columns)\n"
-        "    return jnp.where(allowed, score, -jnp.inf)",
+        "    ⟧return jnp.where(allowed, score, -jnp.inf)",
         "contract",
         "dropout",
     ),
     "dropout-not-scaled": mutant(
-        DROPOUT,
-        "jnp.where(kept, 1 / (1 - spec.dropout_rate), 0)",
-        "jnp.where(kept, 1, 0)",
-        "dropout",
-        "contract",
+        DROPOUT, "jnp.where(is_kept, 1⟦ / (1 - spec.dropout_rate)⇒⟧, 0)", "dropout", "contract"
     ),
-    "dropout-of-all-heads": mutant(
-        DROPOUT, "for word in (*rest, b, h):", "for word in (*rest, b, 0 * h):", "dropout"
-    ),
-    "dropout-of-all-rows": mutant(
-        DROPOUT, "for word in (*rest, b, h):", "for word in (*rest, 0 * b, h):", "dropout"
-    ),
+    "dropout-of-all-heads": mutant(DROPOUT, "for word in (*rest, b, ⟦⇒0 * ⟧h):", "dropout"),
+    "dropout-of-all-rows": mutant(DROPOUT, "for word in (*rest, ⟦⇒0 * ⟧b, h):", "dropout"),
     "key-reuse": mutant(
         TRAINING,
-        "key = jax.random.fold_in(jax.random.key(config.seed), state.step)",
-        "key = jax.random.key(config.seed)",
+        "key = ⟦jax.random.fold_in(⇒⟧jax.random.key(config.seed)⟦, state.step)⇒⟧",
         "translation",
     ),
     # Caches and positions.
     "cache-write-clamped": mutant(
         CACHE,
-        "slots = jnp.where(self._kept(slots, valid), slots, self.capacity)\n        held =",
-        "slots = jnp.minimum(slots, self.capacity - 1)\n        held =",
+        "slots = jnp.⟦where(self._kept(slots, valid), ⇒minimum(⟧slots, self.capacity⟦⇒ - 1⟧)\n"
+        "        overflowed =",
         "cache",
     ),
     "rotary-offset-dropped": mutant(
         "jattn/nn/attention.py",
-        "        return self.rotary(x, positions)",
-        "        return self.rotary(x, jnp.arange(x.shape[-3], dtype=jnp.int32))",
+        "        return self.rotary(x, ⟦positions⇒jnp.arange(x.shape[-3], dtype=jnp.int32⟧)⟦⇒)⟧",
         "nn",
     ),
     "rotary-halves-swapped": mutant(
         POSITIONS,
-        "return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)",
-        "return jnp.concatenate([b * cos + a * sin, a * cos - b * sin], axis=-1)",
+        "return jnp.concatenate([⟦⇒b * cos + a * sin, ⟧a * cos - b * sin⟦, b * cos + a * sin⇒⟧], "
+        "axis=-1)",
         "positions",
     ),
     # Training.
     "loss-over-padding": mutant(
         TRAINING,
-        "tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)",
-        "tokens = jnp.asarray(loss_mask(batch).size)",
+        "tokens = jnp.⟦maximum(jnp.sum⇒asarray⟧(loss_mask(batch)⟦), 1)⇒.size)⟧",
         "translation",
         "losses",
     ),
     "smoothing-over-padding": mutant(
         LOSSES,
-        "return jnp.where(mask, both, 0), jnp.where(mask[:, None], gradient, 0)",
-        "return both, gradient",
+        "return⟦ jnp.where(mask, both, 0), jnp.where(mask[:, None], gradient, 0)⇒ both, gradient⟧",
         "losses",
     ),
     "mean-of-means": mutant(
         TRAINING,
-        "return jax.tree.map(jnp.add, sums, gradient(params, batch, key, tokens)), None",
-        "own = jnp.maximum(jnp.sum(loss_mask(batch)), 1) * len(micro_batches.source)\n"
-        "        return jax.tree.map(jnp.add, sums, gradient(params, batch, key, own)), None",
+        "⟦⇒own = jnp.maximum(jnp.sum(loss_mask(batch)), 1) * len(micro_batches.source)\n"
+        "        ⟧return jax.tree.map(jnp.add, sums, gradient(params, batch, key, "
+        "⟦tokens⇒own⟧)), None",
         "translation",
     ),
     "zip-truncates": Mutant(
         (
-            Change(DATA, "    if len(left) != len(right):", "    if False:"),
-            Change(DATA, "zip(left, right, strict=True)", "zip(left, right)"),
+            Change(DATA, "    if ⟦len(left) != len(right)⇒False⟧:"),
+            Change(DATA, "zip(left, right⟦, strict=True⇒⟧)"),
         ),
         ("data",),
     ),
     # Gradients.
     "gradient-twice": mutant(
         DERIVATIVES,
-        "lambda x, y: x.astype(y.dtype), AttentionInputs(*gradients), inputs",
-        "lambda x, y: 2 * x.astype(y.dtype), AttentionInputs(*gradients), inputs",
+        "lambda x, y:⟦⇒ 2 *⟧ x.astype(y.dtype), AttentionInputs(*gradients), inputs",
         "contract",
     ),
     "gradient-of-values-twice-in-c": mutant(
         f"{C}/threads.h",
-        "put(to.d_v.from(from), sums.d_v, until - from, V, T{1}, all.how);",
-        "put(to.d_v.from(from), sums.d_v, until - from, V, T{2}, all.how);",
+        "put(to.d_v.from(from), sums.d_v, until - from, V, T{⟦1⇒2⟧}, all.how);",
         "native",
     ),
     "no-delta": mutant(
         DERIVATIVES,
-        "delta = row_dots(cotangents.out, self.residuals.out) - cotangents.lse",
-        "delta = row_dots(cotangents.out, self.residuals.out)",
+        "delta = row_dots(cotangents.out, self.residuals.out)⟦ - cotangents.lse⇒⟧",
         "contract",
     ),
     "parameters-forgotten": mutant(
         DERIVATIVES,
-        "            return _cast(gradients, point.inputs)\n\n        def rule",
-        "            zeros = [0 * x for x in gradients[0]]\n"
-        "            return _cast((zeros, *gradients[1:]), point.inputs)\n\n        def rule",
+        "            ⟦⇒zeros = [0 * x for x in gradients[0]]\n"
+        "            ⟧return _cast(⟦gradients⇒(zeros, *gradients[1:])⟧, point.inputs)\n"
+        "\n"
+        "        def rule",
         "contract",
         "scores",
     ),
@@ -314,17 +252,18 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def apply(name: str, root: Path) -> None:
-    """Changes a copy of the project; ValueError where a text does not stand there just once."""
-    for file, old, new in MUTANTS[name].changes:
-        path = root / file
+    """Changes a copy of the project; raises ValueError if a text does not occur exactly once."""
+    for change in MUTANTS[name].changes:
+        path = root / change.file
         text = path.read_text(encoding="utf-8")
-        if text.count(old) != 1 or old == new:
-            raise ValueError(f"{name}: stands {text.count(old)} times in {file}: {old!r}")
-        path.write_text(text.replace(old, new), encoding="utf-8")
+        if text.count(change.old) != 1 or change.old == change.new:
+            count = text.count(change.old)
+            raise ValueError(f"{name}: stands {count} times in {change.file}: {change.old!r}")
+        path.write_text(text.replace(change.old, change.new), encoding="utf-8")
 
 
 def copy(root: Path) -> None:
-    """The project, and the programs that its tests have compiled."""
+    """Copies the project without its caches."""
     for name in COPIED:
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
@@ -335,7 +274,7 @@ def copy(root: Path) -> None:
 
 
 def first_failure(root: Path, tests: list[str]) -> str | None:
-    """The first test that fails, or None."""
+    """Returns the first test that fails, or None."""
     programs = str(ROOT / ".pytest_cache" / "programs")
     environment = {
         "JAX_COMPILATION_CACHE_DIR": programs,
@@ -360,26 +299,26 @@ def first_failure(root: Path, tests: list[str]) -> str | None:
 
 
 def noticed(name: str) -> str | None:
-    """The test that notices a mutant, if one does."""
+    """Returns the test that notices a mutant, or None."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = Path(folder)
         copy(root)
         apply(name, root)
         likely = [f"tests/test_{x}.py" for x in MUTANTS[name].noticed_by]
-        # A copy is no repository, so what is tested of that fails there without a mutant too.
-        others = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "adding")]
-        return first_failure(root, likely) or first_failure(root, others)
+        # A copy is no repository: tests of the repository fail there without a mutant too.
+        elsewhere = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "adding")]
+        return first_failure(root, likely) or first_failure(root, elsewhere)
 
 
 def fails_unchanged(test: str) -> bool:
-    """Whether a test fails in a copy without a mutant, and so notices nothing."""
+    """Returns whether a test fails in a copy without a mutant, and so notices nothing."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy(Path(folder))
         return first_failure(Path(folder), ["-n0", test.split(" ", 1)[1]]) is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each mutant; how many were not noticed decides about the exit status."""
+    """Prints a line for each mutant; returns 1 if any was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MUTANTS))
     names = parser.parse_args(arguments).names or list(MUTANTS)

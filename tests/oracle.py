@@ -1,13 +1,13 @@
 """Attention by definition: float64 loops over batch, head, query and key.
 
-Nothing here comes from the library or from JAX. A mask is a function of `At`, a score function a
-`Modifier` with its derivatives written out, and masked pairs are never looked at, so that what
-stands in them cannot matter. Sums are exact (`math.fsum`) where it is cheap.
+Imports neither the library nor JAX. A mask is a function of `At`, a score function a `Modifier`
+with its derivatives written out, and masked pairs are never read, so their values cannot matter.
+Sums are exact (`math.fsum`) where that is cheap.
 
 `attend` and `gradients` are the truth. Values may be complex, which gives derivatives of `attend`
 to the last digit without a formula (imaginary part of f(x + ih) / h for a tiny h) and so a check
 of `gradients` that shares nothing with it. `plain` is the textbook formula on whole arrays in any
-dtype: its error against the truth is what an implementation may be measured by.
+dtype: an implementation's error is compared with the error of `plain`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 
 
 class At(NamedTuple):
-    """Where a score stands: flat batch index, query head, places and positions."""
+    """The place of a score: flat batch index, query head, indices and positions."""
 
     b: Any
     h: Any
@@ -38,40 +38,40 @@ ByParameter = Callable[[Any, At], tuple[tuple[Any, ...], Any]]
 class Modifier:
     """A score function and its derivatives in closed form.
 
-    `by_parameter` gives, for each named parameter, the index of the one element that the score at
-    this place depends on, and the derivative of the score with respect to it.
+    `by_parameter` gives, for each named parameter, the index of the one element that the score of
+    this pair depends on, and the derivative of the score with respect to it.
     """
 
-    value: Callable[[Any, At], Any] = lambda score, at: score
-    by_score: Callable[[Any, At], Any] = lambda score, at: 1.0
+    value: Callable[[Any, At], Any] = lambda score, pair: score
+    by_score: Callable[[Any, At], Any] = lambda score, pair: 1.0
     by_parameter: Mapping[str, ByParameter] = dataclasses.field(default_factory=dict)
 
-    def then(self, after: "Modifier") -> "Modifier":
-        """This modifier first, `after` on its result: the chain rule, spelled out."""
+    def then(self, following: "Modifier") -> "Modifier":
+        """Returns this modifier followed by another; derivatives by the chain rule."""
 
         def earlier(rule: ByParameter) -> ByParameter:
-            def chained(score: Any, at: At) -> tuple[tuple[Any, ...], Any]:
-                index, slope = rule(score, at)
-                return index, slope * after.by_score(self.value(score, at), at)
+            def chained(score: Any, pair: At) -> tuple[tuple[Any, ...], Any]:
+                index, slope = rule(score, pair)
+                return index, slope * following.by_score(self.value(score, pair), pair)
 
             return chained
 
         def later(rule: ByParameter) -> ByParameter:
-            return lambda score, at: rule(self.value(score, at), at)
+            return lambda score, pair: rule(self.value(score, pair), pair)
 
         return Modifier(
-            value=lambda score, at: after.value(self.value(score, at), at),
-            by_score=lambda score, at: (
-                after.by_score(self.value(score, at), at) * self.by_score(score, at)
+            value=lambda score, pair: following.value(self.value(score, pair), pair),
+            by_score=lambda score, pair: (
+                following.by_score(self.value(score, pair), pair) * self.by_score(score, pair)
             ),
             by_parameter={name: earlier(rule) for name, rule in self.by_parameter.items()}
-            | {name: later(rule) for name, rule in after.by_parameter.items()},
+            | {name: later(rule) for name, rule in following.by_parameter.items()},
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """One call of attention: arrays in the library's layout, rules as plain functions.
+class OracleProblem:
+    """One call of attention: arrays in the library's layout, masks and scores as plain functions.
 
     Queries `[*B, T, N, H]`, keys `[*B, S, K, H]`, values `[*B, S, K, V]`; positions `[T]` or
     `[*B, T]`, and `[S]` or `[*B, S]`, counted from 0 by default.
@@ -81,12 +81,12 @@ class Problem:
     k: np.ndarray
     v: np.ndarray
     parameters: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    allowed: Allowed = lambda at: True
+    allowed: Allowed = lambda pair: True
     modifier: Callable[[Mapping[str, np.ndarray]], Modifier] = lambda parameters: Modifier()
     scale: float | None = None
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
-    keep: Keep = lambda at: True
+    keep: Keep = lambda pair: True
     rate: float = 0.0
 
     @property
@@ -98,14 +98,14 @@ class Problem:
 
     @property
     def factor(self) -> float:
-        """What products are multiplied by."""
+        """The scale of the dot products."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
-    def kept(self, at: At) -> float:
-        """What dropout multiplies a weight by: 0 or 1 / (1 - rate)."""
+    def dropout_factor(self, pair: At) -> float:
+        """Returns the factor by which dropout multiplies a weight: 0 or 1 / (1 - rate)."""
         if not self.rate:
             return 1.0
-        return 1 / (1 - self.rate) if self.keep(at) else 0.0
+        return 1 / (1 - self.rate) if self.keep(pair) else 0.0
 
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[B, T]` and `[B, S]`."""
@@ -115,7 +115,7 @@ class Problem:
         )
 
 
-class Forward(NamedTuple):
+class OracleForward(NamedTuple):
     """Results `[*B, T, N, V]`, `[*B, N, T]`, and `[*B, N, T, S]` for weights and scores.
 
     Weights are after dropout; scores are −inf where masked.
@@ -127,8 +127,8 @@ class Forward(NamedTuple):
     scores: np.ndarray
 
 
-class Backward(NamedTuple):
-    """Gradients, each in the shape of what it belongs to."""
+class OracleGradients(NamedTuple):
+    """Gradients, each in the shape of its input."""
 
     q: np.ndarray
     k: np.ndarray
@@ -136,12 +136,11 @@ class Backward(NamedTuple):
     parameters: dict[str, np.ndarray]
 
 
-def _positions(given: np.ndarray | None, flat: int, size: int) -> np.ndarray:
-    if given is None:
-        given = np.arange(size)
-    if given.ndim > 1:
-        return given.reshape(flat, size)
-    return np.broadcast_to(given, (flat, size))
+def _positions(positions: np.ndarray | None, flat: int, size: int) -> np.ndarray:
+    positions = np.arange(size) if positions is None else positions
+    if positions.ndim > 1:
+        return positions.reshape(flat, size)
+    return np.broadcast_to(positions, (flat, size))
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -159,7 +158,7 @@ def _dot(x: list[Any], y: list[Any]) -> Any:
 
 
 def _softmax_row(scores: dict[int, Any]) -> tuple[dict[int, Any], Any]:
-    """Weights of the keys that are there, and the log of the sum of exponentials."""
+    """Returns the weights of the keys in `scores`, and the log of the sum of exponentials."""
     if not scores:
         return {}, -math.inf
     top = max(score.real for score in scores.values())
@@ -168,8 +167,8 @@ def _softmax_row(scores: dict[int, Any]) -> tuple[dict[int, Any], Any]:
     return {j: x.item() / total for j, x in exponentials.items()}, top + np.log(total).item()
 
 
-def _rows(problem: Problem):
-    """For each (b, h, i): where, the kv head, raw scores and modified scores of allowed keys."""
+def _rows(problem: OracleProblem):
+    """Yields for each query: its indices and kv head, then pairs, raw scores, scores by key."""
     flat, queries, keys, heads, kv_heads, *_ = problem.sizes
     q, k = _flat(problem.q).tolist(), _flat(problem.k).tolist()
     q_positions, kv_positions = problem.positions()
@@ -182,9 +181,9 @@ def _rows(problem: Problem):
                     j: At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
                     for j in range(keys)
                 }
-                places = {j: at for j, at in places.items() if problem.allowed(at)}
+                places = {j: pair for j, pair in places.items() if problem.allowed(pair)}
                 raw = {j: _dot(q[b][i][h], k[b][j][g]) * problem.factor for j in places}
-                scores = {j: _item(modifier.value(raw[j], at)) for j, at in places.items()}
+                scores = {j: _item(modifier.value(raw[j], pair)) for j, pair in places.items()}
                 yield (b, h, i, g), places, raw, scores
 
 
@@ -192,7 +191,7 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def attend(problem: Problem) -> Forward:
+def attend(problem: OracleProblem) -> OracleForward:
     """Attention in float64 (or complex128). A row without keys gives out 0 and lse −inf."""
     flat, queries, keys, heads, _, _, width = problem.sizes
     batch = problem.q.shape[:-3]
@@ -205,13 +204,13 @@ def attend(problem: Problem) -> Forward:
     v = _flat(problem.v).tolist()
     for (b, h, i, g), places, _, scores in _rows(problem):
         row, lse[b, h, i] = _softmax_row(scores)
-        for j, at in places.items():
+        for j, pair in places.items():
             masked[b, h, i, j] = scores[j]
-            weights[b, h, i, j] = row[j] * problem.kept(at)
-        taken = weights[b, h, i].tolist()
+            weights[b, h, i, j] = row[j] * problem.dropout_factor(pair)
+        row_weights = weights[b, h, i].tolist()
         for x in range(width):
-            out[b, i, h, x] = _sum([taken[j] * v[b][j][g][x] for j in places])
-    return Forward(
+            out[b, i, h, x] = _sum([row_weights[j] * v[b][j][g][x] for j in places])
+    return OracleForward(
         out.reshape(*batch, queries, heads, width),
         lse.reshape(*batch, heads, queries),
         weights.reshape(*batch, heads, queries, keys),
@@ -219,7 +218,7 @@ def attend(problem: Problem) -> Forward:
     )
 
 
-def gradients(problem: Problem, d_out: np.ndarray, d_lse: np.ndarray) -> Backward:
+def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> OracleGradients:
     """Gradients of Σ d_out · out + Σ d_lse · lse, by the formula, in float64.
 
     With weights p, dropped weights w and dp = d_out · v: ds = p (dp − Σ p dp + d_lse). The lse of
@@ -234,26 +233,28 @@ def gradients(problem: Problem, d_out: np.ndarray, d_lse: np.ndarray) -> Backwar
     for (b, h, i, g), places, raw, scores in _rows(problem):
         p, _ = _softmax_row(scores)
         dp = {}
-        for j, at in places.items():
-            kept = problem.kept(at)
-            dp[j] = kept * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist())
-            dv[b, j, g] += p[j] * kept * d_o[b, i, h]
+        for j, pair in places.items():
+            factor = problem.dropout_factor(pair)
+            dp[j] = factor * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist())
+            dv[b, j, g] += p[j] * factor * d_o[b, i, h]
         mean = _sum([p[j] * dp[j] for j in places])
-        for j, at in places.items():
+        for j, pair in places.items():
             ds = p[j] * (dp[j] - mean + d_l[b, h, i])
-            d_raw = ds * modifier.by_score(raw[j], at) * problem.factor
+            d_raw = ds * modifier.by_score(raw[j], pair) * problem.factor
             dq[b, i, h] += d_raw * k[b, j, g]
             dk[b, j, g] += d_raw * q[b, i, h]
             for name, rule in modifier.by_parameter.items():
-                index, slope = rule(raw[j], at)
+                index, slope = rule(raw[j], pair)
                 d_parameters[name][index] += ds * slope
     shapes = problem.q.shape, problem.k.shape, problem.v.shape
-    return Backward(
+    return OracleGradients(
         dq.reshape(shapes[0]), dk.reshape(shapes[1]), dv.reshape(shapes[2]), d_parameters
     )
 
 
-def slope(problem: Problem, direction: Mapping[str, Any], d_out: np.ndarray, d_lse: np.ndarray):
+def slope(
+    problem: OracleProblem, direction: Mapping[str, Any], d_out: np.ndarray, d_lse: np.ndarray
+):
     """Derivative of Σ d_out · out + Σ d_lse · lse along a direction, by a complex step.
 
     `direction` has the entries "q", "k", "v" and "parameters". Exact to rounding, and independent
@@ -290,36 +291,36 @@ def error(got: Any, want: Any) -> float:
     return float(np.max(np.abs(got - want)) / max(1.0, np.max(np.abs(want))))
 
 
-def allowed_everywhere(problem: Problem) -> np.ndarray:
-    """The mask as bool `[B, N, T, S]`, batch axes flattened, asked pair by pair."""
+def allowed_everywhere(problem: OracleProblem) -> np.ndarray:
+    """The mask as bool `[B, N, T, S]`, batch axes flattened, evaluated pair by pair."""
     flat, queries, keys, heads, *_ = problem.sizes
     dense = np.zeros((flat, heads, queries, keys), bool)
     q_positions, kv_positions = problem.positions()
     for b, h, i, j in np.ndindex(dense.shape):
-        at = At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
-        dense[b, h, i, j] = problem.allowed(at)
+        pair = At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
+        dense[b, h, i, j] = problem.allowed(pair)
     return dense
 
 
-def _kept(problem: Problem, shape: tuple[int, ...]) -> np.ndarray:
-    kept = np.ones(shape)
+def _dropout_factors(problem: OracleProblem, shape: tuple[int, ...]) -> np.ndarray:
+    factors = np.ones(shape)
     if problem.rate:
         for b, h, i, j in np.ndindex(shape):
-            kept[b, h, i, j] = problem.kept(At(b, h, i, j, None, None))
-    return kept
+            factors[b, h, i, j] = problem.dropout_factor(At(b, h, i, j, None, None))
+    return factors
 
 
 def plain(
-    problem: Problem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any, products: Any = None
-) -> tuple[Forward, list[Backward]]:
+    problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any, products: Any = None
+) -> tuple[OracleForward, list[OracleGradients]]:
     """The textbook formula on whole arrays, computed in `dtype`: forward and gradients.
 
-    Repeats key heads, builds everything of size T × S, and sums in whatever order NumPy takes. The
-    gradients come twice, as the two ways of writing the mean of dp that are equal but for rounding:
+    Repeats key heads, builds everything of size T × S, and sums in NumPy's order. The gradients
+    come twice, for the two ways of writing the mean of dp that are equal except for rounding:
     Σ p dp over the keys, and d_out · out over the channels, which needs no second pass.
 
-    `products` is the dtype to which weights, their cotangents and out are rounded where they enter
-    a product, as matrix units take them.
+    `products` is the dtype to which weights, their cotangents and out are rounded before they enter
+    a product, as tensor cores take them.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -332,31 +333,31 @@ def plain(
     parameters = {name: np.asarray(x, dtype) for name, x in problem.parameters.items()}
     modifier = problem.modifier(parameters)
     allowed = allowed_everywhere(problem)
-    at = _grid(problem, allowed.shape)
+    pair = _grid(problem, allowed.shape)
     factor = np.asarray(problem.factor, dtype)
-    kept = _kept(problem, allowed.shape).astype(dtype)
+    factors = _dropout_factors(problem, allowed.shape).astype(dtype)
 
     raw = (q @ np.swapaxes(k, -1, -2)) * factor
-    scores = np.where(allowed, modifier.value(raw, at), np.asarray(-np.inf, dtype))
+    scores = np.where(allowed, modifier.value(raw, pair), np.asarray(-np.inf, dtype))
     p, lse = _softmax(scores)
-    out = rounded(p * kept) @ v
+    out = rounded(p * factors) @ v
 
-    dp = (d_o @ np.swapaxes(v, -1, -2)) * kept
+    dp = (d_o @ np.swapaxes(v, -1, -2)) * factors
     backwards = []
     for mean in ((p * dp).sum(axis=-1), (d_o * rounded(out)).sum(axis=-1)):
         by_row = np.asarray(d_lse, dtype).reshape(flat, heads, queries) - mean
         ds = p * (dp + by_row[..., None])
-        d_raw = rounded(ds * modifier.by_score(raw, at) * factor)
-        dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(rounded(p * kept), -1, -2) @ d_o
+        d_raw = rounded(ds * modifier.by_score(raw, pair) * factor)
+        dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(rounded(p * factors), -1, -2) @ d_o
         backwards.append(
-            Backward(
+            OracleGradients(
                 np.swapaxes(d_raw @ k, 1, 2).reshape(problem.q.shape),
                 _by_kv_head(dk, kv_heads).reshape(problem.k.shape),
                 _by_kv_head(dv, kv_heads).reshape(problem.v.shape),
-                _parameter_gradients(modifier, parameters, raw, ds, at),
+                _parameter_gradients(modifier, parameters, raw, ds, pair),
             )
         )
-    return _unflat(problem, out, lse, p * kept, scores), backwards
+    return _unflat(problem, out, lse, p * factors, scores), backwards
 
 
 def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -373,23 +374,23 @@ def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_kv_head(by_head: np.ndarray, kv_heads: int) -> np.ndarray:
-    """`[B, N, S, ·]` summed over each group and with heads after keys, `[B, S, K, ·]`."""
+    """Sums `[B, N, S, ·]` over each group and moves heads after keys, `[B, S, K, ·]`."""
     flat, heads, *rest = by_head.shape
     return np.swapaxes(by_head.reshape(flat, kv_heads, heads // kv_heads, *rest).sum(axis=2), 1, 2)
 
 
-def _grid(problem: Problem, shape: tuple[int, ...]) -> At:
+def _grid(problem: OracleProblem, shape: tuple[int, ...]) -> At:
     b, h, i, j = np.ix_(*(np.arange(size) for size in shape))
     q_positions, kv_positions = problem.positions()
     return At(b, h, i, j, q_positions[:, None, :, None], kv_positions[:, None, None, :])
 
 
 def _parameter_gradients(
-    modifier: Modifier, parameters: Mapping[str, np.ndarray], raw: Any, ds: Any, at: At
+    modifier: Modifier, parameters: Mapping[str, np.ndarray], raw: Any, ds: Any, pair: At
 ) -> dict[str, np.ndarray]:
     result = {name: np.zeros_like(value) for name, value in parameters.items()}
     for name, rule in modifier.by_parameter.items():
-        index, slopes = rule(raw, at)
+        index, slopes = rule(raw, pair)
         terms = ds * slopes
         if index:
             np.add.at(result[name], tuple(np.broadcast_to(x, terms.shape) for x in index), terms)
@@ -398,9 +399,9 @@ def _parameter_gradients(
     return result
 
 
-def _unflat(problem: Problem, out: Any, lse: Any, weights: Any, scores: Any) -> Forward:
+def _unflat(problem: OracleProblem, out: Any, lse: Any, weights: Any, scores: Any) -> OracleForward:
     batch = problem.q.shape[:-3]
-    return Forward(
+    return OracleForward(
         np.swapaxes(out, 1, 2).reshape(*problem.q.shape[:-1], problem.v.shape[-1]),
         lse.reshape(*batch, *lse.shape[1:]),
         weights.reshape(*batch, *weights.shape[1:]),

@@ -1,9 +1,9 @@
-"""Builds the kernels in C++ with sanitizers and runs them over random calls beside the formula.
+"""Builds the kernels in C++ with sanitizers and compares them with the formula on random calls.
 
     python -m tests.sanitizers                  all of it, some minutes
     python -m tests.sanitizers thread 1000      one sanitizer, 1,000 calls of each kernel
 
-Memory runs short in some of the calls. Exit status 1 where a sanitizer finds anything or a number
+Memory runs short in some of the calls. Exit status 1 if a sanitizer finds anything or a number
 is wrong.
 """
 
@@ -33,7 +33,7 @@ PROGRAMS = [
 def command(
     sanitizer: str, name: str, single: int, tiles: str, program: Path, level: str = "-O1"
 ) -> list[str]:
-    """What builds one of them."""
+    """Returns the command that builds a program."""
     macros = [f"-DJATTN_SINGLE={single}", f"-DJATTN_TILES={tiles}"]
     how = f"-std=c++17 {level} -g -march=native -ffp-contract=fast -pthread -fsanitize={sanitizer}"
     flags = [*how.split(), "-fno-sanitize-recover=all", *macros, f"-I{SOURCES}"]
@@ -43,15 +43,15 @@ def command(
 def runs(
     sanitizer: str, calls: int, programs: list | None = None, level: str = "-O1"
 ) -> Iterator[tuple[str, bool]]:
-    """What each program said, and whether all was well."""
+    """Yields what each program printed, and whether it succeeded."""
     with tempfile.TemporaryDirectory(prefix="jattn-sanitizers-") as folder:
         program = Path(folder) / "program"
         for name, single, tiles in programs or PROGRAMS:
             how = SANITIZERS[sanitizer], name, single, tiles, program, level
             subprocess.run(command(*how), check=True)
-            # The tiles of users take larger calls, and so longer.
+            # The tiles of users need larger calls, which take longer.
             count = calls if tiles == TINY else max(1, calls // 20)
-            # Without randomised addresses, which the thread sanitizer cannot always have.
+            # `setarch -R` turns off address randomisation: the thread sanitizer may fail with it.
             ran = subprocess.run(
                 ["setarch", "-R", program, str(count)],
                 capture_output=True,
@@ -64,14 +64,14 @@ def runs(
 
 
 def main() -> int:
-    """Prints what the sanitizers say."""
+    """Prints what the sanitizers find."""
     parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__)
     parser.add_argument("sanitizer", nargs="?", choices=[*SANITIZERS, "all"], default="all")
     parser.add_argument("calls", nargs="?", type=int, default=300)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     well = True
-    for sanitizer in SANITIZERS if asked.sanitizer == "all" else [asked.sanitizer]:
-        for said, fine in runs(sanitizer, asked.calls):
+    for sanitizer in SANITIZERS if arguments.sanitizer == "all" else [arguments.sanitizer]:
+        for said, fine in runs(sanitizer, arguments.calls):
             print(said, flush=True)
             well &= fine
     return 0 if well else 1

@@ -6,15 +6,16 @@ import pytest
 
 
 def thin(items: list[Any]) -> None:
-    """Leaves one in n of the cases of tests marked `one_in(n)` as they are. Of the others every
-    fourth becomes slow, where n is at least 4 every tenth, where n is at least 8 every twentieth,
-    and where it is at least 20 every fortieth; the rest becomes exhaustive.
-    `one_in(n, slow=True)` makes one in n slow and the others exhaustive. Cases that are exhaustive
-    already stay so.
+    """Keeps one in n of the cases of tests marked `one_in(n)` in the quick suite.
 
-    They are chosen along diagonals: the places of a case's values on their axes sum to a multiple
-    of n. If an axis has n values, each pair of values of the others is chosen just once, and if
-    each of three axes has at least n, every pair of values is. The first case is always chosen.
+    Of the others one in 4 becomes slow (one in 10 for n >= 4, 20 for n >= 8, 40 for n >= 20) and
+    the rest exhaustive. `one_in(n, slow=True)` makes one in n slow and the others exhaustive.
+    Cases that are exhaustive already stay so.
+
+    Cases are chosen along diagonals: the indices of a case's values on their axes sum to a
+    multiple of n. If an axis has n values, each pair of values of the others is chosen just once,
+    and if each of three axes has at least n, every pair of values is. The first case is always
+    chosen.
     """
     for item in items:
         mark = item.get_closest_marker("one_in")
@@ -33,20 +34,20 @@ def thin(items: list[Any]) -> None:
 
 
 def _places(item: Any) -> list[int]:
-    """Where its values stand, one number for each axis; what is parametrised together is one."""
+    """The index of the item's values on each axis; what is parametrised together is one axis."""
     places = []
     for mark in item.iter_markers("parametrize"):
         names, rows = mark.args
         names = [x.strip() for x in names.split(",")] if isinstance(names, str) else names
-        given = [item.callspec.params[name] for name in names]
-        places.append(next(n for n, row in enumerate(rows) if _is_row(row, given)))
+        values = [item.callspec.params[name] for name in names]
+        places.append(next(n for n, row in enumerate(rows) if _is_row(row, values)))
     return places
 
 
-def _is_row(row: Any, given: list[Any]) -> bool:
-    """Whether these are the very values of a row that a test is parametrised with."""
+def _is_row(row: Any, values: list[Any]) -> bool:
+    """Returns whether these are the very values of a row that a test is parametrised with."""
     if isinstance(row, type(pytest.param())):
         row = row.values
-    elif len(given) == 1:
+    elif len(values) == 1:
         row = (row,)
-    return all(x is y for x, y in zip(row, given, strict=True))
+    return all(x is y for x, y in zip(row, values, strict=True))

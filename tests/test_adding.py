@@ -1,4 +1,4 @@
-"""What the pages say of adding a mask and a score function, done in a copy of the project."""
+"""The pages' examples of adding a mask and a score function, in a copy of the project."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def snippets(page: str, section: str) -> list[str]:
-    """The blocks of a page's section: a class and its row."""
+    """Returns the blocks of a page's section: a class and its row."""
     text = (ROOT / page).read_text(encoding="utf-8")
     section = text[text.index(section) :].split("\n## ")[0]
     return re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
@@ -30,8 +30,8 @@ def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
         with (tmp_path / "jattn" / file).open("a", encoding="utf-8") as text:
             text.write("\n\n" + code)
     table = tmp_path / "tests" / "cases.py"
-    before, after = table.read_text(encoding="utf-8").split("DROPOUT = [\n")
-    table.write_text(f"{before}DROPOUT = [\n{mask_row}{score_row}{after}", encoding="utf-8")
+    head, tail = table.read_text(encoding="utf-8").split("DROPOUT = [\n")
+    table.write_text(f"{head}DROPOUT = [\n{mask_row}{score_row}{tail}", encoding="utf-8")
     wanted = "(values_and_gradients or has_every or poison) and (stripes or gain or has_every)"
     arguments = ["-m", "pytest", "-n0", "-m", "", "-p", "no:cacheprovider"]
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""Every architecture of the translation experiment goes through all of it alike.
+"""Every architecture of the translation experiment, through all of the experiment.
 
-The other tests of the experiment go through it with the architecture of the preset `tiny`.
+The other tests of the experiment use the architecture of the preset `tiny`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from experiments.translation.architectures import ARCHITECTURES
 from experiments.translation.decoding import Search
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.test_translation import (
     TINY,
@@ -42,11 +42,6 @@ __all__ = ["as_users_run_it"]  # a fixture that every test here takes
 
 MODULES = {"transformer": jattn.nn.Transformer, "rnnsearch": jattn.nn.RNNsearch}
 OTHERS = [name for name in ARCHITECTURES if name != TINY.architecture]
-SEARCHES = (
-    Search(),
-    Search(kind="sample", temperature=0.5),
-    Search(kind="beam", beams=3, n_best=3),
-)
 
 
 @pytest.fixture(params=OTHERS)
@@ -63,9 +58,9 @@ def bench_of(architecture: str) -> Bench:
 
 
 def decided(parts: Bench) -> dict[str, jax.Array]:
-    """Random parameters, so large that what is generated depends much on what was read."""
+    """Random parameters, so large that the generated tokens depend strongly on the source."""
     params = {name: 3 * array for name, array in parts.model.init(4).items()}
-    # What a maxout hands on is above 0 in the mean, and would say the same words always.
+    # The outputs of a maxout have a positive mean, which would always favour the same words.
     output = params["output/kernel"]
     return params | {"output/kernel": output - output.mean(axis=-1, keepdims=True)}
 
@@ -116,22 +111,22 @@ def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
     part = bench_of(name)
     batch = Batch(*(array[:3] for array in next(iter(part.batches.epoch(0)))))
-    found = {}
+    results = {}
     for dtype in ("float32", "bfloat16"):
         sizes = part.model.source_size, part.model.target_size
         model = Model(dataclasses.replace(config, dtype=dtype), *sizes)
         params = model.init(3)
         assert {array.dtype.name for array in params.values()} == {"float32"}
         assert jax.eval_shape(model.features, params, batch)[0].dtype.name == dtype
-        found[dtype] = jax.jit(
+        results[dtype] = jax.jit(
             jax.value_and_grad(lambda p, b, m=model: training.total_loss(m, p, b))
         )(params, batch)
-    (loss, gradients), (narrow, rounded) = found["float32"], found["bfloat16"]
+    (loss, gradients), (narrow, rounded) = results["float32"], results["bfloat16"]
     assert narrow.dtype.name == "float32" and 1e-6 < abs(narrow / loss - 1) < 1e-2
-    for one, gradient in gradients.items():
-        assert rounded[one].dtype.name == "float32"
-        wrong, size = (np.linalg.norm(x) for x in (rounded[one] - gradient, gradient))
-        assert wrong < 0.1 * max(size, 0.1), one
+    for parameter, gradient in gradients.items():
+        assert rounded[parameter].dtype.name == "float32"
+        wrong, size = (np.linalg.norm(x) for x in (rounded[parameter] - gradient, gradient))
+        assert wrong < 0.1 * max(size, 0.1), parameter
 
 
 @pytest.mark.slow
@@ -139,23 +134,27 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     state, records = trained(parts)
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[0] > losses[-1] + 0.2
-    before = jax.device_get(parts.init_state().params)
-    still = [name for name in before if np.array_equal(before[name], state.params[name])]
-    assert not still
+    initial = jax.device_get(parts.init_state().params)
+    assert not [name for name in initial if np.array_equal(initial[name], state.params[name])]
     empty = Batch(*(np.zeros_like(array) for array in next(iter(parts.batches.epoch(0)))))
-    before = jax.device_get(parts.init_state().params)
-    after, measured = parts.step(parts.init_state(), empty)
+    updated, measured = parts.step(parts.init_state(), empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
-    assert_equal(after.params, before)
+    assert_equal(updated.params, initial)
 
 
 @pytest.mark.slow
 @every_architecture
-@pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.kind)
+@pytest.mark.parametrize(
+    "search",
+    [Search(), Search(kind="sample", temperature=0.5), Search(kind="beam", beams=3, n_best=3)],
+    ids=lambda search: search.kind,
+)
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
-    found = decoding.translations(parts.model, params, rows, search)
-    pairs = [(row, generated) for row, best in zip(rows, found, strict=True) for generated in best]
+    best_of_rows = decoding.translations(parts.model, params, rows, search)
+    pairs = [
+        (row, generated) for row, best in zip(rows, best_of_rows, strict=True) for generated in best
+    ]
     assert len(pairs) == 5 * search.n_best
     assert len({tuple(generated.ids) for _, generated in pairs}) > len(pairs) / 2
     read = padded([[BOS, *generated.ids[:-1]] for _, generated in pairs], parts.config.max_length)
@@ -184,7 +183,7 @@ def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
     weights = np.asarray(captured[parts.model.alignment])
     assert weights.shape[2:] == (32, 24)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
-    for source, target, heads, found in zip(rows, generated, weights, links, strict=True):
+    for source, target, heads, row_links in zip(rows, generated, weights, links, strict=True):
         assert not heads[..., len(source) :].any()
         most = heads.mean(axis=0).argmax(axis=-1)
         expected = [
@@ -192,8 +191,8 @@ def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
             for place, token in enumerate(target)
             if token != EOS and source[most[place]] != EOS
         ]
-        assert found == expected
-    assert len({most for found in links for most, _ in found}) > 2
+        assert row_links == expected
+    assert len({most for row_links in links for most, _ in row_links}) > 2
 
 
 def test_the_last_layer_aligns():
@@ -203,7 +202,8 @@ def test_the_last_layer_aligns():
 
 @pytest.fixture(scope="module", params=OTHERS)
 def run_directory(request, tmp_path_factory) -> Path:
-    """A run of an architecture whose model has learned nothing, and yet says different things."""
+    """A run of an architecture whose model has learned nothing, but generates different
+    sentences."""
     directory = tmp_path_factory.mktemp("runs") / request.param
     with plain_jax():
         parts = bench_of(request.param)
@@ -216,8 +216,8 @@ def run_directory(request, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
-    given = io.TextIOWrapper(io.BytesIO("der hund schläft .".encode()))
-    monkeypatch.setattr("sys.stdin", given)
+    stdin = io.TextIOWrapper(io.BytesIO("der hund schläft .".encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
     run = ["--run", str(run_directory)]
     search = ["--beam", "2", "--n-best", "2", "--scores", "--alignments"]
     assert cli.main(["translate", *run, *search]) == 0
@@ -227,7 +227,7 @@ def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
     names = [file.name for file in png_files(run_directory)]
     assert names == ["attention.png", "bleu.png", "cross-attention.png", "loss.png"]
-    assert Run.open(run_directory).config.architecture == run_directory.name
+    assert TranslationRun.open(run_directory).config.architecture == run_directory.name
 
 
 def test_a_run_of_another_architecture_is_refused(tmp_path):
@@ -238,10 +238,8 @@ def test_a_run_of_another_architecture_is_refused(tmp_path):
 
 
 def test_the_preset_is_an_rnnsearch_of_the_tutorials_sizes():
-    shapes = {
-        name: shape.shape for name, shape in Model(PRESETS["rnnsearch"], 50, 60).shapes.items()
-    }
-    assert shapes["encoder/backward/candidate"] == (512, 512)
-    assert shapes["source_tokens/embedding"] == (50, 256)
-    assert shapes["decoder/attention/key"] == (1024, 512)
-    assert shapes["output/kernel"] == (60, 256)
+    shapes = Model(PRESETS["rnnsearch"], 50, 60).shapes
+    assert shapes["encoder/backward/candidate"].shape == (512, 512)
+    assert shapes["source_tokens/embedding"].shape == (50, 256)
+    assert shapes["decoder/attention/key"].shape == (1024, 512)
+    assert shapes["output/kernel"].shape == (60, 256)

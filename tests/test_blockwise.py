@@ -1,6 +1,6 @@
-"""What only the blockwise implementation promises: memory linear in T and S, and skipped tiles.
+"""The promises of the blockwise implementation alone: linear memory, and skipped tiles.
 
-That it computes attention is the contract suite's business, which runs it on small tiles.
+The contract compares its results with the oracle on small tiles.
 """
 
 import functools
@@ -17,32 +17,32 @@ from jattn import masks, scores, tuning
 from jattn.call import make
 from jattn.kernels.xla import blockwise, reference, single_tile, tangents
 from jattn.spec import Shapes, Spec, Tiling
+from tests.conftest import assert_trees_close, attention_arrays, out_and_gradients
 
 
-def compiled(T: int, mask: masks.Mask, N: int = 8) -> Any:
-    """Forward and backward for N heads of 64, T queries and T keys, compiled but not run."""
+def summed(mask: Any = None) -> Any:
+    call = functools.partial(jattn.attention, mask=mask, implementation="blockwise")
+    return lambda q, k, v: call(q, k, v).sum()
 
-    def loss(q, k, v):
-        return jattn.attention(q, k, v, mask=mask, implementation="blockwise").sum()
 
-    shape = jax.ShapeDtypeStruct((1, T, N, 64), jnp.float32)
-    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+def compiled(T: int, mask: masks.Mask | None, N: int = 8, B: int = 1) -> Any:
+    """Compiles the gradients for N heads of 64, T queries and T keys, without running them."""
+    shape = jax.ShapeDtypeStruct((B, T, N, 64), jnp.float32)
+    return jax.jit(jax.grad(summed(mask), (0, 1, 2))).lower(shape, shape, shape).compile()
+
+
+def temporaries(program: Any) -> int:
+    return program.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.default_tiles
 def test_memory_is_linear_in_the_length():
-    short, long = (
-        compiled(T, masks.Causal()).memory_analysis().temp_size_in_bytes for T in (8192, 32768)
-    )
+    short, long = (temporaries(compiled(T, masks.Causal())) for T in (8192, 32768))
     assert short <= 96 * 2**20  # the scores of all heads would take 2 GiB
     assert long <= 4 * short
 
 
-MASKS = {
-    "none": lambda ids: None,
-    "causal": lambda ids: masks.Causal(),
-    "segments": masks.Segments,
-}
+MASKS = {"none": lambda ids: None, "causal": lambda ids: masks.Causal(), "segments": masks.Segments}
 
 
 @pytest.mark.one_in(4)
@@ -50,20 +50,16 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_is_linear_where_heads_run_at_once(name, backward):
-    """As on GPUs and TPUs, whatever is masked; here as the compiler for CPUs sees it."""
+    """Heads run at once on GPUs and TPUs; the compiler for CPUs measures the memory."""
     row = tuning.TABLE["cpu"]._replace(in_turn=False)
 
     def memory(T: int) -> int:
-        def loss(q, k, v, ids):
-            mask = MASKS[name](ids)
-            return jattn.attention(q, k, v, mask=mask, implementation="blockwise").sum()
-
+        loss = lambda q, k, v, ids: summed(MASKS[name](ids))(q, k, v)  # noqa: E731
         shape = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
         ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
         call = jax.grad(loss, (0, 1, 2)) if backward else loss
         with tuning.using(row=row, scores_together=2**20):  # a block of one head
-            program: Any = jax.jit(call).lower(shape, shape, shape, ids).compile()
-        return program.memory_analysis().temp_size_in_bytes
+            return temporaries(jax.jit(call).lower(shape, shape, shape, ids).compile())
 
     short, long = memory(4096), memory(16_384)
     assert long <= 4 * short
@@ -72,8 +68,7 @@ def test_memory_is_linear_where_heads_run_at_once(name, backward):
 
 @pytest.mark.default_tiles
 def test_a_long_sequence_under_a_window_fits():
-    program = compiled(131_072, masks.Causal() & masks.Window(left=1024), N=1)
-    assert program.memory_analysis().temp_size_in_bytes < 2e9
+    assert temporaries(compiled(131_072, masks.Causal() & masks.Window(left=1024), N=1)) < 2e9
 
 
 @pytest.mark.one_in(2)
@@ -86,15 +81,10 @@ def test_the_program_does_not_grow_with_the_length(mask):
 
 @pytest.mark.one_in(2)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("B", [128, 97])  # in even groups, and with a row left over
+@pytest.mark.parametrize("B", [128, 97])  # in equal groups, and with a row left over
 def test_short_sequences_do_not_take_memory_for_all_scores(B):
-    def loss(q, k, v):
-        return jattn.attention(q, k, v, mask=masks.Causal(), implementation="blockwise").sum()
-
-    shape = jax.ShapeDtypeStruct((B, 128, 8, 64), jnp.float32)
-    program: Any = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
     # Out and its cotangent stay; the scores of all rows would be as large, several times over.
-    assert program.memory_analysis().temp_size_in_bytes < 5 * shape.size * 4
+    assert temporaries(compiled(128, masks.Causal(), B=B)) < 5 * B * 128 * 8 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -102,8 +92,8 @@ def test_short_sequences_do_not_take_memory_for_all_scores(B):
     [(8, 48, 8), (8, 47, 2), (8, 36, 2), (7, 36, 3), (7, 24, 2), (31, 60, 5), (6, 1, 1)],
 )
 def test_groups_of_batch_rows(B, together, rows):
-    """A row here is 12 numbers. All at once up to twice `together`; else groups that are even, if
-    that does not make them less than half as large."""
+    """A row is 12 numbers. All rows at once up to twice `together`; otherwise equal groups, unless
+    these would be less than half as large."""
     shapes = Shapes((B,), T=2, S=2, N=1, K=1, H=1, V=1, dtype=jnp.float32)
     assert single_tile._rows(shapes, together) == rows
 
@@ -116,7 +106,7 @@ def test_groups_of_batch_rows(B, together, rows):
         (masks.Causal(), 2048, 512),
         (masks.Causal(), 4096, 1024),
         (masks.Full(), 2048, 1024),
-        (masks.Lengths(jnp.array([5000])), 8192, 512),  # what it empties is not known yet
+        (masks.Lengths(jnp.array([5000])), 8192, 512),  # the empty tiles are not known yet
     ],
 )
 def test_tiles_grow_with_the_keys_that_are_visited(mask, T, size):
@@ -128,11 +118,8 @@ def test_tiles_grow_with_the_keys_that_are_visited(mask, T, size):
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("S, exponentials", [(64, 1), (65, 2)])
 def test_weights_no_larger_than_the_queries_are_kept_for_the_gradients(S, exponentials):
-    def loss(q, k, v):
-        return jattn.attention(q, k, v, implementation="blockwise").sum()
-
     q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.float32) for n in (32, S))
-    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k)
+    program = jax.jit(jax.grad(summed(), (0, 1, 2))).lower(q, k, k)
     assert program.as_text().count("stablehlo.exponential") == exponentials
 
 
@@ -147,63 +134,48 @@ LONG = {
 }
 
 
-WAYS: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "loop": {},
     "vmap": {"row": tuning.TABLE["cpu"]._replace(in_turn=False)},
-    "block after block": {
-        "row": tuning.TABLE["cpu"]._replace(in_turn=False),
-        "scores_together": 1,
-    },
+    "block after block": {"row": tuning.TABLE["cpu"]._replace(in_turn=False), "scores_together": 1},
 }
+
+
+def everything(implementation: str, arrays: Any, d_out: Any, **rules: Any) -> Any:
+    call = functools.partial(jattn.attention, implementation=implementation, **rules)
+    return jax.jit(lambda *qkv: out_and_gradients(call, qkv, d_out))(*arrays)
 
 
 @pytest.mark.one_in(12)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("way", WAYS)
-def test_long_sequences_agree_with_the_formula(name, way):
-    rng = np.random.default_rng(1)
-    ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 1700)), axis=1))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_long_sequences_agree_with_the_formula(name, strategy):
+    ids = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 5, (2, 1700)), axis=1))
     mask, T, S = LONG[name](ids)
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, n, 2, 5))) for n in (T, S, S, T))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def everything(implementation, q, k, v):
-        def call(q, k, v):
-            return jattn.attention(q, k, v, mask=mask, implementation=implementation)
-
-        out, pull = jax.vjp(call, q, k, v)
-        return out, *pull(d_out)
-
-    with tuning.using(**WAYS[way]):
-        got = everything("blockwise", q, k, v)
-    for x, y in zip(got, everything("reference", q, k, v), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+    *qkv, d_out = attention_arrays((2, T, S, 2, 2, 5, 5), seed=1)
+    with tuning.using(**STRATEGIES[strategy]):
+        got = everything("blockwise", qkv, d_out, mask=mask)
+    assert_trees_close(got, everything("reference", qkv, d_out, mask=mask), rtol=0, atol=1e-12)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("B", [6, 7])  # in even groups, and with a row left over
+@pytest.mark.parametrize("B", [6, 7])  # in equal groups, and with a row left over
 def test_groups_of_batch_rows_are_all_rows(B):
-    rng = np.random.default_rng(1)
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(B, 5, 2, 3))) for _ in range(4))
-    slopes = jnp.asarray([0.3, 0.7])
+    q, k, v, d_out = attention_arrays((B, 5, 5, 2, 2, 3, 3), seed=1)
     numbers = 2 * (5 * 5 + 10 * 6)  # of a row
     row = tuning.TABLE["cpu"]._replace(together=4 * numbers)
     assert 1 < single_tile._rows(Shapes.of(q, v), 2 * numbers) < B
 
-    def everything(implementation):
-        def call(q, k, v, slopes):
-            given = {"score": scores.Alibi(slopes), "implementation": implementation}
-            return jattn.attention(q, k, v, mask=masks.Lengths(kv=jnp.arange(B)), **given)
-
-        out, pull = jax.vjp(call, q, k, v, slopes)
-        return out, *pull(d_out)
+    def run(implementation):
+        rules = {"mask": masks.Lengths(kv=jnp.arange(B)), "implementation": implementation}
+        call = lambda q, k, v, m: jattn.attention(q, k, v, score=scores.Alibi(m), **rules)  # noqa: E731
+        return out_and_gradients(call, (q, k, v, jnp.asarray([0.3, 0.7])), d_out)
 
     with tuning.using(row=row):
-        got = everything("blockwise")
-    for x, y in zip(got, everything("reference"), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
+        got = run("blockwise")
+    assert_trees_close(got, run("reference"), rtol=0, atol=1e-13)
 
 
 @pytest.mark.one_in(3)
@@ -211,13 +183,10 @@ def test_groups_of_batch_rows_are_all_rows(B):
 def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
     choose = mock.Mock(return_value=Tiling(block_q, block_kv))
     monkeypatch.setattr(blockwise, "choose_tiling", choose)
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, 3))) for n in (37, 53, 53))
-    ids = jnp.asarray(np.sort(rng.integers(0, 4, 53)))
+    q, k, v, _ = attention_arrays((1, 37, 53, 2, 2, 3, 3))
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, 53)))
     mask = masks.Segments(ids[:37], ids) | masks.Window(3, 3)
     spec = make(q, k, v, mask=mask).prepared().spec
-    out, lse = jax.jit(functools.partial(tangents.attend))(spec, q, k, v)
+    got = jax.jit(tangents.attend)(spec, q, k, v)
     assert choose.called
-    want, want_lse = reference.attend(spec, q, k, v)
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-13)
+    assert_trees_close(got, reference.attend(spec, q, k, v), rtol=0, atol=1e-13)

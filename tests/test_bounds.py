@@ -1,5 +1,6 @@
-"""What interval arithmetic says of a function holds for every pair in every tile."""
+"""The results of interval arithmetic on a function hold for every pair in every tile."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 
 import jattn
-from jattn import masks, scores
+from jattn import masks
 from jattn.functions import intervals
 from jattn.functions.interval_rules import Interval
 from jattn.functions.read import read
-from jattn.masks import EMPTY, FULL, Predicate
+from jattn.masks import EMPTY, Predicate
 from tests.conftest import quick_jit
 
 
@@ -34,11 +35,9 @@ def neighbourhood(b, h, q, kv):
 
 
 def jagged(offsets: Any) -> Callable[..., Any]:
-    """Sequences of several lengths one after another, causal within each."""
-
     def rule(b, h, q, kv):
-        own = jnp.sum(jnp.asarray(offsets) <= q) == jnp.sum(jnp.asarray(offsets) <= kv)
-        return own & (q >= kv)
+        same = jnp.sum(jnp.asarray(offsets) <= q) == jnp.sum(jnp.asarray(offsets) <= kv)
+        return same & (q >= kv)
 
     return rule
 
@@ -68,7 +67,7 @@ RULES: dict[str, Callable[..., Any]] = {
         (((q - kv).astype(jnp.float32) / 16) ** (2**31 - 1) <= 1) & ((q - kv) ** (2**40 + 1) != 0)
     ),
     "reversed": lambda b, h, q, kv: (T - 1 - q) <= kv,
-    "put together": lambda b, h, q, kv: q // 10 * 10 + q % 10 >= (kv ^ 3) - kv % 2,
+    "recombined": lambda b, h, q, kv: q // 10 * 10 + q % 10 >= (kv ^ 3) - kv % 2,
     "regions": lambda b, h, q, kv: (
         PICTURE[q // WIDTH, q % WIDTH] == PICTURE[kv // WIDTH, kv % WIDTH]
     ),
@@ -77,7 +76,6 @@ RULES: dict[str, Callable[..., Any]] = {
 
 
 def dense(rule: Callable[..., Any], b: int, h: int, q: Any, kv: Any) -> np.ndarray:
-    """The rule for each pair."""
     per_key = jax.vmap(rule, (None, None, None, 0))
     every = quick_jit(jax.vmap(per_key, (None, None, 0, None)))
     q, kv = (jnp.asarray(x, jnp.int32) for x in (q, kv))
@@ -85,62 +83,55 @@ def dense(rule: Callable[..., Any], b: int, h: int, q: Any, kv: Any) -> np.ndarr
 
 
 def true_kinds(allowed: np.ndarray, block: int) -> np.ndarray:
-    """What each tile is."""
+    """Returns the kind of each tile."""
     tiles = allowed.reshape(len(allowed) // block, block, -1, block)
     return np.asarray(tiles.any(axis=(1, 3)).astype(np.int8) + tiles.all(axis=(1, 3)))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_tiles_of_a_pasted_function_are_known(name):
-    """As exactly as if each pair had been looked at."""
     head = (1, 2)
     allowed = dense(RULES[name], *head, np.arange(T), np.arange(T))
-    found = masks.tile_map(Predicate(RULES[name]), T, T, 16, 16, b=head[0], h=head[1])
-    assert isinstance(found, np.ndarray)  # known while tracing
-    np.testing.assert_array_equal(found, true_kinds(allowed, 16))
+    kinds = masks.tile_map(Predicate(RULES[name]), T, T, 16, 16, b=head[0], h=head[1])
+    assert isinstance(kinds, np.ndarray)  # known while tracing
+    np.testing.assert_array_equal(kinds, true_kinds(allowed, 16))
 
 
 @pytest.mark.parametrize("name", ["causal documents", "documents of rows", "neighbourhood"])
 def test_tiles_are_known_in_a_program_too(name):
-    """Of operands, rows and positions that are traced."""
-
     def rule(b, h, q, kv, docs):
         return RULES[name](b, h, q, kv) if name == "neighbourhood" else docs[b, q] == docs[b, kv]
 
     @jax.jit
-    def found(docs, positions):
+    def kinds(docs, positions):
         mask = Predicate(rule, docs)
-        given = {"q_positions": positions, "kv_positions": positions}
-        return masks.tile_map(mask, T, T, 16, 16, b=1, **given)
+        places = {"q_positions": positions, "kv_positions": positions}
+        return masks.tile_map(mask, T, T, 16, 16, b=1, **places)
 
     positions = np.arange(T, dtype=np.int32)[::-1].copy()
     docs = jnp.asarray(DOCUMENTS)
     closed = lambda b, h, q, kv: rule(b, h, q, kv, docs)  # noqa: E731
     want = true_kinds(dense(closed, 1, 0, positions, positions), 16)
-    np.testing.assert_array_equal(found(docs, jnp.asarray(positions)), want)
+    np.testing.assert_array_equal(kinds(docs, jnp.asarray(positions)), want)
 
 
-def test_what_is_not_known_may_be_anything():
+def test_unknown_values_may_be_anything():
     def rule(b, h, q, kv):
         return jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == 0
 
     assert np.all(masks.tile_map(Predicate(rule), 32, 32, 8, 8) == masks.MIXED)
     both = Predicate(rule) & masks.Causal()
-    found = masks.tile_map(both, 32, 32, 8, 8)
-    np.testing.assert_array_equal(found == EMPTY, np.triu(np.ones((4, 4), bool), 1))
+    kinds = masks.tile_map(both, 32, 32, 8, 8)
+    np.testing.assert_array_equal(kinds == EMPTY, np.triu(np.ones((4, 4), bool), 1))
 
 
 def test_tiles_without_keys_are_skipped():
-    """NaN in keys that no tile needs reaches nobody, and takes no time: it is never read."""
     x = jnp.ones((1, 2048, 1, 8))
-    program = jax.jit(
-        lambda x: jattn.attention(
-            x, x, x, mask=Predicate(lambda b, h, q, kv: kv < 128), implementation="blockwise"
-        )
-    )
-    full = jax.jit(lambda x: jattn.attention(x, x, x, implementation="blockwise"))
-    costs: list[Any] = [f.lower(x).compile().cost_analysis() for f in (program, full)]
-    flops = [cost["flops"] for cost in costs]
+    flops = []
+    for mask in (Predicate(lambda b, h, q, kv: kv < 128), None):
+        call = functools.partial(jattn.attention, mask=mask, implementation="blockwise")
+        costs: Any = jax.jit(call).lower(x, x, x).compile().cost_analysis()
+        flops.append(costs["flops"])
     assert flops[0] < flops[1] / 8
 
 
@@ -149,7 +140,7 @@ EDGES = (0, -7, 2**31 - S, -(2**31), 2**30 - 9)
 
 
 class Tables(NamedTuple):
-    """What expressions look numbers up in."""
+    """The tables in which expressions look numbers up."""
 
     ids: Any
     floats: Any
@@ -175,15 +166,15 @@ Function = Callable[..., Any]  # of arrays that broadcast: q, kv and maybe a sco
 
 
 def _binary(operation: Callable[..., Any]) -> Callable[[Function, Function], Function]:
-    return lambda f, g: lambda *at: operation(f(*at), g(*at))
+    return lambda f, g: lambda *arrays: operation(f(*arrays), g(*arrays))
 
 
 def _unary(operation: Callable[..., Any]) -> Callable[[Function], Function]:
-    return lambda f: lambda *at: operation(f(*at))
+    return lambda f: lambda *arrays: operation(f(*arrays))
 
 
 def _constant(value: Any) -> Function:
-    return lambda *at: value + at[0] * 0
+    return lambda *arrays: value + arrays[0] * 0
 
 
 NUMBERS = st.integers(-40, 40) | st.sampled_from([1, 2, 8, 2**30, -(2**31), 2**31 - 1])
@@ -217,58 +208,61 @@ _FINITE = jnp.asarray(np.nan_to_num(np.asarray(TABLES.floats, np.float64), posin
 
 
 def _floats(score: bool) -> Any:
-    """For scores in float64, and finite."""
+    """Scores have finite numbers in float64."""
     return _FINITE if score else TABLES.floats
 
 
 @st.composite
 def expressions_of(draw: Any, kind: str, depth: int, score: bool = False) -> Function:
-    """A random function of positions, and of a score if wanted: integers, floats or truths."""
+    """A random function of positions, and of a score if `score`: integers, floats or truths."""
     down = lambda kind: draw(expressions_of(kind, depth - 1, score))  # noqa: E731
     return {"int": _integer, "float": _float, "truth": _truth}[kind](draw, down, depth, score)
 
 
 def _integer(draw: Any, down: Any, depth: int, score: bool) -> Function:
     if depth <= 0 or draw(st.integers(0, 5)) == 0:
-        leaves = [lambda *at: at[0] + 0 * at[1], lambda *at: at[1] + 0 * at[0]]
+        leaves = [
+            lambda *arrays: arrays[0] + 0 * arrays[1],
+            lambda *arrays: arrays[1] + 0 * arrays[0],
+        ]
         which = draw(st.integers(0, 2))
         return leaves[which] if which < 2 else _constant(draw(NUMBERS))
-    way = draw(st.integers(0, 4))
-    if way == 0:
+    choice = draw(st.integers(0, 4))
+    if choice == 0:
         return _unary(draw(st.sampled_from(INT_UNARY)))(down("int"))
-    if way == 1:
+    if choice == 1:
         f, g, h = down("truth"), down("int"), down("int")
-        return lambda *at: jnp.where(f(*at), g(*at), h(*at))
-    if way == 2:
+        return lambda *arrays: jnp.where(f(*arrays), g(*arrays), h(*arrays))
+    if choice == 2:
         f, g = down("int"), down("int")
-        return lambda *at: TABLES.square[f(*at), g(*at)]
+        return lambda *arrays: TABLES.square[f(*arrays), g(*arrays)]
     return _binary(draw(st.sampled_from(INT_OPERATIONS)))(down("int"), down("int"))
 
 
 def _float(draw: Any, down: Any, depth: int, score: bool) -> Function:
-    way = draw(st.integers(0, 5)) if depth > 0 else 0
-    if score and (way == 5 or depth <= 0):
-        return lambda *at: at[2]
-    if way == 0:
+    choice = draw(st.integers(0, 5)) if depth > 0 else 0
+    if score and (choice == 5 or depth <= 0):
+        return lambda *arrays: arrays[2]
+    if choice == 0:
         f = down("int")
-        return lambda *at: f(*at).astype(at[2].dtype if score else jnp.float32)
-    if way == 1:
-        own = SMOOTH_UNARY if score else FLOAT_UNARY
-        return _unary(draw(st.sampled_from(own)))(down("float"))
-    if way == 2:
+        return lambda *arrays: f(*arrays).astype(arrays[2].dtype if score else jnp.float32)
+    if choice == 1:
+        operations = SMOOTH_UNARY if score else FLOAT_UNARY
+        return _unary(draw(st.sampled_from(operations)))(down("float"))
+    if choice == 2:
         f = down("int")
-        return lambda *at: _floats(score)[f(*at)]
+        return lambda *arrays: _floats(score)[f(*arrays)]
     return _binary(draw(st.sampled_from(FLOAT_OPERATIONS)))(down("float"), down("float"))
 
 
 def _truth(draw: Any, down: Any, depth: int, score: bool) -> Function:
-    way = draw(st.integers(0, 5))
-    if depth > 0 and way == 0:
+    choice = draw(st.integers(0, 5))
+    if depth > 0 and choice == 0:
         logic = draw(st.sampled_from([jnp.logical_and, jnp.logical_or, jnp.logical_xor]))
         return _binary(logic)(down("truth"), down("truth"))
-    if depth > 0 and way == 1:
+    if depth > 0 and choice == 1:
         return _unary(jnp.logical_not)(down("truth"))
-    of = "float" if way in (2, 3) else "int"
+    of = "float" if choice in (2, 3) else "int"
     return _binary(draw(st.sampled_from(COMPARISONS)))(down(of), down(of))
 
 
@@ -291,10 +285,10 @@ def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: boo
         columns = Interval(hi.min(axis=1)[None, :], hi.max(axis=1)[None, :])
         if traced:
             rows, columns = jax.tree.map(jnp.asarray, (rows, columns))
-        found = intervals.of(expression, (rows, columns))
+        result = intervals.of(expression, (rows, columns))
     true = np.broadcast_to(true, (S, S)).reshape(S // BLOCK, BLOCK, S // BLOCK, BLOCK)
-    maybe = np.broadcast_to(found.hi, (S // BLOCK, S // BLOCK))
-    surely = np.broadcast_to(found.lo, (S // BLOCK, S // BLOCK))
+    maybe = np.broadcast_to(result.hi, (S // BLOCK, S // BLOCK))
+    surely = np.broadcast_to(result.lo, (S // BLOCK, S // BLOCK))
     assert not np.any(true.any(axis=(1, 3)) & ~maybe)
     assert not np.any(surely & ~true.all(axis=(1, 3)))
 
@@ -327,25 +321,25 @@ def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
     places = np.arange(7, dtype=np.int32)
 
     def looked_up(table):
-        found = read(lambda q, t: PROGRAMS[name](t)[q], (np.int32,), (table,))
-        here = intervals.of(found, (Interval(places, places),))
-        return here.lo, here.hi
+        bounds = read(lambda q, t: PROGRAMS[name](t)[q], (np.int32,), (table,))
+        interval = intervals.of(bounds, (Interval(places, places),))
+        return interval.lo, interval.hi
 
     with jax.numpy_dtype_promotion("standard"):
-        found = jax.jit(looked_up)(table) if traced else looked_up(table)
+        bounds = jax.jit(looked_up)(table) if traced else looked_up(table)
         want = np.asarray(PROGRAMS[name](table))
-    found = [np.asarray(edge) for edge in found]
-    assert np.all(found[0] <= want + 1e-6) and np.all(found[1] >= want - 1e-6)
+    bounds = [np.asarray(edge) for edge in bounds]
+    assert np.all(bounds[0] <= want + 1e-6) and np.all(bounds[1] >= want - 1e-6)
     if name in EXACT:
-        np.testing.assert_allclose(found, [want, want], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(bounds, [want, want], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("given", [True, False], ids=["an operand", "closed over"])
-def test_functions_may_draw_by_a_key(given):
+@pytest.mark.parametrize("operand", [True, False], ids=["an operand", "closed over"])
+def test_functions_may_draw_by_a_key(operand):
     drawn = lambda key: jax.random.bernoulli(key, 0.5, (T,))  # noqa: E731
     rule = Predicate(lambda b, h, q, kv, key: drawn(key)[kv] | (q == kv), KEY)
-    if not given:
+    if not operand:
         rule = Predicate(lambda b, h, q, kv: drawn(KEY)[kv] | (q == kv))
     x = jnp.asarray(np.random.default_rng(4).normal(size=(1, T, 2, 8)), jnp.float32)
     dense = drawn(KEY)[None] | jnp.eye(T, dtype=bool)
@@ -355,8 +349,8 @@ def test_functions_may_draw_by_a_key(given):
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1)])
-def test_what_is_taken_twice_is_read_once(shape):
-    """Each step takes the one before three times, and the program is long: 3^200 ways through."""
+def test_a_value_used_twice_is_read_once(shape):
+    """Each line uses the one before three times: the program has 3^200 paths."""
 
     def folded(x):
         x = jnp.broadcast_to(x, shape)
@@ -364,26 +358,25 @@ def test_what_is_taken_twice_is_read_once(shape):
             x = x * 0.5 + jnp.where(x > 1, x * 0.25, 1)
         return x.reshape(())
 
-    found = read(folded, (np.float32,))
-    assert 800 < len(found.nodes) < 1100
+    expression = read(folded, (np.float32,))
+    assert 800 < len(expression.nodes) < 1100
     exact = Interval(jnp.float32(3), jnp.float32(3))
-    np.testing.assert_allclose(intervals.of(found, (exact,)).lo, folded(jnp.float32(3)), rtol=1e-5)
+    np.testing.assert_allclose(
+        intervals.of(expression, (exact,)).lo, folded(jnp.float32(3)), rtol=1e-5
+    )
 
 
 def test_the_program_of_a_score_is_read_too():
-    """Its operands are tables, and what it closes over."""
     table = jnp.arange(12.0).reshape(3, 4)
 
     def chain(score, b, h, q, kv, slopes):
         return jnp.tanh(score / 20) * 20 + slopes[h] * (q - kv) + table[h, kv % 4]
 
     with jax.numpy_dtype_promotion("standard"):
-        found = read(chain, (np.float32, *[np.int32] * 4), (jnp.ones(3),))
-    names = {node.op for node in found.nodes}
+        expression = read(chain, (np.float32, *[np.int32] * 4), (jnp.ones(3),))
+    names = {node.op for node in expression.nodes}
     assert "unknown" not in names and {"tanh", "look_up", "remainder"} <= names
-    assert len(found.tables) == 2
-    assert isinstance(scores.Score(chain, jnp.ones(3)), scores.ScoreFunction)
-    assert FULL == 2
+    assert len(expression.tables) == 2
 
 
 def test_bounds_of_tables_of_floats_that_only_the_program_knows():

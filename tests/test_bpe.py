@@ -1,15 +1,11 @@
-"""Byte-pair encoding: round trips, what is unknown, the same merges always, the file checked."""
+"""Byte-pair encoding: round trips, unknown characters, deterministic merges, checks of the file."""
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import unicodedata
-from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.translation import text
@@ -25,9 +21,9 @@ from experiments.translation.vocabulary import (
     Vocabulary,
     learn_vocabularies,
 )
+from tests.conftest import python_output
 
 
-ROOT = Path(__file__).parents[1]
 TRAINING = (
     "der alte hund schläft, der alte hund bellt.",
     "die alte katze schläft und der hund bellt nicht!",
@@ -41,15 +37,17 @@ def learned(size: int = 80, **options) -> Vocabulary:
 
 
 @given(st.text(SEEN))
+@example("")
 def test_text_of_characters_that_were_seen_comes_back(sentence):
     vocabulary = learned()
     ids = vocabulary.encode(sentence)
+    assert ids[-1] == EOS and (len(ids) > 1) == (sentence != "")
     assert UNK not in ids and vocabulary.unknown(sentence) == []
     assert vocabulary.decode(ids) == vocabulary.normalize(sentence) == sentence
 
 
 @given(st.text())
-def test_tokens_of_any_text_put_together_are_the_text(sentence):
+def test_joined_tokens_of_any_text_are_the_text(sentence):
     vocabulary = learned(64, lower=False)
     tokens = vocabulary.split(sentence)
     assert all(tokens)
@@ -57,10 +55,10 @@ def test_tokens_of_any_text_put_together_are_the_text(sentence):
     assert vocabulary.split(unicodedata.normalize("NFD", sentence)) == tokens
 
 
-def test_case_is_kept_only_when_asked():
+def test_case_is_kept_only_on_request():
     sentences = ["Der Hund BELLT", "Äpfel"]
-    kept = Vocabulary.learn_bpe(sentences, size=40, lower=False)
-    assert kept.decode(kept.encode("Der Hund")) == "Der Hund"
+    cased = Vocabulary.learn_bpe(sentences, size=40, lower=False)
+    assert cased.decode(cased.encode("Der Hund")) == "Der Hund"
     lowered = Vocabulary.learn_bpe(sentences, size=40)
     assert lowered.decode(lowered.encode("DER HUND")) == lowered.normalize("Der Hund") == "der hund"
     assert not any(word != word.lower() for word in lowered.words)
@@ -101,13 +99,7 @@ def test_text_cannot_spell_a_special(special):
     assert vocabulary.decode(ids) == f"b {special} a"
 
 
-def test_nothing_is_a_sentence_without_tokens():
-    vocabulary = learned()
-    assert vocabulary.encode("") == [EOS]
-    assert vocabulary.decode(vocabulary.encode("")) == ""
-
-
-def test_a_vocabulary_has_every_character_and_no_more_tokens_than_asked():
+def test_a_vocabulary_has_every_character_and_at_most_size_tokens():
     for size in (40, 60, 500):
         vocabulary = learned(size)
         assert len(vocabulary) <= size
@@ -116,10 +108,7 @@ def test_a_vocabulary_has_every_character_and_no_more_tokens_than_asked():
     characters = len({" ", *SEEN})
     with pytest.raises(ValueError, match=f"at least {characters + 4}, for {characters} .* got 12"):
         learned(12)
-
-
-def test_rare_pairs_are_not_merged():
-    assert len(learned(500, minimum_count=2)) < len(learned(500))
+    assert len(learned(500, minimum_count=2)) < len(learned(500))  # rare pairs are not merged
 
 
 def test_a_vocabulary_does_not_depend_on_hash_seed_or_threads():
@@ -132,11 +121,8 @@ def test_a_vocabulary_does_not_depend_on_hash_seed_or_threads():
     pairs = splits(train=2000, validation=1, test=1, deeper=1, seed=0).train
     outputs = {Vocabulary.learn_bpe([pair.target for pair in pairs], size=400).to_json()}
     for seed, threads in (("0", "1"), ("2", "4")):
-        changes = {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, check=True)
-        outputs.add(done.stdout.decode("ascii").strip())
+        printed = python_output(code, PYTHONHASHSEED=seed, RAYON_NUM_THREADS=threads)
+        outputs.add(printed.decode("ascii").strip())
     assert len(outputs) == 1 and len(outputs.pop()) > 4000
 
 
@@ -148,7 +134,7 @@ def test_a_vocabulary_does_not_depend_on_hash_seed_or_threads():
     ],
 )
 def test_the_ids_of_a_text_are_pinned(kind, expected):
-    """So that a run that was begun with another version of the library goes on."""
+    """Runs of earlier versions of the library can be resumed."""
     pairs = [
         Pair(f"{source.capitalize()} Don't!", f"The girl's «t-shirt»: 10,000 → {target}", "")
         for source, target, _ in splits(train=2000, validation=1, test=1, deeper=1, seed=0).train
@@ -214,7 +200,7 @@ UNKNOWN = "expected two tokens known before it"
         ((" ", "a", "\ud800"), MERGES, "words must be Unicode text"),
     ],
 )
-def test_what_is_no_vocabulary_is_refused_in_one_line(words, merges, message):
+def test_an_invalid_vocabulary_is_refused_in_one_line(words, merges, message):
     assert len(Vocabulary(WORDS, MERGES)) == 9
     with pytest.raises(ValueError, match=message) as error:
         Vocabulary(words, merges)

@@ -1,6 +1,6 @@
-"""Caches: token by token, in chunks and in one piece are the same, and nothing is lost silently.
+"""Caches: token by token, in chunks and at once are the same, and nothing is lost silently.
 
-What a cache should give is attention by the formula over each row's whole sequence at once.
+The expected result is attention by the formula over each row's whole sequence.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ import jattn
 import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
-from tests.conftest import quick_jit
+from tests import oracle
+from tests.conftest import assert_trees_close, quick_jit
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -72,21 +73,19 @@ def formula(mask: str, encoding: str, kind: str) -> np.ndarray:
     return np.asarray(jattn.attention(query, key, value, **options))
 
 
-def pieces(
-    sizes: list[int], lengths: np.ndarray, left: bool
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each chunk the place `[B, n]` of each token in its row, and which of them are real."""
-    found, begun = [], np.zeros(B, int)
+def pieces(sizes: list[int], lengths: np.ndarray, left: bool) -> list[tuple[Any, Any]]:
+    """Returns for each chunk the indices `[B, n]` of its tokens in the rows, and which are real."""
+    chunks, begun = [], np.zeros(B, int)
     for size in sizes:
         count = np.minimum(lengths - begun, size)
         offset = np.arange(size) - (size - count[:, None] if left else 0)
-        found.append((begun[:, None] + offset, (offset >= 0) & (offset < count[:, None])))
+        chunks.append((begun[:, None] + offset, (offset >= 0) & (offset < count[:, None])))
         begun = begun + count
-    return found
+    return chunks
 
 
 @functools.partial(quick_jit, static_argnames=("mask", "encoding"))
-def step(cache: Cache, mask: str, encoding: str, valid: Any, *qkv: Any) -> Any:
+def decode_chunk(cache: Cache, mask: str, encoding: str, valid: Any, *qkv: Any) -> Any:
     query, key, value = qkv
     places = cache.next_positions(query.shape[1], valid)
     query, key = (encoded(encoding, x, places) for x in (query, key))
@@ -100,14 +99,14 @@ def step(cache: Cache, mask: str, encoding: str, valid: Any, *qkv: Any) -> Any:
 
 
 def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool = False) -> Any:
-    """What comes out for each real token, `[B, T, N, V]` with NaN elsewhere, and the cache."""
+    """Returns the output of each real token, `[B, T, N, V]` with NaN elsewhere, and the cache."""
     out = np.full((B, T, N, V), np.nan, np.float32)
     for places, valid in pieces(sizes, LENGTHS, left):
         rows = np.arange(B)[:, None]
         chunk = [np.asarray(x)[rows, np.clip(places, 0, T - 1)] for x in tokens()]
         for x in chunk:
             x[~valid] = np.nan  # padding is nothing
-        got, cache = step(cache, mask, encoding, valid, *chunk)
+        got, cache = decode_chunk(cache, mask, encoding, valid, *chunk)
         for b, t in np.argwhere(valid):
             out[b, places[b, t]] = got[b, t]
     return out, cache
@@ -115,7 +114,7 @@ def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool
 
 @quick_jit
 def attended(cache: Cache, query: Any, key: Any, value: Any) -> Any:
-    """A causal step."""
+    """Runs a causal step."""
     return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
 
 
@@ -154,7 +153,7 @@ def test_prompts_of_different_lengths_are_padded_on_either_side(kind, left):
 @pytest.mark.one_in(3)
 @every_cache
 def test_more_than_a_chunk_goes_in_pieces(kind):
-    """13 tokens through a rolling cache that takes 3 at a time, with a mask that is an array."""
+    """A rolling cache takes 3 of the 13 tokens at a time; the mask is an array."""
     query, key, value = tokens()
     rows = jnp.asarray(np.random.default_rng(4).random((B, 1, T, 1)) < 0.7)
     window = masks.Window(left=W) if kind == "rolling" else masks.Full()
@@ -185,18 +184,13 @@ def test_weights_are_by_slot(kind):
         pieces.append((out, *(jnp.swapaxes(x, 1, 2) for x in (lse, weights))))
     out, lse, weights = (jnp.concatenate(x, axis=1) for x in zip(*pieces, strict=True))
     lse, weights = (jnp.swapaxes(x, 1, 2) for x in (lse, weights))
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    score = np.einsum("btkgh,bskh->bkgts", query.reshape(B, T, K, N // K, H), key) / np.sqrt(H)
-    past = np.arange(T)[:, None] - np.arange(T)
-    seen = (past >= 0) & ((past <= W) | (kind != "rolling"))
-    exponentials = np.where(seen, np.exp(score), 0)
-    total = exponentials.sum(-1, keepdims=True)
-    want = exponentials / total
-    by_slot = want @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
-    np.testing.assert_allclose(weights, by_slot.reshape(weights.shape), rtol=0, atol=1e-6)
-    np.testing.assert_allclose(lse, np.log(total).reshape(lse.shape), rtol=0, atol=2e-6)
-    summed = np.einsum("bkgts,bskv->btkgv", want, value)
-    np.testing.assert_allclose(out, summed.reshape(out.shape), rtol=0, atol=2e-6)
+    past = W if kind == "rolling" else T
+    arrays: Any = (np.asarray(x, np.float64) for x in (query, key, value))
+    seen = lambda pair: 0 <= pair.q - pair.kv <= past  # noqa: E731
+    want = oracle.attend(oracle.OracleProblem(*arrays, allowed=seen))
+    by_slot = want.weights @ (np.arange(T)[:, None] % cache.capacity == np.arange(cache.capacity))
+    assert_trees_close((out, lse), (want.out, want.lse), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(weights, by_slot, rtol=0, atol=1e-6)
 
 
 def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
@@ -208,9 +202,8 @@ def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
     weights = jattn.attention_weights(query, lost, **dropout)
     assert weights.shape == (B, N, T, T)
     assert np.isnan(weights[1]).all()
-    kept = [0, 2]
-    assert 0.3 < np.mean(weights[np.array(kept)] == 0) < 0.7
-    for b in kept:
+    assert 0.3 < np.mean(weights[np.array([0, 2])] == 0) < 0.7
+    for b in (0, 2):
         heads = np.repeat(value[b], N // K, axis=1)
         want = np.einsum("nts,snv->tnv", weights[b], heads)
         np.testing.assert_allclose(out[b], want, rtol=0, atol=2e-6)
@@ -230,7 +223,7 @@ def test_a_rolling_cache_forgets_and_stays_small():
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """The same cache with poison wherever nothing has been written yet."""
+    """Returns the cache with poison in all slots: before anything is written."""
     full = {name: jnp.full_like(getattr(cache, name), poison) for name in ("keys", "values")}
     return dataclasses.replace(cache, **full)
 
@@ -268,20 +261,20 @@ def test_a_compiled_write_past_the_end_is_seen(kind, new):
     """Row 0 has room for 3 tokens, the others for more."""
     cache = filled(kind, LENGTHS)
     query, key, value = tokens(1)
-    out, after = attended(cache, *(x[:, :new] for x in (query, key, value)))
-    assert after.overflowed.tolist() == [new > 3, False, False]
+    out, longer = attended(cache, *(x[:, :new] for x in (query, key, value)))
+    assert longer.overflowed.tolist() == [new > 3, False, False]
     assert np.isnan(out[0]).all() == (new > 3)
     assert np.isfinite(out[1:]).all()
-    held, kept = (np.asarray(c.read()[0]) for c in (cache, after))
-    np.testing.assert_array_equal(kept[0, :, :13], held[0, :, :13])
+    old_keys, new_keys = (np.asarray(c.read()[0]) for c in (cache, longer))
+    np.testing.assert_array_equal(new_keys[0, :, :13], old_keys[0, :, :13])
     for b in (1, 2):
-        written = kept[b, :, LENGTHS[b] : LENGTHS[b] + new]
+        written = new_keys[b, :, LENGTHS[b] : LENGTHS[b] + new]
         np.testing.assert_array_equal(written, np.swapaxes(np.asarray(key)[b, :new], 0, 1))
     # Once lost, a row stays lost.
-    later, _ = attended(after, *(x[:, :1] for x in (query, key, value)))
+    later, _ = attended(longer, *(x[:, :1] for x in (query, key, value)))
     assert np.isnan(later[0]).all() == (new > 2)
     nothing = jax.jit(lambda c, k, v: c.append(k, v, jnp.zeros((B, 1), bool)))
-    assert nothing(after, key[:, :1], value[:, :1]).overflowed[0] == (new > 3)
+    assert nothing(longer, key[:, :1], value[:, :1]).overflowed[0] == (new > 3)
 
 
 def test_a_rolling_cache_takes_no_more_than_its_chunk():
@@ -292,7 +285,7 @@ def test_a_rolling_cache_takes_no_more_than_its_chunk():
 
 
 @every_cache
-def test_reordered_rows_go_on_as_the_rows_they_were(kind):
+def test_reordered_rows_continue_as_the_original_rows(kind):
     cache = filled(kind, np.array([9, 7, 2]))
     query, key, value = (x[:, :2] for x in tokens(1))
     picked = jnp.array([2, 0, 0])
@@ -304,47 +297,51 @@ def test_reordered_rows_go_on_as_the_rows_they_were(kind):
 @pytest.mark.slow
 def test_pages_are_shared_until_they_are_written_to():
     page = 4
-    one = PagedCache.create(1, 16, K, H, V, page_size=page, num_pages=8)
+    single = PagedCache.create(1, 16, K, H, V, page_size=page, num_pages=8)
     _, key, value = tokens()
-    one = one.append(key[:1, :6], value[:1, :6])  # a full page and half of another
-    assert int((one.pages_held() > 0).sum()) == 2
-    beams = one.reorder(jnp.zeros(B, int))
-    assert beams.keys is one.keys
+    single = single.append(key[:1, :6], value[:1, :6])  # a full page and half of another
+    assert int((single.pages_held() > 0).sum()) == 2
+    beams = single.reorder(jnp.zeros(B, int))
+    assert beams.keys is single.keys
     assert sorted(np.asarray(beams.pages_held())) == [0, 0, 0, 0, 0, 0, 3, 3]
-    grown = jax.jit(lambda c, k, v: c.append(k, v))(beams, key[:, 6:7], value[:, 6:7])
-    # The first page stays common; of the other each row has its own, one of them the old one.
-    assert sorted(np.asarray(grown.pages_held())) == [0, 0, 0, 0, 1, 1, 1, 3]
+    longer = jax.jit(lambda c, k, v: c.append(k, v))(beams, key[:, 6:7], value[:, 6:7])
+    # The first page stays shared; each row has its own copy of the other.
+    assert sorted(np.asarray(longer.pages_held())) == [0, 0, 0, 0, 1, 1, 1, 3]
     for b in range(B):
-        held = np.swapaxes(np.asarray(grown.read()[0])[b, :, :7], 0, 1)
-        want = np.concatenate([np.asarray(key)[0, :6], np.asarray(key)[b, 6:7]])
-        np.testing.assert_array_equal(held, want)
-    alone = grown.reorder(jnp.array([1, 1, 1]))
+        assert_keys(longer, b, key[0, :6], key[b, 6:7])
+    alone = longer.reorder(jnp.array([1, 1, 1]))
     assert int((alone.pages_held() > 0).sum()) == 2
 
 
-@pytest.mark.slow
-def test_one_of_two_sharers_goes_on_while_the_other_waits():
+def shared_pages() -> tuple[PagedCache, Any, Any]:
+    """Two rows that share two tokens on one page of four, and keys and values of more tokens."""
     cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=4)
     _, key, value = (x[:2] for x in tokens())
-    cache = cache.append(key[:, :2], value[:, :2]).reorder(jnp.array([0, 0]))
+    return cache.append(key[:, :2], value[:, :2]).reorder(jnp.array([0, 0])), key, value
+
+
+def assert_keys(cache: PagedCache, b: int, *wanted: Any) -> None:
+    """Checks the first keys of a row."""
+    keys = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
+    want = np.concatenate(wanted)
+    np.testing.assert_array_equal(keys[b, : len(want)], want)
+
+
+@pytest.mark.slow
+def test_one_of_two_sharers_writes_while_the_other_waits():
+    cache, key, value = shared_pages()
     first = np.array([[True], [False]])
     cache = cache.append(key[:, 2:3], value[:, 2:3], first)
     cache = cache.append(key[:, 3:4], value[:, 3:4], ~first)
-    held = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
-    common = np.asarray(key)[0, :2]
-    np.testing.assert_array_equal(held[0, :3], [*common, np.asarray(key)[0, 2]])
-    np.testing.assert_array_equal(held[1, :3], [*common, np.asarray(key)[1, 3]])
+    for b in (0, 1):
+        assert_keys(cache, b, key[0, :2], key[b, 2 + b : 3 + b])
 
 
 def test_a_page_is_copied_and_another_begun_in_one_append():
-    cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=4)
-    _, key, value = (x[:2] for x in tokens())
-    cache = cache.append(key[:, :2], value[:, :2]).reorder(jnp.array([0, 0]))
+    cache, key, value = shared_pages()
     cache = cache.append(key[:, 2:7], value[:, 2:7])
-    held = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
     for b in (0, 1):
-        wanted = [*np.asarray(key)[0, :2], *np.asarray(key)[b, 2:7]]
-        np.testing.assert_array_equal(held[b, :7], wanted)
+        assert_keys(cache, b, key[0, :2], key[b, 2:7])
 
 
 @pytest.mark.slow
@@ -354,11 +351,10 @@ def test_no_free_page_is_an_overflow():
     cache = cache.append(key[:, :4], value[:, :4])
     with pytest.raises(ValueError, match="row 1 needs another page, all 3 are held"):
         cache.append(key[:, 4:5], value[:, 4:5])
-    grown = jax.jit(lambda c, k, v: c.append(k, v))(cache, key[:, 4:5], value[:, 4:5])
-    assert grown.overflowed.tolist() == [False, True]
-    held = np.swapaxes(np.asarray(grown.read()[0]), 1, 2)
-    np.testing.assert_array_equal(held[0, :5], np.asarray(key)[0, :5])
-    np.testing.assert_array_equal(held[1, :4], np.asarray(key)[1, :4])
+    longer = jax.jit(lambda c, k, v: c.append(k, v))(cache, key[:, 4:5], value[:, 4:5])
+    assert longer.overflowed.tolist() == [False, True]
+    assert_keys(longer, 0, key[0, :5])
+    assert_keys(longer, 1, key[1, :4])
 
 
 @pytest.mark.one_in(3)
@@ -369,8 +365,8 @@ def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
         lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, CACHES[kind](T)
     )
     query, key, value = tokens()
-    out, after = attended(narrow, query, key, value)
-    assert after.keys.dtype == after.values.dtype == jnp.dtype(dtype)
+    out, longer = attended(narrow, query, key, value)
+    assert longer.keys.dtype == longer.values.dtype == jnp.dtype(dtype)
     assert out.dtype == jnp.float32
     key, value = (x.astype(dtype).astype(jnp.float32) for x in (key, value))
     want, _ = attended(CACHES[kind](T), query, key, value)
@@ -395,15 +391,9 @@ def test_steps_are_traced_once(kind):
 
 @every_cache
 def test_inside_scan(kind):
-    """The cache goes round a loop: its structure, shapes and dtypes stay what they are."""
-    query, key, value = (jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
-
-    def one(cache, now):
-        query, key, value = now
-        out, cache = jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
-        return cache, out
-
-    _, out = jax.lax.scan(one, CACHES[kind](1), (query, key, value))
+    qkv = tuple(jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
+    call: Any = functools.partial(jattn.cached_attention, mask=masks.Causal())
+    _, out = jax.lax.scan(lambda cache, x: call(*x, cache)[::-1], CACHES[kind](1), qkv)
     got = jnp.moveaxis(out[:, :, 0], 0, 1)
     np.testing.assert_allclose(got, formula("causal", "none", kind), rtol=0, atol=2e-6)
 
@@ -417,39 +407,38 @@ def test_implementations_agree_on_a_cache(implementation, kind):
     bias = scores.Bias(jnp.asarray(np.random.default_rng(2).normal(size=(B, N, 2, cache.capacity))))
 
     def call(query: Any, keys: Any, values: Any, score: Any, implementation: str) -> Any:
-        held = dataclasses.replace(cache, keys=keys, values=values)
+        replaced = dataclasses.replace(cache, keys=keys, values=values)
         return jattn.attention(
-            query, held, score=score, implementation=implementation, return_lse=True
+            query, replaced, score=score, implementation=implementation, return_lse=True
         )
 
     @functools.partial(quick_jit, static_argnums=0)
     def everything(implementation: str, *operands: Any) -> Any:
-        found, pull = jax.vjp(functools.partial(call, implementation=implementation), *operands)
-        return found, pull((jnp.ones_like(found[0]), jnp.cos(found[1])))
+        result, pull = jax.vjp(functools.partial(call, implementation=implementation), *operands)
+        return result, pull((jnp.ones_like(result[0]), jnp.cos(result[1])))
 
     operands = (query, cache.keys, cache.values, bias)
-    found, want = (everything(name, *operands) for name in (implementation, "reference"))
-    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+    got, want = (everything(name, *operands) for name in (implementation, "reference"))
+    assert_trees_close(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-@pytest.mark.parametrize("held", [(1, 2), (900, 40), (2048, 2047)])
-def test_long_caches_are_read_in_blocks(kind, held):
-    """Few of the blocks, half of them, all of them: with what the rest holds poisoned."""
+@pytest.mark.parametrize("lengths", [(1, 2), (900, 40), (2048, 2047)])
+def test_long_caches_are_read_in_blocks(kind, lengths):
+    """Few of the blocks, half of them, or all; the other slots are poisoned."""
     S, rows = 2048, 2
     rng = np.random.default_rng(0)
     options = {"page_size": 64} if kind == "paged" else {}
     cls: Any = {"dense": DenseCache, "paged": PagedCache}[kind]
     cache = poisoned(cls.create(rows, S, 1, 4, **options), np.nan)
     key, value = (jnp.asarray(rng.normal(size=(rows, S, 1, 4)), jnp.float32) for _ in range(2))
-    cache = cache.append(key, value, np.arange(S) < np.array(held)[:, None])
+    cache = cache.append(key, value, np.arange(S) < np.array(lengths)[:, None])
     query = jnp.asarray(rng.normal(size=(rows, 1, 2, 4)), jnp.float32)
     mask = masks.Causal() & masks.Window(left=1000)
     got = quick_jit(lambda query, cache: jattn.attention(query, cache, mask=mask))(query, cache)
-    for b, length in enumerate(held):
+    for b, length in enumerate(lengths):
         part = slice(max(0, length - 1001), length)
         want = jattn.attention(
             query[b : b + 1],
@@ -489,18 +478,20 @@ def test_wrong_arguments_are_named():
 def test_explain_knows_caches():
     cache = DenseCache.create(B, 8, K, H, V)
     few, many = (jnp.ones((B, n, N, H), jnp.float32) for n in (1, 9))
-    found = jattn.explain(few, cache)
-    assert next(iter(found)) == "decode"
-    assert found["decode"] is found["blockwise"] is found["reference"] is None
-    assert found.runs == "decode" and not found.by_name, "None takes native where decode cannot"
-    assert "float32" in str(found["cudnn"])
+    explained = jattn.explain(few, cache)
+    assert next(iter(explained)) == "decode"
+    assert explained["decode"] is explained["blockwise"] is explained["reference"] is None
+    assert explained.runs == "decode" and not explained.by_name, (
+        "None takes native where decode cannot"
+    )
+    assert "float32" in str(explained["cudnn"])
     assert "at most 8" in str(jattn.explain(many, cache)["decode"])
 
 
 @pytest.mark.slow
 @every_cache
 def test_a_module_token_by_token_is_the_module_at_once(kind):
-    """With everything that depends on positions: rotation, a learned bias, the module's mask."""
+    """The module has everything that depends on positions: rotation, a learned bias, a mask."""
     table = jnp.asarray(np.random.default_rng(5).normal(size=(8, 4)), jnp.float32)
     layer = jattn.nn.MultiHeadAttention(
         4,
@@ -518,15 +509,15 @@ def test_a_module_token_by_token_is_the_module_at_once(kind):
     graph, state = nnx.split(layer)
 
     @quick_jit
-    def step(x: Any, cache: Any, valid: Any) -> Any:
+    def run(x: Any, cache: Any, valid: Any) -> Any:
         return nnx.merge(graph, state)(x, cache=cache, valid=valid)
 
     left = np.array([[True, True, True], [False, True, True]])  # a prompt, padded on the left
-    rows = x.at[1].set(jnp.roll(x[1], 1, axis=0))  # what the second row reads, behind its padding
-    out, cache = step(rows[:, :3], cache, left)
+    rows = x.at[1].set(jnp.roll(x[1], 1, axis=0))  # the second row after its padding
+    out, cache = run(rows[:, :3], cache, left)
     parts = [out]
     for t in range(3, T):
-        out, cache = step(rows[:, t : t + 1], cache, None)
+        out, cache = run(rows[:, t : t + 1], cache, None)
         parts.append(out)
     got, want = jnp.concatenate(parts, axis=1), layer(x)
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2e-6)
@@ -567,23 +558,23 @@ def test_the_transformer_step_by_step_is_the_transformer_at_once(places, norm):
         return model.decoder.start(memory, 9, memory_lengths=lengths)
 
     @quick_jit
-    def step(state, ids, caches):
+    def run(state, ids, caches):
         return nnx.merge(graph, state).step(ids, caches, deterministic=True)
 
     for sizes in ([1] * 9, [4, 1, 3, 1]):
         caches = begin(state)
         parts, begun = [], 0
         for size in sizes:
-            logits, caches = step(state, target[:, begun : begun + size], caches)
+            logits, caches = run(state, target[:, begun : begun + size], caches)
             parts.append(logits)
             begun += size
         np.testing.assert_allclose(jnp.concatenate(parts, axis=1), want, rtol=0, atol=5e-6)
     swapped = jnp.array([2, 0, 0])
-    _, caches = step(state, target[:, :4], begin(state))
+    _, caches = run(state, target[:, :4], begin(state))
     for t in range(4, 8):
-        _, caches = step(state, target[:, t : t + 1], caches)
+        _, caches = run(state, target[:, t : t + 1], caches)
     picked = [cache.reorder(swapped) for cache in caches]
-    logits, _ = step(state, target[swapped, 8:], picked)
+    logits, _ = run(state, target[swapped, 8:], picked)
     np.testing.assert_allclose(logits[:, 0], want[swapped, 8], rtol=0, atol=5e-6)
 
 
@@ -592,16 +583,10 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
     x, cache = jnp.ones((1, 2, 8)), layer.empty_cache(1, 4)
     assert cache.keys.dtype == jnp.float32
     places = jnp.arange(2)
-    refused: list[dict[str, Any]] = [
-        {"inputs_k": x},
-        {"positions": places},
-        {"kv_positions": places},
-    ]
-    for wrong in refused:
-        with pytest.raises(
-            ValueError, match=f"{next(iter(wrong))}: expected None: a call with a cache"
-        ):
-            layer(x, cache=cache, **wrong)
+    wrong: dict[str, Any] = {"inputs_k": x, "positions": places, "kv_positions": places}
+    for name, array in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}: expected None: a call with a cache"):
+            layer(x, cache=cache, **{name: array})
     with pytest.raises(ValueError, match="valid: expected a cache"):
         layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="captured"):

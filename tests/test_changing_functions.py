@@ -1,7 +1,7 @@
-"""Functions of masks and scores are what they are when they are called, whatever they read.
+"""Functions of masks and scores mean what they mean when they are called, whatever they read.
 
-Each row of `HOLDERS` is a way to hold a number that a function reads. It is changed between two
-calls, and the second has to equal the formula with the number that is held then.
+Each row of `HOLDERS` is a way to hold a number that a function reads. The number is changed
+between two calls, and the second call has to equal the formula with the new number.
 """
 
 import collections
@@ -25,6 +25,7 @@ from jattn import cache, call, masks, nn
 from jattn.functions import snapshots
 from jattn.masks import Predicate
 from jattn.scores import Score
+from tests.conftest import assert_trees_close, normal_arrays
 
 
 Use = Callable[..., Any]
@@ -37,22 +38,45 @@ GLOBAL_LIST = [0]
 GLOBAL_ARRAY = np.zeros(3, np.int32)
 
 
-def held(holder: Holder) -> Holder:
-    """Registers a row: of a formula `use(number, *arguments)` and a first number, the function and
-    what changes the number that it reads."""
-    HOLDERS[holder.__name__] = holder
-    return holder
+def holder(make: Holder) -> Holder:
+    """Registers a row, named like the function.
+
+    From a formula `use(number, *arguments)` and a first number it makes the function, and what
+    changes the number that the function reads.
+    """
+    HOLDERS[make.__name__] = make
+    return make
+
+
+def holds(name: str, make: Callable[[Any], tuple[Any, Any]], read: Any) -> None:
+    """Registers a row whose function closes over a value and reads a number of it by `read`.
+
+    From the first number `make` makes the value, and what changes the number in it.
+    """
+
+    def closure(use: Use, number: Any) -> Any:
+        value, change = make(number)
+        return lambda *x: use(read(value), *x), change
+
+    HOLDERS[name] = closure
 
 
 def in_container(name: str, make: Callable[[Any], Any], read: Any, write: Any) -> None:
-    """Registers a row whose function closes over an object, reads a number of it by `read` and has
-    another written to it by `write`."""
+    """Registers a row whose function closes over an object; `write` writes another number to it."""
 
-    def holder(use: Use, number: Any) -> Any:
-        box = make(number)
-        return lambda *x: use(read(box), *x), lambda new: write(box, new)
+    def made(number: Any) -> Any:
+        return (value := make(number)), functools.partial(write, value)
 
-    HOLDERS[name] = holder
+    holds(name, made, read)
+
+
+def boxed(name: str, function: Callable[[Use, list[Any]], Any]) -> None:
+    """Registers a row whose function, made of the formula and a list, reads the list."""
+
+    def closure(use: Use, number: Any) -> Any:
+        return function(use, box := [number]), functools.partial(set_item(0), box)
+
+    HOLDERS[name] = closure
 
 
 class Plain:
@@ -102,7 +126,7 @@ class Hidden:
         return self.__dict__["held"][name]
 
 
-class Pair(NamedTuple):
+class NumberPair(NamedTuple):
     """A named tuple of something that may change."""
 
     numbers: list[Any]
@@ -126,44 +150,37 @@ def set_number(box: Any, new: Any) -> None:
     box.number = new
 
 
-def structured(number: Any) -> np.ndarray:
-    return np.array([(number, 1.5)], dtype=[("number", np.int32), ("other", np.float64)])
-
-
-def random_access(number: Any) -> np.ndarray:
-    return np.array([None, number], object)
-
-
 def refill(box: Any, new: Any) -> None:
     box.clear()
     box.add(new)
 
 
-one = lambda box: box[1]  # noqa: E731
-in_container("list", lambda x: [0, x], one, set_item(1))
+second = lambda box: box[1]  # noqa: E731
+number_of = lambda box: box.number  # noqa: E731
+in_container("list", lambda x: [0, x], second, set_item(1))
 in_container(
     "nested list", lambda x: [0, [[x]]], lambda x: x[1][0][0], lambda x, y: set_item(0)(x[1][0], y)
 )
-in_container("dict", lambda x: {1: x}, one, set_item(1))
-in_container("ordered dict", lambda x: collections.OrderedDict({1: x}), one, set_item(1))
-in_container("default dict", lambda x: collections.defaultdict(int, {1: x}), one, set_item(1))
-in_container("deque", lambda x: collections.deque([0, x]), one, set_item(1))
+in_container("dict", lambda x: {1: x}, second, set_item(1))
+in_container("ordered dict", lambda x: collections.OrderedDict({1: x}), second, set_item(1))
+in_container("default dict", lambda x: collections.defaultdict(int, {1: x}), second, set_item(1))
+in_container("deque", lambda x: collections.deque([0, x]), second, set_item(1))
 in_container("set", lambda x: {x}, max, refill)
-in_container("bytearray", lambda x: bytearray([0, x]), one, set_item(1))
-in_container("memoryview", lambda x: memoryview(bytearray([0, x])), one, set_item(1))
+in_container("bytearray", lambda x: bytearray([0, x]), second, set_item(1))
+in_container("memoryview", lambda x: memoryview(bytearray([0, x])), second, set_item(1))
 in_container(
     "tuple of a list", lambda x: (0, [x]), lambda x: x[1][0], lambda x, y: set_item(0)(x[1], y)
 )
 in_container(
     "named tuple",
-    lambda x: Pair([x]),
+    lambda x: NumberPair([x]),
     lambda x: x.numbers[0],
     lambda x, y: set_item(0)(x.numbers, y),
 )
-in_container("attribute", Plain, lambda x: x.number, set_number)
-in_container("slots", Slots, lambda x: x.number, set_number)
-in_container("namespace", lambda x: types.SimpleNamespace(number=x), lambda x: x.number, set_number)
-in_container("computed attribute", Hidden, lambda x: x.number, lambda x, y: x.held.update(number=y))
+in_container("attribute", Plain, number_of, set_number)
+in_container("slots", Slots, number_of, set_number)
+in_container("namespace", lambda x: types.SimpleNamespace(number=x), number_of, set_number)
+in_container("computed attribute", Hidden, number_of, lambda x, y: x.held.update(number=y))
 in_container("numpy", an_array, lambda x: int(x[1]), set_item(1))
 in_container("numpy in jnp", an_array, lambda x: jnp.asarray(x)[1], set_item(1))
 in_container("numpy as it is", lambda x: np.array(x, np.int32), lambda x: x, set_item(()))
@@ -181,36 +198,32 @@ in_container(
 )
 in_container(
     "structured array",
-    structured,
+    lambda x: np.array([(x, 1.5)], dtype=[("number", np.int32), ("other", np.float64)]),
     lambda x: int(x["number"][0]),
     set_item("number"),
 )
-in_container("object array", random_access, one, set_item(1))
+in_container("object array", lambda x: np.array([None, x], object), second, set_item(1))
 in_container("masked array", lambda x: np.ma.array([0, x]), lambda x: int(x[1]), set_item(1))
-in_container("function's attribute", lambda x: Data(x, int), lambda x: x.number, set_number)
+in_container("function's attribute", lambda x: Data(x, int), number_of, set_number)
 
 
-@held
-def view(use: Use, number: Any) -> Any:
-    whole = np.full(6, number, np.int32)
-    part = whole[::2]
-
-    def change(new: Any) -> None:
-        whole[...] = new
-
-    return lambda *x: use(jnp.asarray(part)[1], *x), change
+holds(
+    "view",
+    lambda x: ((whole := np.full(6, x, np.int32))[::2], whole.fill),
+    lambda part: jnp.asarray(part)[1],
+)
 
 
-@held
+@holder
 def frozen_view(use: Use, number: Any) -> Any:
-    """A view that cannot be written to, of memory that can."""
+    """A view that is read-only, of memory that is not."""
     whole = np.full(3, number, np.int32)
     part = whole[:]
     part.flags.writeable = False
-    return lambda *x: use(jnp.asarray(part)[1], *x), lambda new: set_item(slice(None))(whole, new)
+    return lambda *x: use(jnp.asarray(part)[1], *x), whole.fill
 
 
-@held
+@holder
 def global_number(use: Use, number: Any) -> Any:
     def change(new: Any) -> None:
         global GLOBAL  # noqa: PLW0603
@@ -220,24 +233,23 @@ def global_number(use: Use, number: Any) -> Any:
     return lambda *x: use(GLOBAL, *x), change
 
 
-@held
+@holder
 def global_list(use: Use, number: Any) -> Any:
     GLOBAL_LIST[0] = number
-    return lambda *x: use(GLOBAL_LIST[0], *x), lambda new: set_item(0)(GLOBAL_LIST, new)
+    return lambda *x: use(GLOBAL_LIST[0], *x), functools.partial(set_item(0), GLOBAL_LIST)
 
 
-@held
+@holder
 def global_array(use: Use, number: Any) -> Any:
     GLOBAL_ARRAY[1] = number
-    return lambda *x: use(jnp.asarray(GLOBAL_ARRAY)[1], *x), functools.partial(
-        set_item(1), GLOBAL_ARRAY
-    )
+    change = functools.partial(set_item(1), GLOBAL_ARRAY)
+    return lambda *x: use(jnp.asarray(GLOBAL_ARRAY)[1], *x), change
 
 
 def replaced(name: str, make: Callable[[Any], Any], read: Any = lambda x: x) -> None:
-    """Registers a row whose function closes over a value that another takes the place of."""
+    """Registers a row whose function closes over a variable that gets another value."""
 
-    def holder(use: Use, number: Any) -> Any:
+    def closure(use: Use, number: Any) -> Any:
         value = make(number)
 
         def change(new: Any) -> None:
@@ -246,7 +258,7 @@ def replaced(name: str, make: Callable[[Any], Any], read: Any = lambda x: x) -> 
 
         return lambda *x: use(read(value), *x), change
 
-    HOLDERS[name] = holder
+    HOLDERS[name] = closure
 
 
 replaced("numpy array replaced", an_array, lambda x: jnp.asarray(x)[1])
@@ -254,13 +266,13 @@ replaced("numpy scalar", np.int32)
 replaced("jax array", jnp.int32)
 
 
-@held
+@holder
 def module_attribute(use: Use, number: Any) -> Any:
     module.number = number  # pyright: ignore[reportAttributeAccessIssue]
-    return lambda *x: use(module.number, *x), lambda new: setattr(module, "number", new)
+    return lambda *x: use(module.number, *x), functools.partial(set_number, module)
 
 
-@held
+@holder
 def imported_inside(use: Use, number: Any) -> Any:
     import tests.test_changing_functions as itself  # noqa: PLC0415
 
@@ -273,13 +285,30 @@ def imported_inside(use: Use, number: Any) -> Any:
     return function, lambda new: setattr(itself, "GLOBAL", new)
 
 
-@held
-def default_list(use: Use, number: Any) -> Any:
+boxed("default list", lambda use, box: lambda *x, box=box: use(box[0], *x))
+boxed(
+    "decorated", lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x))
+)
+boxed("partial", lambda use, box: functools.partial(lambda box, *x: use(box[0], *x), box))
+replaced("helper replaced", lambda x: lambda: x, lambda helper: helper())
+
+
+@holder
+def list_in_a_helper(use: Use, number: Any) -> Any:
     box = [number]
-    return lambda *x, box=box: use(box[0], *x), lambda new: set_item(0)(box, new)
+    helper = lambda: box[0]  # noqa: E731
+    return lambda *x: use(helper(), *x), functools.partial(set_item(0), box)
 
 
-@held
+@holder
+def vectorized(use: Use, number: Any) -> Any:
+    """NumPy's object for a user's function."""
+    box = [number]
+    read = np.vectorize(lambda _: box[0])
+    return lambda *x: use(int(read(0)), *x), functools.partial(set_item(0), box)
+
+
+@holder
 def defaults_replaced(use: Use, number: Any) -> Any:
     def function(*x: Any, value: Any = number) -> Any:
         return use(value, *x)
@@ -287,16 +316,16 @@ def defaults_replaced(use: Use, number: Any) -> Any:
     return function, lambda new: setattr(function, "__kwdefaults__", {"value": new})
 
 
-@held
+@holder
 def function_attribute(use: Use, number: Any) -> Any:
     def function(*x: Any) -> Any:
         return use(function.number, *x)  # pyright: ignore[reportFunctionMemberAccess]
 
-    function.number = number  # pyright: ignore[reportFunctionMemberAccess]
-    return function, lambda new: setattr(function, "number", new)
+    set_number(function, number)
+    return function, functools.partial(set_number, function)
 
 
-@held
+@holder
 def nested_closure(use: Use, number: Any) -> Any:
     def change(new: Any) -> None:
         nonlocal number
@@ -308,105 +337,64 @@ def nested_closure(use: Use, number: Any) -> Any:
     return lambda *x: use(outer()(), *x), change
 
 
-@held
-def nested_box(use: Use, number: Any) -> Any:
-    box = {"number": number}
-
-    def inner() -> Any:
-        return box["number"]
-
-    return lambda *x: use(inner(), *x), lambda new: box.update(number=new)
-
-
-@held
-def helper_replaced(use: Use, number: Any) -> Any:
-    helper = lambda: number  # noqa: E731
-
-    def change(new: Any) -> None:
-        nonlocal helper
-        helper = lambda: new  # noqa: E731
-
-    return lambda *x: use(helper(), *x), change
-
-
-@held
-def decorated(use: Use, number: Any) -> Any:
-    box = [number]
-
-    @functools.wraps(lambda *x: use(number, *x))
-    def wrapper(*x: Any) -> Any:
-        return use(box[0], *x)
-
-    return wrapper, lambda new: set_item(0)(box, new)
-
-
-@held
-def partial(use: Use, number: Any) -> Any:
-    box = [number]
-    return functools.partial(lambda box, *x: use(box[0], *x), box), lambda new: set_item(0)(
-        box, new
-    )
-
-
-@held
+@holder
 def partial_of_array(use: Use, number: Any) -> Any:
     array = an_array(number)
     function = functools.partial(lambda *x, table: use(jnp.asarray(table)[1], *x), table=array)
-    return function, lambda new: set_item(1)(array, new)
+    return function, functools.partial(set_item(1), array)
 
 
-@held
+@holder
 def bound_method(use: Use, number: Any) -> Any:
-    class Rule(Plain):
-        def ask(self, *x: Any) -> Any:
+    class NumberWithMethod(Plain):
+        def call(self, *x: Any) -> Any:
             return use(self.number, *x)
 
-    rule = Rule(number)
-    return rule.ask, lambda new: set_number(rule, new)
+    instance = NumberWithMethod(number)
+    return instance.call, functools.partial(set_number, instance)
 
 
-@held
+@holder
 def callable_object(use: Use, number: Any) -> Any:
     data = Data(number, use)
-    return data, lambda new: set_number(data, new)
+    return data, functools.partial(set_number, data)
 
 
-@held
+@holder
 def class_attribute(use: Use, number: Any) -> Any:
-    class Settings:
-        value = number
-
-    return lambda *x: use(Settings.value, *x), lambda new: setattr(Settings, "value", new)
+    kind: Any = type("Attributes", (), {"number": number})
+    return lambda *x: use(kind.number, *x), functools.partial(set_number, kind)
 
 
-@held
-def static_method(use: Use, number: Any) -> Any:
-    class Settings:
-        value = number
+@holder
+def class_method(use: Use, number: Any) -> Any:
+    class ClassWithMethod:
+        number: Any
 
         @classmethod
-        def ask(cls, *x: Any) -> Any:
-            return use(cls.value, *x)
+        def call(cls, *x: Any) -> Any:
+            return use(cls.number, *x)
 
-    return Settings.ask, lambda new: setattr(Settings, "value", new)
+    set_number(ClassWithMethod, number)
+    return ClassWithMethod.call, functools.partial(set_number, ClassWithMethod)
 
 
-@held
+@holder
 def property_of_another(use: Use, number: Any) -> Any:
     thing, inner = Property(None), Plain(number)
     thing.inner = inner
-    return lambda *x: use(thing.value, *x), lambda new: set_number(inner, new)
+    return lambda *x: use(thing.value, *x), functools.partial(set_number, inner)
 
 
-@held
+@holder
 def enum_value(use: Use, number: Any) -> Any:
     Level.ONE.value[0] = number
-    return lambda *x: use(Level.ONE.value[0], *x), lambda new: set_item(0)(Level.ONE.value, new)
+    return lambda *x: use(Level.ONE.value[0], *x), functools.partial(set_item(0), Level.ONE.value)
 
 
-@held
+@holder
 def iterator(use: Use, number: Any) -> Any:
-    """Something else at each reading, that cannot be copied."""
+    """Returns something else at each reading, and cannot be copied."""
     numbers = [number] * 50
     source = iter(numbers)
 
@@ -416,15 +404,7 @@ def iterator(use: Use, number: Any) -> Any:
     return lambda *x: use(next(source), *x), change
 
 
-@held
-def vectorized(use: Use, number: Any) -> Any:
-    """NumPy's object for a user's function."""
-    box = [number]
-    read = np.vectorize(lambda _: box[0])
-    return lambda *x: use(int(read(0)), *x), lambda new: set_item(0)(box, new)
-
-
-@held
+@holder
 def lru_cached(use: Use, number: Any) -> Any:
     box = [number]
     read = functools.lru_cache(lambda: box[0])
@@ -436,15 +416,15 @@ def lru_cached(use: Use, number: Any) -> Any:
     return lambda *x: use(read(), *x), change
 
 
-@held
+@holder
 def inside_lax(use: Use, number: Any) -> Any:
-    """In a program within the program."""
+    """Reads within an inner program."""
     box = np.array(number, np.int32)
 
     def function(*x: Any) -> Any:
         return jax.lax.cond(x[-1] >= 0, lambda: use(box, *x), lambda: use(box, *x))
 
-    return function, lambda new: set_item(())(box, new)
+    return function, functools.partial(set_item(()), box)
 
 
 def in_window(width: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -455,19 +435,17 @@ def sloped(slope: Any, s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s - 0.25 * jnp.asarray(slope * (q - kv)).astype(s.dtype)
 
 
-def arrays(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rng = np.random.default_rng(T)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, T, 1, 8))) for _ in range(3))
-    return q, k, v
+def arrays(T: int) -> list[jax.Array]:
+    return normal_arrays(*[(1, T, 1, 8)] * 3, seed=T)
 
 
 def options(kind: str, function: Any) -> dict[str, Any]:
-    """As an argument of `attention`; an object that is called has to be wrapped."""
+    """Returns the function as an argument of `attention`, wrapped, as an object has to be."""
     return {"mask": Predicate(function)} if kind == "mask" else {"score": Score(function)}
 
 
 def plain(kind: str, number: Any, q: Any, k: Any, v: Any) -> Any:
-    """The formula, with a number that is known."""
+    """Returns attention by the formula, with a number that is known."""
     logits = jnp.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
     i, j = jnp.arange(q.shape[1])[None, None, :, None], jnp.arange(k.shape[1])[None, None, None, :]
     if kind == "mask":
@@ -480,10 +458,10 @@ def plain(kind: str, number: Any, q: Any, k: Any, v: Any) -> Any:
 USES = {"mask": in_window, "score": sloped}
 
 
-def check(kind: str, holder: Holder, T: int, implementation: str | None, numbers: Any) -> None:
-    """Each call is the formula with the number that is held then, and so are its gradients."""
+def check(kind: str, make: Holder, T: int, implementation: str | None, numbers: Any) -> None:
+    """Each call and its gradients equal the formula with the number that is held at that time."""
     x = arrays(T)
-    function, change = holder(USES[kind], numbers[0])
+    function, change = make(USES[kind], numbers[0])
 
     def loss(compute: Any, *x: Any) -> Any:
         return jnp.vdot(compute(*x), x[0])
@@ -494,12 +472,9 @@ def check(kind: str, holder: Holder, T: int, implementation: str | None, numbers
         call = functools.partial(jattn.attention, implementation=implementation, **rule)
         want = functools.partial(plain, kind, number)
         np.testing.assert_allclose(call(*x), want(*x), atol=1e-12)
-        if T < 100 and implementation != "reference":
-            continue
-        got = jax.grad(functools.partial(loss, call), (0, 1, 2))(*x)
-        exact = jax.grad(functools.partial(loss, want), (0, 1, 2))(*x)
-        for one, other in zip(got, exact, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-11)
+        if T >= 100 or implementation == "reference":
+            got, exact = (jax.grad(functools.partial(loss, f), (0, 1, 2))(*x) for f in (call, want))
+            assert_trees_close(got, exact, atol=1e-11)
 
 
 @pytest.mark.one_in(4)
@@ -519,13 +494,13 @@ def test_in_every_implementation(name, implementation, T, kind):
 
 
 def changing(kind: str) -> tuple[dict[str, Any], list[Any]]:
-    """A function that reads a list, as an argument, and the list."""
+    """Returns a function that reads a list, as an argument, and the list."""
     box, use = [2], USES[kind]
     return options(kind, lambda *x: use(box[0], *x)), box
 
 
-def given(kind: str, number: Any) -> dict[str, Any]:
-    """A function of a number that is known."""
+def constant(kind: str, number: Any) -> dict[str, Any]:
+    """Returns a function of a number that is known, as an argument."""
     return options(kind, functools.partial(USES[kind], number))
 
 
@@ -560,8 +535,8 @@ def test_every_call_reads_its_functions_again(name, kind):
     x, (rule, box) = arrays(9), changing(kind)
     for number in (2, 5, 2):
         box[0] = number
-        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **given(kind, number))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), got, want)
+        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **constant(kind, number))
+        assert_trees_close(got, want, atol=1e-12)
 
 
 def test_statistics_of_keys_that_a_function_selects():
@@ -570,13 +545,13 @@ def test_statistics_of_keys_that_a_function_selects():
     for number in (2, 5):
         box[0] = number
         got = jattn.statistics(q, k, keys=keys["mask"]).on_keys
-        want = jattn.statistics(q, k, keys=given("mask", number)["mask"]).on_keys
+        want = jattn.statistics(q, k, keys=constant("mask", number)["mask"]).on_keys
         assert got is not None and want is not None
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
 def test_masks_are_evaluated_anew():
-    """Tiles that are looked at are kept for the function as it was."""
+    """Tiles that are evaluated exactly are cached for the function as it was."""
     box = [100]
     mask = Predicate(lambda b, h, q, kv: ((q * 7919 + kv) % 65536 < box[0]) & (q - kv < box[0]))
     for number in (100, 60000, 100):
@@ -588,20 +563,19 @@ def test_masks_are_evaluated_anew():
         kinds = np.asarray(masks.tile_map(mask, 1024, 1024, 128, 128))
         assert not tiles.any((1, 3))[kinds == masks.EMPTY].any()
         assert tiles.all((1, 3))[kinds == masks.FULL].all()
-        found = jattn.explain(*arrays(1024), mask=mask).tiles
-        assert found is not None
-        assert found.empty <= 1 - tiles.any((1, 3)).mean()
+        explained = jattn.explain(*arrays(1024), mask=mask).tiles
+        assert explained is not None
+        assert explained.empty <= 1 - tiles.any((1, 3)).mean()
 
 
 def test_an_explanation_is_about_the_call():
-    """What it counts and compiles later is the function as it was."""
     rule, box = changing("mask")
     x = arrays(512)
-    before, box[0] = jattn.explain(*x, **rule), 512
-    after = jattn.explain(*x, **rule)
-    assert before.tiles == jattn.explain(*x, **given("mask", 2)).tiles
-    assert after.tiles == jattn.explain(*x, mask=masks.Causal()).tiles
-    assert before.tiles != after.tiles
+    two, box[0] = jattn.explain(*x, **rule), 512
+    all_past = jattn.explain(*x, **rule)
+    assert two.tiles == jattn.explain(*x, **constant("mask", 2)).tiles
+    assert all_past.tiles == jattn.explain(*x, mask=masks.Causal()).tiles
+    assert two.tiles != all_past.tiles
 
 
 @pytest.mark.one_in(4)
@@ -616,31 +590,29 @@ def test_a_gradient_that_is_taken_later_is_of_the_call(T, kind):
         _, pull = jax.vjp(functools.partial(jattn.attention, **rule), *x)
         array[1] = 5
         _, exact = jax.vjp(functools.partial(plain, kind, 2), *x)
-        for got, want in zip(pull(x[0]), exact(x[0]), strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-11)
+        assert_trees_close(pull(x[0]), exact(x[0]), atol=1e-11)
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("where", ["module", "call"])
-def test_a_module_reads_its_function_again(where):
+@pytest.mark.parametrize("in_module", [True, False], ids=["module", "call"])
+def test_a_module_reads_its_function_again(in_module):
     rule, box = changing("mask")
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 8)))
+    (x,) = normal_arrays((1, 9, 8))
 
     def attended(mask: Any) -> Any:
-        own = mask if where == "module" else None
-        module = nn.MultiHeadAttention(
-            2, 8, mask=own, rngs=nnx.Rngs(0), param_dtype=jnp.float64, dtype=jnp.float64
-        )
-        return lambda: module(x, mask=None if where == "module" else mask)
+        kinds: Any = {"param_dtype": jnp.float64, "dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+        module = nn.MultiHeadAttention(2, 8, mask=mask if in_module else None, **kinds)
+        return lambda: module(x, mask=None if in_module else mask)
 
     call = attended(rule["mask"])
     for number in (2, 5):
         box[0] = number
-        np.testing.assert_allclose(call(), attended(given("mask", number)["mask"])(), atol=1e-12)
+        want = attended(constant("mask", number)["mask"])()
+        np.testing.assert_allclose(call(), want, atol=1e-12)
 
 
 class Echo(nnx.Module):
-    """A language model of one attention, whose next token is read off what is attended."""
+    """A language model of one attention, whose next token depends on the output of attention."""
 
     def __init__(self, mask: Any):
         kinds = {"param_dtype": jnp.float64, "dtype": jnp.float64, "rngs": nnx.Rngs(0)}
@@ -660,18 +632,18 @@ class Echo(nnx.Module):
 def test_a_generating_model_reads_its_function_again(callback):
     rule, box = changing("mask")
     prompt = jnp.asarray([[1, 5, 2, 7, 3, 3, 6, 0]])
-    model, found = Echo(rule["mask"]), []
+    model, written = Echo(rule["mask"]), []
     for number in (1, 8):
         box[0] = number
-        found.append(jattn.generate(model, prompt, max_tokens=6, callback=callback).tokens)
-        fresh = jattn.generate(Echo(given("mask", number)["mask"]), prompt, max_tokens=6)
-        np.testing.assert_array_equal(found[-1], fresh.tokens)
-    assert not np.array_equal(*found)
+        written.append(jattn.generate(model, prompt, max_tokens=6, callback=callback).tokens)
+        fresh = jattn.generate(Echo(constant("mask", number)["mask"]), prompt, max_tokens=6)
+        np.testing.assert_array_equal(written[-1], fresh.tokens)
+    assert not np.array_equal(*written)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("read", ["list", "array", "attribute"])
-def test_bounds_that_may_be_others_are_not_taken(read):
+def test_bounds_that_may_change_are_not_used(read):
     x, array, box = arrays(512), np.array([100]), [100]
     settings = types.SimpleNamespace(width=100)
     width = {"list": lambda: box[0], "array": lambda: array[0], "attribute": lambda: settings.width}
@@ -743,7 +715,7 @@ def with_rule(slopes: list[float]) -> Callable[..., Any]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", [1, 2])
 def test_rules_of_derivatives_are_read_again_and_compiled_once(order, caplog):
-    """Only what derivative rules read changes, and the function is defined anew in each call."""
+    """Only what derivative rules read changes, and each call defines the function anew."""
     q = 0.3 * arrays(9)[0]
     slopes = [2.0, 2.0]
 

@@ -22,7 +22,7 @@ from experiments.runs import checkpoints
 from experiments.runs.ending import Failure
 from experiments.translation import runs, training
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run, TextOrigin
+from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.vocabulary import Vocabulary
 from tests.test_translation import (
     as_users_run_it,
@@ -37,20 +37,22 @@ assert as_users_run_it
 ROOT = Path(__file__).parents[1]
 
 
-def tree_of(step: int) -> training.State:
-    return small_tree(float(step))
+def tree_of(steps: int) -> training.TrainingState:
+    return small_tree(float(steps))
 
 
-def a_run(directory: Path, *steps: int) -> Run:
+def a_run(directory: Path, *steps: int) -> TranslationRun:
     words = Vocabulary(("a",))
-    run = Run(directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0"))
+    run = TranslationRun(
+        directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0")
+    )
     run.create()
     for step in steps:
         run.save(tree_of(step), step)
     return run
 
 
-def test_going_on_says_nothing_of_what_a_killed_save_has_left(tmp_path, capfd, recwarn):
+def test_resuming_after_a_killed_save_prints_nothing(tmp_path, capfd, recwarn):
     run = a_run(tmp_path / "run", 1)
     left = run.directory / "checkpoints" / "2.orbax-checkpoint-tmp"
     left.mkdir()
@@ -77,19 +79,20 @@ def _watching():
     sys.addaudithook(_watch)
 
 
-def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run]:
-    """The run as it would be found had the process been killed in the action: a copy of it before
-    each change to files."""
-    found: list[Run] = []
+def left_by_kills(
+    run: TranslationRun, action: Callable[[], Any], folder: Path
+) -> list[TranslationRun]:
+    """Returns the runs that a kill during the action leaves: copies before each change to files."""
+    copies: list[TranslationRun] = []
     busy = threading.Lock()
 
     def copy() -> None:
         if not busy.acquire(blocking=False):
             return
         try:
-            found.append(dataclasses.replace(run, directory=folder / str(len(found))))
+            copies.append(dataclasses.replace(run, directory=folder / str(len(copies))))
             if run.directory.exists():
-                shutil.copytree(run.directory, found[-1].directory)
+                shutil.copytree(run.directory, copies[-1].directory)
         finally:
             busy.release()
 
@@ -98,14 +101,14 @@ def left_by_kills(run: Run, action: Callable[[], Any], folder: Path) -> list[Run
         action()
     finally:
         _watchers.pop()
-    return found
+    return copies
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "01", "1_0", " 3", "pipes"])
 def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(name, tmp_path):
     run = a_run(tmp_path / "run", 1, 2)
     shutil.copytree(run.directory / "checkpoints" / "2", run.directory / "checkpoints" / name)
-    run = Run.open(run.directory)
+    run = TranslationRun.open(run.directory)
     assert run.steps() == [1, 2] and run.restore(tree_of(0))[1] == 2
     run.save(tree_of(3), 3)
     assert run.steps() == [1, 2, 3] and (run.directory / "checkpoints" / name).is_dir()
@@ -135,21 +138,24 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def check_kills_in_saving(run: Run, step: int, folder: Path, good: set[int | None]) -> None:
-    """Whenever it is killed, the last checkpoint but one or the last is whole, and it goes on."""
-    found = set()
+def check_kills_in_saving(
+    run: TranslationRun, step: int, folder: Path, good: set[int | None]
+) -> None:
+    """After a kill at any moment, the last checkpoint but one or the last is whole, and saving
+    works."""
+    restored = set()
     for left in left_by_kills(run, lambda: run.save(tree_of(step), step), folder):
         with unwarned():
-            opened = Run.open(left.directory)
+            opened = TranslationRun.open(left.directory)
             if opened.has_checkpoint():
                 tree, last = opened.restore(small_tree())
                 assert_equal(tree, tree_of(last))
-                found.add(last)
+                restored.add(last)
             else:
-                found.add(None)
+                restored.add(None)
             opened.save(tree_of(step), step)
             assert opened.restore(small_tree())[1] == step
-    assert found == good
+    assert restored == good
 
 
 @pytest.mark.slow
@@ -192,11 +198,11 @@ def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
     run = dataclasses.replace(a_run(tmp_path / "other"), directory=tmp_path / "run")
     left = [*left_by_kills(run, run.create, tmp_path), run]
     whole = [each for each in left if runs.is_run(each.directory)]
-    assert [Run.open(each.directory) for each in whole] == whole
+    assert [TranslationRun.open(each.directory) for each in whole] == whole
     assert len(left) > 3 and run in whole
 
 
-def files_of(run: Run, step: int) -> list[Path]:
+def files_of(run: TranslationRun, step: int) -> list[Path]:
     files = (run.directory / "checkpoints" / str(step)).rglob("*")
     return [file for file in files if file.is_file()]
 
@@ -222,7 +228,7 @@ def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tm
 
 
 class Hostile:
-    """What makes a directory when it is unpickled."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -246,41 +252,41 @@ def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
     named = [file for file in run.directory.rglob("*") if file.suffix in (".json", ".jsonl")]
     assert len(saved) == 2 and len(named) == 5
     for file, content in itertools.product([*saved, *named], hostile):
-        before = file.read_bytes()
+        original = file.read_bytes()
         file.write_bytes(content + b"\n")
         refused = False
         try:
             with unwarned(), resigned(run, 1) if file in saved else contextlib.nullcontext():
-                opened = Run.open(run.directory)
+                opened = TranslationRun.open(run.directory)
                 assert opened.metrics() == [{"step": 1}]
                 assert_equal(opened.restore(small_tree())[0], tree_of(1))
         except (ValueError, OSError):
             refused = True
         assert not marker.exists()
         assert refused or file in saved
-        file.write_bytes(before)
+        file.write_bytes(original)
 
 
 @contextlib.contextmanager
-def resigned(run: Run, step: int) -> Iterator[None]:
-    """With digests of the files as they are now."""
+def resigned(run: TranslationRun, step: int) -> Iterator[None]:
+    """Replaces the digests by those of the current files."""
     path = run.directory / "digests" / f"{step}.json"
-    before = path.read_text()
+    original = path.read_text()
     path.write_text(json.dumps(checkpoints._digests(run.directory / "checkpoints" / str(step))))
     yield
-    path.write_text(before)
+    path.write_text(original)
 
 
 @pytest.mark.parametrize(
     "change", [{"path": 3}, {"languages": "de"}, {"languages": ["de", 3]}, {"fingerprint": None}]
 )
-def test_what_a_run_says_of_its_text_is_checked(tmp_path, change):
+def test_the_text_of_a_run_is_checked(tmp_path, change):
     run = a_run(tmp_path / "run")
     about = json.loads((run.directory / "config.json").read_text())
     about["text"] |= change
     (run.directory / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
-        Run.open(run.directory)
+        TranslationRun.open(run.directory)
 
 
 _MODULES = set("pickle marshal shelve dill yaml subprocess importlib tarfile zipfile".split())
@@ -288,21 +294,21 @@ _CALLS = {"eval", "exec", "compile", "__import__", "system", "popen"}
 
 
 def dangers(source: str) -> list[str]:
-    """What in a source could run what it reads, or unpack it to anywhere."""
-    found = []
+    """Returns the names in a source that could run what it reads, or unpack it to anywhere."""
+    names = []
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Import(names=names):
-                found += [alias.name for alias in names if alias.name.split(".")[0] in _MODULES]
+            case ast.Import(names=aliases):
+                names += [alias.name for alias in aliases if alias.name.split(".")[0] in _MODULES]
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in _MODULES:
-                found.append(module)
+                names.append(module)
             case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
-                found.append(name)
+                names.append(name)
             case ast.Call(func=ast.Attribute(attr=("system" | "popen") as name)):
-                found.append(name)
+                names.append(name)
             case ast.keyword(arg="allow_pickle" as name):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def test_no_source_of_the_experiment_can_run_what_it_reads():
@@ -310,5 +316,5 @@ def test_no_source_of_the_experiment_can_run_what_it_reads():
     files = [file for room in rooms for file in sorted(room.rglob("*.py"))]
     files = [file for file in files if file.name != "watching.py"]  # starts itself, opens no file
     assert len(files) > 40
-    found = {file: dangers(file.read_text("utf-8")) for file in files}
-    assert found == {file: [] for file in files}
+    by_file = {file: dangers(file.read_text("utf-8")) for file in files}
+    assert by_file == {file: [] for file in files}

@@ -1,4 +1,4 @@
-"""`compat.flax_attention_fn` in Flax's own modules, against what they compute by themselves."""
+"""`compat.flax_attention_fn` in Flax's own modules, compared with their own results."""
 
 import functools
 import inspect
@@ -13,7 +13,10 @@ from flax import linen, nnx
 from jattn import compat, masks
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 B, T, N, D = 2, 7, 4, 12
+BOTH = compat.flax_attention_fn, None
 X: Any = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
 PADDING = np.array([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
 MASKS = {
@@ -24,34 +27,24 @@ MASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """What Flax's own functions need."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def linen_layer(attention_fn: Any, **options: Any) -> Any:
-    """A layer of Flax's; `attention_fn=None` is its own."""
-    given = {} if attention_fn is None else {"attention_fn": attention_fn}
-    return linen.MultiHeadDotProductAttention(num_heads=N, qkv_features=D, **options, **given)
+    """Flax's layer; `attention_fn=None` is Flax's own attention."""
+    options |= {} if attention_fn is None else {"attention_fn": attention_fn}
+    return linen.MultiHeadDotProductAttention(num_heads=N, qkv_features=D, **options)
 
 
 def nnx_layer(attention_fn: Any, **options: Any) -> Any:
-    """As `linen_layer`."""
-    given = {} if attention_fn is None else {"attention_fn": attention_fn}
-    options = {"decode": False, **options}
-    return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options, **given)
+    options |= {} if attention_fn is None else {"attention_fn": attention_fn}
+    options.setdefault("decode", False)
+    return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options)
 
 
 @functools.cache
 def variables() -> Any:
-    """Parameters of the linen layer."""
     return linen_layer(None).init(jax.random.key(0), X)
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
-    """Trees that are equal to rounding."""
     for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert got.dtype == want.dtype
         both = (np.asarray(x, np.float32) for x in (got, want))
@@ -59,17 +52,19 @@ def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
 
 
 @pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("name", MASKS)
-def test_linen_with_gradients(name):
+@pytest.mark.parametrize(
+    ("name", "rate"), [*((name, None) for name in MASKS), ("by row", 0.4), ("by row", 0.0)]
+)
+def test_linen_with_gradients_and_dropout(name, rate):
+    options = {} if rate is None else {"dropout_rate": rate, "deterministic": False}
+    rngs = {"dropout": jax.random.key(3)}
+
     def loss(fn: Any, params: Any) -> Any:
-        out = linen_layer(fn).apply(params, X, mask=MASKS[name])
+        out = linen_layer(fn, **options).apply(params, X, mask=MASKS[name], rngs=rngs)
         return jnp.sum(jnp.sin(out)), out
 
-    found = [
-        jax.grad(functools.partial(loss, fn), has_aux=True)(variables())
-        for fn in (compat.flax_attention_fn, None)
-    ]
-    close(*found, tolerance=2e-5)
+    derive = lambda fn: jax.grad(functools.partial(loss, fn), has_aux=True)(variables())  # noqa: E731
+    close(*map(derive, BOTH), tolerance=3e-5)
 
 
 @pytest.mark.slow
@@ -79,50 +74,28 @@ def test_nnx_with_gradients(name):
         out = layer(X, mask=MASKS[name])
         return jnp.sum(jnp.sin(out)), out
 
-    found = [nnx.grad(loss, has_aux=True)(nnx_layer(fn)) for fn in (compat.flax_attention_fn, None)]
-    close(*found, tolerance=2e-5)
-
-
-@pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("rate", [0.4, 0.0])
-def test_dropout_drops_what_flax_drops(rate):
-    def loss(fn: Any, params: Any) -> Any:
-        layer = linen_layer(fn, dropout_rate=rate, deterministic=False)
-        rngs = {"dropout": jax.random.key(3)}
-        out = layer.apply(params, X, mask=MASKS["by row"], rngs=rngs)
-        return jnp.sum(jnp.sin(out)), out
-
-    found = [
-        jax.grad(functools.partial(loss, fn), has_aux=True)(variables())
-        for fn in (compat.flax_attention_fn, None)
-    ]
-    close(*found, tolerance=3e-5)
+    close(*(nnx.grad(loss, has_aux=True)(nnx_layer(fn)) for fn in BOTH), tolerance=2e-5)
 
 
 @pytest.mark.slow
 def test_dropout_of_all_keys_and_of_each_weight():
     ones = jnp.ones((40, 9, 2, 3), jnp.float32)
-    call = functools.partial(
-        compat.flax_attention_fn, ones, ones, ones, dropout_rng=jax.random.key(0)
-    )
-    out = call(dropout_rate=0.97)  # some queries lose all keys
-    found = jax.grad(
-        lambda q: compat.flax_attention_fn(
-            q, ones, ones, dropout_rng=jax.random.key(0), dropout_rate=0.97
-        ).sum()
-    )(ones)
-    assert np.isfinite(out).all() and np.isfinite(found).all() and np.any(out == 0)
+    call = functools.partial(compat.flax_attention_fn, dropout_rng=jax.random.key(0))
+    out = call(ones, ones, ones, dropout_rate=0.97)  # some queries lose all keys
+    d_query = jax.grad(lambda q: call(q, ones, ones, dropout_rate=0.97).sum())(ones)
+    assert np.isfinite(out).all() and np.isfinite(d_query).all() and np.any(out == 0)
     assert np.all(out == out[:1, :, :1])  # the same in all rows and heads
-    out = call(dropout_rate=0.5, broadcast_dropout=False)
+    out = call(ones, ones, ones, dropout_rate=0.5, broadcast_dropout=False)
     assert np.unique(np.asarray(out[..., 0])).size > 5
     assert abs(float(out.mean()) - 1) < 0.05
-    np.testing.assert_array_equal(call(dropout_rate=0.5, deterministic=True), ones)
+    out = call(ones, ones, ones, dropout_rate=0.5, deterministic=True)
+    np.testing.assert_array_equal(out, ones)
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_weights_are_sown():
     sown = []
-    for fn in (compat.flax_attention_fn, None):
+    for fn in BOTH:
         layer = linen_layer(fn)
         _, state = layer.apply(variables(), X, sow_weights=True, mutable=["intermediates"])
         sown.append(state["intermediates"]["attention_weights"][0])
@@ -135,7 +108,7 @@ def test_weights_are_sown():
 
 def test_decoding():
     outs = []
-    for fn in (compat.flax_attention_fn, None):
+    for fn in BOTH:
         layer = nnx_layer(fn, decode=True)
         layer.init_cache((B, T, D))
         outs.append(jnp.concatenate([layer(X[:, i : i + 1]) for i in range(T)], axis=1))
@@ -152,7 +125,7 @@ def test_weights_are_sown_in_float32_on_request():
 
 @pytest.mark.parametrize("rate", [-0.5, 1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_rates_that_are_none(rate, broadcast):
+def test_invalid_rates_raise(rate, broadcast):
     q = jnp.ones((T, N, 4), jnp.float32)
     dropout: Any = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
     with pytest.raises(ValueError, match="dropout_rate: expected 0 <= rate < 1"):
@@ -170,7 +143,7 @@ def test_complex_numbers_as_in_linen():
 
 
 def test_rope_at_given_positions():
-    """Positions `[T]` and `[*B, T]`, against rotating each row by hand."""
+    """Positions `[T]` and `[*B, T]`, compared with rotating each row."""
 
     def rope(x: Any, positions: Any = None) -> Any:
         places = jnp.arange(x.shape[-2]) if positions is None else positions
@@ -185,19 +158,16 @@ def test_rope_at_given_positions():
     rows = jax.vmap(jax.vmap(rope, (-2, None), -2))
     rotated = compat.flax_attention_fn(rows(q, places), rows(k, places), v)
     close(compat.flax_attention_fn(q, k, v, rope=rope, input_positions=places), rotated)
-    one = compat.flax_attention_fn(q[:1], k[:1], v[:1], rope=rope, input_positions=places[0])
-    close(one, rotated[:1])
+    first = compat.flax_attention_fn(q[:1], k[:1], v[:1], rope=rope, input_positions=places[0])
+    close(first, rotated[:1])
     with pytest.raises(ValueError, match="input_positions: expected rope"):
         compat.flax_attention_fn(q, k, v, input_positions=places)
 
 
 @pytest.mark.parametrize("options", [{}, {"force_fp32_for_softmax": True}], ids=str)
 def test_bfloat16_and_float32_softmax(options):
-    found = [
-        linen_layer(fn, dtype=jnp.bfloat16, **options).apply(variables(), X)
-        for fn in (compat.flax_attention_fn, None)
-    ]
-    close(*found, tolerance=0.03)
+    run = lambda fn: linen_layer(fn, dtype=jnp.bfloat16, **options).apply(variables(), X)  # noqa: E731
+    close(*map(run, BOTH), tolerance=0.03)
     x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
     close(
         compat.flax_attention_fn(x, x, x, **options),
@@ -206,7 +176,8 @@ def test_bfloat16_and_float32_softmax(options):
 
 
 def test_later_arguments_of_nnx():
-    """Causal masks, bias, several batch axes, grouped heads, RoPE: where this Flax has them."""
+    """Causal masks, bias, several batch axes, grouped heads, RoPE, if this version of Flax has
+    them."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, T, N, 6)), jnp.float32) for _ in range(3))
     bias = jnp.asarray(rng.normal(size=(2, 3, N, T, T)), jnp.float32)
@@ -226,7 +197,7 @@ def test_later_arguments_of_nnx():
         close(ours, later.dot_product_attention_with_rope(q, k, v, rope=rope))
 
 
-def test_what_is_not_taken_raises():
+def test_unsupported_arguments_raise():
     q = jnp.ones((T, N, 4), jnp.float32)
     with pytest.raises(NotImplementedError, match="products"):
         compat.flax_attention_fn(q, q, q, einsum_dot_general=jax.lax.dot_general)
@@ -247,24 +218,24 @@ IDS = np.random.default_rng(0).integers(0, 11, (8, 17))
 
 
 def descent(loss: Any, params: Any, rate: float) -> np.ndarray:
-    """Losses of 50 steps of gradient descent on `loss(params, key)`."""
+    """Returns the losses of 50 steps of gradient descent on `loss(params, key)`."""
 
     def step(params: Any, key: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, key)
         return jax.tree.map(lambda p, g: p - rate * g, params, gradients), value
 
     keys = jax.random.split(jax.random.key(2), 50)
-    found = np.asarray(jax.jit(lambda params: jax.lax.scan(step, params, keys))(params)[1])
-    assert found[-1] < 0.8 * found[0]
-    return found
+    losses = np.asarray(jax.jit(lambda params: jax.lax.scan(step, params, keys))(params)[1])
+    assert losses[-1] < 0.8 * losses[0]
+    return losses
 
 
 def cross_entropy(logits: Any) -> Any:
-    """Of the tokens that come next."""
+    """The cross-entropy of the next tokens of `IDS`."""
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), IDS[:, 1:, None], axis=-1))
 
 
-class _GPT(linen.Module):
+class FlaxGPT(linen.Module):
     """A language model as one writes it in Flax."""
 
     attention_fn: Any
@@ -282,10 +253,8 @@ class _GPT(linen.Module):
 
 @pytest.mark.slow
 def test_a_gpt_of_flax_learns_the_same():
-    """Losses of 50 steps of gradient descent, with dropout, agree to rounding."""
-
     def losses(fn: Any) -> Any:
-        model: Any = _GPT(fn)
+        model: Any = FlaxGPT(fn)
         ids = IDS[:, :16]
         params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids)
         return descent(
@@ -297,9 +266,8 @@ def test_a_gpt_of_flax_learns_the_same():
     np.testing.assert_allclose(losses(compat.flax_attention_fn), losses(None), rtol=2e-4)
 
 
-@pytest.mark.parametrize("attention_fn", [None, compat.flax_attention_fn])
-def test_a_rule_for_a_mask_is_answered(attention_fn):
-    """Layers of Flax want arrays."""
+@pytest.mark.parametrize("attention_fn", BOTH)
+def test_masks_of_jattn_in_layers_of_flax_get_advice(attention_fn):
     ids = jnp.zeros((B, T), jnp.int32)
     for mask, write in (
         (masks.Causal(), r"mask.dense\(T, S\)\[None, None\]"),

@@ -1,4 +1,4 @@
-"""`compat.dot_product_attention` against `jax.nn.dot_product_attention`: signature, values,
+"""`compat.dot_product_attention` compared with `jax.nn.dot_product_attention`: signature, values,
 gradients, errors; and its installation in place of it."""
 
 import functools
@@ -21,24 +21,16 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 B, T, S, N, H = 2, 11, 13, 4, 6
 
 
-@pytest.fixture
-def standard_promotion():
-    """What jax.nn's own function needs."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @functools.cache
 def numbers(seed: int, *shape: int) -> np.ndarray:
-    """Normal numbers."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def truths(*shape: int) -> np.ndarray:
-    """About two thirds True; the first key is attended by all."""
-    found = np.random.default_rng(9).random(shape) < 0.65
-    found[..., 0] = True
-    return found
+    """Random booleans, about two thirds True; the first key is True for all queries."""
+    allowed = np.random.default_rng(9).random(shape) < 0.65
+    allowed[..., 0] = True
+    return allowed
 
 
 # Each argument's values; None leaves it out. No combination leaves a query without keys.
@@ -67,21 +59,21 @@ AXES: dict[str, dict[str, Any]] = {
 
 
 def pairwise() -> list[dict[str, str]]:
-    """A few calls in which every pair of values of every two arguments occurs."""
+    """Returns calls in which every pair of values of every two arguments occurs."""
     wanted = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(AXES, 2)
         for x in AXES[a]
         for y in AXES[b]
     }
-    rng, found = np.random.default_rng(0), []
+    rng, calls = np.random.default_rng(0), []
     while wanted:
         drawn = [{a: str(rng.choice([*AXES[a]])) for a in AXES} for _ in range(40)]
         new = [set(itertools.combinations(row.items(), 2)) & wanted for row in drawn]
         best = max(range(40), key=lambda i: len(new[i]))
-        found.append(drawn[best])
+        calls.append(drawn[best])
         wanted -= new[best]
-    return found
+    return calls
 
 
 CALLS = pairwise()
@@ -91,20 +83,20 @@ CALLS = pairwise()
 @pytest.mark.parametrize("place", range(len(CALLS)))
 def test_values_and_gradients_are_those_of_jax(place):
     names = CALLS[place]
-    given = {a: AXES[a][names[a]] for a in AXES}
-    K, dtype = given.pop("K"), given.pop("dtype")
-    bias, mask, with_residual = given.pop("bias"), given.pop("mask"), given["return_residual"]
+    options = {a: AXES[a][names[a]] for a in AXES}
+    K, dtype = options.pop("K"), options.pop("dtype")
+    bias, mask, with_residual = options.pop("bias"), options.pop("mask"), options["return_residual"]
     arrays = [numbers(0, B, T, N, H), numbers(1, B, S, K, H), numbers(2, B, S, K, H)]
     arrays = [jnp.asarray(x, dtype) for x in arrays]
     biases = [] if bias is None else [jnp.asarray(bias)]
     alive = np.arange(T)[None] < (
-        T if given["query_seq_lengths"] is None else np.array([[7], [11]])
+        T if options["query_seq_lengths"] is None else np.array([[7], [11]])
     )
 
     def loss(function: Any, *arrays: Any) -> Any:
         q, k, v, *rest = arrays
-        found = function(q, k, v, *(rest or [None]), mask, **given)
-        out, residual = found if with_residual else (found, jnp.zeros(()))
+        result = function(q, k, v, *(rest or [None]), mask, **options)
+        out, residual = result if with_residual else (result, jnp.zeros(()))
         out = out.astype(jnp.float32)
         return jnp.sum(out * jnp.asarray(numbers(7, B, T, N, H))), (out, residual)
 
@@ -222,7 +214,7 @@ def test_installed_and_reported():
 
 
 def test_xla_is_no_kernel_of_ours():
-    """It is jax.nn's name for what runs everywhere: Keras always asks for it."""
+    """`jax.nn` calls the fallback on all platforms xla: Keras always passes it."""
     q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
     programs = [
         jax.jit(functools.partial(compat.dot_product_attention, implementation=name))

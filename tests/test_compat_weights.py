@@ -1,4 +1,4 @@
-"""Parameters of other libraries' attention in ours: equal outputs, and the way back."""
+"""Parameters of other libraries' attention in ours: equal outputs, and back."""
 
 from typing import Any
 
@@ -26,20 +26,20 @@ def test_torch_attention_there_and_back(bias, other_width):
     for parameter in theirs.parameters():  # its biases begin at 0
         torch.nn.init.normal_(parameter, std=0.5)
     with torch.no_grad():
-        given = [torch.from_numpy(x) for x in (X, memory, memory)]
-        want = theirs(*given, need_weights=False)[0].numpy()
+        tensors = [torch.from_numpy(x) for x in (X, memory, memory)]
+        want = theirs(*tensors, need_weights=False)[0].numpy()
     state = {name: x.numpy() for name, x in theirs.state_dict().items()}
-    found = compat.attention_from_torch(state, N)
+    params = compat.attention_from_torch(state, N)
     ours = nn.MultiHeadAttention(N, D, in_kv_features=width, use_bias=bias, rngs=nnx.Rngs(0))
-    nnx.update(ours, found)
+    nnx.update(ours, params)
     np.testing.assert_allclose(ours(jnp.asarray(X), jnp.asarray(memory)), want, atol=1e-5)
-    back = compat.attention_to_torch(found)
+    back = compat.attention_to_torch(params)
     assert set(back) == set(state)
     for name, x in back.items():
         np.testing.assert_array_equal(x, state[name])
 
 
-def test_flax_attention_is_taken_as_it_stands():
+def test_parameters_of_flax_attention_need_no_conversion():
     theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(1))
     ours = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.to_pure_dict(nnx.state(theirs, nnx.Param)))
@@ -50,7 +50,7 @@ def test_flax_attention_is_taken_as_it_stands():
 
 
 def torch_transformer(**options: Any) -> Any:
-    """A small one of PyTorch's, with parameters of which none are 0 or 1."""
+    """A small Transformer of PyTorch, none of whose parameters are 0 or 1."""
     torch: Any = pytest.importorskip("torch")
     torch.manual_seed(0)
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 1}
@@ -69,12 +69,12 @@ def test_torch_transformer_there_and_back(norm, bias):
     with torch.no_grad():
         want = theirs(torch.from_numpy(Y), torch.from_numpy(X), tgt_mask=later, tgt_is_causal=True)
     state = {name: x.numpy() for name, x in theirs.state_dict().items()}
-    found = compat.transformer_from_torch(state, N)
+    params = compat.transformer_from_torch(state, N)
     options: Any = {"norm": norm, "final_norm": True, "norm_epsilon": 1e-5, "use_bias": bias}
     sizes: Any = {"features": D, "num_heads": N, "feed_forward": 17}
     depth: Any = {"encoder_layers": 2, "decoder_layers": 1}
     ours = nn.Transformer(5, 5, **sizes, **depth, **options, rngs=nnx.Rngs(0))
-    nnx.update(ours, found)
+    nnx.update(ours, params)
     run: Any = {"deterministic": True}
     memory = ours.encoder(jnp.asarray(Y), **run)
     np.testing.assert_allclose(ours.decoder(jnp.asarray(X), memory, **run), want, atol=2e-5)

@@ -1,9 +1,9 @@
 """The contract: every implementation, on every case, in every dtype.
 
-An implementation enters by being registered in jattn; a case by a row in `tests/cases.py`. Those
-for one kind of device run what they can of it in a file of their own. Errors
-are measured against the float64 oracle on the very inputs (rounded to the dtype under test), and
-may be at most twice those of the plain formula in the same working precision, plus four units of
+An implementation takes part once it is registered in jattn, a case by a row in `tests/cases.py`.
+Implementations for one kind of device run what they can of it in a file of their own. Errors are
+measured against the float64 oracle on the very inputs (rounded to the dtype under test). They may
+be at most twice those of the plain formula in the same working precision, plus four units of
 rounding, under a ceiling that was measured once and then frozen.
 """
 
@@ -24,15 +24,24 @@ import jattn
 from jattn import dropout, masks, scores, tuning
 from jattn.scores import ScoreFunction
 from tests import oracle
-from tests.cases import CASES, DTYPES, GENERAL, IMPLEMENTATIONS, Case, Inputs, Sizes, inputs
-from tests.conftest import quick_jit, users_jit
+from tests.cases import (
+    CASES,
+    DTYPES,
+    GENERAL,
+    IMPLEMENTATIONS,
+    CallCase,
+    CaseInputs,
+    CaseSizes,
+    inputs,
+)
+from tests.conftest import out_and_gradients, quick_jit, users_jit
 from tests.oracle import error
 
 
 # Worst errors measured over all cases: 2.2e-15, 1.1e-6, 3.6e-3, 4.7e-4 (see `error`).
 CEILINGS = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4}
 
-# Every kind of array that a call can take is in one of these.
+# Together these have every kind of array that a call can take.
 VARIED = ("chain", "places_and_positions", "lengths_both", "predicate_operands", "dropout_masked")
 
 # Compiled with all optimisations, which takes six times as long.
@@ -41,11 +50,10 @@ OPTIMISED = (*VARIED, "plain", "causal", "bias_dead_rows", "tiles", "tiles_dense
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_case = pytest.mark.parametrize("name", CASES)
-varied_cases = pytest.mark.parametrize("name", VARIED)
 
 
-class Results(NamedTuple):
-    """What one call gives: values, and gradients by the name of their input."""
+class CaseResults(NamedTuple):
+    """The results of a call: values, and gradients by the name of their input."""
 
     out: Any
     lse: Any
@@ -53,13 +61,12 @@ class Results(NamedTuple):
 
 
 def random_key() -> jax.Array:
-    """The key of every dropout case."""
     return jax.random.key(20170612)
 
 
 @functools.cache
-def kept(name: str) -> np.ndarray:
-    """The library's decisions on dropout in a case, bool `[B, N, T, S]`, to feed to the oracle."""
+def dropout_decisions(name: str) -> np.ndarray:
+    """The library's decisions on dropout in a case, bool `[B, N, T, S]`, for the oracle."""
     case = CASES[name]
     rows, columns = jnp.arange(case.sizes.T), jnp.arange(case.sizes.S)
     per_head = jax.vmap(
@@ -69,25 +76,26 @@ def kept(name: str) -> np.ndarray:
     return np.asarray(every(jnp.arange(math.prod(case.sizes.batch)), jnp.arange(case.sizes.N)))
 
 
-def problem_of(case: Case, x: Inputs) -> oracle.Problem:
+def problem_of(case: CallCase, x: CaseInputs) -> oracle.OracleProblem:
     """The oracle's view of a case, dropout included."""
-    return case.problem(x, lambda at: bool(kept(case.name)[at.b, at.h, at.i, at.j]))
+    return case.problem(
+        x, lambda pair: bool(dropout_decisions(case.name)[pair.b, pair.h, pair.i, pair.j])
+    )
 
 
-def on_device(x: Inputs) -> Inputs:
-    """The same inputs as JAX arrays."""
+def on_device(x: CaseInputs) -> CaseInputs:
     return jax.tree.map(jnp.asarray, x)
 
 
-def attend(implementation: str, case: Case, x: Inputs, **options: Any) -> Any:
-    """One call of the library on a case."""
+def attend(implementation: str, case: CallCase, x: CaseInputs, **options: Any) -> Any:
     options = {"dropout_key": random_key() if case.rate else None, **options}
     options["implementation"] = implementation
     return case.attend(x.q, x.k, x.v, x.parameters, x.operands, **options)
 
 
-def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f: f) -> Results:
-    """Values and all gradients, with cotangents on both results; `wrap` may transform the call."""
+def everything(implementation: str, case: CallCase, x: CaseInputs, wrap=lambda f: f) -> CaseResults:
+    """Returns values and all gradients, for cotangents of both results; `wrap` transforms
+    the call."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
         replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
@@ -95,42 +103,40 @@ def everything(implementation: str, case: Case, x: Inputs, wrap: Any = lambda f:
 
     (out, lse), pull = jax.vjp(wrap(call), x.q, x.k, x.v, x.parameters)
     dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+    return CaseResults(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
 
 
 @functools.cache
 def compiled(implementation: str, name: str, how: str = "quick") -> Any:
-    """`everything` for one case, compiled once for all tests that need it."""
+    """Compiles `everything` for one case, once for all tests."""
     function = functools.partial(everything, implementation, CASES[name])
     return quick_jit(function) if how == "quick" else users_jit(function)
 
 
-def run(implementation: str, name: str, x: Inputs) -> Results:
-    """The results as NumPy arrays; for some cases in float32 compiled as users' programs are."""
+def run(implementation: str, name: str, x: CaseInputs) -> CaseResults:
+    """Returns NumPy arrays; some cases in float32 are compiled with all optimisations."""
     how = "full" if name in OPTIMISED and x.q.dtype == np.float32 else "quick"
     return jax.tree.map(np.asarray, compiled(implementation, name, how)(on_device(x)))
 
 
-def named(backward: oracle.Backward) -> dict[str, np.ndarray]:
-    """Gradients by name."""
+def named(backward: oracle.OracleGradients) -> dict[str, np.ndarray]:
     return {"q": backward.q, "k": backward.k, "v": backward.v, **backward.parameters}
 
 
-def truth(case: Case, x: Inputs) -> Results:
-    """What the oracle says."""
+def truth(case: CallCase, x: CaseInputs) -> CaseResults:
+    """Returns the oracle's results."""
     problem = problem_of(case, x)
     d_out, d_lse = np.asarray(x.d_out, np.float64), np.asarray(x.d_lse, np.float64)
     forward, backward = oracle.attend(problem), oracle.gradients(problem, d_out, d_lse)
-    return Results(forward.out, forward.lse, named(backward))
+    return CaseResults(forward.out, forward.lse, named(backward))
 
 
 @functools.cache
 def plain_errors(name: str, dtype: str, matrix_units: bool = False) -> dict[str, float]:
-    """Errors of the plain formula on a case, its results rounded to the dtype, and likewise what
-    enters a product if `matrix_units` compute it.
+    """Errors of the plain formula on a case, with results rounded to the dtype.
 
-    The worst over both ways of writing the gradients and over a few draws of the inputs, because
-    the greatest error of a single draw is small by luck now and then.
+    With `matrix_units`, operands of products are rounded too. The worst over both ways of writing
+    the gradients and over a few draws of the inputs, as the error of one draw may be small by luck.
     """
     case = CASES[name]
     working = np.float64 if dtype == "float64" else np.float32
@@ -143,13 +149,13 @@ def plain_errors(name: str, dtype: str, matrix_units: bool = False) -> dict[str,
         for backward in backwards:
             gradients = {n: g.astype(kind) for n, g in named(backward).items()}
             measured.append(
-                errors(Results(forward.out.astype(kind), forward.lse, gradients), exact)
+                errors(CaseResults(forward.out.astype(kind), forward.lse, gradients), exact)
             )
-    return {what: max(one[what] for one in measured) for what in measured[0]}
+    return {what: max(draw[what] for draw in measured) for what in measured[0]}
 
 
-def errors(got: Results, want: Results) -> dict[str, float]:
-    """The errors of out, of lse and of the gradients, the worst of those."""
+def errors(got: CaseResults, want: CaseResults) -> dict[str, float]:
+    """The errors of out, of lse and the worst error of the gradients."""
     assert got.gradients.keys() == want.gradients.keys()
     by_input = [error(got.gradients[name], want.gradients[name]) for name in want.gradients]
     return {
@@ -159,14 +165,12 @@ def errors(got: Results, want: Results) -> dict[str, float]:
     }
 
 
-def assert_close(got: Results, want: Results, tolerance: float) -> None:
-    """All errors at most `tolerance`."""
+def assert_close(got: CaseResults, want: CaseResults, tolerance: float) -> None:
     measured = errors(got, want)
     assert max(measured.values()) <= tolerance, measured
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Bitwise equality of two trees."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
@@ -178,19 +182,17 @@ def test_the_oracles_gradients_agree_with_a_complex_step(name):
     case = CASES[name]
     x = inputs(case)
     problem = problem_of(case, x)
-    rng = np.random.default_rng(1)
-    along: dict[str, Any] = {n: rng.standard_normal(getattr(x, n).shape) for n in "qkv"}
-    along["parameters"] = {n: rng.standard_normal(p.shape) for n, p in x.parameters.items()}
+    _, along = directions(x, seed=1)
     by_formula = named(oracle.gradients(problem, x.d_out, x.d_lse))
-    directions = {n: along[n] for n in "qkv"} | along["parameters"]
-    total = sum(np.sum(directions[n] * by_formula[n]) for n in by_formula)
+    by_name = {n: along[n] for n in "qkv"} | along["parameters"]
+    total = sum(np.sum(by_name[n] * by_formula[n]) for n in by_formula)
     assert total == pytest.approx(
         oracle.slope(problem, along, x.d_out, x.d_lse), rel=1e-12, abs=1e-12
     )
 
 
-def wrong_answers(case: Case, x: Inputs) -> dict[str, np.ndarray]:
-    """Outputs of the mistakes that attention libraries have made, where they make a difference."""
+def wrong_answers(case: CallCase, x: CaseInputs) -> dict[str, np.ndarray]:
+    """Outputs of mistakes that attention libraries have made, where they make a difference."""
     problem = problem_of(case, x)
     _, _, S, N, K, H, _ = case.sizes
     group = N // K
@@ -207,21 +209,20 @@ def wrong_answers(case: Case, x: Inputs) -> dict[str, np.ndarray]:
         order = [h % K for h in range(N)]  # every query head its own key head, dealt out in turn
         variant("tiled heads", k=problem.k[..., order, :], v=problem.v[..., order, :])
     if case.mask is not None:
-        variant("no mask", allowed=lambda at: True)
+        variant("no mask", allowed=lambda pair: True)
     if "window" in case.name:
-        shifted = lambda by: lambda at: problem.allowed(at._replace(kv=at.kv + by))  # noqa: E731
+        shifted = lambda by: lambda pair: problem.allowed(pair._replace(kv=pair.kv + by))  # noqa: E731
         variant("window one to the left", allowed=shifted(1))
         variant("window one to the right", allowed=shifted(-1))
     return answers
 
 
-def answers_shape(case: Case) -> tuple[int, ...]:
-    """`[*B, T, N, V]`."""
+def answers_shape(case: CallCase) -> tuple[int, ...]:
     batch, T, _, N, _, _, V = case.sizes
     return (*batch, T, N, V)
 
 
-# Where a mistake makes no difference, by the very meaning of the case.
+# Mistakes that make no difference by the meaning of the case.
 HARMLESS = {
     ("full", "no mask"),
     ("decode", "no mask"),
@@ -230,8 +231,8 @@ HARMLESS = {
 }
 # The right answer is nothing, or zero.
 NOTHING_TO_GET_WRONG = ("empty_batch", "no_keys", "no_keys_in_arrays", "no_queries", "empty")
-# How many times the ceiling a wrong answer is away. A hundred roundings of bfloat16 would be half
-# of the answer itself.
+# The least error of a wrong answer, in ceilings. A hundred roundings of bfloat16 would be half of
+# the answer itself.
 POWER = {"float64": 100, "float32": 100, "bfloat16": 20, "float16": 100}
 
 
@@ -243,12 +244,12 @@ def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
     x = inputs(case, dtype)
     right = oracle.attend(problem_of(case, x)).out
     for label, wrong in wrong_answers(case, x).items():
-        told_apart = error(wrong, right) > POWER[dtype] * CEILINGS[dtype]
-        assert told_apart is ((name, label) not in HARMLESS), label
+        noticed = error(wrong, right) > POWER[dtype] * CEILINGS[dtype]
+        assert noticed is ((name, label) not in HARMLESS), label
 
 
 def leaves_of(tree: Any) -> set[type]:
-    """The kinds of masks or score functions that an expression is made of."""
+    """The classes of the masks or score functions in an expression."""
     parts = [part for part in vars(tree).values() if isinstance(part, (masks.Mask, ScoreFunction))]
     return {type(tree)}.union(*map(leaves_of, parts))
 
@@ -268,7 +269,7 @@ def test_the_table_has_every_mask_and_every_score_function():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["causal", "bias_by_head", "dense_by_head", "given_scale"])
 def test_the_oracle_agrees_with_another_library(name):
-    """`jax.nn` where it means the same: no dead rows, V = H; it works in float32."""
+    """`jax.nn` means the same without dead rows and with V = H; it computes in float32."""
     case = dataclasses.replace(CASES[name], sizes=CASES[name].sizes._replace(V=10))
     x = inputs(case, "float32")
     problem = problem_of(case, x)
@@ -294,9 +295,11 @@ def _marks(implementation: str, name: str, dtype: str) -> Any:
 
 
 def _before_every_commit(implementation: str, name: str, dtype: str) -> bool:
-    """Every other case, half of these in float64, in which a wrong answer shows most; types of
-    fewer bits differ by their rounding, and by the way that blockwise goes. The formula changes
-    less. The other cases are slow."""
+    """Every other case, half of these in float64, in which a wrong answer shows most.
+
+    Other dtypes differ by their rounding, and by the strategy of blockwise. The formula changes
+    less often. The other cases are slow.
+    """
     place = list(CASES).index(name)
     if name in VARIED and dtype == "float32":
         return True
@@ -305,7 +308,6 @@ def _before_every_commit(implementation: str, name: str, dtype: str) -> bool:
 
 
 def usual_dtype(place: int) -> str:
-    """The dtype in which a case of the table is computed most often."""
     return "float64" if place // 2 % 2 else ("float32", "bfloat16", "float16")[place // 4 % 3]
 
 
@@ -316,7 +318,7 @@ TYPED = [
 
 
 def assert_accurate(
-    name: str, dtype: str, got: Results, ceilings: Any = CEILINGS, matrix_units: bool = False
+    name: str, dtype: str, got: CaseResults, ceilings: Any = CEILINGS, matrix_units: bool = False
 ) -> None:
     """Errors are at most twice those of the plain formula, and dtypes are those of the inputs."""
     x = inputs(CASES[name], dtype)
@@ -345,13 +347,13 @@ def test_weights_and_scores(name):
     want = oracle.attend(problem)
 
     @quick_jit
-    def both(x: Inputs) -> Any:
+    def both(x: CaseInputs) -> Any:
         rules = case.rules(x.operands, x.parameters)
         return jattn.attention_weights(x.q, x.k, **rules), jattn.attention_scores(x.q, x.k, **rules)
 
-    weights, before = both(on_device(x))
+    weights, logits = both(on_device(x))
     assert error(weights, want.weights) <= 1e-14
-    assert error(before, want.scores) <= 1e-14
+    assert error(logits, want.scores) <= 1e-14
     assert not np.any(np.asarray(weights)[~np.isfinite(want.scores)])
 
 
@@ -406,7 +408,7 @@ def test_constant_operands_mean_the_same_as_traced_ones(implementation):
 @every_implementation
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "int32", "int64", "uint32"])
 def test_integers_of_any_width(implementation, kind):
-    """Lengths, ids and (signed) positions; places go beyond what eight bits hold."""
+    """Lengths, ids and (signed) positions; indices exceed eight bits."""
     S = 300
     q, k = jnp.ones((2, 3, 1, 1)), jnp.ones((2, S, 1, 1))
     v = jnp.broadcast_to(jnp.arange(float(S))[:, None, None], k.shape)
@@ -452,7 +454,7 @@ def allowed_in(name: str) -> np.ndarray:
 
 @functools.cache
 def dead_places(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Queries without keys `[*B, T, N]` and keys that nobody attends to `[*B, S, K]`."""
+    """Queries without keys `[*B, T, N]` and keys without queries `[*B, S, K]`."""
     batch, T, S, N, K, _, _ = CASES[name].sizes
     allowed = allowed_in(name)
     rows = ~allowed.any(axis=-1)
@@ -464,7 +466,7 @@ def dead_places(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def seen_by_some(name: str) -> np.ndarray:
-    """Keys `[S]` that some attend to and others do not."""
+    """Keys `[S]` that some queries attend to and others do not."""
     allowed = allowed_in(name)
     return np.asarray(allowed.any(axis=(0, 1, 2)) & ~allowed.all(axis=(0, 1, 2)))
 
@@ -472,7 +474,7 @@ def seen_by_some(name: str) -> np.ndarray:
 WITH_DEAD_ROWS = [name for name in CASES if dead_places(name)[0].any()]
 WITH_DEAD_PLACES = [name for name in CASES if any(x.any() for x in dead_places(name))]
 ROUNDS_APART = ("blockwise",) if jax.__version_info__ >= (0, 12) else ()
-"""Whose two ways of a single tile, with and without what is not finite, are rounded differently."""
+"""These round a single tile differently if it has numbers that are not finite."""
 ROUNDING = 8 * float(np.finfo(np.float32).eps)
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
@@ -481,11 +483,10 @@ WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 @pytest.mark.parametrize("name", WITH_DEAD_PLACES)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
-    """Not a bit, as users' programs are compiled; with jax 0.12, whose compiler rounds the two ways
-    of a single tile differently, nothing but rounding."""
+    """Not a bit, compiled with all optimisations; at most rounding for `ROUNDS_APART`."""
     program = compiled(implementation, name, "full")
 
-    def run(x: Inputs) -> Results:
+    def run(x: CaseInputs) -> CaseResults:
         return jax.tree.map(np.asarray, program(on_device(x)))
 
     x = inputs(CASES[name], "float32")
@@ -518,15 +519,15 @@ def test_poison_reaches_only_who_attends_to_it(implementation, name):
         k, v = x.k.copy(), x.v.copy()
         k[..., j, :, :], v[..., j, :, :] = poison, poison
         got = run(implementation, name, x._replace(k=k, v=v))
-        for found, wanted in (
+        for result, wanted in (
             (got.out[by_query], clean.out[by_query]),
             (got.lse[by_head], clean.lse[by_head]),
             (got.gradients["q"][by_query], clean.gradients["q"][by_query]),
         ):
             if implementation in ROUNDS_APART:
-                assert error(found, wanted.astype(np.float64)) <= ROUNDING
+                assert error(result, wanted.astype(np.float64)) <= ROUNDING
             else:
-                np.testing.assert_array_equal(found, wanted)
+                np.testing.assert_array_equal(result, wanted)
 
 
 @pytest.mark.one_in(2)
@@ -576,8 +577,8 @@ def test_no_fill_constant_decides(implementation, dtype):
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_logits_stay_finite(implementation, dtype):
-    """Products of about 10⁴ per channel overflow float16 before the softmax if kept in it."""
-    case = dataclasses.replace(CASES["causal"], sizes=Sizes(H=64))
+    """Products of about 10⁴ per channel would overflow float16 before the softmax."""
+    case = dataclasses.replace(CASES["causal"], sizes=CaseSizes(H=64))
     x = inputs(case, dtype)
     loud = x._replace(q=x.q * x.q.dtype.type(50), k=x.k * x.k.dtype.type(50))
     out, lse = attend(implementation, case, on_device(loud))
@@ -592,36 +593,24 @@ def test_large_logits_stay_finite(implementation, dtype):
 def test_sums_over_many_keys_do_not_stall(implementation, dtype):
     """A sum of ones in bfloat16 stops at 256."""
     kind, keys = DTYPES[dtype], 4096
-    q, k, v = (jnp.ones((1, keys, 1, 1), kind) for _ in range(3))
-    out, pull = jax.vjp(lambda v: jattn.attention(q[:, :8], k, v, implementation=implementation), v)
-    np.testing.assert_array_equal(np.asarray(out, np.float64), 1.0)
-    (dv,) = pull(jnp.ones_like(out))
-    np.testing.assert_array_equal(np.asarray(dv, np.float64), 8 / keys)
-    few = jattn.attention(q, k[:, :4], v[:, :4], implementation=implementation)
-    assert few.shape == (1, keys, 1, 1)
-    (dv,) = jax.vjp(
-        lambda v: jattn.attention(q, k[:, :4], v, implementation=implementation), v[:, :4]
-    )[1](jnp.ones_like(few))
-    np.testing.assert_array_equal(np.asarray(dv, np.float64), keys / 4)
+    ones = jnp.ones((1, keys, 1, 1), kind)
+    for T, S in ((8, keys), (keys, 4)):
+        q, k = ones[:, :T], ones[:, :S]
+        call = functools.partial(jattn.attention, q, k, implementation=implementation)
+        out, dv = (np.asarray(x, np.float64) for x in out_and_gradients(call, [k], q))
+        np.testing.assert_array_equal(out, np.ones((1, T, 1, 1)))
+        np.testing.assert_array_equal(dv, T / S)
 
 
 @every_implementation
 def test_weights_keep_their_digits(implementation):
-    """In 16 bits the weights of most keys would be 0.4 % less, and so the mean of ones."""
+    """If weights were rounded to 16 bits, most would be 0.4 % less, and so would the mean
+    of ones."""
     q, k = jnp.zeros((1, 20, 1, 4), jnp.bfloat16), jnp.zeros((1, 60, 1, 4), jnp.bfloat16)
     bias = jnp.full((1, 1, 1, 60), math.log(0.5 * 1.0038), jnp.float32).at[..., ::5].set(0)
     run = functools.partial(jattn.attention, implementation=implementation)
     out = run(q, k, k + 1, score=jattn.scores.Bias(bias))
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("implementation", GENERAL)
-def test_eager_is_jitted(implementation, name):
-    x = inputs(CASES[name])
-    eager = everything(implementation, CASES[name], on_device(x))
-    assert_close(eager, run(implementation, name, x), 1e-14)
 
 
 @pytest.mark.one_in(8)
@@ -635,21 +624,21 @@ def test_the_same_call_twice_is_bitwise_equal(implementation, name):
         assert_same(once, again)
 
 
-@pytest.mark.one_in(4)
-@every_implementation
-@varied_cases
-def test_checkpoint_changes_nothing(implementation, name):
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("how", ["eager", "checkpoint"])
+@pytest.mark.parametrize("implementation", GENERAL)
+def test_eager_and_checkpoint_change_nothing(implementation, how, name):
     x = inputs(CASES[name])
-    saved = quick_jit(
-        functools.partial(everything, implementation, CASES[name], wrap=jax.checkpoint)
-    )
-    assert_close(saved(on_device(x)), run(implementation, name, x), 1e-14)
+    call = functools.partial(everything, implementation, CASES[name])
+    changed = call if how == "eager" else quick_jit(functools.partial(call, wrap=jax.checkpoint))
+    assert_close(changed(on_device(x)), run(implementation, name, x), 1e-14)
 
 
 def stacked(
-    case: Case, fields: tuple[str, ...], size: int = 3, dtype: str = "float64"
-) -> tuple[Inputs, Inputs]:
-    """Inputs of which the given fields have a new leading axis, and in_axes to go with them."""
+    case: CallCase, fields: tuple[str, ...], size: int = 3, dtype: str = "float64"
+) -> tuple[CaseInputs, CaseInputs]:
+    """Returns inputs of which the given fields have a new leading axis, and their in_axes."""
     several = [on_device(inputs(case, dtype, seed)) for seed in range(size)]
     chosen = {name: [getattr(x, name) for x in several] for name in fields}
     if "operands" in fields:
@@ -658,12 +647,12 @@ def stacked(
             for seed in range(size)
         ]
     merged = {n: jax.tree.map(lambda *xs: jnp.stack(xs), *v) for n, v in chosen.items()}
-    axes = Inputs._make(0 if name in fields else None for name in Inputs._fields)
+    axes = CaseInputs._make(0 if name in fields else None for name in CaseInputs._fields)
     return several[0]._replace(**merged), axes
 
 
 MAPPED = [
-    Inputs._fields,
+    CaseInputs._fields,
     ("q",),
     ("k", "v"),
     ("parameters",),
@@ -681,13 +670,14 @@ def test_vmap_is_a_loop(implementation, name, fields):
 
 
 def assert_vmap_is_a_loop(implementation: str, name: str, fields: tuple[str, ...]) -> None:
-    """Mapped over these fields of the inputs, a case gives what it gives for each alone."""
+    """Checks that a case mapped over these fields of the inputs gives what it gives for
+    each alone."""
     x, axes = stacked(CASES[name], fields)
-    one = functools.partial(everything, implementation, CASES[name])
-    mapped = quick_jit(jax.vmap(one, (axes,)))(x)
+    single = functools.partial(everything, implementation, CASES[name])
+    mapped = quick_jit(jax.vmap(single, (axes,)))(x)
     for place in range(3):
         pick = functools.partial(jax.tree.map, lambda a, place=place: a[place])
-        picked = Inputs(
+        picked = CaseInputs(
             *(value if axis is None else pick(value) for value, axis in zip(x, axes, strict=True))
         )
         want = compiled(implementation, name)(picked)
@@ -697,7 +687,8 @@ def assert_vmap_is_a_loop(implementation: str, name: str, fields: tuple[str, ...
 @pytest.mark.one_in(2)
 @every_implementation
 def test_nested_vmap_is_a_loop_in_a_loop(implementation):
-    """Queries over the outer axis, keys, values and lengths over the inner one, from the back."""
+    """Queries over the outer axis; keys, values and lengths over the inner one, which is
+    the last."""
     case = CASES["lengths_both"]
     x = on_device(inputs(case))
     q = jnp.stack([x.q, x.q[::-1]])
@@ -707,13 +698,13 @@ def test_nested_vmap_is_a_loop_in_a_loop(implementation):
         "kv_lengths": jnp.array([[1, 2], [7, 0], [3, 3]]),
     }
 
-    def one(q: Any, k: Any, v: Any, kv_lengths: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, kv_lengths: Any) -> Any:
         operands = {**lengths, "kv_lengths": kv_lengths}
         return attend(implementation, case, x._replace(q=q, k=k, v=v, operands=operands))
 
-    inner = jax.vmap(one, (None, -1, -1, 0), out_axes=1)
+    inner = jax.vmap(call, (None, -1, -1, 0), out_axes=1)
     mapped = quick_jit(jax.vmap(inner, (0, None, None, None)))(q, k, v, lengths["kv_lengths"])
-    single = quick_jit(one)
+    single = quick_jit(call)
     for i, j in np.ndindex(2, 3):
         want = single(q[i], k[..., j], v[..., j], lengths["kv_lengths"][j])
         for got, expected in zip(mapped, want, strict=True):
@@ -725,12 +716,11 @@ def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
     case = CASES["dropout"]
     x = on_device(inputs(case))
     keys = jax.random.split(random_key(), 3)
-    one = quick_jit(lambda key: attend(implementation, case, x, dropout_key=key)[0])
-    mapped = quick_jit(jax.vmap(lambda key: attend(implementation, case, x, dropout_key=key)[0]))
-    together = mapped(keys)
-    for place in range(3):
-        assert error(together[place], one(keys[place])) <= 1e-14
-    assert error(together[0], together[1]) > 0.01
+    call = lambda key: attend(implementation, case, x, dropout_key=key)[0]  # noqa: E731
+    mapped, single = quick_jit(jax.vmap(call))(keys), quick_jit(call)
+    for out, key in zip(mapped, keys, strict=True):
+        assert error(out, single(key)) <= 1e-14
+    assert error(mapped[0], mapped[1]) > 0.01
 
 
 @pytest.mark.slow
@@ -739,30 +729,27 @@ def test_inside_scan(implementation):
     case = CASES["lengths_both"]
     x, _ = stacked(case, ("q",))
 
-    def total(k: Any) -> Any:
-        def step(carry: Any, q: Any) -> Any:
-            out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
-            weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-            return carry + 0.01 * weighted, weighted
+    def update(k: Any, carry: Any, q: Any) -> Any:
+        out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
+        weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+        return carry + 0.01 * weighted, weighted
 
-        _, terms = jax.lax.scan(step, jnp.zeros(()), x.q)
-        return terms
+    def scanned(k: Any) -> Any:
+        return jax.lax.scan(functools.partial(update, k), jnp.zeros(()), x.q)[1]
 
-    def unrolled(k: Any) -> Any:
+    def looped(k: Any) -> Any:
         carry, terms = jnp.zeros(()), []
         for q in x.q:
-            out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
-            weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-            carry = carry + 0.01 * weighted
+            carry, weighted = update(k, carry, q)
             terms.append(weighted)
         return jnp.stack(terms)
 
     both = [
         quick_jit(lambda k, f=f: (f(k), jax.grad(lambda k: jnp.sum(f(k)))(k)))(x.k)
-        for f in (total, unrolled)
+        for f in (scanned, looped)
     ]
-    for scanned, looped in zip(*both, strict=True):
-        assert error(scanned, looped) <= 1e-13
+    for got, want in zip(*both, strict=True):
+        assert error(got, want) <= 1e-13
 
 
 def mesh(*names: str) -> Mesh:
@@ -773,7 +760,7 @@ def mesh(*names: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
 
 
-SHARDED = Case("sharded", Sizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
+SHARDED = CallCase("sharded", CaseSizes(batch=(4,), N=4, K=4), CASES["causal"].mask)
 
 
 @pytest.mark.one_in(2)
@@ -787,8 +774,7 @@ def test_under_shard_map(implementation, spec):
 
     def local(q: Any, k: Any, v: Any, d_out: Any) -> Any:
         call = lambda *a: attend(implementation, SHARDED, x._replace(q=a[0], k=a[1], v=a[2]))[0]  # noqa: E731
-        out, pull = jax.vjp(call, q, k, v)
-        return out, *pull(d_out)
+        return out_and_gradients(call, (q, k, v), d_out)
 
     whole = quick_jit(local)(x.q, x.k, x.v, x.d_out)
     split = jax.shard_map(local, mesh=mesh(*axes), in_specs=(spec,) * 4, out_specs=(spec,) * 4)
@@ -808,7 +794,6 @@ def test_sharded_inputs_give_the_same_dropout(implementation):
 
 @every_implementation
 def test_traced_once(implementation, monkeypatch):
-    """A repeated call with fresh but equal objects and other values runs what is compiled."""
     traces = []
 
     def counted(kind: Any) -> None:
@@ -846,9 +831,8 @@ def test_traced_once(implementation, monkeypatch):
 @pytest.mark.slow
 @every_implementation
 def test_nothing_is_remembered_between_calls(implementation):
-    """Other shapes, then another scale, then the first ones again."""
     for S, scale in ((8, 0.3), (5, 0.3), (8, 0.9), (8, 0.3)):
-        case = Case("remembered", Sizes(S=S), CASES["causal"].mask, scale=scale)
+        case = CallCase("remembered", CaseSizes(S=S), CASES["causal"].mask, scale=scale)
         x = inputs(case)
         out, _ = attend(implementation, case, on_device(x))
         assert error(out, oracle.attend(case.problem(x)).out) <= 1e-14
@@ -871,7 +855,7 @@ def test_sizes_beyond_32_bits_are_only_numbers():
     assert (lse.shape, lse.dtype) == ((2, 8, 2**16), jnp.float32)
 
 
-def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
+def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
     """A random direction, for JAX and for the oracle."""
     rng = np.random.default_rng(seed)
     along: dict[str, Any] = {n: rng.standard_normal(getattr(x, n).shape) for n in "qkv"}
@@ -884,7 +868,6 @@ def directions(x: Inputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
 @every_implementation
 @pytest.mark.parametrize("name", ["chain", "bias_dead_rows", "relative_bias", "dropout_masked"])
 def test_forward_mode_and_second_order(implementation, name):
-    """Each has both, against the oracle."""
     case = CASES[name]
     x = inputs(case)
     device = on_device(x)
@@ -913,20 +896,17 @@ def test_forward_mode_and_second_order(implementation, name):
         assert error(second[label], want) <= 1e-7, label
 
 
-def change_of_gradients(problem: oracle.Problem, along: dict[str, Any], x: Inputs) -> Any:
-    """Derivative of the oracle's gradients along a direction, by central differences."""
-    step = 1e-5
+def change_of_gradients(problem: oracle.OracleProblem, along: Any, x: CaseInputs) -> Any:
+    """The derivative of the oracle's gradients along a direction, by central differences."""
 
-    def at(t: float) -> dict[str, np.ndarray]:
-        moved = dataclasses.replace(
-            problem,
-            **{n: getattr(problem, n) + t * along[n] for n in "qkv"},
-            parameters={n: p + t * along["parameters"][n] for n, p in problem.parameters.items()},
-        )
-        return named(oracle.gradients(moved, x.d_out, x.d_lse))
+    def moved(by: float) -> dict[str, np.ndarray]:
+        parameters = {n: p + by * along["parameters"][n] for n, p in problem.parameters.items()}
+        arrays: Any = {n: getattr(problem, n) + by * along[n] for n in "qkv"}
+        changed = dataclasses.replace(problem, parameters=parameters, **arrays)
+        return named(oracle.gradients(changed, x.d_out, x.d_lse))
 
-    after, before = at(step), at(-step)
-    return {n: (after[n] - before[n]) / (2 * step) for n in after}
+    plus, minus = moved(1e-5), moved(-1e-5)
+    return {n: (plus[n] - minus[n]) / 2e-5 for n in plus}
 
 
 @pytest.mark.one_in(8)
@@ -951,7 +931,7 @@ def test_runs_or_gives_its_reason(implementation, name):
         assert str(reasons[implementation]) in str(raised.value)
 
 
-def test_the_default_is_the_first_that_can():
+def test_the_default_is_the_first_supported_implementation():
     case, x = CASES["chain"], on_device(inputs(CASES["chain"]))
     reasons = jattn.explain(x.q, x.k, x.v, **case.rules(x.operands, x.parameters))
     first = next(name for name, reason in reasons.items() if reason is None)

@@ -1,4 +1,4 @@
-"""What cuDNN is asked for, and every reason not to ask it.
+"""The flags that cuDNN gets, and every reason not to call it.
 
 Nothing here runs on a GPU: the programs are lowered for one and read.
 """
@@ -6,7 +6,9 @@ Nothing here runs on a GPU: the programs are lowered for one and read.
 import functools
 import json
 import re
+import types
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from jattn.call import make
 from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
 from jattn.kernels.xla import blockwise, tangents
-from tests.conftest import quick_jit
+from tests.conftest import attention_arrays, out_and_gradients, quick_jit
 
 
 CAUSAL, FULL = masks.Causal(), masks.Full()
@@ -83,7 +85,7 @@ def test_other_masks_may_be_registered():
 def reason(
     T: int = 6, S: int = 8, N: int = 4, K: int = 2, H: int = 16, V: int = 16, **rules: Any
 ) -> str | None:
-    """What `supports` says of a call in bfloat16 unless told otherwise."""
+    """Returns what `supports` says of a call, by default in bfloat16."""
     dtype = rules.pop("dtype", jnp.bfloat16)
     arrays = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, T, N, H), (2, S, K, H), (2, S, K, V))
@@ -92,7 +94,6 @@ def reason(
 
 
 def bias(*shape: int, dtype: Any = jnp.bfloat16) -> scores.Bias:
-    """A bias of ones."""
     return scores.Bias(jnp.ones(shape, dtype))
 
 
@@ -134,7 +135,7 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_every_limit_is_a_reason(name):
     rules, says = REASONS[name]
-    assert says in (reason(**rules) or "")
+    assert says in str(reason(**rules))
 
 
 SUPPORTED = {
@@ -151,24 +152,16 @@ SUPPORTED = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_without_a_gpu_that_is_the_reason(name):
-    assert (reason(**SUPPORTED[name]) or "").startswith("runs on a machine with a GPU: ")
-
-
-class Device:
-    """A GPU as JAX describes it."""
-
-    device_kind = "GPU"
-
-    def __init__(self, capability: str):
-        self.compute_capability = capability
+    assert str(reason(**SUPPORTED[name])).startswith("runs on a machine with a GPU: ")
 
 
 def on(monkeypatch, capability: str) -> None:
-    """As if a GPU were there; JAX's own checks are told so too."""
+    """Pretends that there is a GPU, also to JAX's own checks."""
     ours = jax.local_devices
+    gpu = types.SimpleNamespace(device_kind="GPU", compute_capability=capability)
 
     def local_devices(*, backend: str | None = None, **options: Any) -> Any:
-        return [Device(capability)] if backend == "cuda" else ours(backend=backend, **options)
+        return [gpu] if backend == "cuda" else ours(backend=backend, **options)
 
     cudnn._refusal.cache_clear()
     monkeypatch.setattr(jax, "local_devices", local_devices)
@@ -192,24 +185,20 @@ def test_gpus_differ(monkeypatch):
 
 def test_what_jax_itself_refuses_is_a_reason(monkeypatch):
     on(monkeypatch, "9.0")
-
-    def refuse() -> None:
-        raise RuntimeError("cuDNN is not detected.")
-
+    refuse = mock.Mock(side_effect=RuntimeError("cuDNN is not detected."))
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", refuse)
     assert reason() == "cuDNN is not detected."
 
 
 def program(call: Any, *arguments: Any) -> str:
-    """The call lowered for CUDA."""
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def configurations(text: str, target: str) -> list[dict[str, Any]]:
-    """How a custom call of cuDNN is configured, wherever it stands."""
-    found = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
-    read = (json.loads(one.replace("\\22", '"')) for one in found)
-    return [one["cudnn_fmha_backend_config"] for one in read]
+    """Returns the configurations of cuDNN's custom calls in a program."""
+    matches = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
+    read = (json.loads(config.replace("\\22", '"')) for config in matches)
+    return [config["cudnn_fmha_backend_config"] for config in read]
 
 
 def inputs(B: int = 2, T: int = 6, S: int = 8) -> tuple[jax.Array, ...]:
@@ -241,13 +230,13 @@ def test_cudnn_gets_the_flags(monkeypatch, name):
     text = program(jax.grad(loss, (0, 1, 2)), *inputs())
     kind = "ScaleBiasSoftmax" if "score" in rules else "Softmax"
     for target in (f"__cudnn$fmha{kind}", f"__cudnn$fmha{kind}Backward"):
-        (*_, one) = configurations(text, target)
-        assert one["mask_type"] == mask_type
-        assert one["sliding_window_length"] == window
-        assert one["fmha_scale"] == pytest.approx(0.3)
+        (*_, config) = configurations(text, target)
+        assert config["mask_type"] == mask_type
+        assert config["sliding_window_length"] == window
+        assert config["fmha_scale"] == pytest.approx(0.3)
 
 
-def test_the_first_that_can_on_a_gpu(monkeypatch):
+def test_cudnn_runs_supported_calls_on_a_gpu(monkeypatch):
     on(monkeypatch, "9.0")
     call = functools.partial(jattn.attention, mask=CAUSAL)
     assert "cudnn$fmha" in program(call, *inputs())
@@ -270,7 +259,7 @@ def test_it_lowers_under_the_transformations(monkeypatch):
 
 
 def formula(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) -> Any:
-    """`jax.nn` by its formula, with what cuDNN may leave in rows past the lengths."""
+    """`jax.nn` by its formula, with NaN in rows past the lengths, which cuDNN leaves undefined."""
     assert options.pop("implementation") == "cudnn"
     out = original(query, key, value, bias, **options)
     if "query_seq_lengths" in options:
@@ -285,31 +274,25 @@ original = jax.nn.dot_product_attention
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["odd_sizes", "window", "lengths", "bias"])
 def test_around_it_the_contract_holds(monkeypatch, name):
-    """Rows without keys and poison behind masks, where a formula stands in for cuDNN."""
+    """A formula replaces cuDNN for rows without keys and poison behind masks."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", formula)
     rules = {"T": 6, "S": 8, "dtype": jnp.bfloat16} | SUPPORTED[name]
     dtype, T, S = rules.pop("dtype"), rules.pop("T"), rules.pop("S")
-    rng = np.random.default_rng(0)
-    shapes = ((2, T, 4, 16), (2, S, 2, 16), (2, S, 2, 16), (2, T, 4, 16))
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    q, k, v, d_out = attention_arrays((2, T, S, 4, 2, 16, 16), dtype)
     spec = make(q, k, v, **rules).prepared().spec
 
     def everything(kernel: Any) -> Any:
-        def both(q: Any, k: Any, v: Any) -> Any:
-            functions = vjp.Functions(kernel.functions), tangents.functions()
-            out, pull = jax.vjp(lambda *qkv: vjp.attention(*functions, spec, *qkv)[0], q, k, v)
-            return out, *pull(d_out)
-
-        return quick_jit(both)
+        functions = vjp.Functions(kernel.functions), tangents.functions()
+        call = lambda *qkv: vjp.attention(*functions, spec, *qkv)[0]  # noqa: E731
+        return quick_jit(lambda *qkv: out_and_gradients(call, qkv, d_out))
 
     programs = [everything(kernel) for kernel in (cudnn, blockwise)]
     hidden = np.asarray(~spec.mask.dense(T, S, batch=(2,), heads=1).any(axis=(1, 2)))
     for poison in (0.0, np.nan, np.inf):
         bad_k, bad_v = (x.at[hidden].set(poison) if poison else x for x in (k, v))
         with lowering.default_settings():  # for the formula of `jax.nn`
-            got, want = (one(q, bad_k, bad_v) for one in programs)
+            got, want = (run(q, bad_k, bad_v) for run in programs)
         for x, y in zip(got, want, strict=True):
-            assert np.all(np.isfinite(np.asarray(x, np.float32)))
-            np.testing.assert_allclose(
-                np.asarray(x, np.float32), np.asarray(y, np.float32), atol=0.04
-            )
+            x, y = (np.asarray(a, np.float32) for a in (x, y))  # noqa: PLW2901
+            assert np.all(np.isfinite(x))
+            np.testing.assert_allclose(x, y, atol=0.04)

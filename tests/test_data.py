@@ -5,10 +5,7 @@ import gzip
 import io
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 import tracemalloc
 import unicodedata
 from pathlib import Path
@@ -22,9 +19,7 @@ from hypothesis import strategies as st
 from experiments.translation import batches, data, text, words
 from experiments.translation.corpus import Pair
 from experiments.translation.vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Vocabulary, check_ids
-
-
-ROOT = Path(__file__).parents[1]
+from tests.conftest import python_output
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -33,10 +28,14 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def write_split(folder: Path, name: str, source: str | bytes, target: str | bytes) -> Path:
+def write_split(folder: Path, name: str, source: str | bytes, target: str | bytes) -> None:
     write(folder / f"{name}.de", source)
     write(folder / f"{name}.en", target)
-    return folder
+
+
+def read_train(folder: Path) -> tuple[list[tuple[str, str]], data.ReadReport]:
+    pairs, report = data.read_split(folder, "train")
+    return sides(pairs), report
 
 
 def sides(pairs: list[Pair]) -> list[tuple[str, str]]:
@@ -95,67 +94,64 @@ def test_two_forms_of_one_split_are_not_chosen_from(tmp_path):
         data.read_split(tmp_path, "train")
 
 
-def test_unequal_line_counts_give_both_files_and_numbers(tmp_path):
-    write_split(tmp_path, "train", "1\n2\n3\n4\n5\n", "1\n2\n3\n")
-    with pytest.raises(ValueError, match=r"got 5 in .*train\.de and 3 in .*train\.en"):
-        data.read_split(tmp_path, "train")
+@pytest.mark.parametrize(
+    ("source", "target", "expected", "lines"),
+    [
+        pytest.param("a\nb", "A\nB\n", [("a", "A"), ("b", "B")], 2, id="no newline at the end"),
+        pytest.param(
+            *(b"\xef\xbb\xbfein\nzwei\n", "one\n\ufefftwo\n", [("ein", "one"), ("zwei", "two")], 2),
+            id="byte order mark",
+        ),
+        pytest.param(
+            *("a b\r\nc\rd\r\ne\r\n", "A\nC\nE\n", [("a b", "A"), ("c\rd", "C"), ("e", "E")], 3),
+            id="carriage returns",
+        ),
+        pytest.param("a\tb\n", "A\n", [("a\tb", "A")], 1, id="tab"),
+        *(
+            (f"a{mark}b\nc\n", "A\nC\n", [(f"a{mark}b", "A"), ("c", "C")], 2)
+            for mark in "\u2028\u2029\u0085\x0b\x0c\x1c\x1e"
+        ),
+    ],
+)
+def test_only_a_newline_ends_a_line(tmp_path, source, target, expected, lines):
+    write_split(tmp_path, "train", source, target)
+    pairs, report = read_train(tmp_path)
+    assert (pairs, report.read) == (expected, lines)
+    for sentence, _ in pairs:
+        assert Vocabulary(()).split(sentence) == re.findall("[a-z]+", sentence)
+
+
+def test_lines_of_one_file(tmp_path):
+    assert data.read_lines(write(tmp_path / "marked", b"\xef\xbb\xbfein\nzwei\n")) == [
+        "ein",
+        "zwei",
+    ]
+    assert data.read_lines(write(tmp_path / "all", "a b\r\nc\rd\r\r\n\r")) == ["a b", "c\rd\r", ""]
 
 
 def test_pairs_with_an_empty_side_are_dropped_as_pairs_and_counted(tmp_path):
     write_split(tmp_path, "train", "a\n\nc\n \t\ne\n\n", "A\nB\n\nD\nE\n\u3000\n")
-    pairs, report = data.read_split(tmp_path, "train")
-    assert sides(pairs) == [("a", "A"), ("e", "E")]
+    pairs, report = read_train(tmp_path)
+    assert pairs == [("a", "A"), ("e", "E")]
     assert (report.read, report.kept, report.empty) == (6, 2, 4)
     assert "read 6 pairs, kept 2, dropped 4 with an empty side" in str(report)
     assert "\n" not in str(report)
 
 
-def test_a_split_without_any_pair_is_an_error(tmp_path):
-    write_split(tmp_path, "train", "\n\n", "\nB\n")
-    with pytest.raises(
-        ValueError, match="expected at least one pair with two sides, got none of 2"
-    ):
-        data.read_split(tmp_path, "train")
-
-
-def test_last_line_counts_with_and_without_its_newline(tmp_path):
-    write_split(tmp_path, "train", "a\nb", "A\nB\n")
-    pairs, report = data.read_split(tmp_path, "train")
-    assert sides(pairs) == [("a", "A"), ("b", "B")]
-    assert report.read == 2
-
-
-def test_byte_order_mark_is_no_part_of_the_first_word(tmp_path):
-    write_split(tmp_path, "train", b"\xef\xbb\xbfein\nzwei\n", "one\n\ufefftwo\n")
-    pairs, _ = data.read_split(tmp_path, "train")
-    assert sides(pairs) == [("ein", "one"), ("zwei", "two")]
-    assert data.read_lines(tmp_path / "train.de") == ["ein", "zwei"]
-
-
-def test_crlf_and_a_lone_carriage_return(tmp_path):
-    write_split(tmp_path, "train", "a b\r\nc\rd\r\ne\r\n", "A\nC\nE\n")
-    pairs, _ = data.read_split(tmp_path, "train")
-    assert sides(pairs) == [("a b", "A"), ("c\rd", "C"), ("e", "E")]
-    assert data.read_lines(write(tmp_path / "all", "a b\r\nc\rd\r\r\n\r")) == ["a b", "c\rd\r", ""]
-    assert Vocabulary(()).split("c\rd") == ["c", "d"]
-
-
-@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c", "\x1e"])
-def test_only_a_newline_ends_a_line(tmp_path, mark):
-    write_split(tmp_path, "train", f"a{mark}b\nc\n", "A\nC\n")
-    pairs, report = data.read_split(tmp_path, "train")
-    assert sides(pairs) == [(f"a{mark}b", "A"), ("c", "C")]
-    assert report.read == 2
-    assert Vocabulary(()).split(pairs[0].source) == ["a", "b"]
-
-
-def test_invalid_utf8_and_nul_give_file_and_line(tmp_path):
-    write_split(tmp_path, "train", b"gut\nsch\xf6n\n", b"good\nbeautiful\n")
-    with pytest.raises(ValueError, match=r"train\.de:2: expected UTF-8 text, got the byte 0xf6"):
-        data.read_split(tmp_path, "train")
-    write_split(tmp_path, "train", "gut\nsehr\ngut\n", "good\nvery\ngo\0od\n")
-    with pytest.raises(ValueError, match=r"train\.en:3: expected UTF-8 text, got a NUL"):
-        data.read_split(tmp_path, "train")
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("1\n2\n3\n4\n5\n", "1\n2\n3\n", r"got 5 in .*train\.de and 3 in .*train\.en"),
+        ("\n\n", "\nB\n", "expected at least one pair with two sides, got none of 2"),
+        (b"gut\nsch\xf6n\n", "a\nb\n", r"train\.de:2: expected UTF-8 text, got the byte 0xf6"),
+        ("gut\nsehr\ngut\n", "a\nb\ngo\0od\n", r"train\.en:3: expected UTF-8 text, got a NUL"),
+    ],
+    ids=["unequal counts", "no pair", "no UTF-8", "NUL"],
+)
+def test_damaged_parallel_files_are_refused(tmp_path, source, target, message):
+    write_split(tmp_path, "train", source, target)
+    with pytest.raises(ValueError, match=message):
+        read_train(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"text" + raw])
@@ -179,34 +175,32 @@ def test_more_text_than_the_limit_in_a_gzip_file_is_refused_and_the_limit_can_be
         data.read_dataset(table, most_unpacked=100)
 
 
-def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path):
-    """Of lines and of a single line; a thousandth of either is on the disk."""
-    for content, most, message in (
-        (b"hund " * 200 + b"\n", 2**22, "more than the limit of 4,194,304 bytes"),
-        (b"hund " * 200, 2**30, ":1: expected a line of at most 1,048,576 bytes"),
-    ):
-        path = tmp_path / "bomb.gz"
-        path.write_bytes(gzip.compress(content * 1000) * 200)
-        assert path.stat().st_size < 2**21
-        tracemalloc.start()
-        with pytest.raises(ValueError, match=message):
-            data.read_lines(path, most_unpacked=most)
-        assert tracemalloc.get_traced_memory()[1] < 2**24
-        tracemalloc.stop()
-
-
-def test_a_gzip_bomb_of_empty_lines_is_refused_in_little_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "times", "most", "memory", "message"),
+    [
+        (b"hund " * 200_000 + b"\n", 200, 2**22, 2**24, "more than the limit of 4,194,304 bytes"),
+        (b"hund " * 200_000, 200, 2**30, 2**24, ":1: expected a line of at most 1,048,576 bytes"),
+        (
+            *(b"\n" * 2**22, 8, 2**22, 2**23),
+            "more than the limit of 131,072 lines, one for 32 bytes; --max-unpacked BYTES raises",
+        ),
+    ],
+    ids=["long lines", "one line", "empty lines"],
+)
+def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path, content, times, most, memory, message):
     path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(b"\n" * 2**22) * 8)
-    message = "more than the limit of 131,072 lines, one for 32 bytes; --max-unpacked BYTES raises"
+    path.write_bytes(gzip.compress(content) * times)
+    assert path.stat().st_size < 2**21
     tracemalloc.start()
     with pytest.raises(ValueError, match=message):
-        data.read_lines(path, most_unpacked=2**22)
-    assert tracemalloc.get_traced_memory()[1] < 2**23
+        data.read_lines(path, most_unpacked=most)
+    assert tracemalloc.get_traced_memory()[1] < memory
     tracemalloc.stop()
-    few = tmp_path / "few.gz"
-    few.write_bytes(gzip.compress(b"\n" * 50_000))
-    assert len(data.read_lines(few, most_unpacked=50_000)) == 50_000
+
+
+def test_few_empty_lines_are_no_bomb(tmp_path):
+    path = write(tmp_path / "few.gz", b"\n" * 50_000)
+    assert len(data.read_lines(path, most_unpacked=50_000)) == 50_000
 
 
 def test_a_line_without_end_is_refused_wherever_it_comes_from(tmp_path):
@@ -236,11 +230,6 @@ def test_quotes_in_tsv_have_no_meaning_and_empty_rows_are_counted(tmp_path):
     assert (report.read, report.kept, report.empty) == (5, 3, 2)
 
 
-def test_parallel_files_may_hold_tabs(tmp_path):
-    write_split(tmp_path, "train", "a\tb\n", "A\n")
-    assert sides(data.read_split(tmp_path, "train")[0]) == [("a\tb", "A")]
-
-
 def test_one_tsv_file_holds_sentences_out_without_leaking(tmp_path):
     rows = [f"satz {n % 150}\tsentence {n}" for n in range(400)]
     path = write(tmp_path / "all.tsv", "\n".join(rows) + "\n")
@@ -262,12 +251,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         data.read_dataset(write(tmp_path / "all.csv", "a,b\n"))
 
 
-def test_sentences_come_out_in_normal_form_c(tmp_path):
+def test_sentences_are_in_normal_form_c(tmp_path):
     decomposed = unicodedata.normalize("NFD", "schöne Grüße")
-    write_split(tmp_path, "train", f"{decomposed}\n½\n", "best wishes\nhalf\n")
-    pairs, _ = data.read_split(tmp_path, "train")
-    assert [pair.source for pair in pairs] == ["schöne Grüße", "½"]
     assert decomposed != "schöne Grüße"
+    write_split(tmp_path, "train", f"{decomposed}\n½\n", "best wishes\nhalf\n")
+    assert [source for source, _ in read_train(tmp_path)[0]] == ["schöne Grüße", "½"]
 
 
 def test_report_points_at_a_shift_that_later_lines_make_up_for(tmp_path):
@@ -319,7 +307,7 @@ def test_words_and_punctuation(sentence, tokens):
     split = Vocabulary(()).split
     assert split(sentence) == tokens.split()
     assert words.join(tokens.split()) == sentence.lower().replace("\u2028", " ")
-    # Text that is cut already stays as it is, but for an ending that was cut off a word.
+    # Text that is cut already stays the same, except for an ending that was cut off a word.
     if not {"'", "’"} & set(tokens):
         assert split(tokens) == tokens.split()
 
@@ -379,13 +367,11 @@ def test_vocabulary_does_not_depend_on_hash_seed_or_platform_encoding(tmp_path):
         "print(*[Vocabulary.build(p[side] for p in pairs).to_json() for side in (0, 1)])"
     )
     changes = {"PYTHONHASHSEED": "1", "LC_ALL": "C", "PYTHONUTF8": "0"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    elsewhere = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    printed = python_output(code, str(tmp_path), **changes)
     pairs, _ = data.read_split(tmp_path, "train")
-    here = [Vocabulary.build(pair[side] for pair in pairs).to_json() for side in (0, 1)]
-    assert elsewhere.decode("ascii").strip() == " ".join(here)
-    assert b"gr\\u00fc\\u00dfe" in elsewhere
+    expected = [Vocabulary.build(pair[side] for pair in pairs).to_json() for side in (0, 1)]
+    assert printed.decode("ascii").strip() == " ".join(expected)
+    assert b"gr\\u00fc\\u00dfe" in printed
 
 
 def test_vocabulary_round_trip_through_json():
@@ -397,32 +383,29 @@ def test_vocabulary_round_trip_through_json():
 
 
 GOOD = json.loads(Vocabulary(("a",)).to_json())
-
-
-def model(vocab: Any, **more: Any) -> dict[str, Any]:
-    return {"model": GOOD["model"] | {"vocab": vocab} | more}
+VOCAB = GOOD["model"]["vocab"]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("model", "change", "message"),
     [
-        (model(GOOD["model"]["vocab"] | {"a": 5}), "expected what training writes"),
-        (model(GOOD["model"]["vocab"] | {"b": 4}), "expected what training writes"),
-        (model(GOOD["model"]["vocab"] | {"": 5}), "'' cannot be a word"),
-        (model({"a": 0}), "expected what training writes"),
-        (model({}), "expected what training writes"),
-        (model([]), "expected what training writes"),
-        (model(GOOD["model"]["vocab"], unk_token="a"), "expected what training writes"),
-        (model(GOOD["model"]["vocab"], type="os.system"), "expected what training writes"),
-        ({"pre_tokenizer": None}, "expected what training writes"),
-        ({"normalizer": None}, "expected what training writes"),
-        ({"post_processor": None}, "expected what training writes"),
+        ({"vocab": VOCAB | {"a": 5}}, {}, "expected what training writes"),
+        ({"vocab": VOCAB | {"b": 4}}, {}, "expected what training writes"),
+        ({"vocab": VOCAB | {"": 5}}, {}, "'' cannot be a word"),
+        ({"vocab": {"a": 0}}, {}, "expected what training writes"),
+        ({"vocab": {}}, {}, "expected what training writes"),
+        ({"vocab": []}, {}, "expected what training writes"),
+        ({"unk_token": "a"}, {}, "expected what training writes"),
+        ({"type": "os.system"}, {}, "expected what training writes"),
+        ({}, {"pre_tokenizer": None}, "expected what training writes"),
+        ({}, {"normalizer": None}, "expected what training writes"),
+        ({}, {"post_processor": None}, "expected what training writes"),
     ],
 )
-def test_vocabulary_file_is_checked(change, message):
+def test_vocabulary_file_is_checked(model, change, message):
     assert len(Vocabulary.from_json(json.dumps(GOOD))) == 5
     with pytest.raises(ValueError, match=f"^vocabulary: .*{message}"):
-        Vocabulary.from_json(json.dumps(GOOD | change))
+        Vocabulary.from_json(json.dumps(GOOD | {"model": GOOD["model"] | model} | change))
 
 
 @pytest.mark.parametrize(
@@ -434,13 +417,13 @@ def test_vocabulary_file_is_checked(change, message):
         (("a", 3), "3 cannot be a word"),
     ],
 )
-def test_what_is_no_vocabulary_of_words(words, message):
+def test_invalid_vocabularies_of_words_are_refused(words, message):
     with pytest.raises(ValueError, match=f"^vocabulary: {message}"):
         Vocabulary(words)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])
-def test_vocabulary_file_that_is_something_else(content):
+def test_a_file_that_is_no_vocabulary_is_refused(content):
     with pytest.raises(ValueError, match=r"^vocabulary: expected"):
         Vocabulary.from_json(content)
 
@@ -477,9 +460,9 @@ def test_ids_must_be_a_row_of_integers():
 
 
 def test_encoded_pairs_are_checked():
-    two, one = text.Ragged.of([[4, 3], [3]]), text.Ragged.of([[3]])
+    two, single = text.Ragged.of([[4, 3], [3]]), text.Ragged.of([[3]])
     with pytest.raises(ValueError, match=r"equally many rows, got \(2, 1, 2\)"):
-        text.EncodedPairs(two, one, np.arange(2), 5, 5)
+        text.EncodedPairs(two, single, np.arange(2), 5, 5)
     with pytest.raises(ValueError, match="target row 1 is empty"):
         text.EncodedPairs(two, text.Ragged.of([[3], []]), np.arange(2), 5, 5)
 
@@ -509,44 +492,42 @@ def test_one_sentence_longer_than_the_maximum():
 LONG = pairs_of(("a", "x"), ("a b c", "x"), ("b", "x y z y"), ("c b", "z y"))
 
 
+def encode(pairs: Any = LONG, words: Any = ("a b c", "x y z"), **options: Any) -> Any:
+    return text.encode_pairs(pairs, *(Vocabulary.build([side]) for side in words), **options)
+
+
 def test_too_long_pairs_are_dropped_as_pairs_and_counted():
-    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
-    encoded, report = text.encode_pairs(LONG, source, target, max_length=3)
+    encoded, report = encode(max_length=3)
     assert encoded.origin.tolist() == [0, 3]
-    assert [row.tolist() for row in (encoded.source[1], encoded.target[1])] == [
-        [6, 5, 3],
-        [6, 5, 3],
-    ]
+    assert encoded.source[1].tolist() == encoded.target[1].tolist() == [6, 5, 3]
     assert (report.pairs, report.kept, report.dropped) == (4, 2, 2)
     assert (report.truncated_source, report.truncated_target) == (0, 0)
     assert (report.source_tokens, report.target_tokens) == (5, 5)
 
 
 def test_too_long_sides_are_truncated_with_eos_and_counted():
-    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
-    encoded, report = text.encode_pairs(LONG, source, target, max_length=3, too_long="truncate")
+    encoded, report = encode(max_length=3, too_long="truncate")
     assert encoded.origin.tolist() == [0, 1, 2, 3]
-    assert encoded.source[1].tolist() == [4, 5, EOS]
-    assert encoded.target[2].tolist() == [4, 5, EOS]
+    assert encoded.source[1].tolist() == encoded.target[2].tolist() == [4, 5, EOS]
     assert (report.dropped, report.truncated_source, report.truncated_target) == (0, 1, 1)
     assert "0 too long and dropped, 1 source and 1 target sides truncated" in str(report)
 
 
-def test_too_long_pairs_can_be_an_error():
-    source, target = (Vocabulary.build([s]) for s in ("a b c", "x y z"))
-    with pytest.raises(ValueError, match=r"pair 1: expected at most 3 tokens .* got 4 in 'a b c'"):
-        text.encode_pairs(LONG, source, target, max_length=3, too_long="error")
-    with pytest.raises(
-        ValueError, match=r"pair 2: expected at most 4 tokens .* got 5 in 'x y z y'"
-    ):
-        text.encode_pairs(LONG, source, target, max_length=4, too_long="error")
-    with pytest.raises(ValueError, match="too_long must be 'drop', 'truncate' or 'error'"):
-        text.encode_pairs(LONG, source, target, too_long="cut")  # pyright: ignore
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 3}, r"pair 1: expected at most 3 tokens .* got 4 in 'a b c'"),
+        ({"max_length": 4}, r"pair 2: expected at most 4 tokens .* got 5 in 'x y z y'"),
+        ({"too_long": "cut"}, "too_long must be 'drop', 'truncate' or 'error'"),
+    ],
+)
+def test_too_long_pairs_can_be_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        encode(**{"too_long": "error"} | options)
 
 
 def test_unknown_words_are_counted_on_each_side():
-    source, target = Vocabulary.build(["a b"]), Vocabulary.build(["x"])
-    encoded, report = text.encode_pairs(pairs_of(("a q b", "x y z")), source, target)
+    encoded, report = encode(pairs_of(("a q b", "x y z")), ("a b", "x"))
     assert encoded.source[0].tolist() == [4, UNK, 5, EOS]
     assert (report.source_unknown, report.source_tokens) == (1, 4)
     assert (report.target_unknown, report.target_tokens) == (2, 4)
@@ -554,7 +535,7 @@ def test_unknown_words_are_counted_on_each_side():
 
 
 def random_pairs(count: int, longest: int, *, seed: int = 0) -> text.EncodedPairs:
-    """Pairs of which every token tells pair, side and place; `origin` is not `arange`."""
+    """Pairs whose tokens say pair, side and index; `origin` is not `arange`."""
     random = np.random.default_rng(seed)
     rows: list[list[list[int]]] = [[], []]
     for pair, side in itertools.product(range(count), range(2)):
@@ -567,8 +548,8 @@ def random_pairs(count: int, longest: int, *, seed: int = 0) -> text.EncodedPair
 
 
 def rows_of(batch: batches.Batch) -> list[tuple[list[int], list[int]]]:
-    """The pairs in a batch, read by loops; checks lengths, shift and padding on the way."""
-    found = []
+    """Reads the pairs of a batch by loops, and checks lengths, shift and padding."""
+    rows = []
     assert {array.dtype for array in batch} == {np.dtype(np.int32)}
     for row in range(len(batch.source)):
         source, target = int(batch.source_lengths[row]), int(batch.target_lengths[row])
@@ -579,8 +560,8 @@ def rows_of(batch: batches.Batch) -> list[tuple[list[int], list[int]]]:
         if source:
             out = batch.target_out[row, :target].tolist()
             assert batch.target_in[row, :target].tolist() == [BOS, *out[:-1]]
-            found.append((batch.source[row, :source].tolist(), out))
-    return found
+            rows.append((batch.source[row, :source].tolist(), out))
+    return rows
 
 
 def expected_rows(pairs: text.EncodedPairs) -> list[tuple[list[int], list[int]]]:
@@ -603,8 +584,8 @@ def test_no_pair_is_lost_or_shifted_and_every_token_is_there(options):
     made = batches.Batches(pairs, **options)
     for epoch in range(2):
         epoch_batches = list(made.epoch(epoch))
-        found = [row for batch in epoch_batches for row in rows_of(batch)]
-        assert sorted(found) == sorted(expected_rows(pairs))
+        rows = [row for batch in epoch_batches for row in rows_of(batch)]
+        assert sorted(rows) == sorted(expected_rows(pairs))
         assert len(epoch_batches) == len(made)
         total = sum(int(batch.target_lengths.sum()) for batch in epoch_batches)
         assert total == len(pairs.target.values)
@@ -613,15 +594,12 @@ def test_no_pair_is_lost_or_shifted_and_every_token_is_there(options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_shapes_are_few_and_as_promised(options):
     made = batches.Batches(random_pairs(157, 41), **options)
-    seen = {(*b.source.shape, b.target_in.shape[1]) for b in made.epoch(0)}
-    seen |= {(*b.source.shape, b.target_in.shape[1]) for b in made.epoch(1)}
-    seen |= {(*b.source.shape, b.target_in.shape[1]) for b, _ in made.in_order()}
-    assert seen <= set(made.shapes)
+    every = itertools.chain(made.epoch(0), made.epoch(1), (batch for batch, _ in made.in_order()))
+    assert {(*b.source.shape, b.target_in.shape[1]) for b in every} <= set(made.shapes)
     assert len(made.shapes) <= options.get("max_shapes", 4)
     devices = options.get("row_multiple", 1)
     for shape in made.shapes:
-        assert shape.source_width % options.get("multiple", 8) == 0
-        assert shape.target_width % options.get("multiple", 8) == 0
+        assert not any(width % options.get("multiple", 8) for width in shape[1:])
         assert shape.rows % devices == 0
         places = shape.rows * max(shape[1:])
         if "tokens_per_batch" in options and shape.rows > devices:
@@ -656,14 +634,14 @@ def test_widths_waste_the_fewest_places(most, seed):
     )
 
 
-def test_a_shape_holds_what_moves_on_from_narrower_ones():
+def test_a_shape_holds_rows_that_narrower_shapes_leave():
     source = [[4] * 15 + [3]] * 3 + [[4, 3]] * 2
     target = [[5, 3]] * 3 + [[5] * 22 + [3]] * 2
     pairs = text.EncodedPairs(text.Ragged.of(source), text.Ragged.of(target), np.arange(5), 6, 6)
     made = batches.Batches(pairs, rows_per_batch=2)
     assert made.shapes == ((2, 16, 8), (2, 16, 24))
-    found = [row for batch in made.epoch(0) for row in rows_of(batch)]
-    assert sorted(found) == sorted(expected_rows(pairs))
+    rows = [row for batch in made.epoch(0) for row in rows_of(batch)]
+    assert sorted(rows) == sorted(expected_rows(pairs))
 
 
 def test_batches_of_all_widths_are_mixed():
@@ -674,11 +652,11 @@ def test_batches_of_all_widths_are_mixed():
     assert sum(a != b for a, b in itertools.pairwise(widths)) > len(made) // 3
 
 
-def equal(left: batches.Batch, right: batches.Batch) -> bool:
+def equal(left: Any, right: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_going_on_from_any_step_gives_the_same_batches():
+def test_continuing_from_any_step_gives_the_same_batches():
     made = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
     again = batches.Batches(random_pairs(157, 41), tokens_per_batch=200, seed=3)
     whole = [batch for epoch in range(3) for batch in made.epoch(epoch)]
@@ -686,9 +664,9 @@ def test_going_on_from_any_step_gives_the_same_batches():
         rest = list(again.epoch(0, start))
         assert len(rest) == len(made) - start
         assert all(map(equal, rest, whole[start : len(made)]))
-    for step in (0, 5, len(made), 2 * len(made) + 3):
-        rest = list(itertools.islice(again.from_step(step), len(whole) - step))
-        assert all(map(equal, rest, whole[step:]))
+    for done in (0, 5, len(made), 2 * len(made) + 3):
+        rest = list(itertools.islice(again.from_step(done), len(whole) - done))
+        assert all(map(equal, rest, whole[done:]))
 
 
 def test_the_order_changes_with_epoch_and_seed_alone():
@@ -703,7 +681,7 @@ def test_the_order_changes_with_epoch_and_seed_alone():
 
 
 def test_the_order_is_pinned():
-    """If this changes, a run that goes on from an old checkpoint sees some pairs twice."""
+    """If it changes, a run that continues from an old checkpoint sees some pairs twice."""
     pairs = random_pairs(12, 5)
     made = batches.Batches(pairs, rows_per_batch=12, seed=1)
     (batch,) = made.epoch(2)
@@ -714,25 +692,23 @@ def test_the_order_is_pinned():
 def test_evaluation_keeps_the_places():
     pairs = random_pairs(53, 41)
     made = batches.Batches(pairs, tokens_per_batch=300, row_multiple=2)
-    found = {}
+    by_origin = {}
     for batch, places in made.in_order():
         assert ((places == -1) == (batch.source_lengths == 0)).all()
-        kept = [int(place) for place in places if place >= 0]
-        for place, row in zip(kept, rows_of(batch), strict=True):
-            assert place not in found
-            found[place] = row
-    assert [found[place] for place in pairs.origin.tolist()] == expected_rows(pairs)
+        origins = [int(place) for place in places if place >= 0]
+        for place, row in zip(origins, rows_of(batch), strict=True):
+            assert place not in by_origin
+            by_origin[place] = row
+    assert [by_origin[place] for place in pairs.origin.tolist()] == expected_rows(pairs)
 
 
 def test_batches_of_one_short_pair():
-    source, target = Vocabulary.build(["ja"]), Vocabulary.build(["yes"])
-    encoded, _ = text.encode_pairs(pairs_of(("ja", "yes")), source, target)
+    encoded, _ = encode(pairs_of(("ja", "yes")), ("ja", "yes"))
     made = batches.Batches(encoded, tokens_per_batch=4096)
     (batch,) = made.epoch(0)
     assert made.shapes == ((1, 8, 8),)
-    assert batch.source.tolist() == [[4, 3, 0, 0, 0, 0, 0, 0]]
+    assert batch.source.tolist() == batch.target_out.tolist() == [[4, 3, 0, 0, 0, 0, 0, 0]]
     assert batch.target_in.tolist() == [[2, 4, 0, 0, 0, 0, 0, 0]]
-    assert batch.target_out.tolist() == [[4, 3, 0, 0, 0, 0, 0, 0]]
     assert batch.source_lengths.tolist() == batch.target_lengths.tolist() == [2]
 
 
@@ -767,28 +743,25 @@ def test_steps_and_pairs_are_checked():
 
 
 def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
-    """The pairs of a packed batch, read off by their numbers; checks positions and padding."""
-    found = []
+    """Reads the pairs of a packed batch by their ids, and checks positions and padding."""
+    rows = []
+    sources, targets = batch.source_segment_ids, batch.target_segment_ids
     for row in range(len(batch.source)):
-        for number in range(
-            max(batch.source_segment_ids[row].max(), batch.target_segment_ids[row].max()) + 1
-        ):
-            (source,) = np.nonzero(batch.source_segment_ids[row] == number)
-            (target,) = np.nonzero(batch.target_segment_ids[row] == number)
-            np.testing.assert_array_equal(source, np.arange(source[0], source[-1] + 1))
-            np.testing.assert_array_equal(target, np.arange(target[0], target[-1] + 1))
-            assert batch.source_positions[row][source].tolist() == list(range(len(source)))
-            assert batch.target_positions[row][target].tolist() == list(range(len(target)))
+        for number in range(max(sources[row].max(), targets[row].max()) + 1):
+            (source,), (target,) = (np.nonzero(ids[row] == number) for ids in (sources, targets))
+            for side, positions in (
+                (source, batch.source_positions),
+                (target, batch.target_positions),
+            ):
+                np.testing.assert_array_equal(side, np.arange(side[0], side[-1] + 1))
+                assert positions[row][side].tolist() == list(range(len(side)))
             said = batch.target_out[row][target].tolist()
             assert batch.target_in[row][target].tolist() == [BOS, *said[:-1]]
-            found.append((batch.source[row][source].tolist(), said))
-    for ids in (
-        batch.source[batch.source_segment_ids < 0],
-        batch.target_out[batch.target_segment_ids < 0],
-    ):
-        assert (ids == PAD).all()
-    assert (batch.target_in[batch.target_segment_ids < 0] == PAD).all()
-    return found
+            rows.append((batch.source[row][source].tolist(), said))
+    assert (batch.source[sources < 0] == PAD).all()
+    assert (batch.target_out[targets < 0] == PAD).all()
+    assert (batch.target_in[targets < 0] == PAD).all()
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -798,16 +771,12 @@ def pairs_in(batch: batches.Packed) -> list[tuple[list[int], list[int]]]:
 def test_packed_rows_hold_every_pair_once(options):
     pairs = random_pairs(157, 41)
     made = batches.PackedBatches(pairs, width=50, **options)
-    expected = [
-        (pairs.source[row].tolist(), pairs.target[row].tolist()) for row in range(len(pairs))
-    ]
     for epoch in range(2):
         epoch_batches = list(made.epoch(epoch))
         assert len(epoch_batches) == len(made)
         assert {(*b.source.shape, b.target_in.shape[1]) for b in epoch_batches} == set(made.shapes)
-        assert sorted(pair for batch in epoch_batches for pair in pairs_in(batch)) == sorted(
-            expected
-        )
+        rows = [pair for batch in epoch_batches for pair in pairs_in(batch)]
+        assert sorted(rows) == sorted(expected_rows(pairs))
         total = sum(int(batches.loss_mask(batch).sum()) for batch in epoch_batches)
         assert total == len(pairs.target.values)
     assert made.shapes[0].rows % options.get("row_multiple", 1) == 0
@@ -820,26 +789,27 @@ def test_packed_rows_are_nearly_full():
     assert len(made) * 64 < 1.02 * len(pairs.source.values)
 
 
-def test_packed_batches_go_on_from_any_step_and_change_with_epoch_and_seed():
+def test_packed_batches_continue_from_any_step_and_change_with_epoch_and_seed():
     def made(seed=0):
         return batches.PackedBatches(random_pairs(157, 41), width=64, rows_per_batch=4, seed=seed)
-
-    def same(left, right):
-        return all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))
 
     steps = len(made())
     straight = list(itertools.islice(made().from_step(0), 2 * steps))
     for start in (1, steps - 1, steps, steps + 3):
         again = list(itertools.islice(made().from_step(start), 2 * steps - start))
-        assert all(map(same, again, straight[start:]))
-    assert not same(straight[0], straight[steps])
-    assert not same(straight[0], next(made(seed=1).epoch(0)))
+        assert all(map(equal, again, straight[start:]))
+    assert not equal(straight[0], straight[steps])
+    assert not equal(straight[0], next(made(seed=1).epoch(0)))
 
 
-def test_packing_says_what_does_not_fit():
-    with pytest.raises(ValueError, match="expected at least 41, the longest sentence, got 40"):
-        batches.PackedBatches(random_pairs(157, 41), width=40, rows_per_batch=4)
-    with pytest.raises(ValueError, match="expected exactly one of tokens_per_batch and rows_per_b"):
-        batches.PackedBatches(random_pairs(157, 41), width=50)
-    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
-        batches.PackedBatches(random_pairs(157, 41), width=0, rows_per_batch=4)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 40, "rows_per_batch": 4}, "at least 41, the longest sentence, got 40"),
+        ({"width": 50}, "expected exactly one of tokens_per_batch and rows_per_b"),
+        ({"width": 0, "rows_per_batch": 4}, "width must be at least 1, got 0"),
+    ],
+)
+def test_packing_says_what_does_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        batches.PackedBatches(random_pairs(157, 41), **options)

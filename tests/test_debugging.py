@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def total(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: jnp.sum(function(x))
 
 
-WAYS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "eager": lambda function: function,
     "jit": jax.jit,
     "grad": lambda function: jax.value_and_grad(total(function)),
@@ -46,15 +46,15 @@ WAYS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "vmap": lambda function: lambda x: jax.vmap(function)(x[None]),
 }
 
-IN_EVERY_WAY = [(None, way) for way in WAYS]
-IN_TWO_WAYS = [(name, way) for name in ON_CPU[1:] for way in ("eager", "jit_of_grad")]
+UNDER_EACH = [(None, name) for name in TRANSFORMS]
+UNDER_TWO = [*itertools.product(ON_CPU[1:], ("eager", "jit_of_grad"))]
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("implementation", "way"), IN_EVERY_WAY + IN_TWO_WAYS)
-def test_debug_nans_finds_a_nan_that_reaches_attention(implementation, way):
+@pytest.mark.parametrize(("implementation", "transform"), UNDER_EACH + UNDER_TWO)
+def test_debug_nans_finds_a_nan_that_reaches_attention(implementation, transform):
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
-        WAYS[way](attention(implementation))(WITH_NAN)
+        TRANSFORMS[transform](attention(implementation))(WITH_NAN)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "native", "blockwise"])
@@ -62,16 +62,15 @@ def test_debug_nans_leaves_alone_what_is_masked(implementation):
     function = attention(implementation, mask=KEYS)
     with jax.debug_nans(True):
         function(WITH_NAN)
-        WAYS["grad"](function)(WITH_NAN)
+        TRANSFORMS["grad"](function)(WITH_NAN)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "native"])
 def test_debug_flags_without_jit(implementation):
-    """Then JAX looks at every operation's results."""
     with jax.disable_jit(), jax.debug_nans(True), jax.debug_infs(True):
-        WAYS["grad"](attention(implementation, mask=KEYS & DEAD))(WITH_NAN)
+        TRANSFORMS["grad"](attention(implementation, mask=KEYS & DEAD))(WITH_NAN)
         with pytest.raises(FloatingPointError, match="nan"):
-            WAYS["grad"](attention(implementation, mask=DEAD))(WITH_NAN)
+            TRANSFORMS["grad"](attention(implementation, mask=DEAD))(WITH_NAN)
 
 
 def test_debug_nans_names_statistics_and_weights():
@@ -82,21 +81,21 @@ def test_debug_nans_names_statistics_and_weights():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    ("implementation", "way"),
+    ("implementation", "transform"),
     [
-        *itertools.product(["blockwise", "native"], [*WAYS, "checkpoint", "scan"]),
+        *itertools.product(["blockwise", "native"], [*TRANSFORMS, "checkpoint", "scan"]),
         ("reference", "scan"),
     ],
 )
-def test_debug_infs_accepts_queries_without_keys(implementation, way):
+def test_debug_infs_accepts_queries_without_keys(implementation, transform):
     function = attention(implementation, mask=DEAD)
-    if way == "checkpoint":
+    if transform == "checkpoint":
         wrapped = jax.value_and_grad(jax.checkpoint(total(function)))
-    elif way == "scan":
+    elif transform == "scan":
         repeated = lambda x: jax.lax.scan(lambda c, _: (function(c), None), x, length=2)[0]  # noqa: E731
         wrapped = jax.value_and_grad(total(repeated))
     else:
-        wrapped = WAYS[way](function)
+        wrapped = TRANSFORMS[transform](function)
     with jax.debug_infs(True):
         wrapped(X)
 
@@ -124,7 +123,7 @@ def test_debug_infs_on_a_mesh():
         )
 
 
-def test_both_flags_go_on_after_a_call():
+def test_both_flags_stay_on_after_a_call():
     with jax.debug_nans(True), jax.debug_infs(True):
         jattn.attention(X, X, X, mask=DEAD, return_lse=True)
         with pytest.raises(FloatingPointError, match="inf"):
@@ -140,19 +139,21 @@ def test_debug_infs_finds_infinite_scores():
         jattn.attention_scores(X, X, score=lambda s, b, h, i, j: jnp.exp(1e4 + s))
 
 
-@pytest.mark.parametrize(("implementation", "way"), IN_EVERY_WAY + IN_TWO_WAYS)
-def test_checkify_sees_a_nan(implementation, way):
-    checked = checkify.checkify(WAYS[way](attention(implementation)), checkify.nan_checks)
+@pytest.mark.parametrize(("implementation", "transform"), UNDER_EACH + UNDER_TWO)
+def test_checkify_sees_a_nan(implementation, transform):
+    checked = checkify.checkify(
+        TRANSFORMS[transform](attention(implementation)), checkify.nan_checks
+    )
     error, _ = checked(WITH_NAN)
     assert "nan" in str(error.get())
     error, _ = checked(X)
     assert error.get() is None
 
 
-@pytest.mark.parametrize("way", ["eager", "grad"])
+@pytest.mark.parametrize("transform", ["eager", "grad"])
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
-def test_checkify_sees_no_nan_that_is_masked(implementation, way):
-    function = WAYS[way](attention(implementation, mask=KEYS & DEAD))
+def test_checkify_sees_no_nan_that_is_masked(implementation, transform):
+    function = TRANSFORMS[transform](attention(implementation, mask=KEYS & DEAD))
     error, _ = checkify.checkify(function, checkify.float_checks)(WITH_NAN)
     assert error.get() is None
 
@@ -168,15 +169,20 @@ FLAGS: dict[str, tuple[Callable[[], Any], ...]] = {
 }
 
 
-def check_case(flags: str, implementation: Any, name: str) -> None:
-    """Results and gradients of a case are the same under these flags, or the implementation gives
-    its reason."""
-    case = CASES[name]
-    x = on_device(inputs(case, "float32"))
-    function = functools.partial(everything, implementation, case)
+@contextlib.contextmanager
+def under(flags: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for flag in FLAGS[flags]:
             stack.enter_context(flag())
+        yield
+
+
+def check_case(flags: str, implementation: Any, name: str) -> None:
+    """Checks that results and gradients of a case are the same under these flags."""
+    case = CASES[name]
+    x = on_device(inputs(case, "float32"))
+    function = functools.partial(everything, implementation, case)
+    with under(flags):
         if flags == "checks":  # leaks show while a program is traced and lowered
             jax.jit(function).lower(x)
             return
@@ -184,14 +190,14 @@ def check_case(flags: str, implementation: Any, name: str) -> None:
     assert_close(results, function(x), 1e-6)
 
 
-QUICK = [
-    ("checks", None, "chain"),
-    ("debugging", "native", "lengths_both"),
-    ("not_compiled", "reference", "dense"),
-]
-
-
-@pytest.mark.parametrize(("flags", "implementation", "name"), QUICK)
+@pytest.mark.parametrize(
+    ("flags", "implementation", "name"),
+    [
+        ("checks", None, "chain"),
+        ("debugging", "native", "lengths_both"),
+        ("not_compiled", "reference", "dense"),
+    ],
+)
 def test_a_case_under_flags(flags, implementation, name):
     check_case(flags, implementation, name)
 
@@ -220,14 +226,13 @@ def test_every_case_under_every_flag(flags, implementation, name):
 def cached(create: Callable[[], Any]) -> Callable[[Any], Any]:
     def call(x: Any) -> Any:
         _, cache = jattn.cached_attention(x[:, :4], x[:, :4], x[:, :4], create())
-        now = x[:, 4:5]
-        return jattn.cached_attention(now, now, now, cache, sink=jnp.zeros(2))[0]
+        token = x[:, 4:5]
+        return jattn.cached_attention(token, token, token, cache, sink=jnp.zeros(2))[0]
 
     return call
 
 
 def tokens(x: Any) -> Any:
-    """`[1, T, 16]`"""
     return x.reshape(1, T, -1)
 
 
@@ -265,7 +270,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def when(flags: str, name: str) -> Any:
-    """Which run a row is part of: JAX traces everything anew while it looks for leaks."""
+    """Returns the mark of a row: JAX traces everything anew while it looks for leaks."""
     if (flags, name) == ("debugging", "weights"):
         return ()
     leaks = flags == "checks" and name != "scores"
@@ -277,15 +282,13 @@ def when(flags: str, name: str) -> Any:
     [
         pytest.param(*row, marks=when(*row))
         for row in itertools.product(FLAGS, FUNCTIONS)
-        # Without jit these two run operation by operation: −inf is what sampling leaves out.
+        # Without jit JAX checks each operation: sampling gives −inf to tokens that it leaves out.
         if row not in (("not_compiled", "ring"), ("not_compiled", "generate"))
     ],
 )
 def test_public_functions_under_flags(flags, name):
     function = FUNCTIONS[name]
-    with contextlib.ExitStack() as stack:
-        for flag in FLAGS[flags]:
-            stack.enter_context(flag())
+    with under(flags):
         if name == "generate":
             function(X)
         else:

@@ -9,15 +9,7 @@ from flax import nnx
 
 from jattn import masks, nn
 from jattn.cache import RollingCache
-from tests.test_nn import (
-    arrays,
-    call,
-    layer_norm,
-    made,
-    multi_head,
-    normal,
-    rms_norm,
-)
+from tests.test_nn import arrays, call, layer_norm, made, multi_head, normal, rms_norm
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -48,18 +40,18 @@ TOKENS = np.random.default_rng(3).integers(0, V, (2, T)).astype(np.int32)
 
 
 def model(kind: str, *, spread: float = 1.0, seed: int = 0, **options: Any) -> Any:
-    """With random parameters, as `made` makes them."""
-    given = SIZES | KINDS[kind] | options
-    return made(nn.DecoderOnly, V, spread=spread, seed=seed, **given)
+    """A decoder-only model with random parameters of `made`."""
+    arguments = SIZES | KINDS[kind] | options
+    return made(nn.DecoderOnly, V, spread=spread, seed=seed, **arguments)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """With the tanh that Flax's has by default (Hendrycks and Gimpel 2016)."""
+    """GELU with tanh, Flax's default (Hendrycks and Gimpel 2016)."""
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def by_the_formula(p: dict[str, np.ndarray], tokens: np.ndarray, kind: str) -> np.ndarray:
-    """Logits [T, V] of tokens [T], from parameters by path."""
+    """Returns logits [T, V] of tokens [T], from parameters by path."""
     llama = kind == "llama"
     x = p["tokens/embedding"][tokens] * (np.sqrt(D) if llama else 1)
     if not llama:
@@ -73,23 +65,23 @@ def by_the_formula(p: dict[str, np.ndarray], tokens: np.ndarray, kind: str) -> n
         return x @ p[f"{path}/kernel"] + p.get(f"{path}/bias", 0.0)
 
     for layer in range(KINDS[kind]["num_layers"]):
-        here = f"layers/{layer}"
-        own = {
-            path.removeprefix(f"{here}/self_attention/"): value
+        block = f"layers/{layer}"
+        own_parameters = {
+            path.removeprefix(f"{block}/self_attention/"): value
             for path, value in p.items()
-            if path.startswith(f"{here}/self_attention/")
+            if path.startswith(f"{block}/self_attention/")
         }
-        y = norm(f"{here}/self_attention_residual/norm", x)
-        causal, where = np.tril(np.ones((T, T), bool)), np.arange(T) if llama else None
-        x = x + multi_head(own, y, y, causal, positions=where)
-        y = norm(f"{here}/feed_forward_residual/norm", x)
-        hidden = matrix(f"{here}/feed_forward/hidden", y)
+        y = norm(f"{block}/self_attention_residual/norm", x)
+        causal, places = np.tril(np.ones((T, T), bool)), np.arange(T) if llama else None
+        x = x + multi_head(own_parameters, y, y, causal, positions=places)
+        y = norm(f"{block}/feed_forward_residual/norm", x)
+        hidden = matrix(f"{block}/feed_forward/hidden", y)
         if llama:
-            gate = matrix(f"{here}/feed_forward/gate", y)
+            gate = matrix(f"{block}/feed_forward/gate", y)
             hidden = gate / (1 + np.exp(-gate)) * hidden
         else:
             hidden = gelu(hidden)
-        x = x + matrix(f"{here}/feed_forward/out", hidden)
+        x = x + matrix(f"{block}/feed_forward/out", hidden)
     return norm("norm", x) @ p["output/kernel" if llama else "tokens/embedding"].T
 
 
@@ -117,20 +109,19 @@ def test_steps_equal_the_call(kind):
     logits, caches = stepped(module, prompt, module.start(2, T), valid)
     np.testing.assert_allclose(logits[0], whole[0, :3], rtol=0, atol=1e-4)
     np.testing.assert_allclose(logits[1, 1:], whole[1, :2], rtol=0, atol=1e-4)
-    for step in range(4):
-        given = jnp.stack([tokens[0, 3 + step], tokens[1, 2 + step]])[:, None]
-        logits, caches = stepped(module, given, caches)
-        want = np.stack([whole[0, 3 + step], whole[1, 2 + step]])
+    for n in range(4):
+        ids = jnp.stack([tokens[0, 3 + n], tokens[1, 2 + n]])[:, None]
+        logits, caches = stepped(module, ids, caches)
+        want = np.stack([whole[0, 3 + n], whole[1, 2 + n]])
         np.testing.assert_allclose(logits[:, 0], want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_masks_positions_and_other_caches():
-    """Packed documents are those alone; a window is that of a rolling cache."""
     module, tokens = model("llama"), jnp.asarray(TOKENS)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1]] * 2, jnp.int32)
-    where = jnp.array([0, 1, 2, 3, 0, 1, 2], jnp.int32)
-    out = call(module, tokens, mask=masks.Segments(ids), positions=where)
+    places = jnp.array([0, 1, 2, 3, 0, 1, 2], jnp.int32)
+    out = call(module, tokens, mask=masks.Segments(ids), positions=places)
     np.testing.assert_allclose(out[:, 4:], call(module, tokens[:, 4:]), rtol=0, atol=1e-4)
     window = masks.Window(left=2)
     caches = module.start(2, 2, RollingCache, chunk=T)

@@ -19,6 +19,7 @@ from experiments.translation import decoding, searches
 from experiments.translation.decoding import Search
 from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
 from tests.conftest import quick_jit
+from tests.test_console import Terminal
 from tests.test_translation import assert_refused, bench, decided_params, padded, plain_jax
 
 
@@ -27,8 +28,8 @@ ALLOWED = (UNK, EOS, 4, 5)
 CODES = 997  # a prefix is known by a number below this: its own up to four tokens, hashed beyond
 
 
-class State(NamedTuple):
-    """A prefix in each row, the table of the row's sentence, and how many tokens were read."""
+class TableState(NamedTuple):
+    """A prefix in each row, the sentence of the row, and the number of tokens read."""
 
     code: jax.Array
     sentence: jax.Array
@@ -39,23 +40,35 @@ def longer(code: Any, token: Any) -> Any:
     return (code * V + token) % CODES
 
 
-def first_state(sentences: int, copies: int = 1) -> State:
+def first_state(sentences: int, copies: int = 1) -> TableState:
     rows = jnp.repeat(jnp.arange(sentences, dtype=jnp.int32), copies)
-    return State(jnp.zeros_like(rows), rows, jnp.zeros((), jnp.int32))
+    return TableState(jnp.zeros_like(rows), rows, jnp.zeros((), jnp.int32))
 
 
 def table_step(tables):
-    """A model that looks up what follows each prefix: logits `[B, CODES, V]`."""
+    """Returns a model that looks up the logits after each prefix in `[B, CODES, V]`."""
 
-    def step(state, tokens):
+    def model(state, tokens):
         code = longer(state.code, tokens)
-        return tables[state.sentence, code], State(code, state.sentence, state.place + 1)
+        return tables[state.sentence, code], TableState(code, state.sentence, state.place + 1)
 
-    return step
+    return model
 
 
-def reorder(state: State, rows: jax.Array) -> State:
-    return State(state.code[rows], state.sentence[rows], state.place)
+def recorded(tables) -> tuple[Any, list[tuple[list[int], int]]]:
+    """Returns `table_step`, and the tokens and the place of each step that has run."""
+    inner, seen = table_step(jnp.asarray(tables)), []
+
+    def model(state, tokens):
+        record = lambda tokens, place: seen.append((tokens.tolist(), int(place)))  # noqa: E731
+        jax.debug.callback(record, tokens, state.place, ordered=True)
+        return inner(state, tokens)
+
+    return model, seen
+
+
+def reorder(state: TableState, rows: jax.Array) -> TableState:
+    return TableState(state.code[rows], state.sentence[rows], state.place)
 
 
 def random_tables(sentences: int, seed: int = 0) -> np.ndarray:
@@ -64,7 +77,8 @@ def random_tables(sentences: int, seed: int = 0) -> np.ndarray:
 
 
 def made_table(continuations: dict[tuple[int, ...], dict[int, float]]) -> np.ndarray:
-    """`[1, CODES, V]`: probabilities after each prefix; after any other all tokens are alike."""
+    """`[1, CODES, V]`: probabilities after each prefix; after any other all tokens are equally
+    likely."""
     table = np.zeros((1, CODES, V), np.float32)
     for prefix, probabilities in continuations.items():
         assert math.isclose(sum(probabilities.values()), 1)
@@ -97,7 +111,8 @@ def beamed(tables, active=None, **options) -> Any:
 
 
 def log_probs_after(table: np.ndarray, prefix: tuple[int, ...]) -> dict[int, float]:
-    """Of each token that can be generated, in float64, of one sentence's table `[CODES, V]`."""
+    """Log probabilities, in float64, of the tokens that can be generated, by a table
+    `[CODES, V]`."""
     row = table[functools.reduce(longer, (BOS, *prefix), 0)].astype(np.float64)
     total = math.log(sum(math.exp(row[token]) for token in ALLOWED))
     return {token: row[token] - total for token in ALLOWED}
@@ -113,7 +128,6 @@ def every_hypothesis(table, length, prefix=(), log_prob=0.0):
 
 
 def ranked(hypotheses, alpha):
-    """(score, tokens, log probability), best first."""
     scored = [
         (log_prob / ((5 + len(tokens)) / 6) ** alpha, tokens, log_prob)
         for tokens, log_prob in hypotheses
@@ -122,7 +136,7 @@ def ranked(hypotheses, alpha):
 
 
 def plain_beam(table, length, beams, alpha):
-    """The search as its docstring tells it, but going on to the last place always."""
+    """Beam search as its docstring says, but always up to the last place."""
     alive: list[Any] = [((), 0.0)]
     finished: list[Any] = []
     for _ in range(length):
@@ -137,9 +151,8 @@ def plain_beam(table, length, beams, alpha):
     return ranked(finished + alive, alpha)
 
 
-def assert_found(found, sentence, expected):
-    """The hypotheses found for a sentence are these."""
-    ids, scores, log_probs = (array[sentence] for array in found)
+def assert_hypotheses(hypotheses, sentence, expected):
+    ids, scores, log_probs = (array[sentence] for array in hypotheses)
     assert [tuple(row[row != PAD].tolist()) for row in ids] == [tokens for _, tokens, _ in expected]
     np.testing.assert_allclose(scores, [score for score, _, _ in expected], rtol=1e-5)
     np.testing.assert_allclose(log_probs, [log_prob for *_, log_prob in expected], rtol=1e-5)
@@ -157,40 +170,29 @@ def path_table(*generated: int) -> np.ndarray:
 
 def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
     generated = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
-    found = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
+    result = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
     np.testing.assert_array_equal(
-        found.ids,
-        [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]],
+        result.ids, [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]]
     )
-    np.testing.assert_allclose(found.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
-    assert found.ids.dtype == np.int32 and found.log_probs.dtype == np.float32
+    np.testing.assert_allclose(result.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
+    assert result.ids.dtype == np.int32 and result.log_probs.dtype == np.float32
 
 
-def test_greedy_feeds_back_what_it_said_and_ends_with_the_last_row():
-    tables, seen = jnp.asarray(np.concatenate([path_table(4, 5, EOS), path_table(5, 5, 5)])), []
-    inner = table_step(tables)
-
-    def step(state, tokens):
-        jax.debug.callback(lambda *given: seen.append(given), tokens, state.place, ordered=True)
-        return inner(state, tokens)
-
-    found = searches.greedy(step, first_state(2), jnp.asarray([True, False]), 7)
+def test_greedy_feeds_back_its_tokens_and_ends_with_the_last_row():
+    model, seen = recorded(np.concatenate([path_table(4, 5, EOS), path_table(5, 5, 5)]))
+    result = searches.greedy(model, first_state(2), jnp.asarray([True, False]), 7)
     jax.effects_barrier()
-    assert np.asarray(found.ids).tolist() == [[4, 5, EOS, *[PAD] * 4], [PAD] * 7]
-    assert float(found.log_probs[1]) == 0
-    assert [(tokens.tolist(), int(place)) for tokens, place in seen] == [
-        ([BOS, BOS], 0),
-        ([4, PAD], 1),
-        ([5, PAD], 2),
-    ]
+    assert np.asarray(result.ids).tolist() == [[4, 5, EOS, *[PAD] * 4], [PAD] * 7]
+    assert float(result.log_probs[1]) == 0
+    assert seen == [([BOS, BOS], 0), ([4, PAD], 1), ([5, PAD], 2)]
 
 
 def test_of_equal_tokens_the_first_is_said_and_never_padding_or_the_beginning():
     even = np.zeros((1, CODES, V), np.float32)
     even[..., [PAD, BOS]] = 9
-    found = greedily(even, length=2)
-    assert found.ids.tolist() == [[UNK, UNK]]
-    np.testing.assert_allclose(found.log_probs, 2 * math.log(0.25), rtol=1e-6)
+    result = greedily(even, length=2)
+    assert result.ids.tolist() == [[UNK, UNK]]
+    np.testing.assert_allclose(result.log_probs, 2 * math.log(0.25), rtol=1e-6)
     best = beamed(even, length=2, beams=3, n_best=4, length_penalty=0.0)
     # <eos> alone is likelier than two tokens, of which those with <eos> have been found first
     assert best.ids[0].tolist() == [[EOS, PAD], [UNK, EOS], [4, EOS], [UNK, UNK]]
@@ -201,55 +203,58 @@ def test_a_beam_of_one_is_greedy(alpha):
     tables = random_tables(7)
     active = np.arange(7) != 2
     generated = greedily(tables, active)
-    found = beamed(tables, active, length=8, beams=1, n_best=2, length_penalty=alpha)
-    np.testing.assert_array_equal(found.ids[:, 0], generated.ids)
-    np.testing.assert_array_equal(found.log_probs[active, 0], generated.log_probs[active])
+    result = beamed(tables, active, length=8, beams=1, n_best=2, length_penalty=alpha)
+    np.testing.assert_array_equal(result.ids[:, 0], generated.ids)
+    np.testing.assert_array_equal(result.log_probs[active, 0], generated.log_probs[active])
     lengths = (generated.ids != PAD).sum(axis=1)[active]
     assert len(set(lengths)) > 3
     np.testing.assert_allclose(
-        found.scores[active, 0],
+        result.scores[active, 0],
         generated.log_probs[active] / ((5 + lengths) / 6) ** alpha,
         rtol=1e-6,
     )
-    assert (found.scores[:, 1] == -np.inf).all() and (found.ids[:, 1] == PAD).all()
-    assert (found.scores[2] == -np.inf).all() and (found.log_probs[2] == -np.inf).all()
+    assert (result.scores[:, 1] == -np.inf).all() and (result.ids[:, 1] == PAD).all()
+    assert (result.scores[2] == -np.inf).all() and (result.log_probs[2] == -np.inf).all()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
     tables = random_tables(2, seed=1)
-    found = beamed(tables, length=4, beams=81, n_best=125, length_penalty=alpha)
+    result = beamed(tables, length=4, beams=81, n_best=125, length_penalty=alpha)
     for sentence, table in enumerate(tables):
         expected = ranked(every_hypothesis(table, 4), alpha)
         assert len(expected) == 1 + 3 + 9 + 27 + 81
-        kept = searches.Hypotheses(*(array[:, :121] for array in found))
-        assert_found(kept, sentence, expected)
-    assert (found.scores[:, 121:] == -np.inf).all() and (found.log_probs[:, 121:] == -np.inf).all()
-    assert (found.ids[:, 121:] == PAD).all()
+        real = searches.Hypotheses(*(array[:, :121] for array in result))
+        assert_hypotheses(real, sentence, expected)
+    assert (result.scores[:, 121:] == -np.inf).all() and (
+        result.log_probs[:, 121:] == -np.inf
+    ).all()
+    assert (result.ids[:, 121:] == PAD).all()
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("beams", [0, 1, 3])
 @pytest.mark.parametrize("alpha", [-0.5, 0.6])
 def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
-    """As if it were searched alone, with that limit for all."""
     tables, limits = random_tables(6, seed=6), np.array([1, 7, 3, 5, 2, 4], np.int32)
     tables[:, :, EOS] -= 4  # nearly all come to their limits
-    active, step = jnp.ones(6, bool), table_step(jnp.asarray(tables))
+    active, model = jnp.ones(6, bool), table_step(jnp.asarray(tables))
     options: dict[str, Any] = {"beams": beams, "n_best": max(beams - 1, 1)}
     options["length_penalty"] = alpha
     if not beams:
-        found = searches.greedy(step, first_state(6), active, 7, limits=jnp.asarray(limits))
+        result = searches.greedy(model, first_state(6), active, 7, limits=jnp.asarray(limits))
     else:
         begin = first_state(6, beams), active, 7
-        found = searches.beam(step, *begin, reorder=reorder, limits=jnp.asarray(limits), **options)
+        result = searches.beam(
+            model, *begin, reorder=reorder, limits=jnp.asarray(limits), **options
+        )
     for sentence, limit in enumerate(limits.tolist()):
         table = tables[sentence : sentence + 1]
         alone = beamed(table, length=limit, **options) if beams else greedily(table, length=limit)
-        ids = np.asarray(found.ids[sentence])
+        ids = np.asarray(result.ids[sentence])
         np.testing.assert_array_equal(ids[..., :limit], alone.ids[0])
         assert (ids[..., limit:] == PAD).all()
-        for got, expected in zip(found[1:], alone[1:], strict=True):
+        for got, expected in zip(result[1:], alone[1:], strict=True):
             np.testing.assert_allclose(got[sentence], expected[0], rtol=1e-6)
 
 
@@ -259,32 +264,32 @@ def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
     table = made_table({(): {EOS: 0.4, 4: 0.35, 5: 0.25}, (4,): {EOS: 1.0}} | chain)
     # By 1: ln 0.4 and ln 0.35 / (7/6) have ended, when ln 0.25 / (8/6) = -1.04 would be worse than
     # either; but ln 0.25 / (13/6) is better.
-    found = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
-    assert found.ids[0, 0].tolist() == [*[5] * 7, EOS, PAD]
+    result = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
+    assert result.ids[0, 0].tolist() == [*[5] * 7, EOS, PAD]
     expected = np.array([-0.63983, -0.89985])[:n_best]
-    np.testing.assert_allclose(found.scores[0], expected, atol=2e-5)
+    np.testing.assert_allclose(result.scores[0], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 1.3])
 @pytest.mark.parametrize("beams", [2, 5])
 def test_a_beam_is_that_of_plain_python(beams, alpha):
     tables = random_tables(11, seed=2)
-    found = beamed(tables, length=8, beams=beams, n_best=beams, length_penalty=alpha)
+    result = beamed(tables, length=8, beams=beams, n_best=beams, length_penalty=alpha)
     for sentence, table in enumerate(tables):
-        assert_found(found, sentence, plain_beam(table, 8, beams, alpha)[:beams])
-    assert len({int((row != PAD).sum()) for row in found.ids[:, 0]}) > 2
+        assert_hypotheses(result, sentence, plain_beam(table, 8, beams, alpha)[:beams])
+    assert len({int((row != PAD).sum()) for row in result.ids[:, 0]}) > 2
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 1.3])
-def test_the_best_does_not_depend_on_how_many_are_asked_for(alpha):
+def test_the_best_do_not_depend_on_their_number(alpha):
     tables = random_tables(11, seed=3)
-    one, two, five = (
+    first, two, five = (
         beamed(tables, length=8, beams=3, n_best=count, length_penalty=alpha) for count in (1, 2, 5)
     )
-    for fewer, more in ((one, two), (two, five)):
+    for fewer, longer in ((first, two), (two, five)):
         count = fewer.scores.shape[1]
-        for left, right in zip(fewer, more, strict=True):
+        for left, right in zip(fewer, longer, strict=True):
             np.testing.assert_array_equal(left, right[:, :count])
 
 
@@ -309,17 +314,12 @@ def test_a_beam_ends_when_nothing_can_become_better(alpha, steps):
     # of two tokens (-3.97 / 1.10) are kept, beams of n tokens have -3.91·n, by at most 3.35.
     table = np.full((1, CODES, V), math.log(0.02), np.float32)
     table[..., EOS] = math.log(0.94)
-    inner, seen = table_step(jnp.asarray(table)), []
-
-    def step(state, tokens):
-        jax.debug.callback(lambda place: seen.append(int(place)), state.place, ordered=True)
-        return inner(state, tokens)
-
+    model, seen = recorded(table)
     begin = first_state(1, 2), jnp.ones(1, bool), 40
-    found = searches.beam(step, *begin, beams=2, length_penalty=alpha, reorder=reorder)
+    result = searches.beam(model, *begin, beams=2, length_penalty=alpha, reorder=reorder)
     jax.effects_barrier()
-    assert found.ids[0, 0].tolist() == [EOS, *[PAD] * 39]
-    assert seen == list(range(steps))
+    assert result.ids[0, 0].tolist() == [EOS, *[PAD] * 39]
+    assert [place for _, place in seen] == list(range(steps))
 
 
 def test_the_state_is_reordered_once_a_step_and_holds_the_rows_of_the_beams():
@@ -342,8 +342,8 @@ ROWS = 4001
     quick_jit, static_argnames=("rows", "length", "temperature", "top_k", "top_p", "width")
 )
 def run_sample(logits, key, *, rows, length, **options):
-    step = lambda state, tokens: (jnp.broadcast_to(logits, (rows, V)), state)  # noqa: E731
-    return searches.sample(step, (), jnp.ones(rows, bool), length, key, **options)
+    model = lambda state, tokens: (jnp.broadcast_to(logits, (rows, V)), state)  # noqa: E731
+    return searches.sample(model, (), jnp.ones(rows, bool), length, key, **options)
 
 
 def sampled(probabilities, *, rows=ROWS, length=1, seed=0, **options) -> Any:
@@ -355,43 +355,33 @@ def sampled(probabilities, *, rows=ROWS, length=1, seed=0, **options) -> Any:
 
 
 def assert_drawn_from(drawn, probabilities):
-    """The things drawn are of these probabilities, within 4 standard deviations."""
+    """Checks that things are drawn with these probabilities, within 4 standard deviations."""
     counts = collections.Counter(drawn)
     assert set(counts) == set(probabilities)
-    for one, p in probabilities.items():
-        assert abs(counts[one] - p * len(drawn)) <= 4 * math.sqrt(len(drawn) * p * (1 - p)), one
+    for thing, p in probabilities.items():
+        assert abs(counts[thing] - p * len(drawn)) <= 4 * math.sqrt(len(drawn) * p * (1 - p)), thing
 
 
 def normalised(weights):
     return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
 
-def test_tokens_are_drawn_by_their_probabilities():
-    found = sampled(PROBABILITIES)
-    assert_drawn_from(found.ids[:, 0].tolist(), PROBABILITIES)
-    expected = [math.log(PROBABILITIES[token]) for token in found.ids[:, 0].tolist()]
-    np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_tokens_are_drawn_by_their_probabilities(temperature):
+    """The log probability is the model's, whatever the temperature."""
+    result = sampled(PROBABILITIES, temperature=temperature)
+    sharpened = {token: p ** (1 / temperature) for token, p in PROBABILITIES.items()}
+    assert_drawn_from(result.ids[:, 0].tolist(), normalised(sharpened))
+    expected = [math.log(PROBABILITIES[token]) for token in result.ids[:, 0].tolist()]
+    np.testing.assert_allclose(result.log_probs, expected, rtol=1e-5)
 
 
 def test_places_and_rows_are_drawn_independently():
     words = {4: 0.3, 5: 0.7}
-    found = sampled(words, length=2)
-    assert_drawn_from(
-        list(map(tuple, found.ids.tolist())),
-        {(one, other): words[one] * words[other] for one in words for other in words},
-    )
-    neighbours = list(itertools.pairwise(found.ids[:, 0].tolist()))[::2]
-    assert_drawn_from(
-        neighbours, {(one, other): words[one] * words[other] for one in words for other in words}
-    )
-
-
-def test_a_temperature_sharpens_and_the_log_probability_stays_the_models():
-    found = sampled(PROBABILITIES, temperature=0.5)
-    squares = normalised({token: p**2 for token, p in PROBABILITIES.items()})
-    assert_drawn_from(found.ids[:, 0].tolist(), squares)
-    expected = [math.log(PROBABILITIES[token]) for token in found.ids[:, 0].tolist()]
-    np.testing.assert_allclose(found.log_probs, expected, rtol=1e-5)
+    result = sampled(words, length=2)
+    pairs = {(a, b): words[a] * words[b] for a, b in itertools.product(words, repeat=2)}
+    assert_drawn_from(list(map(tuple, result.ids.tolist())), pairs)
+    assert_drawn_from(list(itertools.pairwise(result.ids[:, 0].tolist()))[::2], pairs)
 
 
 @pytest.mark.one_in(2)
@@ -408,13 +398,14 @@ def test_a_temperature_sharpens_and_the_log_probability_stays_the_models():
         ({"top_p": 1.0}, {5, 4, EOS, UNK}),
         ({"top_k": 2, "top_p": 0.5}, {5}),  # of the two likeliest, which have 4/7 and 3/7
         ({"top_k": 3, "top_p": 0.5}, {5, 4}),
-        ({"temperature": 0.25, "top_p": 0.7}, {5}),  # at which 0.4 has become 0.72
+        ({"temperature": 0.25, "top_p": 0.7}, {5}),  # 0.4 becomes 0.72
     ],
 )
 def test_top_k_and_the_nucleus_keep_exactly_their_tokens(options, tokens):
-    found = sampled(PROBABILITIES, **options).ids[:, 0].tolist()
-    kept = {t: p ** (1 / options.get("temperature", 1)) for t, p in PROBABILITIES.items()}
-    assert_drawn_from(found, normalised({token: kept[token] for token in tokens}))
+    drawn = sampled(PROBABILITIES, **options).ids[:, 0].tolist()
+    exponent = 1 / options.get("temperature", 1)
+    weights = {token: p**exponent for token, p in PROBABILITIES.items() if token in tokens}
+    assert_drawn_from(drawn, normalised(weights))
 
 
 @pytest.mark.one_in(2)
@@ -440,15 +431,15 @@ def test_sampling_without_chance_is_greedy(options):
 
 def test_a_key_decides_and_more_rows_change_nothing():
     words = {4: 0.4, 5: 0.5, EOS: 0.1}
-    one, same, other = (sampled(words, rows=5, length=9, seed=seed) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(one.ids, same.ids)
-    assert (one.ids != other.ids).any(axis=1).all()
+    drawn, same, other = (sampled(words, rows=5, length=9, seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(drawn.ids, same.ids)
+    assert (drawn.ids != other.ids).any(axis=1).all()
     fewer = sampled(words, rows=3, length=9)
-    np.testing.assert_array_equal(fewer.ids, one.ids[:3])
+    np.testing.assert_array_equal(fewer.ids, drawn.ids[:3])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(5)[::-1])
     logits = np.log(np.array([words.get(token, 1e-30) for token in range(V)], np.float32))
     swapped = run_sample(logits, keys, rows=5, length=9)
-    np.testing.assert_array_equal(swapped.ids, one.ids[::-1])
+    np.testing.assert_array_equal(swapped.ids, drawn.ids[::-1])
 
 
 @pytest.mark.one_in(3)
@@ -456,14 +447,14 @@ def test_a_key_decides_and_more_rows_change_nothing():
 def test_a_step_is_traced_as_often_for_a_long_search_as_for_a_short_one(kind):
     inner, calls = table_step(jnp.asarray(random_tables(2))), []
 
-    def step(state, tokens):
+    def model(state, tokens):
         calls.append(tokens.shape)
         return inner(state, tokens)
 
     counts = []
     for length in (4, 40):
         calls.clear()
-        begin = step, first_state(2, 3 if kind == "beam" else 1), jnp.ones(2, bool), length
+        begin = model, first_state(2, 3 if kind == "beam" else 1), jnp.ones(2, bool), length
         if kind == "beam":
             searches.beam(*begin, beams=3, reorder=reorder)
         elif kind == "sample":
@@ -490,7 +481,7 @@ def test_a_step_is_traced_as_often_for_a_long_search_as_for_a_short_one(kind):
     ],
 )
 def test_bad_options_are_named_before_anything_is_traced(kind, options, message):
-    def step(state, tokens):
+    def model(state, tokens):
         raise AssertionError("traced")
 
     extra: dict[str, Any] = {
@@ -498,9 +489,9 @@ def test_bad_options_are_named_before_anything_is_traced(kind, options, message)
         "beam": {"beams": 2, "reorder": reorder},
         "sample": {"key": jax.random.key(0)},
     }[kind]
-    given = {"length": 3} | extra | options
+    arguments = {"length": 3} | extra | options
     with pytest.raises(ValueError, match=message):
-        getattr(searches, kind)(step, (), jnp.ones(2, bool), **given)
+        getattr(searches, kind)(model, (), jnp.ones(2, bool), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -550,20 +541,17 @@ def test_nothing_is_compiled_after_the_first_batch_of_a_shape():
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 def test_each_sentence_gets_its_own_best_translations():
-    found = translations(5, kind="beam", beams=3, n_best=3)
-    for best in found:
+    result = translations(5, kind="beam", beams=3, n_best=3)
+    for best in result:
         scores = [generated.score for generated in best]
         assert scores == sorted(scores, reverse=True)
         assert len({tuple(generated.ids) for generated in best}) == 3
-    (alone,) = decoding.translations(
-        bench().model, decided_params(), [sources(5)[3]], Search(kind="beam", beams=3, n_best=3)
-    )
-    assert [generated.ids.tolist() for generated in alone] == [
-        generated.ids.tolist() for generated in found[3]
-    ]
-    params, rows = decided_params(), sources(5)
+    params, rows, beam = decided_params(), sources(5), Search(kind="beam", beams=3, n_best=3)
+    (alone,) = decoding.translations(bench().model, params, [rows[3]], beam)
+    ids_of = lambda best: [generated.ids.tolist() for generated in best]  # noqa: E731
+    assert ids_of(alone) == ids_of(result[3])
     best = decoding.translated(bench().model, params, rows, Search(kind="beam", beams=3))
-    assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in found]
+    assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in result]
     lengths = jnp.asarray([len(row) for row in rows])
     batch = jnp.asarray(padded(rows, 24)), lengths
     ids = decoding.search_batch(bench().model, params, *batch, length=9).ids[:, 0]
@@ -572,12 +560,11 @@ def test_each_sentence_gets_its_own_best_translations():
 
 
 @pytest.mark.usefixtures("as_users_run_it")
-def test_hypotheses_that_there_are_not_are_left_out(monkeypatch):
-    def found(*given, **options):
-        ids = np.array([[[4, EOS, PAD], [PAD] * 3]], np.int32)
-        return searches.Hypotheses(*map(jnp.asarray, (ids, [[-1.0, -np.inf]], [[-2.0, -np.inf]])))
-
-    monkeypatch.setattr(decoding, "search_batch", found)
+def test_missing_hypotheses_are_left_out(monkeypatch):
+    ids = np.array([[[4, EOS, PAD], [PAD] * 3]], np.int32)
+    arrays = map(jnp.asarray, (ids, [[-1.0, -np.inf]], [[-2.0, -np.inf]]))
+    best_of_two = searches.Hypotheses(*arrays)
+    monkeypatch.setattr(decoding, "search_batch", lambda *_, **options: best_of_two)
     ((best,),) = translations(1, kind="beam", beams=2, n_best=2)
     assert (best.ids.tolist(), best.score, best.log_prob) == ([4, EOS], -1.0, -2.0)
 
@@ -601,7 +588,7 @@ def test_samples_are_decided_by_seed_and_sentence_and_not_by_batches(monkeypatch
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory) -> Path:
-    """A run whose model has learned nothing, and yet says different things."""
+    """A run whose model has learned nothing, but generates different sentences."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     with plain_jax():
         run = bench().run(directory)
@@ -612,12 +599,12 @@ def run_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def translate(run_directory, as_users_run_it, capsys, monkeypatch):
-    """Calls the command with arguments and stdin; gives its lines."""
+    """Calls the command with arguments and stdin; returns its lines."""
 
     def call(*arguments: Any, stdin: str = "", status: int = 0) -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        given = ["translate", "--run", str(run_directory), *map(str, arguments)]
-        assert cli.main(given) == status
+        command = ["translate", "--run", str(run_directory), *map(str, arguments)]
+        assert cli.main(command) == status
         output = capsys.readouterr()
         assert (output.err == "") == (status == 0)
         return output.out.split("\n")[:-1]
@@ -626,9 +613,10 @@ def translate(run_directory, as_users_run_it, capsys, monkeypatch):
 
 
 def text(count: int) -> str:
-    """So many sentences, an empty line after the first, and one of white space at the end."""
-    first, *others = (pair.source for pair in bench().texts.train[:count])
-    return "\n".join([first, "", *others, "  "]) + "\n"
+    """Returns `count` sentences, an empty line after the first, and one of white space at
+    the end."""
+    first, *rest = (pair.source for pair in bench().texts.train[:count])
+    return "\n".join([first, "", *rest, "  "]) + "\n"
 
 
 def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
@@ -639,21 +627,21 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert translate(stdin="\u200b\n\ufeff \u2060\n") == ["", ""]
 
 
-def test_a_row_without_words_has_a_translation_without_words():
+def test_a_row_without_words_has_an_empty_translation():
     rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]
-    found = decoding.translated(bench().model, decided_params(), rows)
-    assert [bench().target.decode(ids) for ids in found][::2] == ["", ""]
+    result = decoding.translated(bench().model, decided_params(), rows)
+    assert [bench().target.decode(ids) for ids in result][::2] == ["", ""]
     alone = decoding.translated(bench().model, decided_params(), rows[1:2])
-    assert found[1].tolist() == alone[0].tolist() != [EOS]
+    assert result[1].tolist() == alone[0].tolist() != [EOS]
 
 
 @pytest.mark.slow
 def test_the_best_are_printed_with_their_scores(translate):
     lines = translate("--beam", 3, "--n-best", 2, "--scores", stdin=text(3))
-    found = translations(3, kind="beam", beams=3, n_best=2)
+    result = translations(3, kind="beam", beams=3, n_best=2)
     expected = [
         f"{generated.score:.4f}\t{generated.log_prob:.4f}\t{bench().target.decode(generated.ids)}"
-        for best in found
+        for best in result
         for generated in best
     ]
     assert lines == [*expected[:2], "", "", *expected[2:], "", ""]
@@ -684,8 +672,8 @@ def test_an_output_is_not_overwritten_unless_asked(translate, tmp_path):
 
 @pytest.mark.slow
 def test_samples_follow_their_seed(translate):
-    one, same, other = (translate("--sample", "--seed", n, stdin=text(4)) for n in (1, 1, 2))
-    assert one == same != other
+    drawn, same, other = (translate("--sample", "--seed", n, stdin=text(4)) for n in (1, 1, 2))
+    assert drawn == same != other
     greedy = translate(stdin=text(4))
     assert translate("--sample", "--temperature", 0, stdin=text(4)) == greedy
     assert translate("--sample", "--top-k", 1, "--top-p", 0.5, stdin=text(4)) == greedy
@@ -695,19 +683,14 @@ def test_samples_follow_their_seed(translate):
 def test_alignments_are_a_last_field(translate):
     lines = translate("--beam", 2, "--n-best", 2, "--alignments", stdin=text(2))
     assert lines[2:4] == ["", ""]
-    found = translations(2, kind="beam", beams=2, n_best=2)
+    result = translations(2, kind="beam", beams=2, n_best=2)
     rows = [row for row in sources(2) for _ in range(2)]
-    generated = [generated.ids.tolist() for best in found for generated in best]
+    generated = [generated.ids.tolist() for best in result for generated in best]
     links = decoding.alignments(bench().model, decided_params(), rows, generated)
     expected = [" ".join(f"{source}-{target}" for source, target in row) for row in links]
     assert any(expected)
     assert [line.split("\t")[1] for line in lines[:2] + lines[4:6]] == expected
     assert translate("--alignments", stdin="\n") == [""]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_terminal_gets_a_bar_and_each_line_is_answered(run_directory, as_users_run_it, capsys):
@@ -729,7 +712,7 @@ def test_a_line_that_is_too_long_is_named_and_the_others_are_translated(
     long = " ".join([first] * 9)
     text, out = f"{first}\n{long}\n\n{second}\n{long}\n", tmp_path / "out"
     (tmp_path / "text").write_text(text)
-    told = "2: expected at most 32 tokens (max_length, counting <eos>), got "
+    message = "2: expected at most 32 tokens (max_length, counting <eos>), got "
     for place, arguments in (
         ("stdin", ()),
         ("SENTENCE", text.splitlines()),
@@ -739,7 +722,7 @@ def test_a_line_that_is_too_long_is_named_and_the_others_are_translated(
         command = ["translate", "--run", str(run_directory), *arguments]
         assert cli.main([*command, "--output", str(out), "--overwrite"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {place}:{told}") and error.count("\n") == 1
+        assert error.startswith(f"error: {place}:{message}") and error.count("\n") == 1
         assert error.endswith("; its lines are empty, and those of 5\n")
         assert [bool(line) for line in out.read_text().split("\n")] == [1, 0, 0, 1, 0, 0]
 

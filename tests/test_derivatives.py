@@ -1,7 +1,7 @@
 """Forward mode and second derivatives of the default path: the reference's, in linear memory.
 
-What is compared is a scalar function of both results, so that second derivatives have a part from
-each; and a random direction, so that no term can be mistaken for another.
+The tests compare a scalar function of both results, so that each has a part in second derivatives,
+along a random direction, so that no term can be mistaken for another.
 """
 
 import functools
@@ -17,18 +17,18 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import attend, on_device
-from tests.test_many_tiles import grown
+from tests.test_many_tiles import enlarged
 
 
 Modes = dict[str, Callable[[Any, Any], Any]]
 
 
 def modes(total: Callable[[Any], Any]) -> Modes:
-    """Every way to first and second derivatives of `total(arguments)` along a direction."""
+    """Functions for first and second derivatives of `total(arguments)` along a direction."""
 
     def slope(x: Any, t: Any) -> Any:
         return jax.jvp(total, (x,), (t,))[1]
@@ -48,18 +48,17 @@ def modes(total: Callable[[Any], Any]) -> Modes:
 
 
 def along(arguments: Any, seed: int = 5) -> Any:
-    """A random direction."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arguments)
 
 
-def total_of(implementation: Any, case: Case, x: Any) -> tuple[Callable[[Any], Any], Any]:
-    """A scalar of both results that is not linear in them, and its arguments."""
+def total_of(implementation: Any, case: CallCase, x: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Returns a scalar of both results that is not linear in them, and its arguments."""
 
     def total(arguments: Any) -> Any:
         q, k, v, parameters = arguments
-        own = x._replace(q=q, k=k, v=v, parameters=parameters)
-        out, lse = attend(implementation, case, own)
+        replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
+        out, lse = attend(implementation, case, replaced)
         lse = jnp.where(jnp.isfinite(lse), lse, 0)
         return jnp.sum(jnp.sin(out) * x.d_out) + jnp.sum(jnp.cos(lse) * x.d_lse)
 
@@ -73,32 +72,26 @@ def assert_equal(got: Any, want: Any, tolerance: float = 1e-11) -> None:
             assert error(x, y) <= tolerance, mode
 
 
-def check(implementation: Any, case: Case, seed: int = 0) -> None:
-    """All modes, of an implementation and of the reference."""
+def check(implementation: Any, case: CallCase, seed: int = 0) -> None:
+    """Compares all modes of an implementation with the reference."""
     x = on_device(inputs(case, seed=seed))
 
     @quick_jit
     def both(x: Any) -> Any:
-        found = []
+        results = []
         for name in (implementation, "reference"):
             total, arguments = total_of(name, case, x)
             t = along(arguments)
-            found.append({mode: f(arguments, t) for mode, f in modes(total).items()})
-        return found
+            results.append({mode: f(arguments, t) for mode, f in modes(total).items()})
+        return results
 
     assert_equal(*both(x))
 
 
-# Between them: dead rows, arrays in masks and scores, groups, dropout, positions, many tiles.
+# Dead rows, arrays in masks and scores, groups, dropout, positions, many tiles.
 SELECTED = (
-    "plain",
-    "chain",
-    "bias_dead_rows",
-    "relative_bias",
-    "dropout_masked",
-    "tiles_band",
-    "soft_cap_learned",
-    "places_and_positions",
+    *("plain", "chain", "bias_dead_rows", "relative_bias", "dropout_masked", "tiles_band"),
+    *("soft_cap_learned", "places_and_positions"),
 )
 
 
@@ -119,7 +112,7 @@ def test_every_case_of_the_table(name):
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", ["lengths_both", "dense_and_causal", "tiles_band", "chain"])
 def test_over_the_tiles_that_users_get(name):
-    check(None, grown(CASES[name]))
+    check(None, enlarged(CASES[name]))
 
 
 def normal(*shape: int) -> Any:
@@ -127,21 +120,14 @@ def normal(*shape: int) -> Any:
 
 
 def small(implementation: Any, q: Any, k: Any, v: Any, slopes: Any, ids: Any) -> Any:
-    """One batch row, in tiles of 16."""
-    mask = masks.Causal() & masks.Segments(ids)
-    out = jattn.attention(
-        q[None],
-        k[None],
-        v[None],
-        mask=mask,
-        score=scores.Alibi(slopes),
-        implementation=implementation,
-    )
-    return out[0]
+    """Returns the output for one batch row, in tiles of 16."""
+    rules: Any = {"mask": masks.Causal() & masks.Segments(ids), "score": scores.Alibi(slopes)}
+    qkv = (x[None] for x in (q, k, v))
+    return jattn.attention(*qkv, implementation=implementation, **rules)[0]
 
 
 def problem(T: int = 20, lead: tuple[int, ...] = ()) -> tuple[tuple[Any, ...], Any]:
-    """Float arrays and ids of `small`."""
+    """Returns float arrays and ids of `small`."""
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, T)))
     return (*(normal(*lead, T, 2, 3) for _ in range(3)), normal(2)), jnp.asarray(ids)
 
@@ -152,15 +138,15 @@ def loss_of(implementation: Any, ids: Any, wrap: Any = lambda f: f) -> Callable[
 
 
 def both_of(total_of: Callable[[str], Callable[[Any], Any]], x: Any, *which: str) -> Any:
-    """Derivatives of some modes, of blockwise and of the reference."""
+    """Returns derivatives of some modes, of blockwise and of the reference."""
 
     @quick_jit
     def run(x: Any) -> Any:
-        found = []
+        results = []
         for name in ("blockwise", "reference"):
             all_modes, t = modes(total_of(name)), along(x)
-            found.append({mode: all_modes[mode](x, t) for mode in which or all_modes})
-        return found
+            results.append({mode: all_modes[mode](x, t) for mode in which or all_modes})
+        return results
 
     return run(x)
 
@@ -170,23 +156,21 @@ def test_jacobians_and_hessians():
 
     @quick_jit
     def run(q: Any) -> Any:
-        found = []
+        results = []
         for name in ("blockwise", "reference"):
             total = loss_of(name, ids)
             out = functools.partial(small, name, k=k, v=v, slopes=slopes, ids=ids)
             loss = lambda q, total=total: total((q, k, v, slopes))  # noqa: E731
             ways = (jax.jacfwd(out), jax.hessian(loss), jax.jacrev(jax.grad(loss)))
-            found.append({str(n): f(q) for n, f in enumerate(ways)})
-        return found
+            results.append({str(n): f(q) for n, f in enumerate(ways)})
+        return results
 
     assert_equal(*run(q))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrap", ["scan", "checkpoint", "jit"])
-def test_within(wrap):
-    """What changes how derivatives are traced."""
-
+def test_within_a_transform_of_the_call(wrap):
     def scan(call: Any) -> Any:
         def twice(q: Any, *rest: Any) -> Any:
             return jax.lax.scan(lambda q, _: (call(q, *rest), None), q, None, length=2)[0]
@@ -201,21 +185,20 @@ def test_within(wrap):
 
 @pytest.mark.slow
 def test_mapped_and_differentiated_by_some_arguments():
-    """Each mode of `vmap`, and `vmap` of each mode, where not all arrays have examples or a
-    tangent."""
+    """Modes of `vmap`, and `vmap` of modes; not all arrays are mapped or have a tangent."""
     (q, k, v, slopes), ids = problem(lead=(3,))
 
-    def one(name: str, v: Any, q: Any, slopes: Any, ids: Any) -> Any:
+    def total(name: str, v: Any, q: Any, slopes: Any, ids: Any) -> Any:
         return jnp.sum(jnp.sin(small(name, q, k[0], v, slopes, ids)))
 
     def whole(name: str) -> Callable[[Any], Any]:
-        mapped = jax.vmap(functools.partial(one, name), (0, 0, None, 0))
+        mapped = jax.vmap(functools.partial(total, name), (0, 0, None, 0))
         return lambda x: jnp.sum(mapped(v, x[0], x[1], ids) ** 2)
 
     def within(name: str) -> Any:
         def each(v: Any, q: Any, ids: Any, t: Any) -> Any:
-            found = modes(lambda x: one(name, v, x[0], x[1], ids))
-            return {mode: f((q, slopes), t) for mode, f in found.items()}
+            derivatives = modes(lambda x: total(name, v, x[0], x[1], ids))
+            return {mode: f((q, slopes), t) for mode, f in derivatives.items()}
 
         return jax.vmap(each, (0, 0, 0, (0, None)))(v, q, ids, along((q, slopes)))
 
@@ -226,28 +209,27 @@ def test_mapped_and_differentiated_by_some_arguments():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("shared", [("k", "slopes"), ("q", "v", "ids")])
 def test_within_shard_map(shared):
-    """With JAX's default checks, against a loop over the devices."""
     arguments, ids = problem(lead=(4,))
     names = ("q", "k", "v", "slopes", "ids")
     arrays = dict(zip(names, (*arguments[:3], normal(4, 2), ids), strict=True))
     arrays = {n: x[0] if n in shared else x for n, x in arrays.items()}
     specs = {n: P() if n in shared else P("x") for n in names}
     devices = Mesh(np.array(jax.devices()[:4]), ("x",))
-    given = {"ids": arrays.pop("ids")}
+    ids_alone = {"ids": arrays.pop("ids")}
 
     def local(arrays: Any) -> Any:
-        own = {n: x if n in shared else x[0] for n, x in arrays.items()}
-        out = small("blockwise", *(own[n] for n in names))
+        shard = {n: x if n in shared else x[0] for n, x in arrays.items()}
+        out = small("blockwise", *(shard[n] for n in names))
         return jax.lax.psum(jnp.sum(jnp.sin(out)), "x")
 
     def looped(arrays: Any) -> Any:
         each = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(4)]
-        outs = [small("reference", *(own[n] for n in names)) for own in each]
+        outs = [small("reference", *(shard[n] for n in names)) for shard in each]
         return sum(jnp.sum(jnp.sin(out)) for out in outs)
 
     sharded = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=P())
     calls = {"blockwise": sharded, "reference": looped}
-    total = lambda name: lambda x: calls[name](x | given)  # noqa: E731
+    total = lambda name: lambda x: calls[name](x | ids_alone)  # noqa: E731
     assert_equal(*both_of(total, arrays, "jvp", "jvp of grad"))
 
 
@@ -284,7 +266,7 @@ def test_tangents_of_bfloat16_are_those_of_float32():
     assert error(got, want) <= 1e-2
 
 
-def test_third_derivatives_say_who_has_them():
+def test_third_derivatives_name_the_implementation_that_has_them():
     x = normal(1, 4, 1, 3)
 
     def total(x: Any) -> Any:
@@ -312,7 +294,7 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square(implementation):
             lambda x: jax.jvp(jax.grad(total), (x,), (x,)),
         )
         analyses: Any = [jax.jit(f).lower(x).compile().memory_analysis() for f in programs]
-        return [one.temp_size_in_bytes for one in analyses]
+        return [analysis.temp_size_in_bytes for analysis in analyses]
 
     for short, long in zip(temporaries(512), temporaries(2048), strict=True):
         assert long < 6 * short

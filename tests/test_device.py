@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: run on a CPU with tiny sizes; what it says of floors and predictions."""
+"""The GPU benchmark, on a CPU with tiny sizes: its floors and predictions."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import device, timing
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
 from experiments.benchmark.predictions import predicted
 
@@ -45,7 +45,7 @@ def test_unknown_names_are_refused(capsys):
 
 
 def row(pattern: str, which: str, teraflops: float, **ratio: float) -> dict[str, Any]:
-    """A row of the results of heads of 128 at 16,384 tokens on an H200."""
+    """A row of results for heads of 128 at 16,384 tokens on an H200."""
     return {
         "case": f"{pattern}-16384-128",
         "pattern": pattern,
@@ -71,14 +71,8 @@ def test_the_least_figure_decides_on_a_floor():
         "not reached   forward, full and causal: at least 0.9 × cudnn flags: "
         "0.85 in causal-16384-128, the least of 2"
     )
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "reached",
-        "reached",
-        "reached",
-        "not measured",
-        "not reached",
-        "not measured",
-    ]
+    expected = [*["reached"] * 3, "not measured", "not reached", "not measured"]
+    assert [line.split("  ")[0] for line in lines[1:]] == expected
     assert "600 TFLOP/s at T = 16384 for heads of 128 on an H200: 610.00" in lines[1]
 
 
@@ -95,14 +89,16 @@ def test_calls_are_repeated_until_launching_them_does_not_count(monkeypatch):
 
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("backward", [False, True])
-def test_predictions_are_those_of_the_kept_kernels(head, backward):
-    found = [
-        predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, head, pattern=pattern), backward)
+def test_predictions_are_those_of_the_measured_kernels(head, backward):
+    ranges = [
+        predicted(
+            "hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head, pattern=pattern), backward
+        )
         for pattern in ("full", "causal", "documents")
     ]
-    for least, most in found:  # pyright: ignore[reportGeneralTypeIssues]
+    for least, most in ranges:  # pyright: ignore[reportGeneralTypeIssues]
         assert 300 < least < most < 990
         assert not backward or most < 5 / 7 * 990  # 2 products are computed twice
-    assert predicted("hopper", "cpu", Case("", 1, 1, 8, head), backward) is None
-    assert predicted("ampere", "NVIDIA H200", Case("", 1, 1, 8, head), backward) is None
-    assert predicted("hopper", "NVIDIA H200", Case("", 1, 1, 8, 48), backward) is None
+    assert predicted("hopper", "cpu", BenchmarkCase("", 1, 1, 8, head), backward) is None
+    assert predicted("ampere", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head), backward) is None
+    assert predicted("hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, 48), backward) is None

@@ -1,4 +1,4 @@
-"""Which implementation a program holds: settled by the platform that it is lowered for."""
+"""The implementation in a program depends on the platform that it is lowered for."""
 
 import dataclasses
 import functools
@@ -16,26 +16,23 @@ from jattn.attention import IMPLEMENTATIONS
 from jattn.kernels import registry
 from jattn.kernels.common import lowering
 from jattn.kernels.xla import blockwise
+from tests.conftest import assert_trees_close, attention_arrays
 
 
 PLATFORMS = (["cpu"], ["cuda"], ["rocm"], ["tpu"], ["cpu", "cuda"], ["cpu", "cuda", "tpu"])
 every_platform = pytest.mark.parametrize("platforms", PLATFORMS, ids="+".join)
 
 
-def arrays(T: int = 12, S: int = 9) -> tuple[jax.Array, ...]:
-    """Queries `[2, T, 4, 8]`, keys and values `[2, S, 2, 8]`, float32."""
-    rng = np.random.default_rng(0)
-    shapes = ((2, T, 4, 8), (2, S, 2, 8), (2, S, 2, 8))
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+def arrays(T: int = 12, S: int = 9) -> list[jax.Array]:
+    return attention_arrays((2, T, S, 4, 2, 8, 8), "float32")[:3]
 
 
 def causal(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Causal attention."""
     return jattn.attention(q, k, v, mask=masks.Causal(), **options)
 
 
 def gradients(function: Any) -> Any:
-    """The value and all gradients of a weighted sum."""
+    """Returns a function for the value and all gradients of a weighted sum."""
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         out = function(q, k, v)
@@ -46,18 +43,18 @@ def gradients(function: Any) -> Any:
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The platforms for which the blockwise implementation has been traced so far."""
-    found: list[str] = []
+    """The platforms for which the blockwise implementation has been traced."""
+    platforms: list[str] = []
 
     def functions(platform: str, *options: Any) -> Any:
-        found.append(platform)
+        platforms.append(platform)
         return original(platform, *options)
 
     original = blockwise.functions
     counted = dataclasses.replace(blockwise.KERNEL, functions=functions)
     monkeypatch.setattr(blockwise, "KERNEL", counted)
     jax.clear_caches()
-    yield found
+    yield platforms
     jax.clear_caches()
 
 
@@ -68,8 +65,7 @@ def test_a_program_lowers_for_any_platform(platforms):
     assert list(exported.platforms) == platforms
     if "cpu" in platforms:
         want = gradients(functools.partial(causal, implementation="reference"))(*arrays())
-        for x, y in zip(*map(jax.tree.leaves, (exported.call(*arrays()), want)), strict=True):
-            np.testing.assert_allclose(x, y, atol=3e-6)
+        assert_trees_close(exported.call(*arrays()), want, atol=3e-6)
 
 
 @pytest.mark.one_in(2)
@@ -82,8 +78,8 @@ def test_only_what_is_lowered_is_traced(traced, platforms, monkeypatch):
     assert sorted(traced) == platforms
 
 
-def test_each_platform_gets_the_first_that_can(monkeypatch):
-    """Before blockwise: here the kernel for TPUs, which a call has to name otherwise."""
+def test_each_platform_gets_the_first_supported_implementation(monkeypatch):
+    """The kernel for TPUs, which a call has to name otherwise, is moved before blockwise."""
     rows = registry.KERNELS
     assert [*rows].index("blockwise") < [*rows].index("tpu")
     monkeypatch.setattr(registry, "KERNELS", {"tpu": rows["tpu"], **rows})
@@ -116,25 +112,25 @@ def test_heads_are_looped_over_on_a_cpu_only(monkeypatch):
 def test_a_kernel_named_for_another_platform_gives_its_reason():
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays())
     call = functools.partial(causal, implementation="pallas")
-    for one in (call, jax.jit(call), gradients(call)):
+    for function in (call, jax.jit(call), gradients(call)):
         with pytest.raises(NotImplementedError, match=r"'pallas': is for cuda, .* for cpu"):
-            one(q, k, v)
+            function(q, k, v)
 
 
 def test_explain_says_so_for_each_platform():
     q, k, v = arrays()
-    here = jattn.explain(q, k, v)
-    assert here == jattn.explain(q, k, v, platform="cpu")
-    assert list(here) == list(IMPLEMENTATIONS)
+    on_cpu = jattn.explain(q, k, v)
+    assert on_cpu == jattn.explain(q, k, v, platform="cpu")
+    assert list(on_cpu) == list(IMPLEMENTATIONS)
     on_tpus = jattn.explain(q, k, v, platform="tpu")
     assert on_tpus["native"] == "is for cpu, the program is for tpu"
     assert on_tpus["tpu"] is None and on_tpus.runs == "blockwise"
-    assert here["cudnn"] == "expected bfloat16 or float16, got float32"
-    assert here["blockwise"] is None
-    assert here["reference"] is None
+    assert on_cpu["cudnn"] == "expected bfloat16 or float16, got float32"
+    assert on_cpu["blockwise"] is None
+    assert on_cpu["reference"] is None
     traced: dict[str, Any] = {}
     jax.eval_shape(lambda *qkv: traced.update(jattn.explain(*qkv)) or qkv[0], q, k, v)
-    assert traced == here
+    assert traced == on_cpu
 
 
 def test_contexts_of_the_call_hold_when_it_is_lowered():
@@ -155,7 +151,7 @@ def _scaled(platform: str, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def by_platform(x: Any, y: Any) -> Any:
-    """x times 2 on a CPU, 3 on a TPU, 5 elsewhere; and y."""
+    """Returns x times 2 on a CPU, 3 on a TPU, 5 elsewhere; and y."""
     return lowering.platform_dependent(_scaled, (x, y), x, y)
 
 
@@ -195,10 +191,8 @@ def test_sizes_are_those_of_the_device():
 @pytest.mark.default_tiles
 def test_other_sizes_make_another_program():
     q, k, v = arrays(600, 600)
-    whole, tiled = (
-        tuning.Sizes(max_untiled=600 * 600),
-        tuning.Sizes(max_untiled=0, large=64, small=64),
-    )
+    whole = tuning.Sizes(max_untiled=600 * 600)
+    tiled = tuning.Sizes(max_untiled=0, large=64, small=64)
 
     def length(row: tuning.Sizes) -> int:
         with tuning.using(row=row):

@@ -1,7 +1,7 @@
-"""Dropout: on the weights after normalisation, by a hash of key, batch, head and places.
+"""Dropout: on the weights after normalisation, by a hash of key, batch, head and positions.
 
-Statistical tests use fixed keys and so always give the same figures; their bounds are five standard
-deviations of what independent decisions would give.
+Statistical tests use fixed keys, so their results do not vary; their bounds are five standard
+deviations of independent decisions.
 """
 
 import functools
@@ -15,7 +15,7 @@ import pytest
 import jattn
 from jattn import dropout, masks
 from tests.cases import GENERAL
-from tests.conftest import quick_jit
+from tests.conftest import normal_arrays, quick_jit
 
 
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
@@ -24,24 +24,24 @@ KEY = jax.random.key(7)
 
 @functools.cache
 def keeper(rate: float, batch: int, heads: int) -> Any:
-    """`key -> bool [batch, heads, T, S]` for places that are given."""
+    """Returns a function `key -> bool [batch, heads, T, S]` for the given rows and columns."""
 
     def every(key: Any, rows: Any, columns: Any) -> Any:
-        one = lambda b, h: dropout.keep(key, rate, b, h, rows, columns)  # noqa: E731
-        by_head = jax.vmap(one, (None, 0))
+        head = lambda b, h: dropout.keep(key, rate, b, h, rows, columns)  # noqa: E731
+        by_head = jax.vmap(head, (None, 0))
         return jax.vmap(by_head, (0, None))(jnp.arange(batch), jnp.arange(heads))
 
     return every
 
 
 def decisions(rate: float, batch: int, heads: int, T: int, S: int, key: Any = KEY) -> np.ndarray:
-    """What dropout keeps, for everything."""
+    """Returns the weights that dropout keeps, bool `[batch, heads, T, S]`."""
     every = quick_jit(keeper(rate, batch, heads))
     return np.asarray(every(key, jnp.arange(T), jnp.arange(S)))
 
 
 def over_keys(rate: float, count: int, *sizes: int, seed: int = 0) -> np.ndarray:
-    """The same for many keys, along a new leading axis."""
+    """Returns decisions for many keys, along a new leading axis."""
     batch, heads, T, S = sizes
     keys = jax.random.split(jax.random.key(seed), count)
     every = quick_jit(jax.vmap(keeper(rate, batch, heads), (0, None, None)))
@@ -49,13 +49,13 @@ def over_keys(rate: float, count: int, *sizes: int, seed: int = 0) -> np.ndarray
 
 
 def even(T: int, S: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> tuple[Any, ...]:
-    """Queries of zero, so that all weights are 1 / S, and values that show them one by one."""
+    """Queries of zero, so that all weights are 1 / S, and one-hot values that show each weight."""
     v = jnp.broadcast_to(jnp.eye(S)[:, None, :], (batch, S, kv_heads, S))
     return jnp.zeros((batch, T, heads, 3)), jnp.ones((batch, S, kv_heads, 3)), v
 
 
 def seen(out: Any) -> np.ndarray:
-    """Which weights are not zero, `[B, N, T, S]`, where values are one-hot."""
+    """Returns whether each weight is not zero, `[B, N, T, S]`, if values are one-hot."""
     return np.swapaxes(np.asarray(out) > 0, 1, 2)
 
 
@@ -127,7 +127,6 @@ def test_two_batch_axes_count_row_major(implementation):
 
 
 def test_parts_of_the_decisions_are_decided_alike():
-    """Any rectangle, any order and any single place give what the whole gives there."""
     whole = decisions(0.3, 2, 3, 33, 47)
     rows, columns = jnp.arange(16, 33), jnp.arange(5, 21)
     part = quick_jit(keeper(0.3, 2, 3))(KEY, rows, columns)
@@ -136,8 +135,8 @@ def test_parts_of_the_decisions_are_decided_alike():
     shuffled = quick_jit(keeper(0.3, 2, 3))(KEY, jnp.asarray(order), jnp.arange(47))
     np.testing.assert_array_equal(shuffled, whole[:, :, order])
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 32, 46), (1, 0, 17, 3)):
-        one = dropout.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
-        assert bool(one[0, 0]) == whole[b, h, i, j]
+        single = dropout.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
+        assert bool(single[0, 0]) == whole[b, h, i, j]
 
 
 def test_decisions_do_not_depend_on_the_width_of_integers():
@@ -179,7 +178,6 @@ def mixed(x: int, last: int) -> int:
 
 @pytest.mark.parametrize("rate", [1e-9, 0.1, 0.5, 0.999])
 def test_decisions_are_those_of_the_hash(rate):
-    """In Python's integers, which do not overflow."""
     whole = lambda x: mixed(x, 0x846CA68B) ^ mixed(x, 0x846CA68B) >> 16  # noqa: E731
     last = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
     seed = int(dropout.seed(KEY, 1, 2))
@@ -196,35 +194,31 @@ def test_decisions_are_those_of_the_hash(rate):
 
 
 def test_the_decisions_are_pinned():
-    """What a model was trained with does not change from one version to the next."""
-    kept = decisions(0.5, 2, 2, 4, 8, jnp.array([0, 42], jnp.uint32))
-    assert np.packbits(kept).tobytes().hex() == PINNED
-
-
-PINNED = "0662f8d7374ac6688a6ed4f2eb0beab1"
+    bits = decisions(0.5, 2, 2, 4, 8, jnp.array([0, 42], jnp.uint32))
+    assert np.packbits(bits).tobytes().hex() == "0662f8d7374ac6688a6ed4f2eb0beab1"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_each_place_is_kept_with_the_right_probability(rate):
-    kept = over_keys(rate, 4000, 2, 3, 5, 7)
-    deviation = np.sqrt(rate * (1 - rate) / len(kept))
-    by_place = (kept.mean(axis=0) - (1 - rate)) / deviation
+    decided = over_keys(rate, 4000, 2, 3, 5, 7)
+    deviation = np.sqrt(rate * (1 - rate) / len(decided))
+    by_place = (decided.mean(axis=0) - (1 - rate)) / deviation
     assert np.abs(by_place).max() < 5
     assert abs(by_place.mean()) < 5 / np.sqrt(by_place.size)
     assert 0.8 < by_place.std() < 1.2  # not more even than chance either
 
 
-def signs(kept: np.ndarray, rate: float) -> np.ndarray:
-    """Decisions with mean 0 and variance 1."""
-    return (kept - (1 - rate)) / np.sqrt(rate * (1 - rate))
+def signs(decided: np.ndarray, rate: float) -> np.ndarray:
+    """Scales decisions to mean 0 and variance 1."""
+    return (decided - (1 - rate)) / np.sqrt(rate * (1 - rate))
 
 
 @pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
 def test_neighbours_are_independent(axis):
-    """Also at distances of four and sixteen: generators that make several numbers at once."""
-    kept = signs(decisions(0.4, 20, 20, 20, 20), 0.4)
+    """Distances of four and sixteen find generators that make several numbers at once."""
+    values = signs(decisions(0.4, 20, 20, 20, 20), 0.4)
     place = ["batch", "heads", "queries", "keys"].index(axis)
-    aligned = np.moveaxis(kept, place, 0)
+    aligned = np.moveaxis(values, place, 0)
     for distance in (1, 2, 3, 4, 8, 16):
         pairs = aligned[distance:] * aligned[:-distance]
         assert abs(pairs.mean()) * np.sqrt(pairs.size) < 5, distance
@@ -232,9 +226,9 @@ def test_neighbours_are_independent(axis):
 
 @pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.9, 0.998])
 def test_queries_that_share_a_hash_are_independent(rate):
-    """Both are dropped as often as chance has it, also where one of them seldom is."""
-    kept = decisions(rate, 1, 2, 512, 2048).reshape(2, 32, 2, 8, 2048)
-    first, second = ~kept[:, :, 0], ~kept[:, :, 1]
+    """Both are dropped as often as chance has it, even if one query rarely is."""
+    decided = decisions(rate, 1, 2, 512, 2048).reshape(2, 32, 2, 8, 2048)
+    first, second = ~decided[:, :, 0], ~decided[:, :, 1]
     for shift in (0, 1, 3):
         both = first & np.roll(second, shift, axis=-1)
         deviation = np.sqrt(rate**2 * (1 - rate**2) / both.size)
@@ -243,52 +237,51 @@ def test_queries_that_share_a_hash_are_independent(rate):
 
 def test_rectangles_are_independent():
     """A hash that only mixes a word of the row with a word of the column fails here."""
-    kept = signs(decisions(0.5, 2, 2, 64, 64), 0.5)
+    values = signs(decisions(0.5, 2, 2, 64, 64), 0.5)
     for di, dj in ((1, 1), (2, 3), (4, 4), (8, 1), (8, 8), (17, 5), (32, 32)):
-        corners = kept[:, :, di:, dj:] * kept[:, :, :-di, :-dj]
-        corners = corners * kept[:, :, di:, :-dj] * kept[:, :, :-di, dj:]
+        corners = values[:, :, di:, dj:] * values[:, :, :-di, :-dj]
+        corners = corners * values[:, :, di:, :-dj] * values[:, :, :-di, dj:]
         assert abs(corners.mean()) * np.sqrt(corners.size) < 5, (di, dj)
 
 
 def test_rows_columns_and_transposes_are_independent():
-    kept = signs(decisions(0.5, 1, 1, 256, 256)[0, 0], 0.5)
+    values = signs(decisions(0.5, 1, 1, 256, 256)[0, 0], 0.5)
     limit = 5 * np.sqrt(2 * np.log(256)) / np.sqrt(256)
-    for matrix in (kept, kept.T):
+    for matrix in (values, values.T):
         products = matrix @ matrix.T / 256
         np.fill_diagonal(products, 0)
         assert np.abs(products).max() < limit
-    assert abs((kept * kept.T)[np.triu_indices(256, 1)].mean()) < 5 / np.sqrt(256 * 255 / 2)
+    assert abs((values * values.T)[np.triu_indices(256, 1)].mean()) < 5 / np.sqrt(256 * 255 / 2)
 
 
-def test_heads_and_batch_rows_do_not_stand_for_each_other():
-    """Batch row 1 of head 2 is not batch row 2 of head 1, nor any other pair."""
-    kept = signs(decisions(0.5, 8, 8, 32, 32).reshape(64, -1), 0.5)
-    products = kept @ kept.T / kept.shape[1]
+def assert_uncorrelated(values: np.ndarray) -> None:
+    """Checks that no two of the 64 rows of signs are correlated."""
+    products = values @ values.T / values.shape[1]
     np.fill_diagonal(products, 0)
-    assert np.abs(products).max() < 5.5 / np.sqrt(kept.shape[1])
+    assert np.abs(products).max() < 5.5 / np.sqrt(values.shape[1])
+
+
+def test_heads_and_batch_rows_are_not_interchangeable():
+    assert_uncorrelated(signs(decisions(0.5, 8, 8, 32, 32).reshape(64, -1), 0.5))
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param(lambda: jax.vmap(jax.random.key)(jnp.arange(64)), id="seeds in a row"),
-        pytest.param(lambda: jax.random.split(KEY, 64), id="split"),
-        pytest.param(
-            lambda: jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(64)), id="fold_in"
-        ),
+        lambda: jax.vmap(jax.random.key)(jnp.arange(64)),
+        lambda: jax.random.split(KEY, 64),
+        lambda: jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(64)),
     ],
+    ids=["consecutive seeds", "split", "fold_in"],
 )
 def test_keys_are_independent(keys):
     every = quick_jit(jax.vmap(keeper(0.5, 1, 1), (0, None, None)))
-    kept = signs(np.asarray(every(keys(), jnp.arange(32), jnp.arange(32))).reshape(64, -1), 0.5)
-    products = kept @ kept.T / kept.shape[1]
-    np.fill_diagonal(products, 0)
-    assert np.abs(products).max() < 5.5 / np.sqrt(kept.shape[1])
+    decided = np.asarray(every(keys(), jnp.arange(32), jnp.arange(32)))
+    assert_uncorrelated(signs(decided.reshape(64, -1), 0.5))
 
 
 def test_weights_are_those_that_values_are_multiplied_with():
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 7, heads, 3))) for heads in (4, 2, 2))
+    q, k, v = normal_arrays(*((2, 7, heads, 3) for heads in (4, 2, 2)))
     rules = {"mask": masks.Causal(), "dropout_rate": 0.4, "dropout_key": KEY}
 
     @quick_jit

@@ -1,8 +1,8 @@
-"""Which masks, scores and functions are the same: as keys, static arguments, compiled programs."""
+"""Equality of masks, scores and functions: as keys, static arguments and compiled programs."""
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jattn
 from jattn import masks, scores
 from jattn.cache import DenseCache
 from jattn.functions.snapshots import frozen
+from tests.conftest import normal_arrays
 
 
 def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -34,17 +35,17 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_equal_ones_are_equal_and_hash_alike(name):
-    one, other = SAME[name](), SAME[name]()
-    assert one == other
-    assert hash(one) == hash(other)
-    assert {one: 1}[other] == 1
+    left, other = SAME[name](), SAME[name]()
+    assert left == other
+    assert hash(left) == hash(other)
+    assert {left: 1}[other] == 1
 
 
 def test_different_ones_are_different():
     different = [make() for make in SAME.values()]
     different += [masks.Window(3, 2), masks.Prefix(4), scores.SoftCap(3.0), masks.Full()]
-    for one, other in itertools.combinations(different, 2):
-        assert one != other
+    for left, other in itertools.combinations(different, 2):
+        assert left != other
     assert masks.Prefix(1) != scores.SoftCap(1.0)
     assert masks.Causal() != "Causal()"
 
@@ -75,7 +76,6 @@ def test_a_mask_as_a_static_argument_is_traced_once():
 
 
 def written_again(source: str, **names: Any) -> Any:
-    """A function made by executing its source in a namespace of its own, as a notebook does."""
     space = {"jnp": jnp, "functools": functools, "masks": masks, **names}
     exec(source, space)
     return space["f"]
@@ -103,9 +103,9 @@ unknown: list[int] = []
     ],
 )
 def test_a_function_written_again_is_the_same(source, names):
-    one, other = written_again(source, **names), written_again("\n\n" + source, **names)
-    assert one is not other
-    assert frozen(one) is frozen(other)
+    left, other = written_again(source, **names), written_again("\n\n" + source, **names)
+    assert left is not other
+    assert frozen(left) is frozen(other)
 
 
 @pytest.mark.parametrize(
@@ -137,24 +137,17 @@ def test_functions_that_differ_are_not_the_same(first, second):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        {"x": [1]},
-        {"x": {}},
-        {"x": np.array([{}])},
-        {"x": np.ma.array([1])},
-        {"x": object()},
-        {"x": masks.Causal()},
-    ],
+    "x",
+    [[1], {}, np.array([{}]), np.ma.array([1]), object(), masks.Causal()],
     ids=["list", "dict", "numpy of objects", "masked", "object", "mask"],
 )
-def test_what_may_change_stays_what_it_is(names):
+def test_functions_of_what_may_change_are_not_frozen(x):
     for source in ("f = lambda b, h, q, kv: kv <= q + len(x)", "f = lambda b, h, q, kv: x"):
-        function = written_again(source, **names)
+        function = written_again(source, x=x)
         assert frozen(function) is function
 
 
-def test_functions_that_do_something_stay_what_they_are():
+def test_functions_with_effects_are_not_frozen():
     for source in (
         "f = lambda b, h, q, kv: print(q)",
         "f = lambda b, h, q, kv: globals()['w']",
@@ -175,8 +168,7 @@ def test_functions_that_do_something_stay_what_they_are():
     assert frozen(bound) is bound
 
 
-def test_a_frozen_function_is_what_it_was():
-    """Also where variables that it reads are assigned to, and then assigned back."""
+def test_a_frozen_function_does_not_change():
     function = written_again("w = 2\nf = lambda b, h, q, kv: q - kv < w")
     two = frozen(function)
     function.__globals__["w"] = 3
@@ -187,7 +179,7 @@ def test_a_frozen_function_is_what_it_was():
 
 
 def test_a_predicate_written_again_runs_what_is_compiled():
-    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 40, 2, 8)))
+    (q,) = normal_arrays((1, 40, 2, 8))
     call = lambda f, impl: jattn.attention(q, q, q, mask=masks.Predicate(f), implementation=impl)  # noqa: E731
     source = "f = lambda b, h, q, kv: (kv <= q) & (q - kv < width)"
     for implementation in ("blockwise", "reference"):
@@ -200,37 +192,36 @@ def test_a_predicate_written_again_runs_what_is_compiled():
         np.testing.assert_allclose(other, want, atol=1e-13)
 
 
-def test_functions_in_a_loop_read_what_is_true_when_called():
-    """Python binds late: each call sees the loop's variable as it is then."""
-    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 8)))
-    found = []
+def test_functions_in_a_loop_read_the_variable_when_called():
+    """Python binds late: each call reads the current value of the loop's variable."""
+    (q,) = normal_arrays((1, 9, 2, 8))
+    outs = []
     for width in (1, 3, 1):
         mask = masks.Predicate(lambda b, h, q, kv: (kv <= q) & (q - kv < width))  # noqa: B023
-        found.append(jattn.attention(q, q, q, mask=mask))
+        outs.append(jattn.attention(q, q, q, mask=mask))
         want = jattn.attention(q, q, q, mask=masks.Causal() & masks.Window(left=width - 1))
-        np.testing.assert_allclose(found[-1], want, atol=1e-13)
-    np.testing.assert_array_equal(found[0], found[2])
+        np.testing.assert_allclose(outs[-1], want, atol=1e-13)
+    np.testing.assert_array_equal(outs[0], outs[2])
 
 
 @pytest.mark.slow
 def test_tracers_are_operands_wherever_a_function_holds_them():
-    class Rule:
-        def __init__(self, x: Any):
-            self.x = x
+    class Threshold(NamedTuple):
+        x: Any
 
-        def ask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        def allows(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
             return kv < self.x
 
-    q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 8)))
+    (q,) = normal_arrays((1, 9, 2, 8))
 
     def inner(x: Any) -> Any:
-        found = {"x": [x]}
+        outs = {"x": [x]}
         holders = [
             lambda b, h, q, kv: kv < x,
             lambda b, h, q, kv, n=x: kv < n,
             functools.partial(lambda x, b, h, q, kv: kv < x, x),
-            lambda b, h, q, kv: kv < found["x"][0],
-            Rule(x).ask,
+            lambda b, h, q, kv: kv < outs["x"][0],
+            Threshold(x).allows,
             jax.jit(lambda b, h, q, kv: kv < x),
         ]
         lasting = [masks.Predicate(f).lasting() for f in holders]
@@ -238,6 +229,6 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
         return jnp.stack([jattn.attention(q, q, q, mask=masks.Predicate(f)) for f in holders])
 
     with jax.checking_leaks():
-        found = jax.jit(inner)(jnp.int32(4))
+        outs = jax.jit(inner)(jnp.int32(4))
     want = jattn.attention(q, q, q, mask=masks.Prefix(4))
-    np.testing.assert_allclose(found, jnp.broadcast_to(want, found.shape), atol=1e-13)
+    np.testing.assert_allclose(outs, jnp.broadcast_to(want, outs.shape), atol=1e-13)

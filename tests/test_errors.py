@@ -1,8 +1,8 @@
 """Every mistake of a caller raises one clear error before anything is compiled.
 
-The message names the argument, says the shape expected in letters and in numbers, and what came.
-The annotation checks that the tests otherwise run under are off here (`unchecked`), so that it is
-the library's own messages that are read.
+The message names the argument, and has the expected shape in letters and in numbers, and the
+argument's. The annotation checks are off here (`unchecked`), so that the library's own messages
+are read.
 """
 
 import functools
@@ -29,32 +29,25 @@ B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 4, 9
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Ones of a shape."""
     return jnp.ones(shape, dtype)
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    """A call that is right, but for the changes."""
+    """The arguments of a correct call, with changes."""
     right = {"query": array(B, T, N, H), "key": array(B, S, K, H), "value": array(B, S, K, V)}
     return right | changes
 
 
 class Mistake(NamedTuple):
-    """What is wrong, what it raises, and what the message must say."""
+    """Wrong arguments, the error that they raise, and the parts of its message."""
 
     wrong: Callable[[], dict[str, Any]]
     raises: type[Exception] | tuple[type[Exception], ...]
     says: tuple[str, ...]
 
 
-def value_error(wrong: Callable[[], dict[str, Any]], says: str) -> Mistake:
-    """A row of the tables: a call that raises a ValueError, and what its message has."""
-    return Mistake(wrong, ValueError, tuple(says.split(" | ")))
-
-
-def type_error(wrong: Callable[[], dict[str, Any]], says: str) -> Mistake:
-    """A row of the tables: a call that raises a TypeError, and what its message has."""
-    return Mistake(wrong, TypeError, tuple(says.split(" | ")))
+Table = dict[str, tuple[Callable[[], dict[str, Any]], str]]
+"""By name: the wrong arguments, and what the message has, separated by " | "."""
 
 
 def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
@@ -67,6 +60,10 @@ def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _key_and_value(*axes: int) -> dict[str, Any]:
+    return {"key": array(*axes, H), "value": array(*axes, V)}
+
+
 def _trues(*shape: int) -> jax.Array:
     return array(*shape, dtype=jnp.bool_)
 
@@ -75,284 +72,263 @@ def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
     return q - kv < size
 
 
-SHAPES = {
-    "query_rank": value_error(lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
-    "key_rank": value_error(lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
-    "value_rank": value_error(lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
-    "key_without_batch": value_error(
-        lambda: {"key": array(S, K, H), "value": array(S, K, V)}, "key | [*B, S, K, H] | [7, 3, 4]"
+VALUE_ERRORS: Table = {
+    "query_rank": (lambda: {"query": array(N, H)}, "query | [*B, T, N, H] | [6, 4]"),
+    "key_rank": (lambda: {"key": array(K, H)}, "key | [*B, S, K, H] | [3, 4]"),
+    "value_rank": (lambda: {"value": array(K, V)}, "value | [*B, S, K, V] | [3, 9]"),
+    "key_without_batch": (lambda: _key_and_value(S, K), "key | [*B, S, K, H] | [7, 3, 4]"),
+    "heads_not_divisible": (lambda: _key_and_value(B, S, 4), "key | K | N | 6 | 4"),
+    "more_kv_heads_than_heads": (lambda: _key_and_value(B, S, 12), "key | K | N | 6 | 12"),
+    "no_kv_heads": (lambda: _key_and_value(B, S, 0), "key | K | 0"),
+    "lengths_of_key_and_value": (
+        lambda: {"value": array(B, 8, K, V)},
+        "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]",
     ),
-    "heads_not_divisible": value_error(
-        lambda: {"key": array(B, S, 4, H), "value": array(B, S, 4, V)}, "key | K | N | 6 | 4"
+    "heads_of_key_and_value": (
+        lambda: {"value": array(B, S, 1, V)},
+        "value | [*B, S, K, V] | [2, 7, 1, 9]",
     ),
-    "more_kv_heads_than_heads": value_error(
-        lambda: {"key": array(B, S, 12, H), "value": array(B, S, 12, V)}, "key | K | N | 6 | 12"
-    ),
-    "no_kv_heads": value_error(
-        lambda: {"key": array(B, S, 0, H), "value": array(B, S, 0, V)}, "key | K | 0"
-    ),
-    "lengths_of_key_and_value": value_error(
-        lambda: {"value": array(B, 8, K, V)}, "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]"
-    ),
-    "heads_of_key_and_value": value_error(
-        lambda: {"value": array(B, S, 1, V)}, "value | [*B, S, K, V] | [2, 7, 1, 9]"
-    ),
-    "head_sizes": value_error(lambda: {"key": array(B, S, K, 5)}, "key | H | 4 | [2, 7, 3, 5]"),
-    "key_batch": value_error(
-        lambda: {"key": array(3, S, K, H), "value": array(3, S, K, V)},
-        "key | *B | [2] | [3, 7, 3, 4]",
-    ),
-    "key_batch_of_one": value_error(
-        lambda: {"key": array(1, S, K, H), "value": array(1, S, K, V)},
-        "key | *B | [2] | [1, 7, 3, 4]",
-    ),
-    "value_batch": value_error(lambda: {"value": array(3, S, K, V)}, "value | [3, 7, 3, 9]"),
-}
-
-DTYPES = {
-    "integer_query": type_error(
-        lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"
-    ),
-    "integer_key": type_error(lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
-    "boolean_value": type_error(
-        lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"
-    ),
-    "mixed_query_and_key": type_error(
-        lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)}, "key | float32 | bfloat16"
-    ),
-    "mixed_key_and_value": type_error(
-        lambda: {"value": array(B, S, K, V, dtype=jnp.float64)}, "value | float32 | float64"
-    ),
-}
-
-MASKS = {
-    "float_mask": type_error(lambda: {"mask": array(B, N, T, S)}, "mask | bool | float32"),
-    "integer_mask": type_error(
-        lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)}, "mask | bool | int32"
-    ),
-    "float_dense": type_error(
-        lambda: {"mask": masks.Dense(array(B, N, T, S))}, "Dense | bool | float32"
-    ),
-    "text_as_mask": type_error(lambda: {"mask": "causal"}, "mask | str | write masks.Causal()"),
-    "other_text_as_mask": type_error(lambda: {"mask": "padded"}, "mask | 'padded'"),
-    "class_as_mask": type_error(lambda: {"mask": masks.Causal}, "mask | write masks.Causal(...)"),
-    "mask_of_three_axes": value_error(
+    "head_sizes": (lambda: {"key": array(B, S, K, 5)}, "key | H | 4 | [2, 7, 3, 5]"),
+    "key_batch": (lambda: _key_and_value(3, S, K), "key | *B | [2] | [3, 7, 3, 4]"),
+    "key_batch_of_one": (lambda: _key_and_value(1, S, K), "key | *B | [2] | [1, 7, 3, 4]"),
+    "value_batch": (lambda: {"value": array(3, S, K, V)}, "value | [3, 7, 3, 9]"),
+    "mask_of_three_axes": (
         lambda: _ambiguous(N, T, mask=_trues(N, T, S)),
         "mask | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7] | array[None] or array[:, None]",
     ),
-    "mask_by_head": value_error(
+    "mask_by_head": (
         lambda: {"mask": masks.Causal() & _trues(N, T, S)},
         "mask.right.array | got [6, 5, 7]; write array[None]",
     ),
-    "mask_by_row": value_error(lambda: {"mask": _trues(B, T, S)}, "mask | write array[:, None]"),
-    "mask_of_two_axes": value_error(
+    "mask_by_row": (lambda: {"mask": _trues(B, T, S)}, "mask | write array[:, None]"),
+    "mask_of_two_axes": (
         lambda: _ambiguous(B, B, mask=_trues(B, S)),
         "mask | [*B, N, T, S] | [2, 7] | mask[None, None] if it is [T, S]",
     ),
-    "token_ids_as_padding": value_error(
+    "token_ids_as_padding": (
         lambda: {"mask": masks.Padding(np.array([[5, 0, 1]]))},
         "Padding | attention_mask | 1 for tokens | 5",
     ),
-    "padding_of_queries": value_error(
+    "padding_of_queries": (
         lambda: {"mask": masks.Padding(_trues(B, T))},
         "mask.attention_mask | [*B, S] | [2, 7] | [2, 5]",
     ),
-    "mask_of_five_axes": value_error(
-        lambda: {"mask": _trues(1, B, N, T, S)}, "mask | [1, 2, 6, 5, 7]"
+    "mask_of_five_axes": (lambda: {"mask": _trues(1, B, N, T, S)}, "mask | [1, 2, 6, 5, 7]"),
+    "mask_of_wrong_size": (
+        lambda: {"mask": _trues(B, N, T, 8)},
+        "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]",
     ),
-    "mask_of_wrong_size": value_error(
-        lambda: {"mask": _trues(B, N, T, 8)}, "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]"
+    "mask_of_wrong_batch": (
+        lambda: {"mask": _trues(3, 1, T, S)},
+        "mask | [*B, N, T, S] | [3, 1, 5, 7]",
     ),
-    "mask_of_wrong_batch": value_error(
-        lambda: {"mask": _trues(3, 1, T, S)}, "mask | [*B, N, T, S] | [3, 1, 5, 7]"
-    ),
-    "mask_by_kv_heads": value_error(
-        lambda: {"mask": _trues(B, K, T, S)}, "mask | N | [2, 3, 5, 7]"
-    ),
-    "hidden_in_an_expression": value_error(
+    "mask_by_kv_heads": (lambda: {"mask": _trues(B, K, T, S)}, "mask | N | [2, 3, 5, 7]"),
+    "hidden_in_an_expression": (
         lambda: {"mask": masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))},
         "mask | [*B, N, T, S] | [2, 6, 5, 8]",
     ),
-    "lengths_of_wrong_batch": value_error(
-        lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))}, "mask | kv | *B | [2] | [3]"
+    "lengths_of_wrong_batch": (
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))},
+        "mask | kv | *B | [2] | [3]",
     ),
-    "prefix_of_wrong_batch": value_error(
-        lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))}, "mask | *B | [3]"
+    "prefix_of_wrong_batch": (
+        lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))},
+        "mask | *B | [3]",
     ),
-    "float_lengths": type_error(
-        lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))}, "Lengths | kv | float"
-    ),
-    "float_length": type_error(lambda: {"mask": masks.Lengths(q=2.5)}, "Lengths | q | float"),
-    "segments_of_wrong_length": value_error(
+    "segments_of_wrong_length": (
         lambda: {"mask": masks.Segments(jnp.ones((B, S), int), jnp.ones((B, S), int))},
         "mask | q_ids | T | [2, 5] | [2, 7]",
     ),
-    "segments_for_self_attention_only": value_error(
+    "segments_for_self_attention_only": (
         lambda: {"mask": masks.Segments(jnp.ones((B, T), int))},
         "mask | kv_ids | S | [2, 7] | [2, 5]",
     ),
-    "layout_of_wrong_size": value_error(
-        lambda: {"mask": masks.Blocks(_trues(2, 4), 2)}, "layout | [3, 4] | [2, 4]"
+    "layout_of_wrong_size": (
+        lambda: {"mask": masks.Blocks(_trues(2, 4), 2)},
+        "layout | [3, 4] | [2, 4]",
     ),
-    "window_of_a_negative_side": value_error(
-        lambda: {"mask": masks.Window(left=np.array([3, -2]))}, "left | -2"
+    "window_of_a_negative_side": (
+        lambda: {"mask": masks.Window(left=np.array([3, -2]))},
+        "left | -2",
     ),
-    "window_of_rows": value_error(
-        lambda: {"mask": masks.Window(right=np.ones((2, N), int))}, "right | [2, 6]"
+    "window_of_rows": (
+        lambda: {"mask": masks.Window(right=np.ones((2, N), int))},
+        "right | [2, 6]",
     ),
-    "window_of_wide_sides": value_error(
-        lambda: {"mask": masks.Window(right=np.array([2**40]))}, f"right | {2**40}"
+    "window_of_wide_sides": (
+        lambda: {"mask": masks.Window(right=np.array([2**40]))},
+        f"right | {2**40}",
     ),
-    "window_of_wrong_heads": value_error(
-        lambda: {"mask": masks.Window(left=jnp.arange(K))}, "mask.left | [N] = [6]"
+    "window_of_wrong_heads": (
+        lambda: {"mask": masks.Window(left=jnp.arange(K))},
+        "mask.left | [N] = [6]",
     ),
-    "fractional_window": value_error(
+    "fractional_window": (
         lambda: {"mask": masks.Window(right=1.5)},  # pyright: ignore[reportArgumentType]
         "Window | right | 1.5",
     ),
-    "predicate_of_numbers": type_error(
-        lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)}, "Predicate | bool | int32"
-    ),
-    "function_of_three": type_error(
-        lambda: {"mask": lambda b, q, kv: q >= kv},
-        "Predicate | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)",
-    ),
-    "function_without_its_operand": type_error(
-        lambda: {"mask": masks.Predicate(_in_window, 3, 4)},
-        "Predicate | 2 operands | _in_window(b, h, q, kv, size)",
-    ),
-    "function_with_and": type_error(
-        lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3},
-        "Predicate | <lambda> | `and` | &",
-    ),
-    "function_with_a_list": type_error(
-        lambda: {"mask": lambda b, h, q, kv: [True, False][kv]},
-        "Predicate | <lambda> | jnp.asarray(table)[index]",
-    ),
-    "predicate_of_rows": type_error(
-        lambda: {"mask": masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32))},
-        "boolean scalar, got bool [3]",
-    ),
-    "combined_with_text": type_error(lambda: {"mask": masks.Causal() & "padding"}, "mask | str"),
-}
-
-SCORES = {
-    "function_of_one_as_score": type_error(
-        lambda: {"score": lambda s: s}, "Score | (score, b, h, q_idx, kv_idx) | <lambda>(s)"
-    ),
-    "function_with_if": type_error(
-        lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s},
-        "Score | <lambda> | `if` | jnp.where",
-    ),
-    "function_of_numpy": type_error(
-        lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)}, "Score | <lambda> | jax.numpy"
-    ),
-    "class_as_score": type_error(
-        lambda: {"score": scores.SoftCap}, "score | write scores.SoftCap(...)"
-    ),
-    "array_as_score": type_error(lambda: {"score": array(B, N, T, S)}, "score | Bias"),
-    "bias_of_three_axes": value_error(
+    "bias_of_three_axes": (
         lambda: _ambiguous(N, T, score=scores.Bias(array(N, T, S))),
         "score | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7]",
     ),
-    "bias_of_two_axes": value_error(
+    "bias_of_two_axes": (
         lambda: _ambiguous(B, B, score=scores.Bias(array(B, S))),
         "score | [*B, N, T, S] | [2, 6, 2, 7] | [2, 7] | write array[None, None] or",
     ),
-    "bias_of_the_last_axes": value_error(
+    "bias_of_the_last_axes": (
         lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(T, S))},
         "score.second.array | got [5, 7]; write array[None, None]",
     ),
-    "bias_of_wrong_size": value_error(
+    "bias_of_wrong_size": (
         lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))},
         "score | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 7, 5]",
     ),
-    "boolean_bias": type_error(
-        lambda: {"score": scores.Bias(_trues(B, N, T, S))}, "Bias | float | bool"
+    "slopes_of_wrong_size": (
+        lambda: {"score": scores.Alibi(array(K))},
+        "score | slopes | N | [6] | [3]",
     ),
-    "slopes_of_wrong_size": value_error(
-        lambda: {"score": scores.Alibi(array(K))}, "score | slopes | N | [6] | [3]"
+    "table_of_wrong_heads": (
+        lambda: {"score": scores.RelativeBias(array(32, K))},
+        "score | table | N | [32, 3]",
     ),
-    "table_of_wrong_heads": value_error(
-        lambda: {"score": scores.RelativeBias(array(32, K))}, "score | table | N | [32, 3]"
+    "table_of_one_axis": (lambda: {"score": scores.RelativeBias(array(32))}, "RelativeBias | [32]"),
+    "caps_of_rows": (lambda: {"score": scores.SoftCap(array(2, N))}, "cap | [N] | [2, 6]"),
+    "caps_of_no_head": (lambda: {"score": scores.SoftCap(array(0))}, "cap | [N] | [0]"),
+    "table_of_few_buckets": (lambda: {"score": scores.RelativeBias(array(3, N))}, "3 buckets"),
+    "table_of_near_distances": (
+        lambda: {"score": scores.RelativeBias(array(32, N), max_distance=8)},
+        "max_distance 8",
     ),
-    "table_of_one_axis": value_error(
-        lambda: {"score": scores.RelativeBias(array(32))}, "RelativeBias | [32]"
+    "negative_rate": (
+        lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)},
+        "dropout_rate | -0.5",
     ),
-    "caps_of_rows": value_error(
-        lambda: {"score": scores.SoftCap(array(2, N))}, "cap | [N] | [2, 6]"
+    "rate_of_one": (
+        lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)},
+        "dropout_rate | 1.0",
     ),
-    "caps_of_no_head": value_error(lambda: {"score": scores.SoftCap(array(0))}, "cap | [N] | [0]"),
-    "integer_slopes": type_error(
-        lambda: {"score": scores.Alibi(jnp.arange(N))}, "Alibi | slopes | int"
-    ),
-    "score_of_rows": type_error(
-        lambda: {"score": scores.Score(lambda s, b, h, q, kv, x: s + x, array(3))},
-        "float scalar, got float32 [3]",
-    ),
-    "table_of_few_buckets": value_error(
-        lambda: {"score": scores.RelativeBias(array(3, N))}, "3 buckets"
-    ),
-    "table_of_near_distances": value_error(
-        lambda: {"score": scores.RelativeBias(array(32, N), max_distance=8)}, "max_distance 8"
-    ),
-    "score_of_booleans": type_error(
-        lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)}, "Score | bool"
-    ),
-}
-
-REST = {
-    "negative_rate": value_error(
-        lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)}, "dropout_rate | -0.5"
-    ),
-    "rate_of_one": value_error(
-        lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)}, "dropout_rate | 1.0"
-    ),
-    "missing_key": value_error(lambda: {"dropout_rate": 0.1}, "dropout_key | None"),
-    "number_as_key": type_error(
-        lambda: {"dropout_rate": 0.1, "dropout_key": 3}, "dropout_key | int"
-    ),
-    "several_keys": value_error(
+    "missing_key": (lambda: {"dropout_rate": 0.1}, "dropout_key | None"),
+    "several_keys": (
         lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},
         "dropout_key | [3]",
     ),
-    "unknown_implementation": value_error(
-        lambda: {"implementation": "flash"}, "implementation | 'flash' | 'reference'"
+    "unknown_implementation": (
+        lambda: {"implementation": "flash"},
+        "implementation | 'flash' | 'reference'",
     ),
-    "q_positions_of_wrong_size": value_error(
-        lambda: {"q_positions": jnp.arange(6)}, "q_positions | [*B, T] | [5] | [6]"
+    "q_positions_of_wrong_size": (
+        lambda: {"q_positions": jnp.arange(6)},
+        "q_positions | [*B, T] | [5] | [6]",
     ),
-    "kv_positions_of_wrong_size": value_error(
-        lambda: {"kv_positions": jnp.arange(T)}, "kv_positions | [*B, S] | [7] | [5]"
+    "kv_positions_of_wrong_size": (
+        lambda: {"kv_positions": jnp.arange(T)},
+        "kv_positions | [*B, S] | [7] | [5]",
     ),
-    "positions_of_wrong_batch": value_error(
-        lambda: {"q_positions": jnp.ones((3, T), int)}, "q_positions | [*B, T] | [2, 5] | [3, 5]"
+    "positions_of_wrong_batch": (
+        lambda: {"q_positions": jnp.ones((3, T), int)},
+        "q_positions | [*B, T] | [2, 5] | [3, 5]",
     ),
-    "positions_of_too_many_axes": value_error(
-        lambda: {"q_positions": jnp.ones((B, N, T), int)}, "q_positions | [*B, T] | [2, 6, 5]"
+    "positions_of_too_many_axes": (
+        lambda: {"q_positions": jnp.ones((B, N, T), int)},
+        "q_positions | [*B, T] | [2, 6, 5]",
     ),
-    "float_positions": type_error(
-        lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)}, "q_positions | integer | float32"
+    "scalar_as_positions": (lambda: {"q_positions": jnp.int32(3)}, "q_positions | [*B, T] | []"),
+    "scale_per_key_head": (lambda: {"scale": array(K)}, "scale | [N] | [3]"),
+    "scale_per_row": (lambda: {"scale": array(2, N)}, "scale | [2, 6]"),
+}
+TYPE_ERRORS: Table = {
+    "integer_query": (lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"),
+    "integer_key": (lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
+    "boolean_value": (lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"),
+    "mixed_query_and_key": (
+        lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)},
+        "key | float32 | bfloat16",
     ),
-    "float_kv_positions": type_error(
+    "mixed_key_and_value": (
+        lambda: {"value": array(B, S, K, V, dtype=jnp.float64)},
+        "value | float32 | float64",
+    ),
+    "float_mask": (lambda: {"mask": array(B, N, T, S)}, "mask | bool | float32"),
+    "integer_mask": (lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)}, "mask | bool | int32"),
+    "float_dense": (lambda: {"mask": masks.Dense(array(B, N, T, S))}, "Dense | bool | float32"),
+    "text_as_mask": (lambda: {"mask": "causal"}, "mask | str | write masks.Causal()"),
+    "other_text_as_mask": (lambda: {"mask": "padded"}, "mask | 'padded'"),
+    "class_as_mask": (lambda: {"mask": masks.Causal}, "mask | write masks.Causal(...)"),
+    "float_lengths": (
+        lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))},
+        "Lengths | kv | float",
+    ),
+    "float_length": (lambda: {"mask": masks.Lengths(q=2.5)}, "Lengths | q | float"),
+    "predicate_of_numbers": (
+        lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
+        "Predicate | bool | int32",
+    ),
+    "function_of_three": (
+        lambda: {"mask": lambda b, q, kv: q >= kv},
+        "Predicate | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)",
+    ),
+    "function_without_its_operand": (
+        lambda: {"mask": masks.Predicate(_in_window, 3, 4)},
+        "Predicate | 2 operands | _in_window(b, h, q, kv, size)",
+    ),
+    "function_with_and": (
+        lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3},
+        "Predicate | <lambda> | `and` | &",
+    ),
+    "function_with_a_list": (
+        lambda: {"mask": lambda b, h, q, kv: [True, False][kv]},
+        "Predicate | <lambda> | jnp.asarray(table)[index]",
+    ),
+    "predicate_of_rows": (
+        lambda: {"mask": masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32))},
+        "boolean scalar, got bool [3]",
+    ),
+    "combined_with_text": (lambda: {"mask": masks.Causal() & "padding"}, "mask | str"),
+    "function_of_one_as_score": (
+        lambda: {"score": lambda s: s},
+        "Score | (score, b, h, q_idx, kv_idx) | <lambda>(s)",
+    ),
+    "function_with_if": (
+        lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s},
+        "Score | <lambda> | `if` | jnp.where",
+    ),
+    "function_of_numpy": (
+        lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
+        "Score | <lambda> | jax.numpy",
+    ),
+    "class_as_score": (lambda: {"score": scores.SoftCap}, "score | write scores.SoftCap(...)"),
+    "array_as_score": (lambda: {"score": array(B, N, T, S)}, "score | Bias"),
+    "boolean_bias": (lambda: {"score": scores.Bias(_trues(B, N, T, S))}, "Bias | float | bool"),
+    "integer_slopes": (lambda: {"score": scores.Alibi(jnp.arange(N))}, "Alibi | slopes | int"),
+    "score_of_rows": (
+        lambda: {"score": scores.Score(lambda s, b, h, q, kv, x: s + x, array(3))},
+        "float scalar, got float32 [3]",
+    ),
+    "score_of_booleans": (
+        lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)},
+        "Score | bool",
+    ),
+    "number_as_key": (lambda: {"dropout_rate": 0.1, "dropout_key": 3}, "dropout_key | int"),
+    "float_positions": (
+        lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
+        "q_positions | integer | float32",
+    ),
+    "float_kv_positions": (
         lambda: {"kv_positions": jnp.arange(S, dtype=jnp.float32)},
         "kv_positions | integer | float32",
     ),
-    "number_as_positions": type_error(
-        lambda: {"q_positions": 3}, "q_positions | integer array | int"
-    ),
-    "scalar_as_positions": value_error(
-        lambda: {"q_positions": jnp.int32(3)}, "q_positions | [*B, T] | []"
-    ),
-    "scale_per_key_head": value_error(lambda: {"scale": array(K)}, "scale | [N] | [3]"),
-    "scale_per_row": value_error(lambda: {"scale": array(2, N)}, "scale | [2, 6]"),
+    "number_as_positions": (lambda: {"q_positions": 3}, "q_positions | integer array | int"),
 }
 
-MISTAKES = SHAPES | DTYPES | MASKS | SCORES | REST
+MISTAKES = {
+    name: Mistake(wrong, kind, tuple(says.split(" | ")))
+    for kind, rows in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS))
+    for name, (wrong, says) in rows.items()
+}
 
 
 def expect(mistake: Mistake, function: Callable[[], Any]) -> None:
-    """The right kind of error, with everything in it that must be said."""
+    """Checks the kind of error, and that its message has all parts."""
     with pytest.raises(mistake.raises) as raised:
         function()
     assert type(raised.value) in (ValueError, TypeError), "an error of ours, not a leak from below"
@@ -363,7 +339,6 @@ def expect(mistake: Mistake, function: Callable[[], Any]) -> None:
 
 
 def attend(mistake: Mistake, function: Any = jattn.attention) -> Any:
-    """The call with its mistake."""
     return function(**arguments(**mistake.wrong()))
 
 
@@ -381,7 +356,6 @@ def test_a_mistake_raises(name):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_raises_while_tracing(name):
-    """Inside a user's own jit, and before anything is lowered."""
     mistake = MISTAKES[name]
     expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
 
@@ -472,26 +446,18 @@ def test_arguments_of_other_libraries_are_answered(name):
 
 def test_arguments_of_other_libraries_are_answered_everywhere():
     functions = (
-        jattn.explain,
-        jattn.attention_weights,
-        jattn.attention_scores,
-        jattn.cached_attention,
-        jattn.statistics,
-        jattn.top_weights,
-        jattn.multiplicative_attention,
-        jattn.additive_attention,
+        *(jattn.explain, jattn.attention_weights, jattn.attention_scores, jattn.cached_attention),
+        *(jattn.statistics, jattn.top_weights),
+        *(jattn.multiplicative_attention, jattn.additive_attention),
     )
     for function in functions:
-        says = (function.__name__, "mask=masks.Causal()")
-        expect(
-            Mistake(dict, TypeError, says),
-            functools.partial(function, **arguments(is_causal=True)),
-        )
+        mistake = Mistake(dict, TypeError, (function.__name__, "mask=masks.Causal()"))
+        expect(mistake, functools.partial(function, **arguments(is_causal=True)))
     for function, name in (
         (jattn.attention_scores, "dropout_p"),
         (jattn.additive_attention, "softmax_scale"),
         (jattn.multiplicative_attention, "need_weights"),
-    ):  # what would be written is not there either
+    ):  # these functions do not have the advised argument either
         says = (f"no argument '{name}'; there are query, key",)
         call = functools.partial(function, **arguments(**{name: True}))
         expect(Mistake(dict, TypeError, says), call)
@@ -505,21 +471,21 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
 
 
 def test_options_are_those_of_attention():
-    """Each option is declared once; functions that pass options on show them in their signature."""
-    own = dict(inspect.signature(jattn.attention).parameters)
+    """Each option is declared once; functions that pass options on have them in their signature."""
+    declared = dict(inspect.signature(jattn.attention).parameters)
     for name in ("query", "key", "value", "return_lse"):
-        del own[name]
+        del declared[name]
     shown = parameters_of(Options)
-    assert {name: x.default for name, x in own.items()} == {
+    assert {name: x.default for name, x in declared.items()} == {
         name: x.default for name, x in shown.items()
     }
     for function in (jattn.explain, jattn.multiplicative_attention, parallel.attention):
         taken = inspect.signature(function).parameters
-        assert {*own} <= {*taken} and not any(x.kind is x.VAR_KEYWORD for x in taken.values())
+        assert {*declared} <= {*taken} and not any(x.kind is x.VAR_KEYWORD for x in taken.values())
 
 
 def test_a_traceback_shows_what_was_called_alone():
-    """Decorators that look at arguments and at debugging flags show in none."""
+    """Decorators that check arguments and debugging flags are in no traceback."""
     q = arguments()["query"]
     calls: list[Callable[[], Any]] = [
         lambda: jattn.attention(q, q, q, mask=3),  # pyright: ignore[reportArgumentType]
@@ -536,7 +502,6 @@ def test_a_traceback_shows_what_was_called_alone():
 
 
 def test_advice_names_what_there_is():
-    """What is to be written has the arguments of `attention` and names of the library."""
     taken = inspect.signature(jattn.attention).parameters
     for name, line in ADVICE.items():
         assert name not in taken
@@ -546,39 +511,32 @@ def test_advice_names_what_there_is():
 
 
 def test_functions_are_masks_and_scores():
-    def near(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def close(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return abs(q - kv) <= 1 + h
 
     def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
 
-    class Rule:
-        def method(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return near(b, h, q, kv)
+    class WithMethod:
+        def call(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return close(b, h, q, kv)
 
     query = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.float32)
     value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
     call = arguments(query=query, value=value)
-    want = jattn.attention(**call, mask=masks.Predicate(near), score=scores.Score(gain))
-    for mask in (near, functools.partial(near), Rule().method, masks.Full() & near):
+    want = jattn.attention(**call, mask=masks.Predicate(close), score=scores.Score(gain))
+    for mask in (close, functools.partial(close), WithMethod().call, masks.Full() & close):
         np.testing.assert_array_equal(jattn.attention(**call, mask=mask, score=gain), want)
-    capped = (scores.SoftCap(3.0) >> gain, gain >> scores.SoftCap(3.0))
-    wrapped = scores.Score(gain)
-    for score, same in zip(
-        capped,
-        (scores.SoftCap(3.0) >> wrapped, wrapped >> scores.SoftCap(3.0)),
-        strict=True,
-    ):
-        both = (jattn.attention(**call, mask=near, score=x) for x in (score, same))
+    cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
+    for score, same in ((cap >> gain, cap >> wrapped), (gain >> cap, wrapped >> cap)):
+        both = (jattn.attention(**call, mask=close, score=x) for x in (score, same))
         np.testing.assert_array_equal(*both)
 
 
 def test_a_traced_rate_is_refused():
-    mistake = Mistake(dict, TypeError, ("dropout_rate",))
-    traced = jax.jit(
-        lambda rate: jattn.attention(**arguments(dropout_rate=rate, dropout_key=jax.random.key(0)))
-    )
-    expect(mistake, lambda: traced(0.1))
+    dropout = {"dropout_key": jax.random.key(0)}
+    traced = jax.jit(lambda rate: jattn.attention(**arguments(dropout_rate=rate, **dropout)))
+    expect(Mistake(dict, TypeError, ("dropout_rate",)), lambda: traced(0.1))
 
 
 def test_arrays_of_another_call_are_refused_under_vmap():
@@ -588,67 +546,49 @@ def test_arrays_of_another_call_are_refused_under_vmap():
     expect(mistake, lambda: mapped(*arguments().values()))
 
 
-POSITIONS = {
-    "odd_head_size": (lambda: positions.rotary(array(T, N, 5), jnp.arange(T)), ("even", "5")),
-    "odd_rotary_size": (
-        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), rotary_dim=3),
-        ("even", "3"),
-    ),
-    "rotary_size_too_large": (
-        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), rotary_dim=10),
-        ("H = 8", "10"),
-    ),
-    "unknown_style": (
-        lambda: positions.rotary(array(T, N, 8), jnp.arange(T), style="neox"),  # pyright: ignore[reportArgumentType]
-        ("style", "'half'", "'interleaved'", "'neox'"),
-    ),
+def _rotary(H: int, **options: Any) -> Callable[[], Any]:
+    return lambda: positions.rotary(array(T, N, H), jnp.arange(T), **options)
+
+
+OTHER_FUNCTIONS = {
+    "odd_head_size": (_rotary(5), "even | 5"),
+    "odd_rotary_size": (_rotary(8, rotary_dim=3), "even | 3"),
+    "rotary_size_too_large": (_rotary(8, rotary_dim=10), "H = 8 | 10"),
+    "unknown_style": (_rotary(8, style="neox"), "style | 'half' | 'interleaved' | 'neox'"),
     "rotary_positions": (
         lambda: positions.rotary(array(B, T, N, 8), jnp.arange(6)),
-        ("positions", "[*B, T]", "[2, 5]", "[6]"),
+        "positions | [*B, T] | [2, 5] | [6]",
     ),
-    "odd_width": (lambda: positions.sinusoidal(jnp.arange(T), 5), ("even", "5")),
+    "odd_width": (lambda: positions.sinusoidal(jnp.arange(T), 5), "even | 5"),
     "coordinates": (
         lambda: positions.axial_rotary(array(3, 2, 6), jnp.ones((3, 2), int)),
-        ("H a multiple of 2 A = 4", "H = 6"),
+        "H a multiple of 2 A = 4 | H = 6",
     ),
     "negative_number_of_keys": (
         lambda: positions.aligned_to_end(3, np.array([4, -2])),
-        ("S: expected 0 <= S",),
+        "S: expected 0 <= S",
     ),
-    "table": (
-        lambda: positions.learned(array(T), jnp.arange(T)),
-        ("table", "[max, D]", "[5]"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_positions(name):
-    function, says = POSITIONS[name]
-    expect(Mistake(dict, ValueError, says), function)
-
-
-PARTS = {
-    "nothing_to_merge": (jattn.merge, ("merge", "at least one")),
+    "table": (lambda: positions.learned(array(T), jnp.arange(T)), "table | [max, D] | [5]"),
+    "nothing_to_merge": (jattn.merge, "merge | at least one"),
     "out_and_lse": (
         lambda: jattn.merge((array(T, N, V), array(T, N))),
-        ("merge", "part 0", "[*B, N, T]", "[5, 6]"),
+        "merge | part 0 | [*B, N, T] | [5, 6]",
     ),
     "parts_that_differ": (
         lambda: jattn.merge((array(T, N, V), array(N, T)), (array(T, N, 4), array(N, T))),
-        ("merge", "part 1", "[5, 6, 4]", "[5, 6, 9]"),
+        "merge | part 1 | [5, 6, 4] | [5, 6, 9]",
     ),
     "sink": (
         lambda: jattn.with_sink(array(T, N, V), array(N, T), array(K)),
-        ("with_sink", "sink", "[N]", "[6]", "[3]"),
+        "with_sink | sink | [N] | [6] | [3]",
     ),
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_parts(name):
-    function, says = PARTS[name]
-    expect(Mistake(dict, ValueError, says), function)
+@pytest.mark.parametrize("name", OTHER_FUNCTIONS)
+def test_positions_and_merged_parts_are_checked(name):
+    function, says = OTHER_FUNCTIONS[name]
+    expect(Mistake(dict, ValueError, tuple(says.split(" | "))), function)
 
 
 def test_integers_of_numpy_are_numbers():

@@ -1,4 +1,4 @@
-"""What `explain` tells beside reasons: tiles, operations, advice, and how it is shown."""
+"""The explanation of a call, besides reasons: tiles, operations, advice, and how it is shown."""
 
 import functools
 from typing import Any
@@ -26,17 +26,17 @@ def explained(mask: Any, **options: Any) -> Explanation:
 
 
 def test_tiles_are_counted():
-    found = explained(masks.Causal())
-    assert found.tiles == (128, 6 / 16, 4 / 16, 6 / 16)
-    assert found.flops == 2 * 2 * N * T * T * (H + H) * 10 / 16
+    explanation = explained(masks.Causal())
+    assert explanation.tiles == (128, 6 / 16, 4 / 16, 6 / 16)
+    assert explanation.flops == 2 * 2 * N * T * T * (H + H) * 10 / 16
     assert explained(None).tiles == (128, 0, 0, 1)
-    ids = np.repeat(np.arange(4), 128)
-    assert explained(masks.Segments(ids)).tiles == (128, 12 / 16, 0, 4 / 16)
+    assert explained(masks.Segments(np.arange(T) // 128)).tiles == (128, 12 / 16, 0, 4 / 16)
+    assert explained(masks.Causal(), q_positions=jnp.arange(T) + T).tiles == (128, 0, 0, 1)
 
 
 @pytest.mark.parametrize("sizes", [(2, 96, 160, 4, 2, 24, 40), (1, 64, 64, 8, 8, 64, 64)])
 def test_flops_are_those_that_the_compiler_counts(sizes):
-    """In the formula's program, where the softmax adds a few for each pair."""
+    """The softmax of the formula's program adds a few for each pair."""
     B, T, S, N, K, H, V = sizes
     q, k, v = (jnp.zeros(x) for x in ((B, T, N, H), (B, S, K, H), (B, S, K, V)))
     call = functools.partial(jattn.attention, implementation="reference")
@@ -45,7 +45,7 @@ def test_flops_are_those_that_the_compiler_counts(sizes):
 
 
 def test_bytes_are_those_of_all_arrays():
-    """Each counted once: grouped keys, a value size of their own, a bias, and lse in float32."""
+    """Each array counts once: grouped keys, another value size, a bias, and lse in float32."""
     q, k, v = (jnp.zeros(x, jnp.bfloat16) for x in ((2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 2, 5)))
     arrays = 2 * (2 * 6 * 4 * 8 + 2 * 7 * 2 * 8 + 2 * 7 * 2 * 5 + 2 * 6 * 4 * 5)
     assert jattn.explain(q, k, v).bytes == arrays
@@ -56,13 +56,12 @@ def test_bytes_are_those_of_all_arrays():
 
 @pytest.mark.default_tiles
 def test_temporaries_are_those_of_the_program():
-    """Of the very call, and of one token against a cache."""
     q = jnp.ones((1, 256, 2, 16))
-    found = jattn.explain(q, q, q, mask=masks.Causal(), return_lse=True)
+    explanation = jattn.explain(q, q, q, mask=masks.Causal(), return_lse=True)
     call = functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True)
     want: Any = jax.jit(call).lower(q, q, q).compile().memory_analysis()
-    assert found.temporaries == want.temp_size_in_bytes > 0
-    assert f"temporaries  {want.temp_size_in_bytes / 1e6:.3g} MB forward" in str(found)
+    assert explanation.temporaries == want.temp_size_in_bytes > 0
+    assert f"temporaries  {want.temp_size_in_bytes / 1e6:.3g} MB forward" in str(explanation)
     cache = DenseCache.create(1, 4096, 2, 16).append(q[:, :9], q[:, :9])
     want = jax.jit(jattn.attention).lower(q[:, :1], cache).compile().memory_analysis()
     assert jattn.explain(q[:, :1], cache).temporaries == want.temp_size_in_bytes
@@ -71,31 +70,30 @@ def test_temporaries_are_those_of_the_program():
 
 
 def test_heads_that_differ_are_averaged():
-    """Two heads see all keys, one sees its own block or the one before, one its own block alone."""
+    """Two heads see all keys, one its own block and the one before, one its own block alone."""
     sides = np.array([T, T, 1, 0])
-    found = explained(masks.Window(sides, np.array([T, T, 0, 0])))
+    explanation = explained(masks.Window(sides, np.array([T, T, 0, 0])))
     empty = (0, 0, 16 - 7, 16 - 4)
-    assert found.tiles is not None and found.tiles.empty == sum(empty) / 64
+    assert explanation.tiles is not None and explanation.tiles.empty == sum(empty) / 64
     by_head = Predicate(lambda b, h, q, kv: (h > 1) | (kv <= q))
     assert explained(by_head).tiles == (128, 3 / 16, 2 / 16, 11 / 16)
 
 
-def test_positions_count():
-    found = explained(masks.Causal(), q_positions=jnp.arange(T) + T)
-    assert found.tiles == (128, 0, 0, 1)
-
-
-def test_what_only_the_program_knows_is_not_told():
+def test_an_explanation_leaves_out_what_only_the_program_knows():
     def look(lengths: jax.Array) -> jax.Array:
-        found = explained(masks.Lengths(kv=lengths))
-        assert found.tiles is None and found.advice is None and found.temporaries is None
-        assert "tiles" not in str(found) and "temporaries" not in str(found)
+        explanation = explained(masks.Lengths(kv=lengths))
+        assert (
+            explanation.tiles is None
+            and explanation.advice is None
+            and explanation.temporaries is None
+        )
+        assert "tiles" not in str(explanation) and "temporaries" not in str(explanation)
         return lengths
 
     jax.eval_shape(look, jnp.array([3, 4]))
     empty = jnp.zeros((0, T, N, H))
-    found = jattn.explain(empty, empty, empty)
-    assert found.tiles is None and found.flops == 0
+    explanation = jattn.explain(empty, empty, empty)
+    assert explanation.tiles is None and explanation.flops == 0
 
 
 SAME = {
@@ -107,15 +105,15 @@ SAME = {
 
 @pytest.mark.parametrize("shown", SAME)
 def test_a_function_is_recognised_by_its_pairs(monkeypatch, shown):
-    """cuDNN, on a machine that has a GPU for it, takes no functions."""
+    """cuDNN takes no functions, even on a machine with a GPU for it."""
     monkeypatch.setattr(cudnn, "_device_reason", lambda _: None)
     monkeypatch.setattr(cudnn, "_refusal", lambda _: None)
-    found = explained(Predicate(SAME[shown]), platform="cuda")
-    assert found["cudnn"] is not None
-    assert found.advice == f"{shown} allows the same pairs, and cudnn can run it"
+    explanation = explained(Predicate(SAME[shown]), platform="cuda")
+    assert explanation["cudnn"] is not None
+    assert explanation.advice == f"{shown} allows the same pairs, and cudnn can run it"
 
 
-def test_what_is_like_no_named_mask_has_no_advice():
+def test_functions_unlike_named_masks_have_no_advice():
     for fn in (
         lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0),
         lambda b, h, q, kv: (q >= kv) | (h == N - 1),
@@ -124,32 +122,30 @@ def test_what_is_like_no_named_mask_has_no_advice():
         assert explained(Predicate(fn), platform="tpu").advice is None
 
 
-def test_fewer_tiles_are_told():
-    """Nothing is known of a function with a loop."""
-
+def test_fewer_tiles_are_an_advantage():
     def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, q) >= kv
 
-    found = explained(Predicate(causal), platform="tpu")
-    assert found.tiles == (128, 0, 1, 0)
+    explanation = explained(Predicate(causal), platform="tpu")
+    assert explanation.tiles == (128, 0, 1, 0)
     gains = "it leaves 1.6 × fewer tiles, and tpu can run it"
-    assert found.advice == f"Causal() allows the same pairs, and {gains}"
+    assert explanation.advice == f"Causal() allows the same pairs, and {gains}"
 
 
 def test_it_is_a_dictionary_and_a_table():
-    found = explained(masks.Causal(), platform="tpu")
-    assert found == dict(found) and found.runs == "blockwise"
-    lines = str(found).splitlines()
-    assert found.by_name == ("tpu",)
+    explanation = explained(masks.Causal(), platform="tpu")
+    assert explanation == dict(explanation) and explanation.runs == "blockwise"
+    lines = str(explanation).splitlines()
+    assert explanation.by_name == ("tpu",)
     assert any(line.split() == "runs blockwise; tpu has to be named".split() for line in lines)
-    assert {line.split()[0] for line in lines} > set(found)
-    assert str(found["cudnn"]) in str(found)
-    found["cudnn"] = "a < b"
-    assert "a &lt; b" in found._repr_html_() and "a < b" not in found._repr_html_()
+    assert {line.split()[0] for line in lines} > set(explanation)
+    assert str(explanation["cudnn"]) in str(explanation)
+    explanation["cudnn"] = "a < b"
+    assert "a &lt; b" in explanation._repr_html_() and "a < b" not in explanation._repr_html_()
 
 
 def test_a_function_may_print():
-    """What has no results is no reason to fail; nothing is known of it, the rest is read."""
+    """Nothing is known of a primitive without results, but the rest of the function is read."""
 
     def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
         jax.debug.print("{}", kv, ordered=False)

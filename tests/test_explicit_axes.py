@@ -1,5 +1,5 @@
-"""Under a mesh whose axes are part of types, as `jax.make_mesh` makes it by default, results have
-the types that their operands give them, and numbers are those of one device."""
+"""Under a mesh with explicit axes, the default of `jax.make_mesh`, results have the types that
+their operands imply, and the numbers of one device."""
 
 import contextlib
 import functools
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, nn, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.cases import CASES, Case, inputs
-from tests.conftest import quick_jit
-from tests.test_contract import CEILINGS, Results, attend, errors, truth
+from tests.cases import CASES, CallCase, inputs
+from tests.conftest import assert_trees_close, quick_jit
+from tests.test_contract import CEILINGS, errors, everything, truth
 from tests.test_native import REFUSED
 from tests.test_parallel import random
 
@@ -35,7 +35,7 @@ def mesh() -> Mesh:
 
 
 def setting(mesh: Mesh, in_context: bool) -> Any:
-    """The mesh is set, or only arrays have it."""
+    """Sets the mesh, unless only arrays have it."""
     return jax.set_mesh(mesh) if in_context else contextlib.nullcontext()
 
 
@@ -44,7 +44,7 @@ def place(mesh: Mesh, x: Any, *cut: Any) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Of all tokens, none of them cut."""
+    """Gathers an array that is sharded over tokens."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         return x
@@ -53,7 +53,7 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def shown(x: Any) -> tuple[Any, ...]:
-    """The axes by which an array is cut, by its type."""
+    """Returns the mesh axes in an array's type."""
     spec = jax.typeof(x).sharding.spec
     return tuple(y[0] if isinstance(y, tuple) and len(y) == 1 else y for y in spec)
 
@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def closed_over(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """Functions that close over arrays, one of them traced."""
+    """Attention with functions that close over arrays, one of them traced."""
     slopes, gain = jnp.asarray(SLOPES), jnp.mean(q)
     return jattn.attention(
         q,
@@ -94,28 +94,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         lambda q, k, v: jattn.attention(q, k, v, return_lse=True, **OPTIONS),
         [(*OUT, None), LSE],
     ),
-    **{
-        name: (
-            functools.partial(
-                lambda q, k, v, name: jattn.attention(q, k, v, implementation=name, **OPTIONS),
-                name=name,
-            ),
-            [(*OUT, None)],
-        )
-        for name in ("native", "blockwise", "reference")
-    },
-    "dropout": (
-        lambda q, k, v: jattn.attention(
-            q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(1), mask=masks.Causal()
-        ),
-        [(*OUT, None)],
-    ),
-    "functions": (closed_over, [(*OUT, None)]),
     "weights": (lambda q, k, v: jattn.attention_weights(q, k, **OPTIONS), [MATRIX]),
-    "scores": (
-        lambda q, k, v: jattn.attention_scores(q, k, score=scores.SoftCap(3.0)),
-        [MATRIX],
-    ),
+    "scores": (lambda q, k, v: jattn.attention_scores(q, k, score=scores.SoftCap(3.0)), [MATRIX]),
     "statistics": (
         lambda q, k, v: jattn.statistics(q, k, keys=np.arange(T) < 2, threshold=0.1, **OPTIONS),
         [LSE] * 7,
@@ -138,18 +118,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         lambda q, k, v: jattn.attention(q, k, v, sink=jnp.mean(q, (0, 1, 3)), return_lse=True),
         [(*OUT, None), LSE],
     ),
-    "added": (
-        lambda q, k, v: jax.vmap(jnp.add)(q, jattn.attention(q, k, v)),
-        [(*OUT, None)],
-    ),
-    "mapped": (
-        jax.vmap(lambda q, k, v: jattn.attention(q, k, v, mask=masks.Causal())),
-        [(*OUT, None)],
-    ),
-    "repeated": (
-        lambda q, k, v: jax.lax.fori_loop(0, 2, lambda _, x: jattn.attention(x, k, v), q),
-        [(*OUT, None)],
-    ),
     **{
         kind.__name__: (
             functools.partial(cached, kind),
@@ -158,6 +126,19 @@ CALLS: dict[str, tuple[Callable[..., Any], Any]] = {
         for kind in (DenseCache, RollingCache, PagedCache)
     },
 }
+DROPOUT: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1), "mask": masks.Causal()}
+OF_THE_TYPE_OF_QUERIES = {
+    **{
+        name: functools.partial(jattn.attention, implementation=name, **OPTIONS)
+        for name in ("native", "blockwise", "reference")
+    },
+    "dropout": functools.partial(jattn.attention, **DROPOUT),
+    "functions": closed_over,
+    "added": lambda q, k, v: jax.vmap(jnp.add)(q, jattn.attention(q, k, v)),
+    "mapped": jax.vmap(functools.partial(jattn.attention, mask=masks.Causal())),
+    "repeated": lambda q, k, v: jax.lax.fori_loop(0, 2, lambda _, x: jattn.attention(x, k, v), q),
+}
+CALLS |= {name: (call, [(*OUT, None)]) for name, call in OF_THE_TYPE_OF_QUERIES.items()}
 
 
 @pytest.mark.one_in(16)
@@ -168,8 +149,8 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     arrays = random(B, T, N, H), random(B, T, K, H), random(B, T, K, H)
 
     def squared(*qkv: Any) -> Any:
-        found = [x for x in jax.tree.leaves(function(*qkv)) if x.dtype == np.float64]
-        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in found)
+        floats = [x for x in jax.tree.leaves(function(*qkv)) if x.dtype == np.float64]
+        return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in floats)
 
     compiled = quick_jit if jit else lambda function: function
     gradient = jax.grad(squared, (0, 1, 2))
@@ -177,16 +158,15 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
         want, wanted = (quick_jit(f)(*map(jnp.asarray, arrays)) for f in (function, gradient))
         with setting(mesh, in_context):
             placed = [place(mesh, x, *TOKENS) for x in arrays]
-            found, d = compiled(function)(*placed), compiled(gradient)(*placed)
-    for x, y in zip(jax.tree.leaves((found, d)), jax.tree.leaves((want, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
-    leaves = jax.tree.leaves(found)
+            results, d = compiled(function)(*placed), compiled(gradient)(*placed)
+    assert_trees_close((results, d), (want, wanted), rtol=1e-10, atol=1e-11)
+    leaves = jax.tree.leaves(results)
     assert [shown(x)[: len(t)] for x, t in zip(leaves, types, strict=True)] == types
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
 
 
-def cuts_of_case(case: Case) -> dict[str, tuple[Any, ...]]:
-    """The axes that cut the arrays of a case, by their names: where two devices can share them."""
+def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
+    """The mesh axes of a case's arrays by name, for sizes that two devices can share."""
     batch, T, _, N, K, _, _ = case.sizes
     half = lambda name, size: None if size % 2 else name  # noqa: E731
     rows = [half("rows", size) if place == 0 else None for place, size in enumerate(batch)]
@@ -204,19 +184,9 @@ def cuts_of_case(case: Case) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, implementation, mesh):
-    """The table of cases, cut over batch rows, heads and, where their number is even, queries."""
     case = CASES[name]
     x = inputs(case)
-
-    def run(x: Any) -> Results:
-        def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
-            replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
-            return attend(implementation, case, replaced)
-
-        (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
-        dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-        return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
-
+    run: Any = functools.partial(everything, implementation, case)
     with jax.set_mesh(mesh):
         cuts = cuts_of_case(case).items()
         cut = {label: place(mesh, getattr(x, label), *axes) for label, axes in cuts}
@@ -225,13 +195,13 @@ def test_every_case(name, implementation, mesh):
             with pytest.raises(NotImplementedError, match=REFUSED[name]):
                 run(placed)
             return
-        found = quick_jit(run)(placed)
-    given = {label: getattr(placed, label) for label in "qkv"} | placed.parameters
-    types = {label: jax.typeof(d) for label, d in found.gradients.items()}
-    assert types == {label: jax.typeof(x) for label, x in given.items()}
-    assert jax.typeof(found.out) == jax.typeof(placed.d_out)
-    assert jax.typeof(found.lse) == jax.typeof(placed.d_lse)
-    measured = errors(jax.tree.map(np.asarray, found), truth(case, x))
+        results = quick_jit(run)(placed)
+    arguments = {label: getattr(placed, label) for label in "qkv"} | placed.parameters
+    types = {label: jax.typeof(d) for label, d in results.gradients.items()}
+    assert types == {label: jax.typeof(x) for label, x in arguments.items()}
+    assert jax.typeof(results.out) == jax.typeof(placed.d_out)
+    assert jax.typeof(results.lse) == jax.typeof(placed.d_lse)
+    measured = errors(jax.tree.map(np.asarray, results), truth(case, x))
     assert max(measured.values()) <= CEILINGS["float64"], measured
 
 
@@ -265,7 +235,6 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
     "name", ["additive", "gru", pytest.param("rnnsearch", marks=pytest.mark.slow)]
 )
 def test_modules(name, split, mesh):
-    """Their parameters are whole on each device, or split by the names of their axes."""
     module, call, arrays, out_cut = MODULES[name]
     definition, state = nnx.split(module)
     run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731
@@ -278,14 +247,15 @@ def test_modules(name, split, mesh):
     want, d_want = quick_jit(run)(state, *arrays), quick_jit(jax.grad(loss))(state, *arrays)
     with jax.set_mesh(mesh):
         cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))
-        own = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
-        found, d = quick_jit(run)(cut, *own), quick_jit(jax.grad(loss))(cut, *own)
-        assert jax.typeof(call(nnx.merge(definition, cut), *own)) == jax.typeof(found)
-    np.testing.assert_allclose(found, want, rtol=1e-10, atol=1e-11)
-    for x, y in zip(jax.tree.leaves(d), jax.tree.leaves(d_want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
+        placed_arrays = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
+        results, d = (
+            quick_jit(run)(cut, *placed_arrays),
+            quick_jit(jax.grad(loss))(cut, *placed_arrays),
+        )
+        assert jax.typeof(call(nnx.merge(definition, cut), *placed_arrays)) == jax.typeof(results)
+    assert_trees_close((results, d), (want, d_want), rtol=1e-10, atol=1e-11)
     if split or name == "additive":
-        assert shown(found) == out_cut
+        assert shown(results) == out_cut
     types = [jax.typeof(x) for x in jax.tree.leaves(cut)]
     assert [jax.typeof(x) for x in jax.tree.leaves(d)] == types
 
@@ -295,6 +265,6 @@ def test_rows_that_are_cut_are_normalised(mesh):
     normalised = lambda x: jattn.normalised_interaction(x, masks.Causal())  # noqa: E731
     want = quick_jit(normalised)(left)
     for cut in (("rows", "tokens", None), (None, "tokens", None)):
-        found = quick_jit(normalised)(place(mesh, left, *cut))
-        np.testing.assert_allclose(found, want, rtol=1e-12)
-        assert shown(found) == cut
+        result = quick_jit(normalised)(place(mesh, left, *cut))
+        np.testing.assert_allclose(result, want, rtol=1e-12)
+        assert shown(result) == cut

@@ -10,6 +10,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores
+from tests import oracle
 from tests.cases import GENERAL, bucket
 
 
@@ -37,7 +38,7 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def positions(kind: str) -> dict[str, jax.Array]:
-    """The far positions for queries and keys."""
+    """The same far positions for queries and keys."""
     return {name: jnp.asarray(FAR, kind) for name in ("q_positions", "kv_positions")}
 
 
@@ -54,23 +55,15 @@ def test_masks_are_right_at_all_positions(rule):
 def test_bounds_never_lie_at_any_position(rule, known):
     mask, allowed = RULES[rule]
     for rows, columns in itertools.product([1, 2, 3], repeat=2):
-        given: Any = [FAR.astype(np.int32)] * 2
+        places: Any = [FAR.astype(np.int32)] * 2
         kinds: Any = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
             mask, len(FAR), len(FAR), r, c, q_positions=q, kv_positions=kv
         )
-        found = np.asarray(kinds(*given) if known else jax.jit(kinds)(*given))
-        for i, j in np.ndindex(*found.shape):
+        tiles = np.asarray(kinds(*places) if known else jax.jit(kinds)(*places))
+        for i, j in np.ndindex(*tiles.shape):
             tile = allowed[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            assert found[i, j] != masks.EMPTY or not tile.any(), (rows, columns, i, j)
-            assert found[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Rows of weights in float64; rows of −inf are 0."""
-    greatest = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(np.float64).min)
-    weights = np.exp(logits - greatest)
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights / np.where(total == 0, 1, total)
+            assert tiles[i, j] != masks.EMPTY or not tile.any(), (rows, columns, i, j)
+            assert tiles[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
 
 
 @pytest.mark.one_in(2)
@@ -78,17 +71,12 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rule", ["causal", "window", "window_33_bits", "dilated"])
 def test_attention_at_far_positions(implementation, rule):
     mask, allowed = RULES[rule]
-    rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 1, len(FAR), 1, 4))
-    want = softmax(np.where(allowed, (2 * q[0, :, 0]) @ k[0, :, 0].T, -np.inf)) @ v[0, :, 0]
-    got = jattn.attention(
-        *map(jnp.asarray, (2 * q, k, v)),
-        mask=mask,
-        scale=1.0,
-        implementation=implementation,
-        **positions("int32"),
-    )
-    np.testing.assert_allclose(got[0, :, 0], want, atol=1e-14)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, len(FAR), 1, 4))
+    rules: Any = {"mask": mask, "scale": 2.0, "implementation": implementation}
+    got = jattn.attention(*map(jnp.asarray, (q, k, v)), **rules, **positions("int32"))
+    meaning = lambda pair: bool(allowed[pair.i, pair.j])  # noqa: E731
+    want = oracle.attend(oracle.OracleProblem(q, k, v, allowed=meaning, scale=2.0)).out
+    np.testing.assert_allclose(got, want, atol=1e-14)
 
 
 def test_alibi_knows_distances_of_33_bits():

@@ -19,7 +19,7 @@ LENGTH = 9
 
 
 class Bigram(nnx.Module):
-    """Logits that depend on the last token alone; caches that count how many tokens were read."""
+    """A model whose logits depend on the last token alone; caches count the tokens read."""
 
     traced = 0
 
@@ -29,9 +29,7 @@ class Bigram(nnx.Module):
     def start(self, batch: int, length: int) -> Any:
         return jnp.zeros(batch, jnp.int32)
 
-    def step(
-        self, tokens: Any, caches: Any, *, valid: Any = None, deterministic: Any = None
-    ) -> Any:
+    def step(self, tokens, caches, *, valid=None, deterministic=None):
         assert deterministic is True
         Bigram.traced += 1
         read = tokens.shape[1] if valid is None else valid.sum(axis=1, dtype=jnp.int32)
@@ -44,7 +42,7 @@ def lively(kind: str) -> Any:
 
 
 def recomputed(module: Any, prompt: np.ndarray, count: int) -> list[int]:
-    """The likeliest tokens after a prompt [T], by the whole model each time."""
+    """Returns the likeliest tokens after a prompt [T], by the whole model each time."""
     tokens = list(prompt)
     for _ in range(count):
         padded = jnp.asarray([tokens + [0] * (LENGTH - len(tokens))], jnp.int32)
@@ -59,26 +57,26 @@ def test_tokens_equal_recomputing_without_a_cache(kind):
     rows = [TOKENS[0, :4], TOKENS[1, :1], TOKENS[1, 2:5]]
     places = [[0, 1, 2, 3], [3], [0, 2, 3]]
     prompt, valid = np.full((3, 4), 10**6, np.int32), np.zeros((3, 4), bool)
-    for i, (row, at) in enumerate(zip(rows, places, strict=True)):
-        prompt[i, at], valid[i, at] = row, True
-    found = jattn.generate(module, prompt, max_tokens=5, valid=valid)
-    assert found.tokens.tolist() == [recomputed(module, row, 5) for row in rows]
-    assert len(set(found.tokens.ravel().tolist())) >= 4
-    assert found.lengths.tolist() == [5, 5, 5]
+    for i, (row, indices) in enumerate(zip(rows, places, strict=True)):
+        prompt[i, indices], valid[i, indices] = row, True
+    generated = jattn.generate(module, prompt, max_tokens=5, valid=valid)
+    assert generated.tokens.tolist() == [recomputed(module, row, 5) for row in rows]
+    assert len(set(generated.tokens.ravel().tolist())) >= 4
+    assert generated.lengths.tolist() == [5, 5, 5]
     alone = jattn.generate(module, prompt[:1], max_tokens=5)
-    assert alone.tokens.tolist() == found.tokens[:1].tolist()
+    assert alone.tokens.tolist() == generated.tokens[:1].tolist()
 
 
-def test_goes_on_from_caches():
+def test_continues_from_caches():
     module = lively("llama")
     read = nnx.jit(lambda m, t, c: m.step(t, c))
     _, caches = read(module, jnp.asarray(TOKENS[:, :6]), module.start(2, 10))
     whole = jattn.generate(module, TOKENS, max_tokens=4)
-    for callback in (None, lambda tokens: None, None):  # which leaves the caches as they are
-        found = jattn.generate(
+    for callback in (None, lambda tokens: None, None):  # the caches do not change
+        generated = jattn.generate(
             module, TOKENS[:, 6:], max_tokens=4, caches=caches, callback=callback
         )
-        assert found.tokens.tolist() == whole.tokens.tolist()
+        assert generated.tokens.tolist() == whole.tokens.tolist()
     with pytest.raises(ValueError, match="caches: expected room for 11 tokens, got 10"):
         jattn.generate(module, TOKENS[:, 6:], max_tokens=5, caches=caches)
 
@@ -88,8 +86,8 @@ def test_writes_on_a_rolling_cache():
     module = lively("llama")
     whole = jattn.generate(module, TOKENS, max_tokens=4)
     rolling = module.start(2, 64, RollingCache, chunk=8)
-    found = jattn.generate(module, TOKENS, max_tokens=4, caches=rolling)
-    assert found.tokens.tolist() == whole.tokens.tolist()
+    generated = jattn.generate(module, TOKENS, max_tokens=4, caches=rolling)
+    assert generated.tokens.tolist() == whole.tokens.tolist()
 
 
 TABLE = np.random.default_rng(5).normal(size=(V, V)).astype(np.float32) * 2
@@ -97,15 +95,15 @@ CHAIN = np.roll(np.eye(V, dtype=np.float32), 1, axis=1)  # after each token the 
 
 
 def expected(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> Any:
-    """The distribution that is drawn from, token by token from the likeliest on."""
+    """Returns the distribution of the next token, computed from the likeliest token on."""
     p = np.exp(np.asarray(logits, np.float64) / temperature)
-    kept, total, order = np.zeros_like(p), 0.0, np.argsort(-p)[:top_k]
+    chosen, total, order = np.zeros_like(p), 0.0, np.argsort(-p)[:top_k]
     share = p / p[order].sum()
     for token in order:
         if top_p is None or total < top_p:
-            kept[token] = p[token]
+            chosen[token] = p[token]
         total += share[token]
-    return kept / kept.sum()
+    return chosen / chosen.sum()
 
 
 @pytest.mark.one_in(4)
@@ -115,33 +113,34 @@ def expected(logits: np.ndarray, temperature: float, top_k: int | None, top_p: f
 )
 def test_tokens_are_drawn_by_their_probability(temperature, top_k, top_p):
     B = 4000
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     prompt = np.full((B, 1), 3, np.int32)
-    found = jattn.generate(Bigram(TABLE), prompt, max_tokens=2, key=jax.random.key(0), **options)
+    generated = jattn.generate(
+        Bigram(TABLE), prompt, max_tokens=2, key=jax.random.key(0), **options
+    )
     want = expected(TABLE[3], **options)
     second = want @ np.stack([expected(row, **options) for row in TABLE])
-    for column, p in zip(found.tokens.T, (want, second), strict=True):
+    for column, p in zip(generated.tokens.T, (want, second), strict=True):
         share = np.bincount(np.asarray(column), minlength=V) / B
         assert not np.any(share[p == 0])
         assert np.all(np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / B) + 1e-9)
-    again = jattn.generate(
-        Bigram(TABLE), prompt[:7], max_tokens=2, key=jax.random.key(0), **options
-    )
-    assert again.tokens.tolist() == found.tokens[:7].tolist()  # no row depends on others
+    options["key"] = jax.random.key(0)
+    again = jattn.generate(Bigram(TABLE), prompt[:7], max_tokens=2, **options)
+    assert again.tokens.tolist() == generated.tokens[:7].tolist()  # no row depends on another
 
 
 def test_rows_end_after_stop_tokens():
     prompt, seen = np.array([[0], [4], [5]]), []
     options = {"max_tokens": 8, "stop": [6, 9], "pad": 1}
-    found = jattn.generate(Bigram(CHAIN), prompt, **options)
-    assert found.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 1, 1], [5, 6] + [1] * 6, [6] + [1] * 7]
-    assert found.lengths.tolist() == [6, 2, 1]
+    generated = jattn.generate(Bigram(CHAIN), prompt, **options)
+    assert generated.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 1, 1], [5, 6] + [1] * 6, [6] + [1] * 7]
+    assert generated.lengths.tolist() == [6, 2, 1]
     streamed = jattn.generate(Bigram(CHAIN), prompt, callback=seen.append, **options)
-    assert streamed.tokens.tolist() == found.tokens.tolist()
-    assert streamed.lengths.tolist() == found.lengths.tolist()
-    assert np.stack(seen, axis=1).tolist() == found.tokens[:, :6].tolist()  # and no step more
-    one = jattn.generate(Bigram(CHAIN), prompt, max_tokens=8, stop=2)
-    assert one.lengths.tolist() == [2, 8, 8]
+    assert streamed.tokens.tolist() == generated.tokens.tolist()
+    assert streamed.lengths.tolist() == generated.lengths.tolist()
+    assert np.stack(seen, axis=1).tolist() == generated.tokens[:, :6].tolist()  # and no step more
+    single_stop = jattn.generate(Bigram(CHAIN), prompt, max_tokens=8, stop=2)
+    assert single_stop.lengths.tolist() == [2, 8, 8]
 
 
 @pytest.mark.slow
@@ -154,19 +153,19 @@ def test_streaming_draws_the_same():
 
 
 def test_compiled_once():
-    module, before = Bigram(TABLE), Bigram.traced
+    module, earlier = Bigram(TABLE), Bigram.traced
 
     def write(seed: int, **options: Any) -> None:
         prompt, key = np.full((2, 3), seed, np.int32), jax.random.key(seed)
         jattn.generate(module, prompt, max_tokens=4, key=key, **options)
 
     write(0, temperature=1.0, top_p=0.5)
-    traced = Bigram.traced - before
+    traced = Bigram.traced - earlier
     assert traced <= 4  # the prompt and the loop, and what the loop's types take
     write(1, temperature=0.3, top_p=0.9)
     nnx.update(module, jax.tree.map(lambda x: 2 * x, nnx.state(module)))
     write(2, temperature=0.3, top_p=0.9)
-    assert Bigram.traced == before + traced
+    assert Bigram.traced == earlier + traced
     seen: list[Any] = []
     write(3, temperature=1.0, callback=seen.append)
     traced = Bigram.traced
@@ -184,30 +183,22 @@ def test_inside_a_compiled_function():
     got = write(module, jnp.asarray(TOKENS[:, :2]), jnp.asarray(valid))
     assert got.tokens.tolist() == want.tokens.tolist()
     got = write(module, jnp.array([[1, 2], [V, 1]], jnp.int32), jnp.zeros((2, 2), bool))
-    assert got.tokens.tolist() == [[-1] * 3] * 2  # nothing to go on from
+    assert got.tokens.tolist() == [[-1] * 3] * 2  # no valid token to continue from
 
 
-def test_what_is_no_number_is_no_token():
+def test_nan_logits_give_no_token():
     table = np.array(CHAIN)
     table[4] = np.nan
-    found = jattn.generate(Bigram(table), np.array([[2], [5]]), max_tokens=3)
-    assert found.tokens[:, :3].tolist() == [[3, 4, -1], [6, 7, 8]]
+    generated = jattn.generate(Bigram(table), np.array([[2], [5]]), max_tokens=3)
+    assert generated.tokens[:, :3].tolist() == [[3, 4, -1], [6, 7, 8]]
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"prompt": np.zeros((2, 0), int)},
-            ValueError,
-            r"prompt: expected .* T >= 1, got \[2, 0\]",
-        ),
+        ({"prompt": np.zeros((2, 0), int)}, ValueError, r"prompt: .* T >= 1, got \[2, 0\]"),
         ({"prompt": np.zeros(3, int)}, ValueError, r"prompt: expected \[B, T\].* got \[3\]"),
-        (
-            {"valid": np.array([[True], [False]])},
-            ValueError,
-            "valid: expected a token in every row",
-        ),
+        ({"valid": np.array([[1], [0]], bool)}, ValueError, "valid: expected a token in every row"),
         ({"temperature": 1.0}, ValueError, "key: needed for temperature = 1.0, got None"),
         ({"temperature": -1.0}, ValueError, "temperature: expected temperature >= 0, got -1.0"),
         ({"top_p": 1.5}, ValueError, "top_p: expected 0 < top_p <= 1, got 1.5"),

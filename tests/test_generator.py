@@ -1,5 +1,5 @@
-"""Masks and score functions of any kind in the kernel for CPUs: what is generated for them is what
-they say, and so are its derivatives."""
+"""Masks and score functions of any kind in the kernel for CPUs: the generated code computes the
+functions, and their derivatives."""
 
 import ctypes
 import functools
@@ -20,7 +20,7 @@ from jattn.kernels.cpu import compiler, generator, library
 from jattn.masks import Predicate
 from jattn.scores import Score
 from jattn.spec import Shapes
-from tests.conftest import users_jit
+from tests.conftest import assert_trees_close, attention_arrays, out_and_gradients, users_jit
 from tests.kernels import made
 from tests.test_bounds import expressions_of, neighbourhood
 
@@ -52,10 +52,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
         masks.Causal(),
         Score(lambda s, b, h, q, kv, t: s + t[h, abs(q - kv) % 64], TABLE),
     ),
-    "table by pair": (
-        None,
-        Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE),
-    ),
+    "table by pair": (None, Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE)),
     "two entries of a table": (
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),
@@ -99,27 +96,17 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def drawn(dtype: Any) -> tuple[Any, ...]:
-    rng = np.random.default_rng(1)
-    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
-    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+def drawn(dtype: Any) -> list[Any]:
+    return attention_arrays((B, T, S, N, K, H, H), dtype, seed=1)
 
 
-def everything(mask: Any, score: Any, implementation: str, given: Any, **options: Any) -> Any:
-    """Output, lse and all gradients."""
-    q, k, v, d_out = given
+def everything(mask: Any, score: Any, implementation: str, arrays: Any, **options: Any) -> Any:
+    """Returns output, lse and all gradients."""
+    q, k, v, d_out = arrays
+    options |= {"mask": mask, "implementation": implementation, "return_lse": True}
 
     def loss(q: Any, k: Any, v: Any, score: Any) -> Any:
-        out, lse = jattn.attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            score=score,
-            implementation=implementation,
-            return_lse=True,
-            **options,
-        )
+        out, lse = jattn.attention(q, k, v, score=score, **options)
         return (out * d_out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
     run = users_jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True))
@@ -146,12 +133,11 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.default_tiles
-def test_it_is_what_the_function_says(name, dtype):
+def test_the_kernel_computes_what_the_function_says(name, dtype):
     mask, score = CALLS[name]
-    given, score = drawn(dtype), cast(score, dtype)
+    arrays, score = drawn(dtype), cast(score, dtype)
     with jax.numpy_dtype_promotion("standard"):
-        got = everything(mask, score, "native", given)
-        want = everything(mask, score, "reference", given)
+        got, want = (everything(mask, score, name, arrays) for name in ("native", "reference"))
     assert_close(got, want, 1e-12 if dtype == "float64" else 2e-5)
 
 
@@ -159,8 +145,6 @@ def test_it_is_what_the_function_says(name, dtype):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_of_another_width_than_the_scores(dtype):
-    """Floats and integers of 64 bits with scores of 32, and floats of 32 with scores of 64: within
-    functions, as what they read, and as parameters that are learned."""
     other = jnp.float64 if dtype == "float32" else jnp.float32
     words = jnp.asarray(RNG.integers(-(2**60), 2**60, 64), jnp.int64)
     mask = Predicate(
@@ -172,9 +156,9 @@ def test_numbers_of_another_width_than_the_scores(dtype):
         return s + wide + table[h, (q * 5 + kv) % 64] / 3 * (q % 7) + 0.001 * (q * kv % 11)
 
     score = Score(bend, SLOPES.astype(other), TABLE.astype(other))
-    given = drawn(dtype)
+    arrays = drawn(dtype)
     with jax.numpy_dtype_promotion("standard"):
-        got, want = (everything(mask, score, name, given) for name in ("native", "reference"))
+        got, want = (everything(mask, score, name, arrays) for name in ("native", "reference"))
     assert [x.dtype for x in got[-2:]] == [other] * 2
     assert_close(got, want, 2e-5)
 
@@ -194,15 +178,11 @@ def test_masked_poison_reaches_nobody(poison):
 @pytest.mark.slow
 @pytest.mark.default_tiles
 def test_dropout_positions_and_maps():
-    """Dropout decides as elsewhere; positions of both sides; and under vmap."""
     mask, score = CALLS["documents given"][0] & CAUSAL, CALLS["slopes"][1]
     q, k, v, d_out = drawn("float32")
-    options = {
-        "dropout_rate": 0.3,
-        "dropout_key": jax.random.key(3),
-        "q_positions": jnp.arange(T, dtype=jnp.int32)[::-1],
-        "kv_positions": (jnp.arange(S, dtype=jnp.int32) * 7) % 190,
-    }
+    options: dict[str, Any] = {"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}
+    options["q_positions"] = jnp.arange(T, dtype=jnp.int32)[::-1]
+    options["kv_positions"] = (jnp.arange(S, dtype=jnp.int32) * 7) % 190
     with jax.numpy_dtype_promotion("standard"):
         got, want = (
             everything(mask, score, name, (q, k, v, d_out), **options)
@@ -211,11 +191,11 @@ def test_dropout_positions_and_maps():
         assert_close(got, want, 2e-5)
 
         def run(name: str) -> Any:
-            one = lambda q, k, v, m: jattn.attention(  # noqa: E731
+            single = lambda q, k, v, m: jattn.attention(  # noqa: E731
                 q, k, v, mask=mask, score=Score(score.fn, m), implementation=name
             )
             stacked = (jnp.stack([x, 2 * x]) for x in (q, k, v, SLOPES))
-            return np.asarray(users_jit(jax.vmap(one))(*stacked))
+            return np.asarray(users_jit(jax.vmap(single))(*stacked))
 
         np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
 
@@ -224,7 +204,6 @@ def test_dropout_positions_and_maps():
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("shared", ["none", "keys", "queries"])
 def test_under_shard_map(shared):
-    """Parameters are replicated, and keys or queries may be: their gradients are summed."""
     mesh = jax.make_mesh((4, 2), ("rows", "spare"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng = np.random.default_rng(2)
     size = {"q": 2 if shared == "queries" else 8, "k": 2 if shared == "keys" else 8}
@@ -242,9 +221,9 @@ def test_under_shard_map(shared):
             return jattn.attention(q, k, v, mask=mask, score=bent, implementation=implementation)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("rows"))
-        loss = lambda *given: (mapped(*given) * d_out).sum()  # noqa: E731
-        found = users_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, SLOPES)
-        return [np.asarray(x) for x in found]
+        loss = lambda *arrays: (mapped(*arrays) * d_out).sum()  # noqa: E731
+        d = users_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, SLOPES)
+        return [np.asarray(x) for x in d]
 
     with jax.numpy_dtype_promotion("standard"):
         assert_close(gradients("native"), gradients("blockwise"), 2e-5)
@@ -252,7 +231,6 @@ def test_under_shard_map(shared):
 
 @pytest.mark.default_tiles
 def test_long_sequences_skip_what_is_empty():
-    """NaN in queries and keys of tiles that nobody visits is never read; and many tiles agree."""
     q, k, v = (jnp.asarray(RNG.normal(size=(1, 2300, 2, 16)), jnp.float32) for _ in range(3))
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & (q - kv < 200))
     whole = masks.Causal() & masks.Window(left=199)
@@ -263,7 +241,7 @@ def test_long_sequences_skip_what_is_empty():
     assert jattn.explain(q, k, v, mask=mask)["native"] is None
 
 
-def test_what_it_does_not_know_has_a_reason():
+def test_unsupported_functions_have_a_reason():
     q = jnp.ones((1, 1200, 1, 8))
     loop = Predicate(
         lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == kv
@@ -276,7 +254,7 @@ def test_what_it_does_not_know_has_a_reason():
 
 
 def test_a_rule_that_cannot_be_compiled_leaves_the_call_to_the_next(monkeypatch):
-    """Forward and backward; the reason is told; who names the kernel is refused; tried once."""
+    """Forward and backward; the reason is shown; a named kernel raises it; it is tried once."""
     tries = []
 
     def failing(text: str, dtype: str) -> Any:
@@ -313,7 +291,6 @@ FORWARD = 'extern "C" void jattn_rule_forward() {}\n'
 
 @pytest.mark.parametrize(("text", "modifies"), [("", False), ("", True), (FORWARD, True)])
 def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, modifies):
-    """It was a crash when the rule was called."""
     empty = library_of(text, tmp_path)
     monkeypatch.setattr(compiler, "load_rule", lambda *_: empty)
     name = f"{text} {modifies} {tmp_path}"
@@ -325,7 +302,6 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
 
 @pytest.mark.slow
 def test_a_process_loads_only_so_many_rules(monkeypatch):
-    """Programs that were compiled with a rule go on; others take the next implementation."""
     monkeypatch.setattr(library, "_rules", {})
     monkeypatch.setattr(library, "MOST_RULES", 2)
     q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
@@ -352,7 +328,6 @@ def test_a_process_loads_only_so_many_rules(monkeypatch):
 
 
 def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
-    """As one that another process has compiled."""
     monkeypatch.setattr(library, "add_rule", lambda *_: 12345)
     q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 17 != 3))
@@ -370,90 +345,91 @@ class _Place(ctypes.Structure):
     ]
 
 
-SIDE, WIDTH = 21, 24
+SIDE = 21
 
 
-def compiled(texts: list[str], dtype: str = "float64") -> Any:
-    """Many rules in one library: functions of rule n have names that end in n."""
-    own = [
-        f"namespace rule{n} {{\n"
-        + text.replace("jattn_rule_forward", f"forward_{n}").replace(
-            "jattn_rule_backward", f"backward_{n}"
-        )
-        + "}\n"
-        for n, text in enumerate(texts)
-    ]
-    return compiler.load_rule("\n".join(own), dtype)
+class CompiledScores:
+    """Score functions of T queries and S keys, compiled together; not all of them may compile."""
 
+    def __init__(self, functions: list[Any], T: int, S: int, dtype: str):
+        self.T, self.S, self.dtype = T, S, np.dtype(dtype)
+        shapes, texts = Shapes((1,), T, S, 1, 1, 4, 4, jnp.dtype(dtype)), []
+        self.rules: list[Any] = []
+        self.operands: list[list[np.ndarray]] = []
+        for n, function in enumerate(functions):
+            spec = made(shapes, score=Score(function)).spec
+            try:
+                rule: Any = generator.generate(spec, self.dtype, gradients=False)
+            except NotImplementedError:
+                self.rules.append(None)
+                self.operands.append([])
+                continue
+            self.rules.append(rule)
+            arrays = generator.arrays(spec, shapes, self.dtype)
+            self.operands.append([np.asarray(x) for x in arrays])
+            text = rule.text.replace("jattn_rule_forward", f"forward_{n}")
+            text = text.replace("jattn_rule_backward", f"backward_{n}")
+            texts.append(f"namespace rule{n} {{\n{text}}}\n")
+        self.library = compiler.load_rule("\n".join(texts), dtype)
 
-def drawn_functions(count: int) -> list[Any]:
-    """Random functions of scores and positions."""
-    found = []
+    def _lanes(self, array: Any) -> tuple[np.ndarray, Any]:
+        """A copy `[S, T]` whose rows are multiples of eight numbers, and its address."""
+        lanes = np.zeros((self.S, -(-self.T // 8) * 8), self.dtype)
+        lanes[:, : self.T] = array
+        return lanes, ctypes.c_void_p(lanes.ctypes.data)
 
-    @settings(max_examples=count, phases=[Phase.generate])
-    @given(expressions_of("float", 4, True))
-    def collect(function: Any) -> None:
-        found.append(function)
+    def _place(self, n: int, width: int) -> Any:
+        pointers = (ctypes.c_void_p * 40)(*(x.ctypes.data for x in self.operands[n]))
+        place = _Place(0, self.T, width, 0, self.S, self.T, self.S, pointers, pointers)
+        return ctypes.byref(place)
 
-    collect()
-    return found
+    def forward(self, n: int, scores: Any) -> np.ndarray:
+        """Returns the new scores `[S, T]` of function n."""
+        lanes, address = self._lanes(scores)
+        place = self._place(n, lanes.shape[1])
+        getattr(self.library, f"forward_{n}")(place, address, ctypes.c_bool(False))
+        return lanes[:, : self.T]
+
+    def backward(self, n: int, scores: Any, cotangent: Any) -> np.ndarray:
+        """Returns the cotangents `[S, T]` of the scores of function n."""
+        (lanes, scores_at), (back, back_at) = self._lanes(scores), self._lanes(cotangent)
+        getattr(self.library, f"backward_{n}")(self._place(n, lanes.shape[1]), scores_at, back_at)
+        return back[:, : self.T]
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_random_score_functions(count):
-    """Values and derivatives of many functions, 200 of which are compiled together."""
-    functions = drawn_functions(count)
+    functions: list[Any] = []
+
+    @settings(max_examples=count, phases=[Phase.generate])
+    @given(expressions_of("float", 4, True))
+    def collect(function: Any) -> None:
+        functions.append(function)
+
+    collect()
     for start in range(0, count, 200):
         check_functions(functions[start : start + 200])
 
 
 def check_functions(functions: list[Any]) -> None:
-    rng = np.random.default_rng(0)
-    score = rng.normal(size=(SIDE, SIDE)) * 3
-    cotangent = rng.normal(size=(SIDE, SIDE))
-    shapes = Shapes((1,), SIDE, SIDE, 1, 1, 4, 4, jnp.dtype("float64"))
+    score, cotangent = np.random.default_rng(0).normal(size=(2, SIDE, SIDE)) * [[[3]], [[1]]]
     places = jnp.arange(SIDE, dtype=jnp.int32)
-    texts, want = [], []
     with jax.numpy_dtype_promotion("standard"):
-        for function in functions:
-            at = places[:, None], places[None, :]
-            whole = lambda s, f=function, at=at: f(*at, s) + 0 * s  # noqa: E731
-            true, pull = jax.vjp(whole, jnp.asarray(score))
-            (d_score,) = pull(jnp.asarray(cotangent))
-            fn = lambda s, b, h, q, kv, f=function: f(q, kv, s) + 0 * s  # noqa: E731
-            spec = made(shapes, score=Score(fn)).spec
-            try:
-                rule = generator.generate(spec, np.dtype("float64"), gradients=False)
-            except NotImplementedError:
-                continue
-            operands = [np.asarray(y) for y in generator.arrays(spec, shapes, np.dtype("float64"))]
-            texts.append(rule.text)
-            want.append((rule, operands, np.asarray(true), np.asarray(d_score)))
-    assert len(texts) > 0.9 * len(functions)
-    found = compiled(texts)
-    for n, (rule, operands, true, d_score) in enumerate(want):
-        lanes = np.zeros((SIDE, WIDTH))
-        pointers = (ctypes.c_void_p * 40)(*(y.ctypes.data for y in operands))
-        place = _Place(0, SIDE, WIDTH, 0, SIDE, SIDE, SIDE, pointers, pointers)
-        lanes[:, :SIDE] = score.T
-        got = lanes.copy()
-        getattr(found, f"forward_{n}")(
-            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
-        )
-        assert_alike(got[:, :SIDE].T, true, rule.text)
-        if not rule.modifies:
-            continue
-        back = np.zeros_like(lanes)
-        back[:, :SIDE] = cotangent.T
-        getattr(found, f"backward_{n}")(
-            ctypes.byref(place),
-            ctypes.c_void_p(lanes.ctypes.data),
-            ctypes.c_void_p(back.ctypes.data),
-        )
-        assert_alike(back[:, :SIDE].T, d_score, rule.text)
+        scorers = [lambda s, b, h, q, kv, f=f: f(q, kv, s) + 0 * s for f in functions]
+        compiled = CompiledScores(scorers, SIDE, SIDE, "float64")
+        rules = [(n, rule) for n, rule in enumerate(compiled.rules) if rule is not None]
+        assert len(rules) > 0.9 * len(functions)
+        for n, rule in rules:
+            function = lambda s, n=n: functions[n](places[:, None], places[None], s) + 0 * s  # noqa: E731
+            want, d_score = out_and_gradients(
+                function, [jnp.asarray(score)], jnp.asarray(cotangent)
+            )
+            assert_alike(compiled.forward(n, score.T).T, want, rule.text)
+            if rule.modifies:
+                assert_alike(compiled.backward(n, score.T, cotangent.T).T, d_score, rule.text)
 
 
-def assert_alike(got: np.ndarray, want: np.ndarray, text: str) -> None:
+def assert_alike(got: np.ndarray, want: Any, text: str) -> None:
     usual = np.abs(want) < 1e100
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=text)
     np.testing.assert_allclose(got[usual], want[usual], rtol=1e-9, atol=1e-9, err_msg=text)
@@ -486,9 +462,7 @@ EXPONENTS = [*range(-5, 8), 31, -64, 2**31 - 1, -(2**31), 2**40 + 1, 2**62 + 3, 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("of", ["scores", "floats of the other width", "int32", "int64"])
 def test_powers_are_those_of_jax(dtype, of):
-    """To rounding, with their derivatives: for infinities, NaN and zeros too, and where integers
-    wrap around."""
-    shapes = Shapes((1,), 48, 40, 1, 1, 4, 4, jnp.dtype(dtype))
+    """Derivatives too, for infinities, NaN and zeros, and where integers wrap around."""
     whole = of.startswith("int")
     inner = of if whole else {"float32": "float64", "float64": "float32"}[dtype]
     inner = dtype if of == "scores" else inner
@@ -503,25 +477,15 @@ def test_powers_are_those_of_jax(dtype, of):
     if not whole:
         x[0, :8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1e30]
     x, cotangent = x.astype(dtype), rng.normal(size=x.shape).astype(dtype)
-    texts, eps = [], max(float(jnp.finfo(y).eps) for y in (dtype, dtype if whole else inner))
+    eps = max(float(jnp.finfo(y).eps) for y in (dtype, dtype if whole else inner))
     exponents = [n for n in EXPONENTS if n >= 0 or not whole]
-    for n in exponents:
-        score = Score(lambda s, b, h, q, kv, n=n: power(s, n))
-        spec = made(shapes, score=score).spec
-        texts.append(generator.generate(spec, np.dtype(dtype), gradients=False).text)
-    found = compiled(texts, dtype)
-    nothing = (ctypes.c_void_p * 40)()
-    place = _Place(0, 48, 48, 0, 40, 48, 40, nothing, nothing)
+    scorers = [lambda s, b, h, q, kv, n=n: power(s, n) for n in exponents]
+    compiled = CompiledScores(scorers, 48, 40, dtype)
     for number, n in enumerate(exponents):
-        want, pull = jax.vjp(lambda x, n=n: power(x, n), x)
-        got, back = x.copy(), cotangent.copy()
-        scores_at = ctypes.c_void_p(x.ctypes.data)
-        forward, backward = (getattr(found, f"{x}_{number}") for x in ("forward", "backward"))
-        forward(ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False))
-        backward(ctypes.byref(place), scores_at, ctypes.c_void_p(back.ctypes.data))
-        close = {"rtol": 8 * eps, "atol": 1e-37, "err_msg": f"{n}"}  # XLA has no denormal numbers
-        np.testing.assert_allclose(got, want, **close)
-        np.testing.assert_allclose(back, pull(cotangent)[0], **close)
+        want = out_and_gradients(lambda x, n=n: power(x, n), [x], cotangent)
+        got = compiled.forward(number, x), compiled.backward(number, x, cotangent)
+        # XLA has no denormal numbers.
+        assert_trees_close(got, want, rtol=8 * eps, atol=1e-37, err_msg=f"{n}")
 
 
 def test_powers_beyond_all_bounds_are_a_reason():
@@ -545,60 +509,34 @@ INTEGERS = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_integers_of_64_bits(dtype):
-    """As NumPy's, whatever width the scores have."""
-    shapes = Shapes((1,), 32, 40, 1, 1, 4, 4, jnp.dtype(dtype))
-
     def of_places(f: Any, q: Any, kv: Any) -> Any:
         wide = q.astype(jnp.int64), kv.astype(jnp.int64)
         x, y = wide[0] * 123456789012 - wide[1], wide[1] * 98765432101 - wide[0] * 2**36
         return (f(x, y) % 100003).astype(dtype)
 
-    texts, operands = [], []
-    for f in INTEGERS.values():
-        score = Score(lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv))
-        spec = made(shapes, score=score).spec
-        texts.append(generator.generate(spec, np.dtype(dtype), gradients=False).text)
-        operands.append([np.asarray(x) for x in generator.arrays(spec, shapes, np.dtype(dtype))])
-    found = compiled(texts, dtype)
+    scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in INTEGERS.values()]
+    compiled = CompiledScores(scorers, 32, 40, dtype)
     q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
     for n, (name, f) in enumerate(INTEGERS.items()):
-        got = np.zeros((40, 32), dtype)
-        pointers = (ctypes.c_void_p * 40)(*(x.ctypes.data for x in operands[n]))
-        place = _Place(0, 32, 32, 0, 40, 32, 40, pointers, pointers)
-        getattr(found, f"forward_{n}")(
-            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
-        )
         want = of_places(f, q[None, :], kv[:, None])
-        np.testing.assert_array_equal(got, want, err_msg=name)
+        np.testing.assert_array_equal(compiled.forward(n, np.zeros((40, 32))), want, err_msg=name)
 
 
 def test_functions_of_float32():
-    """A few roundings from what they are, for numbers of every size, 0, infinities and NaN."""
+    """Accurate to a few roundings, for numbers of every size, 0, infinities and NaN."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 48)) * 10.0 ** rng.uniform(-9, 4, (40, 48))
     x[0, :8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 88.6, -103.0, 1.0]
     x = x.astype(np.float32)
-    shapes = Shapes((1,), 48, 40, 1, 1, 4, 4, jnp.dtype("float32"))
-    texts = []
-    for function, _ in FUNCTIONS.values():
-        score = Score(lambda s, b, h, q, kv, f=function: f(s))
-        spec = made(shapes, score=score).spec
-        texts.append(generator.generate(spec, np.dtype("float32"), gradients=False).text)
-    found = compiled(texts, "float32")
-    nothing = (ctypes.c_void_p * 40)()
+    scorers = [lambda s, b, h, q, kv, f=f: f(s) for f, _ in FUNCTIONS.values()]
+    compiled = CompiledScores(scorers, 48, 40, "float32")
     for n, (name, (_, true)) in enumerate(FUNCTIONS.items()):
-        got = x.copy()
-        place = _Place(0, 48, 48, 0, 40, 48, 40, nothing, nothing)
-        getattr(found, f"forward_{n}")(
-            ctypes.byref(place), ctypes.c_void_p(got.ctypes.data), ctypes.c_bool(False)
-        )
+        got = compiled.forward(n, x)
         with np.errstate(all="ignore"):
             want = true(x.astype(np.float64)).astype(np.float32)
-        usual = np.isfinite(want) & (np.abs(want) > 1e-37)
+        usual, inf = np.isfinite(want) & (np.abs(want) > 1e-37), np.isinf(want)
+        tiny = ~usual & ~inf
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)
-        inf = np.isinf(want)
         np.testing.assert_array_equal(got[inf], want[inf], err_msg=name)
         np.testing.assert_allclose(got[usual], want[usual], rtol=2e-6, err_msg=name)
-        np.testing.assert_allclose(
-            got[~usual & ~inf], want[~usual & ~inf], atol=1e-37, err_msg=name
-        )
+        np.testing.assert_allclose(got[tiny], want[tiny], atol=1e-37, err_msg=name)

@@ -1,6 +1,6 @@
-"""The kernel in Mosaic that decodes from caches: interpreted on a CPU, and translated for a Hopper.
+"""The kernel in Mosaic that decodes from caches: interpreted on a CPU, and lowered for a Hopper.
 
-What it should give is attention by the formula, in float64, to what each row of the cache holds.
+The expected result is attention by the formula, in float64, to the tokens in each row of the cache.
 """
 
 import dataclasses
@@ -21,7 +21,14 @@ from tests.conftest import quick_jit
 from tests.kernels import made
 from tests.oracle import error
 from tests.test_cache import poisoned
-from tests.test_hopper import _compiled_once, each_kernel, pretend, translated  # noqa: F401
+from tests.test_hopper import (
+    _compiled_once,  # noqa: F401
+    assert_within,
+    each_kernel,
+    lying_bounds,
+    pretend,
+    translated,
+)
 
 
 B, N, K, H, V = 3, 4, 2, 64, 128
@@ -31,7 +38,7 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    """Numbers of bfloat16, in a dtype."""
+    """Random numbers that bfloat16 can represent, in a dtype."""
     numbers = np.random.default_rng(sum(shape)).normal(size=shape)
     return jnp.asarray(numbers, jnp.bfloat16).astype(dtype)
 
@@ -46,10 +53,12 @@ CACHES: dict[str, Any] = {
 KEYS, VALUES = normal(B, TOKENS, K, H), normal(B, TOKENS, K, V)
 
 
-def filled(kind: str, before: float = 0) -> Cache:
-    """A cache with the tokens of each row, in pieces; pages of rows lie between one another. What
-    was there before still is where no token has come to."""
-    cache = poisoned(CACHES[kind](), before)
+def filled(kind: str, unwritten: float = 0) -> Cache:
+    """A cache to which the tokens of each row were appended in pieces, so that pages alternate.
+
+    Slots without a token hold `unwritten`.
+    """
+    cache = poisoned(CACHES[kind](), unwritten)
     for start in range(0, TOKENS, 26):
         piece = slice(start, start + 26)
         valid = np.arange(start, start + 26) < LENGTHS[:, None]
@@ -66,7 +75,7 @@ def _steeper(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any
 
 
 def functions(T: int, S: int, b: Any, dtype: Any) -> Any:
-    """Of heads, batch rows and positions, looked up and along heads."""
+    """A mask and scores of heads, batch rows and positions: looked up, and along heads."""
     return {
         "mask": masks.Causal() & masks.Predicate(_thirds, jnp.asarray([2, 0, 1], jnp.int32)[b]),
         "score": scores.Alibi(jnp.asarray([0.5, 0.25, 0.125, 0.0625], dtype))
@@ -78,7 +87,7 @@ def functions(T: int, S: int, b: Any, dtype: Any) -> Any:
 
 
 def arrays(T: int, S: int, b: Any, dtype: Any) -> Any:
-    """Along all axes, and along some of them."""
+    """Arrays along all axes, and along some of them."""
     rng = np.random.default_rng(1)
     seen, by_query = rng.random((1, N, 1, 256)) < 0.7, rng.random((B, 1, T, 256)) < 0.9
     return {
@@ -92,7 +101,7 @@ def arrays(T: int, S: int, b: Any, dtype: Any) -> Any:
 
 
 def full_for_some(T: int, S: int, b: Any, dtype: Any) -> Any:
-    """The first head sees all keys: its tiles need no mask, those of its group do."""
+    """A mask of which the first head sees all keys: its tiles need no mask, its group's do."""
     seen = np.random.default_rng(2).random((1, N, 1, 256)) < 0.7
     seen[:, 0] = True
     return {"mask": masks.Dense(jnp.asarray(seen[..., :S]))}
@@ -102,8 +111,8 @@ def causal(T: int, S: int, b: Any, dtype: Any) -> Any:
     return {"mask": masks.Causal(), "scale": 0.3}
 
 
-class Call(NamedTuple):
-    """A kind of cache, T queries and the rules of a call."""
+class DecodeCall(NamedTuple):
+    """A kind of cache, T queries and the keyword arguments of a call."""
 
     kind: str
     T: int
@@ -111,20 +120,20 @@ class Call(NamedTuple):
 
 
 CALLS = [
-    Call("dense", 1, causal),
-    Call("dense", 1, full_for_some),
-    Call("dense", 3, functions),
-    Call("dense_odd", 2, arrays),
-    Call("dense", 40, functions),  # of one head at a time
-    Call("rolling", 1, functions),
-    Call("paged", 1, functions),
-    Call("paged", 3, arrays),
-    Call("paged_wide", 1, causal),
+    DecodeCall("dense", 1, causal),
+    DecodeCall("dense", 1, full_for_some),
+    DecodeCall("dense", 3, functions),
+    DecodeCall("dense_odd", 2, arrays),
+    DecodeCall("dense", 40, functions),  # one head at a time
+    DecodeCall("rolling", 1, functions),
+    DecodeCall("paged", 1, functions),
+    DecodeCall("paged", 3, arrays),
+    DecodeCall("paged_wide", 1, causal),
 ]
 
 
-def decoded(call: Call, cache: Cache, implementation: str, **options: Any) -> Any:
-    """out and lse of queries that were appended last, or before: causal masks differ then."""
+def decoded(call: DecodeCall, cache: Cache, implementation: str, **options: Any) -> Any:
+    """Returns out and lse of the queries of the last tokens."""
     query = normal(B, call.T, N, H)
     every = call.rules(call.T, cache.capacity, slice(None), jnp.bfloat16)
 
@@ -136,36 +145,34 @@ def decoded(call: Call, cache: Cache, implementation: str, **options: Any) -> An
     return quick_jit(attend)(query, cache)
 
 
-def formula(call: Call) -> Any:
-    """The same of each row's tokens, one row at a time, in float64."""
-    found, wide = [], lambda x: jnp.asarray(x, jnp.float64)
+def formula(call: DecodeCall) -> Any:
+    """Returns out and lse by the formula, one row at a time, in float64."""
+    results = []
     for b, length in enumerate(LENGTHS):
-        own, run = slice(b, b + 1), slice(0, length)
-        rules = call.rules(call.T, length, own, jnp.float64)
+        row, tokens = slice(b, b + 1), slice(0, length)
+        rules = call.rules(call.T, length, row, jnp.float64)
         if call.kind == "rolling":
             rules["mask"] = rules["mask"] & masks.Window(left=50)
-        found.append(
+        query, key, value = normal(B, call.T, N, H)[row], KEYS[row, tokens], VALUES[row, tokens]
+        results.append(
             jattn.attention(
-                wide(normal(B, call.T, N, H)[own]),
-                wide(KEYS[own, run]),
-                wide(VALUES[own, run]),
+                *(x.astype(jnp.float64) for x in (query, key, value)),
                 q_positions=jnp.arange(length - call.T, length)[None],
                 implementation="reference",
                 return_lse=True,
                 **rules,
             )
         )
-    return [jnp.concatenate(x) for x in zip(*found, strict=True)]
+    return [jnp.concatenate(x) for x in zip(*results, strict=True)]
 
 
-def assert_right(call: Call, got: Any) -> None:
-    for x, y, limit in zip(got, formula(call), (1e-2, 2e-6), strict=True):
-        assert error(x, y) <= limit
+def assert_right(call: DecodeCall, got: Any) -> None:
+    assert_within(got, formula(call))
 
 
 @pytest.fixture
 def read_in_place(monkeypatch):
-    """How many times the kernel has run."""
+    """Counts the runs of the kernel."""
     counted: list[Any] = []
     ours = decode._launch
     monkeypatch.setattr(decode, "_launch", lambda *x: counted.append(x) or ours(*x))
@@ -182,9 +189,9 @@ def test_values(call, implementation, read_in_place):
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_what_was_never_written_does_not_exist(kind):
-    """NaN in slots behind the last token, and in pages that no row holds."""
-    call, cache = Call(kind, 2, causal), filled(kind, np.nan)
+def test_slots_never_written_have_no_effect(kind):
+    """NaN in slots after the last token, and in pages that no row holds, has no effect."""
+    call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan)
     assert np.isnan(np.asarray(cache.values, np.float32)).any()
     assert_right(call, decoded(call, cache, "hopper"))
 
@@ -192,21 +199,17 @@ def test_what_was_never_written_does_not_exist(kind):
 @pytest.mark.one_in(3)
 @each_kernel
 def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
-    """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
-
-    def lie(tile: Any) -> Any:
-        first = np.asarray(tile.columns.start) < 64
-        rows = np.ones_like(np.asarray(tile.rows.start), bool)
-        return rows & first, rows & first
-
+    """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
     keys, values = (x[:, :128].at[:, 64:].set(jnp.nan) for x in (KEYS, VALUES))
-    whole = DenseCache.of(keys, values)
-    part = DenseCache.of(keys[:, :64], values[:, :64])
-    mask = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie)
+    lying = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lying_bounds(64))
     everything = masks.Predicate(lambda b, h, i, j: i >= 0)
-    # Without the cache's own mask, which tells more of the same tiles.
-    lied = decoded(Call("dense", 1, causal), whole, implementation, mask=mask)
-    wanted = decoded(Call("dense", 1, causal), part, implementation, mask=everything)
+    # Each mask replaces the call's causal mask.
+    cases = (
+        (DenseCache.of(keys, values), lying),
+        (DenseCache.of(keys[:, :64], values[:, :64]), everything),
+    )
+    call = DecodeCall("dense", 1, causal)
+    lied, wanted = (decoded(call, cache, implementation, mask=mask) for cache, mask in cases)
     for x, y in zip(lied, wanted, strict=True):
         assert error(x, y) <= 1e-6
     assert len(read_in_place) == 2
@@ -215,33 +218,32 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
 @pytest.mark.one_in(3)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
-    """Some of which have no keys that may be attended to."""
     monkeypatch.setattr(decode, "_TILES_EACH", 1)
     with tuning.using(gpu_tiles_each=1):
-        call = Call("dense", 1, causal)
+        call = DecodeCall("dense", 1, causal)
         got = decoded(call, filled("dense"), implementation)
     assert [x[2] for x in read_in_place] == [3]
     assert_right(call, got)
 
 
 def test_vmap_is_more_programs(read_in_place):
-    call, cache = Call("paged", 1, causal), filled("paged")
+    call, cache = DecodeCall("paged", 1, causal), filled("paged")
     queries = jnp.stack([normal(B, 1, N, H), -normal(B, 1, N, H)])
     attend = functools.partial(jattn.attention, implementation="hopper", mask=masks.Causal())
     mapped = quick_jit(jax.vmap(attend, (0, None)))(queries, cache)
-    one = decoded(call, cache, "hopper", scale=None)[0]
-    np.testing.assert_array_equal(mapped[0], one)
-    assert error(mapped[1], one) > 0.1
+    single = decoded(call, cache, "hopper", scale=None)[0]
+    np.testing.assert_array_equal(mapped[0], single)
+    assert error(mapped[1], single) > 0.1
 
 
 def test_gradients_are_those_of_arrays():
-    call, cache = Call("paged", 2, arrays), filled("paged")
-    given: Any = cache
+    call, cache = DecodeCall("paged", 2, arrays), filled("paged")
+    original: Any = cache
     rules = call.rules(2, cache.capacity, slice(None), jnp.bfloat16)
 
     def loss(implementation: str, query: Any, keys: Any) -> Any:
-        held: Any = dataclasses.replace(given, keys=keys)
-        out = jattn.attention(query, held, implementation=implementation, **rules)
+        replaced: Any = dataclasses.replace(original, keys=keys)
+        out = jattn.attention(query, replaced, implementation=implementation, **rules)
         return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     derive = functools.partial(quick_jit, static_argnums=0)(jax.grad(loss, (1, 2)))
@@ -252,11 +254,11 @@ def test_gradients_are_those_of_arrays():
 
 def test_it_is_translated_for_cuda():
     for kind, T in (("dense_odd", 3), ("paged", 1)):
-        call = Call(kind, T, functions)
-        given = normal(B, T, N, H), filled(kind)
-        rules = call.rules(T, given[1].capacity, slice(None), jnp.bfloat16)
+        call = DecodeCall(kind, T, functions)
+        arguments = normal(B, T, N, H), filled(kind)
+        rules = call.rules(T, arguments[1].capacity, slice(None), jnp.bfloat16)
         attend = functools.partial(jattn.attention, implementation="hopper", **rules)
-        assert "jattn_mosaic_decode" in translated(attend, given)
+        assert "jattn_mosaic_decode" in translated(attend, arguments)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_it_is_translated_for_cuda():
     ],
     ids=["none", "queries", "dtype", "width", "page", "function"],
 )
-def test_what_is_not_read_in_place(changes, words):
+def test_reasons_not_to_read_a_cache_in_place(changes, words):
     T, size, dtype = (changes.get(*x) for x in (("T", 1), ("size", V), ("dtype", jnp.bfloat16)))
     page = changes.get("page_size", 16)
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
@@ -283,7 +285,6 @@ def test_what_is_not_read_in_place(changes, words):
 
 @pytest.mark.parametrize(("capability", "least"), [("8.0", 32), ("9.0", 8)])
 def test_threads_copy_no_small_pages(monkeypatch, capability, least):
-    """Of four warps each has to copy something."""
     pretend(monkeypatch, capability, 13000)
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""FlexAttention's masks and scores, as its users write them, through jattn."""
+"""FlexAttention's masks and scores, as its users write them, in jattn."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ import pytest
 import jattn
 from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import gym
-from experiments.benchmark.rules import HEADS, RULES, Rule
+from experiments.benchmark.rules import HEADS, RULES, BenchmarkRule
 from jattn import masks, tuning
 from jattn.kernels.cpu import library
 from jattn.masks import Predicate
@@ -26,17 +26,17 @@ MASKS = [rule.name for rule in RULES if not rule.is_score]
 T = 400  # 20 × 20
 
 
-def in_numpy(rule: Rule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
-    """What a rule says of each pair, `[T, T]`, by NumPy."""
+def in_numpy(rule: BenchmarkRule, T: int, h: int = 0, score: Any = None) -> np.ndarray:
+    """Evaluates a rule for each pair by NumPy, `[T, T]`."""
     q, kv = np.arange(T, dtype=np.int32)[:, None], np.arange(T, dtype=np.int32)[None, :]
-    given = () if score is None else (score,)
+    scores = () if score is None else (score,)
     operands = rule.operands(T) if rule.is_score else ()
-    found = rule.make(np, T)(*given, 0, h, q, kv, *operands)
-    return np.broadcast_to(found, (T, T))
+    result = rule.make(np, T)(*scores, 0, h, q, kv, *operands)
+    return np.broadcast_to(result, (T, T))
 
 
-def in_jattn(rule: Rule, T: int, *operands: Any) -> dict[str, Any]:
-    """The mask and score function of a call."""
+def in_jattn(rule: BenchmarkRule, T: int, *operands: Any) -> dict[str, Any]:
+    """Returns the mask and score function of a call."""
     function = rule.make(jnp, T)
     if not rule.is_score:
         return {"mask": Predicate(function)}
@@ -44,29 +44,28 @@ def in_jattn(rule: Rule, T: int, *operands: Any) -> dict[str, Any]:
 
 
 def kinds(allowed: np.ndarray, block: int) -> np.ndarray:
-    """EMPTY, MIXED or FULL for each tile, the last ones shorter."""
+    """EMPTY, MIXED or FULL for each tile, the last of which are smaller."""
     starts = range(0, len(allowed), block)
     tiles = [[allowed[i : i + block, j : j + block] for j in starts] for i in starts]
     return np.array([[int(x.any()) + int(x.all()) for x in row] for row in tiles])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_it_says_the_same_in_jax(name):
+def test_rules_mean_the_same_in_jax(name):
     rule = BY_NAME[name]
     score = np.random.default_rng(0).normal(size=(T, T)).astype(np.float32) * 4
-    given = (score,) if rule.is_score else ()
+    scores = (score,) if rule.is_score else ()
     function = rule.make(jnp, T)
 
     @quick_jit
     def every(*operands: Any) -> Any:
         q, kv = (jnp.arange(T, dtype=jnp.int32) for _ in range(2))
         of_key = jax.vmap(
-            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands),
-            (*[0] * len(given), None, 0),
+            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands), (*[0] * len(scores), None, 0)
         )
-        return jax.vmap(of_key, (*[0] * len(given), 0, None))(*map(jnp.asarray, given), q, kv)
+        return jax.vmap(of_key, (*[0] * len(scores), 0, None))(*map(jnp.asarray, scores), q, kv)
 
-    want = in_numpy(rule, T, 1, *given)
+    want = in_numpy(rule, T, 1, *scores)
     with jax.numpy_dtype_promotion("standard"):
         got = every(*map(jnp.asarray, rule.operands(T)))
     assert got.dtype == (np.float32 if rule.is_score else np.bool_)
@@ -76,30 +75,29 @@ def test_it_says_the_same_in_jax(name):
 
 @pytest.mark.parametrize("block", [16, 64, 100])
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_are_known_as_if_each_pair_were_looked_at(name, block):
+def test_tiles_are_as_exact_as_if_each_pair_were_evaluated(name, block):
     rule = BY_NAME[name]
     with tuning.using(min_exact_pairs=0, max_exact_pairs=2**26):
-        found = masks.tile_map(in_jattn(rule, T)["mask"], T, T, block, block)
-    np.testing.assert_array_equal(found, kinds(in_numpy(rule, T), block))
+        tiles = masks.tile_map(in_jattn(rule, T)["mask"], T, T, block, block)
+    np.testing.assert_array_equal(tiles, kinds(in_numpy(rule, T), block))
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
-    """With the sizes that users have; and by bounds alone but where sequences meet in a tile, whose
-    places start at different numbers."""
+    """The sizes are those of users. Bounds alone skip as many, except where sequences meet."""
     rule, size, block = BY_NAME[name], 1024, 64
     mask, empty = in_jattn(rule, size)["mask"], kinds(in_numpy(rule, size), block) == masks.EMPTY
     assert np.mean(empty) > 0.4
-    found = masks.tile_map(mask, size, size, block, block)
-    np.testing.assert_array_equal(found == masks.EMPTY, empty)
+    tiles = masks.tile_map(mask, size, size, block, block)
+    np.testing.assert_array_equal(tiles == masks.EMPTY, empty)
     with tuning.using(min_exact_pairs=2**62, max_exact_pairs=0):
         by_bounds = masks.tile_map(mask, size, size, block, block) == masks.EMPTY
     assert np.array_equal(by_bounds, empty) or (name == "jagged" and not np.any(by_bounds & ~empty))
 
 
-def formula(q: Any, k: Any, v: Any, rule: Rule) -> np.ndarray:
+def formula(q: Any, k: Any, v: Any, rule: BenchmarkRule) -> np.ndarray:
     """Attention of one sequence `[T, N, H]` by NumPy in float64."""
-    found = []
+    heads = []
     for h in range(q.shape[1]):
         score = q[:, h] @ k[:, h].T / math.sqrt(q.shape[2])
         if rule.is_score:
@@ -108,8 +106,8 @@ def formula(q: Any, k: Any, v: Any, rule: Rule) -> np.ndarray:
         if not rule.is_score or rule.causal:
             score = np.where(allowed, score, -np.inf)
         weights = np.exp(score - score.max(axis=1, keepdims=True))
-        found.append(weights / weights.sum(axis=1, keepdims=True) @ v[:, h])
-    return np.stack(found, axis=1)
+        heads.append(weights / weights.sum(axis=1, keepdims=True) @ v[:, h])
+    return np.stack(heads, axis=1)
 
 
 def drawn(N: int, count: int = 3) -> list[np.ndarray]:
@@ -120,14 +118,13 @@ def drawn(N: int, count: int = 3) -> list[np.ndarray]:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_attention_is_the_formula(name):
-    """In tiles that are skipped too."""
     rule = BY_NAME[name]
     q, k, v = drawn(HEADS)
 
     def attend(*operands: Any) -> Any:
         rules = in_jattn(rule, T, *operands)
-        given = (jnp.asarray(x, jnp.float32)[None] for x in (q, k, v))
-        return jattn.attention(*given, **rules)[0]
+        arrays = (jnp.asarray(x, jnp.float32)[None] for x in (q, k, v))
+        return jattn.attention(*arrays, **rules)[0]
 
     with jax.numpy_dtype_promotion("standard"):
         got = users_jit(attend)(*map(jnp.asarray, rule.operands(T)))
@@ -138,19 +135,18 @@ def test_attention_is_the_formula(name):
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.default_tiles
 def test_the_kernel_differentiates_it(name):
-    """Gradients of queries, keys, values and operands are those of the formula in JAX."""
     if library.unavailable("forward", np.float32, wait=True):
         pytest.skip("no compiler")
     rule = BY_NAME[name]
-    given = [jnp.asarray(x, jnp.float32)[None] for x in drawn(HEADS, 4)]
+    arrays = [jnp.asarray(x, jnp.float32)[None] for x in drawn(HEADS, 4)]
 
     def gradients(implementation: str) -> Any:
         def loss(q: Any, k: Any, v: Any, *operands: Any) -> Any:
             rules = in_jattn(rule, T, *operands)
             out = jattn.attention(q, k, v, implementation=implementation, **rules)
-            return jnp.vdot(out, given[3])
+            return jnp.vdot(out, arrays[3])
 
-        arguments = [*given[:3], *map(jnp.asarray, rule.operands(T))]
+        arguments = [*arrays[:3], *map(jnp.asarray, rule.operands(T))]
         return users_jit(jax.grad(loss, range(len(arguments))))(*arguments)
 
     with jax.numpy_dtype_promotion("standard"):

@@ -1,5 +1,5 @@
-"""Look-ups of score functions that kernels in Mosaic have made before: which they are, and that the
-arrays hold what the function finds."""
+"""Look-ups of score functions that are made before kernels in Mosaic run: which they are, and that
+the arrays hold the entries that the function finds."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ KV_POSITIONS = np.asarray([[2, 7, 1, 8, 2, 8, 1], [6, 1, 8, 0, 3, 3, 9]], np.int
 
 
 def spec_of(place: Any, **positions: Any) -> Spec:
-    """With a function that adds the entries at `place(score, b, h, q, kv, ids)` of a table."""
+    """A spec whose score adds the entries at `place(score, b, h, q, kv, ids)` of a table."""
 
     def function(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, ids: Any) -> Any:
         return score + table[place(score, b, h, q, kv, ids)]
@@ -44,7 +44,7 @@ def ones(size: int) -> Any:
     return jnp.ones((size,), jnp.float32)
 
 
-def near(distance: Any) -> Any:
+def clipped(distance: Any) -> Any:
     return jnp.clip(distance, -5, 5) + 5
 
 
@@ -55,13 +55,13 @@ PLACES: dict[str, tuple[Any, str | None]] = {
     "query": (lambda s, b, h, q, kv, ids: (0, 1, q - 2), "by_query"),
     "row, head and query": (lambda s, b, h, q, kv, ids: (b, h, ids[q] % 7), "by_query"),
     "key": (lambda s, b, h, q, kv, ids: (b, 1 - h, ids[kv]), "by_key"),
-    "distance": (lambda s, b, h, q, kv, ids: (1, h, near(q - kv)), "by_distance"),
-    "distance the other way": (lambda s, b, h, q, kv, ids: (1, 2, near(kv - q)), "by_distance"),
+    "distance": (lambda s, b, h, q, kv, ids: (1, h, clipped(q - kv)), "by_distance"),
+    "distance the other way": (lambda s, b, h, q, kv, ids: (1, 2, clipped(kv - q)), "by_distance"),
     "moved distance": (lambda s, b, h, q, kv, ids: (1, 2, 3 + q - kv), "by_distance"),
     "which is first": (lambda s, b, h, q, kv, ids: (0, 0, jnp.where(q < kv, 1, 2)), "by_distance"),
-    "row and distance": (lambda s, b, h, q, kv, ids: (b, h, near(q - kv)), None),
+    "row and distance": (lambda s, b, h, q, kv, ids: (b, h, clipped(q - kv)), None),
     "sum": (lambda s, b, h, q, kv, ids: (0, h, (q + kv) % 11), None),
-    "twice the key": (lambda s, b, h, q, kv, ids: (0, h, near(q - kv - kv)), None),
+    "twice the key": (lambda s, b, h, q, kv, ids: (0, h, clipped(q - kv - kv)), None),
     "moved before it is compared": (
         lambda s, b, h, q, kv, ids: (0, h, jnp.where(q + 2**30 > kv, 1, 2)),
         None,
@@ -72,7 +72,7 @@ PLACES: dict[str, tuple[Any, str | None]] = {
 
 
 def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-    """What the function finds, in loops: `[B, N]` with T, S or distances behind, all of them."""
+    """The entries that the function finds, by loops: `[B, N]`, then T, S or all distances."""
 
     def entry(b: int, h: int, q: int, kv: int) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -93,18 +93,18 @@ def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_which_look_ups_are_made_before(name, shifted):
-    """And what they find. With positions of their own no array by distance is known."""
+    """If the user passes positions, no array by distance is known."""
     place, field = PLACES[name]
     q, kv = Q_POSITIONS, KV_POSITIONS
     positions = {"q_positions": jnp.asarray(q), "kv_positions": jnp.asarray(kv)}
     spec = spec_of(place, **positions) if shifted else spec_of(place)
-    found: Any = hoisted.replaced(spec, SHAPES).score
+    replacement: Any = hoisted.replaced(spec, SHAPES).score
     if field is None or (shifted and field == "by_distance"):
-        assert found is spec.score
+        assert replacement is spec.score
         return
-    assert found.sites == ((field.removeprefix("by_"), 0),)
-    assert not found.tables
-    (got,) = getattr(found, field)
+    assert replacement.sites == ((field.removeprefix("by_"), 0),)
+    assert not replacement.tables
+    (got,) = getattr(replacement, field)
     if not shifted:
         q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
     want = values(place, field, q, kv)
@@ -120,26 +120,24 @@ def test_which_look_ups_are_made_before(name, shifted):
 
 @pytest.mark.parametrize(("farthest", "known"), [(20, True), (2**16, True), (2**16 + 1, False)])
 def test_the_buckets_of_positions_are_known_before(farthest, known):
-    """Their table, a parameter whose gradient is XLA's, stays the same array."""
+    """XLA computes the gradient of their table, which stays the same array."""
     spec = scored(scores.RelativeBias(jnp.ones((12, N)), max_distance=farthest))
     spec: Any = dataclasses.replace(spec, kv_positions=jnp.asarray(KV_POSITIONS))
-    found: Any = hoisted.replaced(spec, SHAPES).score
-    assert isinstance(found, by_distance.ByBucket if known else scores.RelativeBias)
-    assert found.table is spec.score.table
+    replacement: Any = hoisted.replaced(spec, SHAPES).score
+    assert isinstance(replacement, by_distance.ByBucket if known else scores.RelativeBias)
+    assert replacement.table is spec.score.table
 
 
 def test_an_operand_with_another_look_up_stays():
-    """Of the others, what is looked up twice has one array."""
+    """Another operand that is looked up twice has one array."""
 
-    def function(
-        s: Any, b: Any, h: Any, q: Any, kv: Any, gate: Any, pairs: Any, unused: Any
-    ) -> Any:
+    def function(s, b, h, q, kv, gate, pairs, unused):
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
     spec: Any = scored(scores.Score(function, ones(3), ones(12), ones(4)))
-    found: Any = hoisted.replaced(spec, SHAPES).score
-    assert found.tables == (spec.score.operands[1],)
-    assert found.sites == (("head", 0), ("query", 0))
+    replacement: Any = hoisted.replaced(spec, SHAPES).score
+    assert replacement.tables == (spec.score.operands[1],)
+    assert replacement.sites == (("head", 0), ("query", 0))
 
 
 def _in_a_branch(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
@@ -157,12 +155,12 @@ def _mapped(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
 @pytest.mark.parametrize(("function", "count"), [(_in_a_branch, 1), (_several, 2), (_mapped, 2)])
 def test_each_entry_that_is_looked_up_has_an_array(function, count):
     spec = scored(scores.Score(function, ones(4)))
-    found: Any = hoisted.replaced(spec, SHAPES).score
-    assert found.sites == tuple(("head", n) for n in range(count))
+    replacement: Any = hoisted.replaced(spec, SHAPES).score
+    assert replacement.sites == tuple(("head", n) for n in range(count))
 
 
 def test_what_is_made_of_an_operand_stays():
-    """Unless kernels read no more of it than an array for each look-up."""
+    """Unless kernels read only an array of it for each look-up."""
 
     def function(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
         return s + jnp.sort(table)[(q + kv) % 4]
@@ -172,7 +170,7 @@ def test_what_is_made_of_an_operand_stays():
 
 
 def test_kernels_need_not_compute_what_makes_an_index():
-    """Neither operations that they lack, nor instructions that are exact enough for these."""
+    """Kernels need neither the operations they lack nor exact instructions for the index."""
 
     def place(s: Any, b: Any, h: Any, q: Any, kv: Any, ids: Any) -> Any:
         far = jnp.arctan(jnp.log1p(abs(q - kv).astype(jnp.float32)))

@@ -1,9 +1,9 @@
 """The kernels in Mosaic, for Hopper GPUs, for all since Ampere and for Blackwell: interpreted on a
-CPU, and translated for a Hopper.
+CPU, and lowered for a Hopper GPU.
 
-What is interpreted is how tiles come and go: copies, barriers, places in shared memory, index
+The interpreter checks how tiles are streamed: copies, barriers, slots in shared memory, index
 arrays, and what is computed from them; a barrier that is passed too often or left over raises. The
-products and where arrays lie in registers are only translated here.
+products and register layouts are lowered here, not run.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
-from tests.conftest import quick_jit
+from tests.conftest import out_and_gradients, quick_jit
 from tests.kernels import assert_accurate, assert_parts, made, prepared
 from tests.oracle import error
 from tests.test_contract import assert_same
@@ -44,7 +44,7 @@ from tests.test_contract import assert_same
 
 @pytest.fixture(autouse=True)
 def _compiled_once(monkeypatch):
-    """JAX's interpreter compiles a kernel for each warpgroup of each program of its grid."""
+    """Compiles a kernel once: JAX's interpreter would for each warpgroup of each program."""
     compiled: dict[int, Any] = {}
     lock = threading.Lock()
 
@@ -62,12 +62,12 @@ def _compiled_once(monkeypatch):
 each_kernel = pytest.mark.parametrize("implementation", ["hopper", "ampere", "blackwell"])
 
 
-class Call(NamedTuple):
-    """Sizes by letter, a dtype, and keyword arguments; `alive` are the places that exist."""
+class KernelCall(NamedTuple):
+    """Keyword arguments by dtype, sizes by letter, a dtype, and the indices that exist."""
 
-    sizes: tuple[int, int, int, int, int, int, int]
-    dtype: Any
     rules: Any
+    sizes: tuple[int, int, int, int, int, int, int] = (2, 70, 100, 2, 1, 64, 64)
+    dtype: Any = jnp.float16
     alive: tuple[Any, Any] = (slice(None), slice(None))
 
 
@@ -75,7 +75,7 @@ RNG = np.random.default_rng(0)
 LONG = np.arange(200) // 70
 DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 100)), axis=1)
 SEEN = RNG.random((1, 2, 70, 100)) < 0.5
-# Most are at most 60 apart, as buckets are, and some by more than 32 bits tell.
+# Most distances are at most 60, as those of buckets, and some exceed 32 bits.
 FAR = np.random.default_rng(1).integers(0, 60, 170).astype(np.int32)
 FAR[::9], FAR[::11] = -(2**31) + 3, 2**31 - 5
 
@@ -99,8 +99,8 @@ def _seen(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
 
 def _relative(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
     slopes, table = operands
-    near = jnp.clip(q - kv, -5, 5) + 5
-    change = table[h, near] * slopes[1 - h].astype(table.dtype)
+    entry = jnp.clip(q - kv, -5, 5) + 5
+    change = table[h, entry] * slopes[1 - h].astype(table.dtype)
     return score * slopes[h].astype(score.dtype) + change.astype(score.dtype)
 
 
@@ -114,43 +114,48 @@ def _of_all_kinds(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -
 
 
 def _hoistable(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-    """As in FlexAttention: entries by head, by key and by distance alone."""
+    """Entries by head, by key and by distance alone, as in FlexAttention."""
     gate, by_key, table = (x.astype(score.dtype) for x in operands)
     return score * gate[h] + by_key[b, kv] + table[h, jnp.clip(q - kv, -5, 5) + 5]
 
 
+LOOK_UPS = (2, 70), (2, 2, 100), (2, 11), (7,), (3,)
+
+
+def _looked_up(dtype: Any) -> scores.Score:
+    gate = jnp.asarray([0.5, 0.25], dtype)
+    return scores.Score(_of_all_kinds, gate, *(normal(*shape) for shape in LOOK_UPS))
+
+
 CALLS = {
-    "full": Call((1, 128, 384, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {}),
-    "causal_segments_alibi": Call(
-        (1, 200, 200, 2, 1, 64, 64),
-        jnp.float16,
+    "full": KernelCall(lambda dtype: {}, (1, 128, 384, 1, 1, 64, 64), jnp.bfloat16),
+    "causal_segments_alibi": KernelCall(
         lambda dtype: {
             "mask": masks.Causal() & masks.Segments(jnp.asarray(LONG)[None]),
             "score": scores.Alibi(jnp.asarray([0.5, 0.25], dtype)),
         },
+        (1, 200, 200, 2, 1, 64, 64),
     ),
-    "lengths_soft_cap": Call(
-        (2, 70, 150, 1, 1, 40, 24),
-        jnp.bfloat16,
+    "lengths_soft_cap": KernelCall(
         lambda dtype: {
             "mask": masks.Lengths(q=jnp.array([60, 60]), kv=jnp.array([140, 140])),
             "score": scores.SoftCap(3.0),
         },
+        (2, 70, 150, 1, 1, 40, 24),
+        jnp.bfloat16,
         (slice(60), slice(140)),
     ),
-    "window_positions_dropout": Call(
-        (1, 100, 260, 1, 1, 64, 64),
-        jnp.bfloat16,
+    "window_positions_dropout": KernelCall(
         lambda dtype: {
             "mask": masks.Window(left=30, right=10),
             "q_positions": jnp.arange(100)[None] + 120,
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(1),
         },
+        (1, 100, 260, 1, 1, 64, 64),
+        jnp.bfloat16,
     ),
-    "tables": Call(
-        (2, 70, 100, 2, 1, 64, 64),
-        jnp.float16,
+    "tables": KernelCall(
         lambda dtype: {
             "mask": masks.Predicate(
                 _same_document, jnp.asarray(DOCUMENTS), jnp.asarray([0, 7], jnp.int32)
@@ -158,75 +163,55 @@ CALLS = {
             & masks.Predicate(_seen, jnp.asarray(SEEN)),
             "score": scores.Score(_relative, jnp.asarray([0.5, 0.25], dtype), normal(2, 11))
             >> scores.RelativeBias(normal(32, 2)),
-        },
+        }
     ),
-    "look_ups": Call(
-        (2, 70, 100, 2, 1, 64, 64),
-        jnp.float16,
+    "look_ups": KernelCall(
         lambda dtype: {
             "mask": masks.Lengths(q=jnp.array([60, 60]), kv=jnp.array([90, 90])),
-            "score": scores.Score(
-                _of_all_kinds,
-                jnp.asarray([0.5, 0.25], dtype),
-                *(normal(*shape) for shape in ((2, 70), (2, 2, 100), (2, 11), (7,), (3,))),
-            ),
+            "score": _looked_up(dtype),
         },
-        (slice(60), slice(90)),
+        alive=(slice(60), slice(90)),
     ),
-    "look_ups_at_positions": Call(
-        (2, 70, 100, 2, 1, 64, 64),
-        jnp.float16,
+    "look_ups_at_positions": KernelCall(
         lambda dtype: {
             "q_positions": jnp.arange(70)[None] + jnp.asarray([[30], [40]]),
             "kv_positions": jnp.arange(100)[::-1],
-            "score": scores.Score(
-                _of_all_kinds,
-                jnp.asarray([0.5, 0.25], dtype),
-                *(normal(*shape) for shape in ((2, 70), (2, 2, 100), (2, 11), (7,), (3,))),
-            ),
-        },
+            "score": _looked_up(dtype),
+        }
     ),
-    "hoistable": Call(
-        (2, 70, 100, 2, 1, 64, 64),
-        jnp.float16,
+    "hoistable": KernelCall(
         lambda dtype: {
             "mask": masks.Causal(),
             "score": scores.Score(
                 _hoistable, jnp.asarray([0.5, 0.25], dtype), normal(2, 100), normal(2, 11)
             )
             >> scores.Temperature(jnp.asarray([0.75, 1.5], dtype)),
-        },
+        }
     ),
-    "distances": Call(
-        (2, 70, 130, 2, 1, 64, 64),
-        jnp.float16,
+    "distances": KernelCall(
         lambda dtype: {
             "mask": masks.Causal() | masks.Lengths(kv=jnp.array([130, 20])),
             "score": scores.RelativeBias(normal(32, 2), max_distance=64) >> scores.SoftCap(5.0),
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(3),
         },
+        (2, 70, 130, 2, 1, 64, 64),
     ),
-    "distances_of_positions": Call(
-        (2, 70, 100, 2, 1, 64, 64),
-        jnp.float16,
+    "distances_of_positions": KernelCall(
         lambda dtype: {
             "q_positions": jnp.asarray(FAR[:70]),
             "kv_positions": jnp.asarray(FAR[70:]),
             "score": scores.RelativeBias(normal(24, 2), bidirectional=False, max_distance=50),
-        },
+        }
     ),
-    "wide_heads": Call(
-        (1, 70, 100, 2, 1, 200, 136),
-        jnp.float16,
+    "wide_heads": KernelCall(
         lambda dtype: {
             "mask": masks.Causal() & masks.Window(left=50),
             "score": scores.Temperature(jnp.asarray([0.75, 1.5], dtype)),
         },
+        (1, 70, 100, 2, 1, 200, 136),
     ),
-    "biases": Call(
-        (2, 70, 100, 2, 1, 40, 24),
-        jnp.float16,
+    "biases": KernelCall(
         lambda dtype: {
             "dropout_rate": 0.3,
             "dropout_key": jax.random.key(2),
@@ -236,56 +221,70 @@ CALLS = {
             >> scores.Temperature(jnp.asarray([0.75, 1.5], dtype))
             >> scores.Bias(normal(1, 2, 1, 100)),
         },
+        (2, 70, 100, 2, 1, 40, 24),
     ),
 }
 
 
-def operands(call: Call) -> list[Any]:
+def plain_call(*sizes: int, dtype: Any = jnp.bfloat16, **rules: Any) -> KernelCall:
+    """A call of heads of 64, for sizes B, T, S and N, whose rules are the same for all dtypes."""
+    B, T, S, N = sizes
+    return KernelCall(lambda _: rules, (B, T, S, N, 1, 64, 64), jnp.dtype(dtype))
+
+
+def operands(call: KernelCall) -> list[Any]:
     """Query, key, value and the cotangents of out and lse."""
     B, T, S, N, K, H, V = call.sizes
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, T, N, V)
-    given = [jnp.asarray(RNG.normal(size=shape), call.dtype) for shape in shapes]
-    return [*given, jnp.asarray(RNG.normal(size=(B, N, T)), jnp.float32)]
+    arrays = [jnp.asarray(RNG.normal(size=shape), call.dtype) for shape in shapes]
+    return [*arrays, jnp.asarray(RNG.normal(size=(B, N, T)), jnp.float32)]
 
 
-def everything(call: Call, implementation: str, q: Any, k: Any, v: Any, *cotangents: Any) -> Any:
-    """out, lse and the gradients of query, key, value and the float arrays of the score."""
-    rules = call.rules(q.dtype)
+def wide(arrays: Any, dtype: Any = jnp.float64) -> list[Any]:
+    return [x.astype(dtype) for x in arrays]
+
+
+def everything(call: KernelCall, implementation: str, q: Any, k: Any, v: Any, *d: Any) -> Any:
+    """Returns out, lse and the gradients of query, key, value and float arrays of the score."""
+    rules = dict(call.rules(q.dtype))
     score = rules.pop("score", None)
     attend = functools.partial(
         jattn.attention, return_lse=True, implementation=implementation, **rules
     )
     function = lambda *x: attend(*x[:3], score=x[3])  # noqa: E731
-    (out, lse), pull = jax.vjp(function, q, k, v, score)
-    return out, lse, *jax.tree.leaves(pull(cotangents))
+    return tuple(jax.tree.leaves(out_and_gradients(function, (q, k, v, score), *d)))
 
 
-# Of out, lse and gradients: bfloat16 rounds weights and results to 2⁻⁹, lse stays in float32.
+# Errors of out, lse and gradients: bfloat16 rounds weights and results to 2⁻⁹, lse is in float32.
 LIMITS = (1e-2, 2e-6, 2e-2)
+
+
+def assert_within(got: Any, want: Any) -> None:
+    """Checks that out, lse and any number of gradients are within `LIMITS`."""
+    limits = [*LIMITS, *LIMITS[2:] * len(got)][: len(got)]
+    for x, y, limit in zip(got, want, limits, strict=True):
+        assert error(x, y) <= limit
 
 
 @pytest.mark.one_in(3, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
-    """Also the same again bit for bit, with NaN in what does not exist."""
+    """Repeated with NaN in what does not exist, the results are the same bit for bit."""
     call = CALLS[name]
-    given = operands(call)
+    arrays = operands(call)
     run = quick_jit(functools.partial(everything, call, implementation))
-    got = run(*given)
+    got = run(*arrays)
     assert got[0].dtype == call.dtype
     assert got[1].dtype == jnp.float32
-    wide = [x.astype(jnp.float64) for x in given]
-    want = quick_jit(functools.partial(everything, call, "reference"))(*wide)
-    for x, y, limit in zip(got, want, (*LIMITS[:2], *LIMITS[2:] * len(got)), strict=False):
-        assert error(x, y) <= limit, [error(x, y) for x, y in zip(got, want, strict=True)]
+    assert_within(got, quick_jit(functools.partial(everything, call, "reference"))(*wide(arrays)))
     rows, columns = call.alive
-    q, k, v, *cotangents = given
+    q, k, v, *cotangents = arrays
     hide = lambda x, alive: jnp.full_like(x, jnp.nan).at[:, alive].set(x[:, alive])  # noqa: E731
     assert_same(run(hide(q, rows), hide(k, columns), hide(v, columns), *cotangents), got)
 
 
-# Of the table of cases what the calls above have not; small heads are padded.
+# Cases of the table that the calls above do not cover; small heads are padded.
 OFTEN = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
 OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in CASES if x not in OFTEN]
 
@@ -300,27 +299,37 @@ def test_contract(name, implementation):
     assert_accurate(name, "bfloat16", jax.tree.map(np.asarray, got))
 
 
-def forward(call: Call, implementation: str, given: Any, **rules: Any) -> Any:
+def forward(call: KernelCall, implementation: str, arrays: Any, **rules: Any) -> Any:
     attend = functools.partial(jattn.attention, implementation=implementation, return_lse=True)
-    return quick_jit(functools.partial(attend, **call.rules(call.dtype), **rules))(*given[:3])
+    return quick_jit(functools.partial(attend, **call.rules(call.dtype), **rules))(*arrays[:3])
+
+
+def assert_forward(call: KernelCall, implementation: str, arrays: Any, **rules: Any) -> Any:
+    """Compares out and lse with the formula; returns out."""
+    got = forward(call, implementation, arrays, **rules)
+    assert_within(got, forward(call, "reference", wide(arrays), **rules))
+    return got[0]
+
+
+def lying_bounds(keys: int) -> Any:
+    """Returns bounds that call tiles before this key full and others empty, whatever the mask."""
+
+    def lie(tile: Any) -> Any:
+        first = np.asarray(tile.columns.start) < keys
+        rows = np.ones_like(np.asarray(tile.rows.start), bool)
+        return rows & first, rows & first
+
+    return lie
 
 
 @pytest.mark.slow
 @each_kernel
 def test_the_tile_map_decides(implementation):
-    """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
-
-    def lie(tile: Any) -> Any:
-        first = np.asarray(tile.columns.start) < 128
-        rows = np.ones_like(np.asarray(tile.rows.start), bool)
-        return rows & first, rows & first
-
+    """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
     call = CALLS["full"]
-    given = operands(call)
-    lied = forward(
-        call, implementation, given, mask=masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie)
-    )
-    q, k, v, *_ = given
+    q, k, v, *_ = operands(call)
+    mask = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lying_bounds(128))
+    lied = forward(call, implementation, (q, k, v), mask=mask)
     assert_same(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
@@ -328,9 +337,8 @@ def test_the_tile_map_decides(implementation):
 @each_kernel
 @pytest.mark.parametrize("scale", [1.0, 1.1])  # maxima are numbers of float32, and are not
 def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implementation):
-    """Logits of a million that differ by a few units: maximum and log of the total in one number
-    have an error of 4 %, and so have sums of several tiles that are not relative to what was
-    rounded."""
+    """Logits of a million differ by a few units: one number for maximum and log of the total has an
+    error of 4 %, and so have sums of several tiles that are not relative to the rounded maximum."""
     q = jnp.ones((1, 256, 1, 64), jnp.bfloat16)
     steps = RNG.integers(-2, 3, (1, 256, 1, 64))
     steps[..., 0] = 2**20
@@ -364,7 +372,7 @@ def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 @pytest.mark.one_in(3)
 @each_kernel
 def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementation):
-    """Masks are written as scores of −inf too."""
+    """Masks may be written as scores of −inf."""
     q, k, v = normal(96, 2, 64), normal(100, 2, 64), normal(100, 2, 64)
 
     def attend(v: Any) -> Any:
@@ -381,7 +389,7 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
 @pytest.mark.one_in(3)
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
-    """Which are joined in float32: the error is that of one rounding to bfloat16."""
+    """Parts are merged in float32: the error is that of one rounding to bfloat16."""
     long = implementation == "hopper" and not versions.few()  # tiles of 128 keys, others of 64
     with tuning.using(gpu_tiles_each=1):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
@@ -390,42 +398,32 @@ def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
 @pytest.mark.one_in(3)
 @each_kernel
 def test_vmap_is_more_programs(implementation):
-    call = CALLS["full"]
-    q, k, v, *_ = operands(call)
+    q, k, v, *_ = operands(CALLS["full"])
     attend = functools.partial(jattn.attention, implementation=implementation, mask=masks.Causal())
     mapped = quick_jit(jax.vmap(attend, (0, None, None)))(jnp.stack([q, -q]), k, v)
-    one = quick_jit(attend)
-    assert_same(mapped, jnp.stack([one(q, k, v), one(-q, k, v)]))
+    run = quick_jit(attend)
+    assert_same(mapped, jnp.stack([run(q, k, v), run(-q, k, v)]))
 
 
 TRANSLATED = {
     **CALLS,
-    "dense_bias": Call(
-        (1, 100, 200, 2, 1, 128, 128),
-        jnp.bfloat16,
+    "dense_bias": KernelCall(
         lambda dtype: {
             "mask": masks.Dense(jnp.ones((1, 1, 100, 200), bool)),
             "score": scores.Bias(jnp.zeros((1, 2, 100, 200), dtype)),
         },
-    ),
-    "predicate": Call(
         (1, 100, 200, 2, 1, 128, 128),
-        jnp.float16,
-        lambda dtype: {"mask": masks.Predicate(_near_or_even)},
+        jnp.bfloat16,
+    ),
+    "predicate": KernelCall(
+        lambda dtype: {"mask": masks.Predicate(_near_or_even)}, (1, 100, 200, 2, 1, 128, 128)
     ),
 }
-WITH_PARAMETERS = (
-    "causal_segments_alibi",
-    "tables",
-    "look_ups",
-    "look_ups_at_positions",
-    "hoistable",
-    "distances",
-    "wide_heads",
-    "biases",
-    "dense_bias",
+WITHOUT_PARAMETERS = (
+    *("full", "lengths_soft_cap", "window_positions_dropout", "distances_of_positions"),
+    "predicate",
 )
-# Some of these gradients are XLA's: of what is looked up by pairs of queries and keys.
+# XLA computes the gradients of entries that are looked up by pairs of queries and keys.
 WITH_PAIRS = "look_ups", "look_ups_at_positions", "distances_of_positions"
 
 
@@ -433,14 +431,14 @@ def hopper() -> Any:
     return jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
 
 
-def translated(function: Any, given: Any) -> set[str]:
-    """The names of kernels in a program for a Hopper GPU."""
+def translated(function: Any, arguments: Any) -> set[str]:
+    """Returns the names of kernels in a program for a Hopper GPU; `XLA_PRODUCT` if it has one."""
     checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), (), abstract_device=hopper())
     ):
         export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
-        program = export(*given).mlir_module()
+        program = export(*arguments).mlir_module()
     products = {XLA_PRODUCT} if XLA_PRODUCT in program else set()
     return set(re.findall(r"jattn_\w+", program)) & KERNELS | products
 
@@ -454,14 +452,14 @@ KERNELS = HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
-    found = translated(functools.partial(everything, call, "hopper"), operands(call))
-    parameters = {"jattn_mosaic_d_parameter"} if name in WITH_PARAMETERS else set()
+    parameters = set() if name in WITHOUT_PARAMETERS else {"jattn_mosaic_d_parameter"}
     parameters |= {XLA_PRODUCT} if name in WITH_PAIRS else set()
-    assert found == HOPPER | parameters
+    run = functools.partial(everything, call, "hopper")
+    assert translated(run, operands(call)) == HOPPER | parameters
 
 
 def test_it_is_translated_for_cuda_under_shard_map():
-    call = Call((4, 128, 128, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
+    call = plain_call(4, 128, 128, 1)
     split = jax.shard_map(
         functools.partial(everything, call, "hopper"),
         mesh=jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,), abstract_device=hopper()),
@@ -472,7 +470,7 @@ def test_it_is_translated_for_cuda_under_shard_map():
 
 
 def reason(dtype: Any = jnp.bfloat16, H: int = 8, **rules: Any) -> str | None:
-    """What `explain` says of a small call."""
+    """Returns what `explain` says of a small call."""
     q, k = (jnp.ones((1, size, 1, H), dtype) for size in (5, 7))
     return jattn.explain(q, k, k, **rules)["hopper"]
 
@@ -485,7 +483,7 @@ def product(x: Any, y: Any) -> Any:
     return x * y
 
 
-product.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, d: (d * kept[1], d * kept[0]))
+product.defvjp(lambda x, y: (x * y, (x, y)), lambda saved, d: (d * saved[1], d * saved[0]))
 
 
 def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> Any:
@@ -515,7 +513,7 @@ def test_reasons(arguments, words):
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: str, cuda: int) -> None:
-    """A GPU of this capability, with a CUDA runtime of this version."""
+    """Pretends that there is a GPU of this capability, and a CUDA runtime of this version."""
     ours: Any = jax.local_devices
     gpu = types.SimpleNamespace(compute_capability=capability)
     versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: cuda)
@@ -534,6 +532,7 @@ def test_other_gpus_lack_its_instructions(monkeypatch):
     assert "compute capability 9.0, got 8.6" in str(reason())
     pretend(monkeypatch, "9.0", 13000)
     assert reason() is None
+    assert reason(H=256, score=scores.SoftCap(2.0), mask=masks.Causal() | masks.Global(2)) is None
 
 
 NVCC, NVJITLINK = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
@@ -567,20 +566,16 @@ def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, runtime, compilers
     assert reason(mask=masks.Causal()) == (words if refused else None)
 
 
-def test_no_reason():
-    assert reason(H=256, score=scores.SoftCap(2.0), mask=masks.Causal() | masks.Global(2)) is None
-
-
 def example(score: Any, **rules: Any) -> Any:
-    """The scale, and whether approximate instructions will do, of a small call."""
+    """Returns the factors of a small call, and whether and how many instructions approximate."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepared(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
     problem = Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
     return problem.factors, problem.approximate, problem.special
 
 
-def test_what_may_be_approximate():
-    """Score functions of positions may not, and a soft cap where float32's precision is asked."""
+def test_functions_that_may_be_approximate():
+    """Functions of positions are exact, and a soft cap if float32's precision is requested."""
     waves = scores.Score(lambda s, b, h, q, kv: s + jnp.sin(jnp.asarray(q - kv, s.dtype)))
     assert example(scores.SoftCap(30.0))[1]
     assert not example(scores.SoftCap(30.0), precision="highest")[1]
@@ -598,7 +593,7 @@ def test_scores_are_counted_in_products_where_functions_can():
 
 
 def test_powers_of_two_by_products():
-    """As exact as float32, and 1 at 0: a sum is multiplied with it again for each tile."""
+    """The precision is float32's, and 2⁰ is 1: a sum is multiplied with it again for each tile."""
     x = np.concatenate([-np.linspace(0, 126, 100_001), [-0.0]]).astype(np.float32)
     got = np.asarray(quick_jit(online_softmax.exp2_by_products)(jnp.asarray(x)), np.float64)
     np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=3e-7)
@@ -608,7 +603,7 @@ def test_powers_of_two_by_products():
 
 
 def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[Order, np.ndarray]:
-    """The order of a launch, and how many tiles each of its places (b, h, i) visits."""
+    """Returns the order of a launch, and the number of tiles that each index (b, h, i) visits."""
     spec = prepared(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
     problem = Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
@@ -621,23 +616,25 @@ def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[Order, np.ndarray
 
 
 def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """The programs (b, h, i) of a launch as they start, and how many tiles each visits."""
+    """Returns the programs (b, h, i) of a launch as they start, and the number of tiles of each."""
     order, visited = order_of(mask, shapes, by_key)
     started = np.indices(order.grid, np.int32).reshape(3, -1)
     longest = None if order.longest_first is None else jnp.asarray(order.longest_first)
     place = jax.vmap(lambda *index: order.place(index, longest))
-    _, *found = place(*started)
-    found = np.stack(np.broadcast_arrays(*found), axis=-1)
-    return [tuple(x) for x in found.tolist()], visited
+    _, *indices = place(*started)
+    indices = np.stack(np.broadcast_arrays(*indices), axis=-1)
+    return [tuple(x) for x in indices.tolist()], visited
 
 
 def lost(started: list[tuple[int, ...]], visited: np.ndarray, cores: int = 132) -> float:
-    """The share of all cores' time in which some have nothing left to do, where each takes the
-    next program that starts."""
+    """The share of all cores' time that is idle if each takes the next program that starts."""
     free = [0] * cores
     for place in started:
         heapq.heapreplace(free, free[0] + int(visited[place]) + 1)
     return 1 - sum(free) / (cores * max(free))
+
+
+LAUNCH = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
 
 
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1), jnp.int32)
@@ -645,69 +642,64 @@ IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), ax
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(
-    ("mask", "alone"),
+    ("mask", "idle"),
     [(masks.Causal(), 0.1), (masks.Causal() & masks.Segments(IDS), 0.05), (masks.Full(), None)],
     ids=["causal", "documents", "full"],
 )
-def test_the_longest_programs_start_first(mask, alone, by_key):
-    """As many as there are, each once; and where they differ, less time is lost at the end than if
-    they started as they are numbered."""
-    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
-    started, visited = programs(mask, shapes, by_key)
+def test_the_longest_programs_start_first(mask, idle, by_key):
+    """Each starts once; if their lengths differ, less time is idle than in the order of indices."""
+    started, visited = programs(mask, LAUNCH, by_key)
     numbered = [tuple(map(int, x)) for x in np.argwhere(visited >= 0)]
     assert sorted(started) == numbered
-    if alone is None:
+    if idle is None:
         assert started == numbered
         return
     assert lost(started, visited) < 0.05
-    assert lost(numbered, visited) > alone
+    assert lost(numbered, visited) > idle
 
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Window(300, 0) | masks.Global(4)])
 @pytest.mark.parametrize("count", [132, 114])
 def test_programs_of_several_places_lose_no_more_than_programs_of_one(mask, count):
-    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
-    order, visited = order_of(mask, shapes, False)
+    order, visited = order_of(mask, LAUNCH, False)
     places = order.rounds(count)
     assert places.shape[0] == count
     assert sorted(places[places >= 0]) == [*range(2 * 16 * 32)]  # blocks of 128 queries
     index = np.unravel_index(np.maximum(places, 0), order.grid)
-    _, *found = order.place(index, order.longest_first)
-    busy = np.sum((np.asarray(visited)[tuple(found)] + 1) * (places >= 0), axis=1)
-    assert 1 - busy.mean() / busy.max() <= lost(programs(mask, shapes, False)[0], visited, count)
+    _, *program = order.place(index, order.longest_first)
+    busy = np.sum((np.asarray(visited)[tuple(program)] + 1) * (places >= 0), axis=1)
+    assert 1 - busy.mean() / busy.max() <= lost(programs(mask, LAUNCH, False)[0], visited, count)
 
 
-def test_rounds_are_for_what_is_known_to_take_longer():
-    shapes = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
+def test_rounds_are_for_programs_known_to_take_longer():
     for mask in (masks.Full(), masks.Causal() & masks.Segments(IDS)):
-        assert order_of(mask, shapes, False)[0].rounds(132) is None
-    assert order_of(masks.Causal(), shapes, False)[0].rounds(2 * 16 * 32) is None
+        assert order_of(mask, LAUNCH, False)[0].rounds(132) is None
+    assert order_of(masks.Causal(), LAUNCH, False)[0].rounds(2 * 16 * 32) is None
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_program_goes_on_with_other_queries(monkeypatch, count):
-    """With the same result for each, bit for bit."""
-    call = Call((1, 300, 300, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {"mask": masks.Causal()})
-    given = operands(call)
-    alone = forward(call, "hopper", given)
+def test_a_program_continues_with_other_queries(monkeypatch, count):
+    call = plain_call(1, 300, 300, 2, mask=masks.Causal())
+    arrays = operands(call)
+    alone = forward(call, "hopper", arrays)
     monkeypatch.setattr(gpu, "multiprocessors", lambda: count)
-    assert_same(forward(call, "hopper", given), alone)
+    assert_same(forward(call, "hopper", arrays), alone)
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("shared", [False, True])
-def test_which_tiles_visit_a_diagonal(step, shared):
-    rng, (B, N, n, m) = np.random.default_rng(step), (2, 3, 3, 4)
+def test_which_tiles_visit_a_diagonal(stride, shared):
+    rng, (B, N, n, m) = np.random.default_rng(stride), (2, 3, 3, 4)
     kinds = rng.integers(0, 3, (B, 1 if shared else N, n, m))
-    visits = block_mask.of_diagonals(kinds, step, B)
-    assert visits.ends.shape == (1, kinds.shape[1], m + (n - 1) * step, 2)
+    visits = block_mask.of_diagonals(kinds, stride, B)
+    assert visits.ends.shape == (1, kinds.shape[1], m + (n - 1) * stride, 2)
     for h, d in np.ndindex(*visits.ends.shape[1:3]):
         full, count = visits.ends[0, h, d]
         listed = np.arange(count) if visits.order is None else visits.order[0, h, d, :count]
         wanted = {
             b * n + i
             for b, i, j in np.ndindex(B, n, m)
-            if j == d + (i - (n - 1)) * step and kinds[b, h, i, j]
+            if j == d + (i - (n - 1)) * stride and kinds[b, h, i, j]
         }
         assert full == 0
         assert set(listed.tolist()) == wanted
@@ -716,16 +708,16 @@ def test_which_tiles_visit_a_diagonal(step, shared):
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (8, 2)])
 def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
     n, m = 3, 4 * rows // columns
-    step = rows // columns
+    stride = rows // columns
     matrix = RNG.normal(size=(2, n * rows, m * columns))
-    tiles = np.zeros((2, m + (n - 1) * step, rows, columns))
+    tiles = np.zeros((2, m + (n - 1) * stride, rows, columns))
     for i, j in np.ndindex(n, m):
         run = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-        tiles[:, j + (n - 1 - i) * step] += matrix[:, *run]
+        tiles[:, j + (n - 1 - i) * stride] += matrix[:, *run]
     distances = range(1 - n * rows, m * columns)
     wanted = np.stack([np.trace(matrix, x, 1, 2) for x in distances], axis=1)
-    found = parameter_gradients._of_distances(jnp.asarray(tiles))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    sums = parameter_gradients._of_distances(jnp.asarray(tiles))
+    np.testing.assert_allclose(sums, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -752,44 +744,44 @@ def test_an_order_that_is_known_is_not_read(mask, by_key, in_turn):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("xp", [np, jnp], ids=["known", "traced"])
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
-@pytest.mark.parametrize("own", [(2, 3), (2, 1), (1, 3), (1, 1)])
-def test_which_heads_visit_a_tile(xp, sizes, own):
-    """Of two batch rows with three heads each, with maps and lists of tiles of their own or not."""
+@pytest.mark.parametrize("map_sizes", [(2, 3), (2, 1), (1, 3), (1, 1)])
+def test_which_heads_visit_a_tile(xp, sizes, map_sizes):
+    """Two batch rows with three heads each share maps and lists of tiles, or have their own."""
     kinds = RNG.integers(0, 3, (*sizes, 2, 4))
-    rows, heads = 2 // own[0], 3 // own[1]
-    visits = block_mask.of_heads(xp.asarray(kinds), own, (rows, heads))
+    rows, heads = 2 // map_sizes[0], 3 // map_sizes[1]
+    visits = block_mask.of_heads(xp.asarray(kinds), map_sizes, (rows, heads))
     assert visits.kinds == (masks.MIXED,)
-    found = np.zeros((2, 3, 2, 4), bool)
-    for b, h, one in np.ndindex(*own, 8):
-        full, visited = visits.ends[(*block_mask.clamped(visits.ends, b, h), one)]
+    visited_tiles = np.zeros((2, 3, 2, 4), bool)
+    for b, h, tile in np.ndindex(*map_sizes, 8):
+        full, visited = visits.ends[(*block_mask.clamped(visits.ends, b, h), tile)]
         assert full == 0
         order = range(6)
         if visits.order is not None:
-            order = visits.order[(*block_mask.clamped(visits.order, b, h), one)]
+            order = visits.order[(*block_mask.clamped(visits.order, b, h), tile)]
         for x in map(int, order[:visited]):
-            at = b + x // heads, h + x % heads, *divmod(one, 4)
-            assert not found[at]
-            found[at] = True
-    np.testing.assert_array_equal(found, np.broadcast_to(kinds, found.shape) != masks.EMPTY)
+            index = b + x // heads, h + x % heads, *divmod(tile, 4)
+            assert not visited_tiles[index]
+            visited_tiles[index] = True
+    np.testing.assert_array_equal(
+        visited_tiles, np.broadcast_to(kinds, visited_tiles.shape) != masks.EMPTY
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_arrays_in_registers_lack_axes_of_size_one(transposed):
-    """The same numbers from arrays that lie otherwise."""
-
-    def function(row: Any, column: Any, tile: Any, one: Any) -> Any:
-        near = jnp.abs(row[:, None] - column[None, :]) <= 2 + one
-        chosen = jnp.where(near, tile * row[:, None], -column[None, :])
-        return chosen / (2 + one[0, 0]), jnp.max(chosen, axis=-1), jnp.sum(chosen, axis=0)
+    def function(row: Any, column: Any, tile: Any, number: Any) -> Any:
+        close = jnp.abs(row[:, None] - column[None, :]) <= 2 + number
+        chosen = jnp.where(close, tile * row[:, None], -column[None, :])
+        return chosen / (2 + number[0, 0]), jnp.max(chosen, axis=-1), jnp.sum(chosen, axis=0)
 
     row, column = jnp.arange(4.0), jnp.arange(6.0)
-    tile, one = jnp.asarray(RNG.normal(size=(4, 6))), jnp.ones((1, 1))
-    shapes = jax.tree.map(jax.typeof, (row, column, tile, one))
+    tile, number = jnp.asarray(RNG.normal(size=(4, 6))), jnp.ones((1, 1))
+    shapes = jax.tree.map(jax.typeof, (row, column, tile, number))
     lying = tile.T if transposed else tile
     got = mosaic_interpreter.run(
-        function, row, column, lying, one.reshape(()), shapes=shapes, transposed=transposed
+        function, row, column, lying, number.reshape(()), shapes=shapes, transposed=transposed
     )
-    chosen, *sums = function(row, column, tile, one)
+    chosen, *sums = function(row, column, tile, number)
     for x, y in zip(got, (chosen.T if transposed else chosen, *sums), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12)
 
@@ -797,12 +789,15 @@ def test_arrays_in_registers_lack_axes_of_size_one(transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("q_first", "kv_first"), [(640, 128), (0, 2**23), (2**30, 5)])
 def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first):
-    """Exactly, where floats hold them, and rounded once more where they do not."""
-
     def function(q: Any, kv: Any) -> Any:
         q, kv = q[:, None], kv[None, :]
-        apart = (q - kv).astype(jnp.float32)
-        return apart, jnp.abs(apart), abs(kv - q).astype(jnp.float32), (kv - q).astype(jnp.float32)
+        distance = (q - kv).astype(jnp.float32)
+        return (
+            distance,
+            jnp.abs(distance),
+            abs(kv - q).astype(jnp.float32),
+            (kv - q).astype(jnp.float32),
+        )
 
     q, kv = q_first + jnp.arange(16, dtype=jnp.int32), kv_first + jnp.arange(24, dtype=jnp.int32)
     runs = mosaic_interpreter.Run(jnp.int32(q_first), q), mosaic_interpreter.Run(kv_first, kv)
@@ -825,12 +820,12 @@ def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first
         for x in program.eqns
         if x.primitive.name == "convert_element_type" and id(x.outvars[0]) in used
     ]
-    assert max(x.aval.ndim for x in converted) < 2  # no tile of integers is
+    assert max(x.aval.ndim for x in converted) < 2  # no tile of integers is converted
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
-    """Rows of one number have no layout of their own, and Mosaic knows of powers the square."""
+    """Rows of one number have no layout of their own, and the square is Mosaic's only power."""
 
     def function(row: Any, tile: Any) -> Any:
         ones = jnp.ones_like(row)
@@ -845,17 +840,17 @@ def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
     def run(row: Any, tile: Any) -> Any:
         return mosaic_interpreter.run(function, row, tile, shapes=shapes, transposed=transposed)
 
-    given = row[:, 0], turn(tile)
-    for x, y in zip(run(*given), expected, strict=True):
+    arguments = row[:, 0], turn(tile)
+    for x, y in zip(run(*arguments), expected, strict=True):
         np.testing.assert_allclose(turn(x), y, rtol=1e-6)
-    program = jax.make_jaxpr(run)(*given)
+    program = jax.make_jaxpr(run)(*arguments)
     spread = [x for x in program.eqns if x.primitive.name == "broadcast_in_dim"]
     assert all(x.invars[0].aval.ndim != 1 for x in spread)
     assert "integer_pow" not in {x.primitive.name for x in program.eqns}
 
 
 def test_integers_of_8_bits_are_compared_wider():
-    """Mosaic compiles hardly anything else with them."""
+    """Mosaic compiles hardly any other operation of theirs."""
     tile = jnp.asarray(RNG.integers(-128, 128, (4, 3)), jnp.int8)
 
     def run(function: Any) -> Any:
@@ -897,7 +892,6 @@ DIVISIONS: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, transposed):
-    """And all are divided as Python divides them."""
     function, expected = DIVISIONS[name]
     b, q, kv = jnp.int32(1), jnp.arange(12, dtype=jnp.int32), jnp.arange(10, dtype=jnp.int32)
 
@@ -908,8 +902,8 @@ def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, tra
         below = [*zip(at, (2, 12, 10), strict=True)]
         return mosaic_interpreter.run(whole, *at, below=below, transposed=transposed)
 
-    found = run(b, q, kv)
-    np.testing.assert_array_equal(found.T if transposed else found, whole(b, q, kv))
+    result = run(b, q, kv)
+    np.testing.assert_array_equal(result.T if transposed else result, whole(b, q, kv))
     program = jax.make_jaxpr(run)(b, q, kv)
     divided = [
         str(x.invars[0].aval.dtype) for x in program.eqns if x.primitive.name in ("div", "rem")
@@ -923,48 +917,39 @@ def test_a_function_called_like_a_division_is_run():
         return x * y
 
     q = jnp.arange(12, dtype=jnp.int32)
-    found = mosaic_interpreter.run(lambda q: remainder(q, jnp.int32(5)), q, below=[(q, 12)])
-    np.testing.assert_array_equal(found, 5 * q)
+    result = mosaic_interpreter.run(lambda q: remainder(q, jnp.int32(5)), q, below=[(q, 12)])
+    np.testing.assert_array_equal(result, 5 * q)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
-    """One for all places that are the same; rows and columns are told apart although both are 4."""
+    """One for all equal indices; rows and columns are distinguished although both are 4."""
     table = jnp.arange(20, dtype=jnp.float32) * 10
-    asked = []
+    lookups = []
 
     def entries(places: Any, axes: str) -> Any:
-        asked.append((jnp.ndim(places), axes))
+        lookups.append((jnp.ndim(places), axes))
         return table[places]
 
-    def function(row: Any, column: Any, one: Any) -> Any:
-        seen = lookup.Table(0, (4, 5), jnp.dtype("float32")).seen((one, None), False)
-        per_key = jax.vmap(lambda i, j: (seen[i - 1], seen[j], seen[i + j], seen[one]), (None, 0))
+    def function(row: Any, column: Any, number: Any) -> Any:
+        seen = lookup.Table(0, (4, 5), jnp.dtype("float32")).seen((number, None), False)
+        per_key = jax.vmap(
+            lambda i, j: (seen[i - 1], seen[j], seen[i + j], seen[number]), (None, 0)
+        )
         return jax.vmap(per_key, (0, None))(row, column)
 
-    rows, columns, one = jnp.arange(4, dtype=jnp.int32), jnp.array([3, 1, 0, 1]), jnp.int32(2)
-    given = rows, columns.astype(jnp.int32), one
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-    found = mosaic_interpreter.run(
-        function,
-        *given,
-        shapes=shapes,
-        transposed=transposed,
-        tables={0: entries},
+    rows, columns, number = jnp.arange(4, dtype=jnp.int32), jnp.array([3, 1, 0, 1]), jnp.int32(2)
+    arguments = rows, columns.astype(jnp.int32), number
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+    results = mosaic_interpreter.run(
+        function, *arguments, shapes=shapes, transposed=transposed, tables={0: entries}
     )
     i, j = np.meshgrid(rows, columns, indexing="ij")
     row = np.asarray(table).reshape(4, 5)[2]
     wanted = row[i - 1], row[j], row[np.minimum(i + j, 4)], np.full((4, 4), row[2])
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(x.T if transposed else x, y)
-    assert sorted(asked) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
-
-
-def test_gpus_before_ampere_are_refused(monkeypatch):
-    device = types.SimpleNamespace(compute_capability="7.5")
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
-    reason = ampere.supports(made(SMALL))
-    assert reason == "expected compute capability 8.0 or more, got 7.5"
+    assert sorted(lookups) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
 
 
 @pytest.mark.parametrize(
@@ -981,56 +966,59 @@ SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize(
-    ("capability", "refused"), [("9.0", True), ("12.0", True), ("10.3", False)]
+    ("kernel", "capability", "expected"),
+    [
+        (ampere, "7.5", "expected compute capability 8.0 or more, got 7.5"),
+        (blackwell, "9.0", "expected compute capability 10.x, got 9.0"),
+        (blackwell, "12.0", "expected compute capability 10.x, got 12.0"),
+        (blackwell, "10.3", None if versions.knows_ampere() else ampere.OLD),
+    ],
 )
-def test_gpus_without_tensor_memory_are_refused(monkeypatch, capability, refused):
+def test_kernels_refuse_other_gpus(monkeypatch, kernel, capability, expected):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
-    reason = blackwell.supports(made(SMALL))
-    if refused:
-        assert reason == f"expected compute capability 10.x, got {capability}"
-    else:
-        assert reason == (None if versions.knows_ampere() else ampere.OLD)
+    assert kernel.supports(made(SMALL)) == expected
 
 
-def _detect_races(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """The interpreter looks whether barriers order all that is done to memory by warpgroups, copies
-    and matrix units. Where two groups keep two arrays in one memory, it does not tell their parts
-    from one another: there each is `apart`."""
+def _detect_races(monkeypatch: pytest.MonkeyPatch, separate: bool) -> None:
+    """Lets the interpreter check that barriers order all accesses of warpgroups, copies and units.
+
+    It does not distinguish parts of one memory: with `separate`, two groups that keep two arrays
+    in one memory get a memory for each array.
+    """
     if not versions.knows_ampere():
         pytest.skip("this version of JAX cannot interpret tensor memory; expected JAX 0.12")
     params = versions.mosaic().InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(launch, "interpreter", lambda: params)
-    if apart:
+    if separate:
         monkeypatch.setattr(tensor_memory, "alternatives", lambda _, *arrays: arrays)
 
 
 @pytest.mark.parametrize("queries", [100, 200])  # of one group, and of two
-def test_nobody_reads_tensor_memory_before_it_is_written(monkeypatch, queries):
-    """Nor writes before it is read."""
+def test_no_tensor_memory_is_read_before_it_is_written(monkeypatch, queries):
+    """Nor written before it is read."""
     _detect_races(monkeypatch, queries > registers.TENSOR_ROWS)
     ids = jnp.asarray(np.arange(600) // 250)[None]
-    call = Call((1, queries, 600, 2, 1, 64, 64), jnp.bfloat16, lambda dtype: {})
-    rules = {"mask": masks.Lengths(kv=590) & ~masks.Segments(ids[:, :queries], ids + 1)}
-    given = operands(call)
-    got = forward(call, "blackwell", given, **rules)
-    want = forward(call, "reference", [x.astype(jnp.float32) for x in given], **rules)
-    for x, y, limit in zip(got, want, LIMITS, strict=False):
-        assert error(x, y) <= limit
+    mask = masks.Lengths(kv=590) & ~masks.Segments(ids[:, :queries], ids + 1)
+    call = plain_call(1, queries, 600, 2)
+    assert_forward(call, "blackwell", operands(call), mask=mask)
 
 
-def growing(step: float, tiles: int, dtype: Any) -> list[Any]:
-    """Query, key and value of scores that grow by a step with each tile of 128 keys, by half of it,
-    by nothing or fall by it, depending on the row, and differ by a few units within a tile."""
+def growing(growth: float, tiles: int, dtype: Any) -> list[Any]:
+    """Query, key and value whose scores increase with the tile of 128 keys.
+
+    They increase by `growth`, by half of it or not at all, or decrease by it, depending on the row,
+    and differ by a few units within a tile.
+    """
     rng = np.random.default_rng(7)
     query, key = (0.25 * rng.normal(size=(1, n, 1, 64)) for n in (128, 128 * tiles))
     query[0, :, 0, 0] = np.resize([1, 0.5, 0, -1], 128)
-    key[0, :, 0, 0] = np.repeat(np.arange(tiles) * step, 128)
+    key[0, :, 0, 0] = np.repeat(np.arange(tiles) * growth, 128)
     value = rng.normal(size=(1, 128 * tiles, 1, 64))
     return [jnp.asarray(x, dtype) for x in (query, key, value)]
 
 
-ANSWERS: list[bool] = []  # here, so that programs that were traced before write to it too
+ANSWERS: list[bool] = []  # global, so that programs that are traced already write to it too
 _ANY_ABOVE = votes.any_above
 
 
@@ -1041,45 +1029,44 @@ def noted(*arguments: Any) -> Any:
 
 
 def moves(query: Any, key: Any, columns: int) -> list[bool]:
-    """After which tiles of so many keys sums of rows that are together are rescaled: the maximum of
-    any row, to the base 2, is more than 8 above what its sum is relative to."""
+    """Returns after which tiles of `columns` keys the sums of the rows together are rescaled.
+
+    They are if the maximum of any row, to the base 2, is more than 8 above the sum's reference.
+    """
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key))
     highest = (q @ k.T * np.log2(np.e)).reshape(len(q), -1, columns).max(axis=2)
     highest = np.maximum.accumulate(highest, axis=1).T
-    relative, found = np.full(len(q), -np.inf), []
+    relative, moved = np.full(len(q), -np.inf), []
     for maxima in highest:
-        found.append(bool((maxima - relative > 8).any()))
-        relative = maxima if found[-1] else relative
-    return found
+        moved.append(bool((maxima - relative > 8).any()))
+        relative = maxima if moved[-1] else relative
+    return moved
 
 
-# Rows that are rescaled together where kernels are interpreted, and keys of a tile.
+# The rows that interpreted kernels rescale together, and the keys of a tile.
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
 @pytest.mark.one_in(4)
 @each_kernel
 @pytest.mark.parametrize(
-    ("step", "dtype", "expected"),
+    ("growth", "dtype", "expected"),
     [(0.0, "bfloat16", 1), (1.0, "float16", 4), (128.0, "bfloat16", 20), (2048.0, "bfloat16", 20)],
 )
-def test_sums_are_rescaled_where_maxima_move_far(
-    monkeypatch, implementation, step, dtype, expected
+def test_sums_are_rescaled_only_where_maxima_move_far(
+    monkeypatch, implementation, growth, dtype, expected
 ):
-    """Not before: exponents grow by 1.44 with each of 20 tiles where scores grow by 1."""
+    """If scores increase by 1, exponents increase by 1.44 with each of 20 tiles."""
     monkeypatch.setattr(votes, "any_above", noted)
     ANSWERS.clear()
-    given = growing(step, 20, dtype)
-    call = Call((1, 128, 2560, 1, 1, 64, 64), jnp.dtype(dtype), lambda dtype: {"scale": 1.0})
+    arrays = growing(growth, 20, dtype)
+    call = plain_call(1, 128, 2560, 1, dtype=dtype, scale=1.0)
     with tuning.using(gpu_tiles_each=40):  # in one part
-        got = forward(call, implementation, given)
+        assert_forward(call, implementation, arrays)
     jax.effects_barrier()
-    want = forward(call, "reference", [x.astype(jnp.float64) for x in given])
-    for x, y, limit in zip(got, want, LIMITS, strict=False):
-        assert error(x, y) <= limit
     rows, columns = TOGETHER[implementation]
-    groups = [given[0][:, i : i + rows] for i in range(0, 128, rows)]
-    wanted = [y for x in groups for y in moves(x, given[1], columns)]
+    groups = [arrays[0][:, i : i + rows] for i in range(0, 128, rows)]
+    wanted = [y for x in groups for y in moves(x, arrays[1], columns)]
     assert sorted(ANSWERS) == sorted(wanted)  # groups answer in any order
     assert sum(ANSWERS) == expected * len(groups)
 
@@ -1087,36 +1074,33 @@ def test_sums_are_rescaled_where_maxima_move_far(
 @pytest.mark.one_in(3)
 @each_kernel
 def test_a_row_that_sees_keys_late_starts_there(implementation):
-    """Its maximum is the lowest number until then, while those of others move or do not."""
-    given = growing(1.0, 20, "bfloat16")
-    call = Call((1, 128, 2560, 1, 1, 64, 64), jnp.bfloat16, lambda dtype: {"scale": 1.0})
+    """Its maximum is the lowest number until then, while those of other rows move or do not."""
     mask = masks.Predicate(lambda b, h, q, kv: (kv >= 40 * (q % 64)) & (q != 5))
-    got = forward(call, implementation, given, mask=mask)
-    want = forward(call, "reference", [x.astype(jnp.float64) for x in given], mask=mask)
-    for x, y, limit in zip(got, want, LIMITS, strict=False):
-        assert error(x, y) <= limit
-    assert not np.asarray(got[0][:, 5], np.float32).any()
+    call = plain_call(1, 128, 2560, 1, scale=1.0)
+    out = assert_forward(call, implementation, growing(1.0, 20, "bfloat16"), mask=mask)
+    assert not np.asarray(out[:, 5], np.float32).any()
 
 
 @pytest.mark.one_in(3)
 @each_kernel
 def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
-    """Those of float16 end at 65,504: what they are multiplied with, 512, comes at the end. The
-    second tile's are 2^7.5 of the first one's, for which sums are not rescaled."""
+    """Float16 ends at 65,504: the dropout factor 512 is multiplied at the end. Weights of the
+    second tile are 2^7.5 times those of the first, for which sums are not rescaled."""
     query, key, value = growing(5.2, 2, "float16")
-    call = Call((1, 128, 256, 1, 1, 64, 64), jnp.float16, lambda dtype: {"scale": 1.0})
     dropout = {"dropout_rate": 1 - 2**-9, "dropout_key": jax.random.key(8)}
-    given = [query.at[..., 1:].set(0), key, value]
-    got, _ = forward(call, implementation, given, **dropout)
-    want, _ = forward(call, "reference", [x.astype(jnp.float64) for x in given], **dropout)
+    call = plain_call(1, 128, 256, 1, dtype="float16", scale=1.0, **dropout)
+    arrays = [query.at[..., 1:].set(0), key, value]
+    got, want = (
+        forward(call, *x)[0] for x in ((implementation, arrays), ("reference", wide(arrays)))
+    )
     assert jnp.abs(want).max() > 2
     assert error(got, want) <= LIMITS[0]
 
 
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("first", [None, 5])  # of a larger call it may start anywhere
-def test_kernels_are_told_which_queries_share_a_hash(rows, first):
-    """Those that lie eight places apart. Where these have others, nothing is shared."""
+@pytest.mark.parametrize("first", [None, 5])  # a part of a larger call may start anywhere
+def test_kernels_know_which_queries_share_a_hash(rows, first):
+    """Queries at a distance of eight share one, unless positions give them other hashes."""
     shapes = Shapes((2,), 64, 64, 3, 1, 64, 64, jnp.dtype("bfloat16"))
     rule = {"dropout_rate": 0.5, "dropout_key": dropout.key_words(jax.random.key(3))}
     spec = Spec(masks.Full(), None, 1.0, None, None, **rule)
@@ -1126,40 +1110,42 @@ def test_kernels_are_told_which_queries_share_a_hash(rows, first):
     hashes = dropout.hashed(spec, shapes, rows=rows).dropout_key
     parts = hashes.rows, hashes.seeds, hashes.columns, hashes.places
     head = [x if x is None or x.ndim == 1 else x[1, 2] for x in parts]
-    found = []
+    shared = []
 
-    def noted(x: Any) -> Any:
-        found.append(np.asarray(x))
+    def record(x: Any) -> Any:
+        shared.append(np.asarray(x))
         return x
 
     def keeps(head: Any, places: Any) -> Any:
-        own = dataclasses.replace(
-            spec, origin=None, dropout_key=dropout.Hashes(*head, dropped=None)
-        )
-        return dropout.keeps(own, 1, 2, Span(places, places), Span(places, places))
+        hashed = dropout.Hashes(*head, dropped=None)
+        local = dataclasses.replace(spec, origin=None, dropout_key=hashed)
+        return dropout.keeps(local, 1, 2, Span(places, places), Span(places, places))
 
     places = jnp.arange(64, dtype=jnp.int32)
-    kept = mosaic_interpreter.run(keeps, head, places, held=mosaic_interpreter.Held(shared=noted))
-    own = places if first is None else first + places
-    wanted = dropout.keep(spec.dropout_key, 0.5, 1, 2, own, places)
-    assert np.array_equal(kept, wanted)
-    assert len(found) == (first is None)
-    for x in found:
+    held = mosaic_interpreter.Held(shared=record)
+    decisions = mosaic_interpreter.run(keeps, head, places, held=held)
+    queries = places if first is None else first + places
+    wanted = dropout.keep(spec.dropout_key, 0.5, 1, 2, queries, places)
+    assert np.array_equal(decisions, wanted)
+    assert len(shared) == (first is None)
+    for x in shared:
         pairs = x.reshape(4, 2, 8)
         assert np.array_equal(pairs[:, 0], pairs[:, 1])
         assert len(np.unique(x)) == 32
 
 
 def registers_of(layout: Any, values: np.ndarray) -> Any:
-    """What the registers of a layout hold of an array, for one thread and place in a register after
-    the other; the layout says how an array is cut into tiles, and which axes of these belong to
-    warps, lanes and a register."""
+    """Yields what the registers of a layout hold, one thread and register index after the other.
+
+    The layout says how an array is cut into tiles, and which axes of these belong to warps, lanes
+    and a register.
+    """
     for sizes in layout.tiling.tiles:
-        before, own = values.shape[: -len(sizes)], values.shape[-len(sizes) :]
-        pairs = [size for x, y in zip(own, sizes, strict=True) for size in (x // y, y)]
-        n = len(before)
+        leading, tiled = values.shape[: -len(sizes)], values.shape[-len(sizes) :]
+        pairs = [size for x, y in zip(tiled, sizes, strict=True) for size in (x // y, y)]
+        n = len(leading)
         order = [*range(n), *range(n, n + 2 * len(sizes), 2), *range(n + 1, n + 2 * len(sizes), 2)]
-        values = values.reshape(*before, *pairs).transpose(order)
+        values = values.reshape(*leading, *pairs).transpose(order)
     of_threads = [x for x in (*layout.warp_dims, *layout.lane_dims) if isinstance(x, int)]
     of_threads = [x % values.ndim for x in (*of_threads, layout.vector_dim)]
     for place in np.ndindex(*(values.shape[x] for x in of_threads)):
@@ -1172,7 +1158,6 @@ def registers_of(layout: Any, values: np.ndarray) -> Any:
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("by", registers.Products)
 def test_registers_that_are_named_alike_hold_the_same(by, by_key):
-    """In the layouts that JAX defines: of queries that share a hash, and of distances."""
     if by is registers.Products.TENSOR_MEMORY:
         unit = registers.Unit(False, by_key, by, apart=True)
         alone = jnp.arange(3.0)
@@ -1188,36 +1173,29 @@ def test_registers_that_are_named_alike_hold_the_same(by, by_key):
     for axes, (change, values) in pairs.items():
         layout = unit.layout(axes).to_mgpu()
         distinct = []
-        for own in registers_of(layout, values):
-            assert own.shape == layout.registers_shape(values.shape)
-            named, numbers = own.copy(), np.arange(own.size).reshape(own.shape)
+        for contents in registers_of(layout, values):
+            assert contents.shape == layout.registers_shape(values.shape)
+            named, numbers = contents.copy(), np.arange(contents.size).reshape(contents.shape)
             change(named)
             change(numbers)
-            assert np.array_equal(named, own)
-            distinct.append(len(np.unique(numbers)) / own.size)
+            assert np.array_equal(named, contents)
+            distinct.append(len(np.unique(numbers)) / contents.size)
         assert max(distinct) <= 0.6
 
 
-def _three_documents(dtype: Any) -> Any:
-    """Tiles full, mixed and empty."""
-    q, kv = (jnp.asarray(np.arange(size) // 250)[None] for size in (300, 520))
-    return {"mask": masks.Lengths(kv=510) & ~masks.Segments(q, kv + 1)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("head", [64, 160])  # where gradients are together, and one by one
-@pytest.mark.parametrize("cap", [None, 3.0])  # with 64 columns of a warpgroup, and with 32
-def test_nobody_reads_gradients_in_tensor_memory_before_they_are_written(monkeypatch, head, cap):
+@pytest.mark.parametrize("head", [64, 160])  # gradients share a memory, or have one each
+@pytest.mark.parametrize("cap", [None, 3.0])  # 64 columns of a warpgroup, or 32
+def test_no_gradients_in_tensor_memory_are_read_before_they_are_written(monkeypatch, head, cap):
     _detect_races(monkeypatch, head <= 128)
-    score = {} if cap is None else {"score": scores.SoftCap(cap)}
-    rules = lambda dtype: _three_documents(dtype) | score  # noqa: E731
-    call = Call((1, 300, 520, 2, 1, head, head), jnp.bfloat16, rules)
-    given = operands(call)
-    got = quick_jit(functools.partial(everything, call, "blackwell"))(*given)
-    wide = [x.astype(jnp.float32) for x in given]
-    want = quick_jit(functools.partial(everything, call, "reference"))(*wide)
-    for x, y, limit in zip(got, want, (*LIMITS, *LIMITS[2:] * 2), strict=True):
-        assert error(x, y) <= limit
+    q, kv = (jnp.asarray(np.arange(size) // 250)[None] for size in (300, 520))
+    rules = {"mask": masks.Lengths(kv=510) & ~masks.Segments(q, kv + 1)}
+    rules |= {} if cap is None else {"score": scores.SoftCap(cap)}
+    call = KernelCall(lambda _: rules, (1, 300, 520, 2, 1, head, head), jnp.bfloat16)
+    arrays = operands(call)
+    got = quick_jit(functools.partial(everything, call, "blackwell"))(*arrays)
+    want = quick_jit(functools.partial(everything, call, "reference"))(*wide(arrays, jnp.float32))
+    assert_within(got, want)
 
 
 @pytest.mark.parametrize(
@@ -1231,11 +1209,11 @@ def test_nobody_reads_gradients_in_tensor_memory_before_they_are_written(monkeyp
     ],
     ids=["causal", "segments", "bias by key", "alibi", "table"],
 )
-def test_rows_lie_apart_where_a_tile_reads_numbers_of_its_keys(rules, apart):
-    """Else each thread would hold those of all its keys."""
+def test_threads_share_rows_where_a_tile_reads_numbers_of_its_keys(rules, apart):
+    """Otherwise each thread would hold the numbers of all its keys."""
     shapes = Shapes((1,), 200, 200, 1, 1, 64, 64, jnp.dtype("bfloat16"))
-    given = {"mask": masks.Full(), "score": None} | rules
-    spec = prepared(Spec(given["mask"], given["score"], 0.125, None, None), shapes)
+    mask, score = rules.get("mask", masks.Full()), rules.get("score")
+    spec = prepared(Spec(mask, score, 0.125, None, None), shapes)
     unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
     problem = Problem.of(spec, shapes, Tiling(256, 128), unit)
     assert problem.unit.apart is apart

@@ -1,7 +1,7 @@
-"""Integers of users mean what Python's do, at and beyond the edges of 32 bits.
+"""Integers of users mean what Python's integers do, at and beyond the edges of 32 bits.
 
-Ids, lengths and positions of every dtype, known and traced, with 64-bit types and without: an
-answer is the oracle's, which counts with Python's integers, or there is an error or NaN.
+The tests use ids, lengths and positions of every dtype, known and traced, with 64-bit types and
+without: the answer is the oracle's, which counts with Python's integers, or an error or NaN.
 """
 
 from typing import Any
@@ -33,45 +33,43 @@ with_and_without_64_bits = pytest.mark.parametrize("bits", [32, 64])
 
 
 def arrays(T: int = T, S: int = S) -> Any:
-    """Query, key and value in float32."""
     rng = np.random.default_rng(T)
     shapes = ((B, T, N, H), (B, S, N, H), (B, S, N, H))
     return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
 
 
-def meant(allowed: Any, given: Any) -> np.ndarray:
-    """What attention gives where `allowed(at)` says who attends."""
-    query, key, value = (np.asarray(x, np.float64) for x in given)
-    problem = oracle.Problem(query, key, value, allowed=allowed)
+def meant(allowed: Any, qkv: Any) -> np.ndarray:
+    """Returns the oracle's output for the mask `allowed(pair)`."""
+    query, key, value = (np.asarray(x, np.float64) for x in qkv)
+    problem = oracle.OracleProblem(query, key, value, allowed=allowed)
     return oracle.attend(problem).out
 
 
-def attend(implementation: str, mask: Any, given: Any, **options: Any) -> np.ndarray:
-    """The library's answer; a test is skipped where the implementation says it cannot."""
+def attend(implementation: str, mask: Any, qkv: Any, **options: Any) -> Any:
+    """Returns the library's output, or skips the test if the implementation refuses the call."""
     try:
-        out = jattn.attention(*given, mask=mask, implementation=implementation, **options)
+        return jattn.attention(*qkv, mask=mask, implementation=implementation, **options)
     except NotImplementedError as reason:
         assert implementation not in GENERAL, reason
         pytest.skip(str(reason))
-    return np.asarray(out)
 
 
 def assert_close(got: np.ndarray, want: np.ndarray) -> None:
-    """Equal to a few roundings of float32; a wrong key would be told from a right one."""
+    """Equal to a few roundings of float32; a wrong key would make a difference."""
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def same_id(q_ids: Any, kv_ids: Any) -> Any:
     """The rule of `Segments`, on Python's integers."""
     q, kv = (np.broadcast_to(np.asarray(x, object), (B, len(x))) for x in (q_ids, kv_ids))
-    return lambda at: int(q[at.b, at.i]) == int(kv[at.b, at.j])
+    return lambda pair: int(q[pair.b, pair.i]) == int(kv[pair.b, pair.j])
 
 
 ID_DTYPES = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
 
 
 def of_dtype(dtype: Any) -> np.ndarray:
-    """Ids at the edges of a dtype and of those below it, some of them equal."""
+    """Ids at the edges of a dtype and of smaller ones, some of them equal."""
     limits, kinds = np.iinfo(dtype), (np.int8, np.int32, np.uint32, dtype)
     edges = [x for kind in kinds for x in (np.iinfo(kind).min, np.iinfo(kind).max)]
     inside = [x for x in (*edges, 7, 7 + 2**32, 7 + 2**8) if limits.min <= x <= limits.max]
@@ -82,44 +80,29 @@ def of_dtype(dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("dtype", ID_DTYPES)
 @pytest.mark.parametrize("implementation", OURS)
-def test_segments_tell_known_ids_of_every_dtype_apart(implementation, dtype, bits):
+def test_segments_distinguish_ids_of_every_dtype(implementation, dtype, bits):
     ids = of_dtype(dtype)
-    given = arrays(len(ids), len(ids))
+    qkv = arrays(len(ids), len(ids))
+    want = meant(same_id(ids, ids), qkv)
     with jax.enable_x64(bits == 64):
-        got = attend(implementation, masks.Segments(ids), given)
-    assert_close(got, meant(same_id(ids, ids), given))
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("dtype", ID_DTYPES)
-@pytest.mark.parametrize("implementation", OURS)
-def test_segments_tell_traced_ids_of_every_dtype_apart(implementation, dtype):
-    ids = of_dtype(dtype)
-    given = arrays(len(ids), len(ids))
-    traced = jax.jit(lambda ids: attend_traced(implementation, masks.Segments(ids), given))
-    assert_close(np.asarray(traced(jnp.asarray(ids))), meant(same_id(ids, ids), given))
-
-
-def attend_traced(implementation: str, mask: Any, given: Any, **options: Any) -> Any:
-    """As `attend`, inside a program."""
-    try:
-        return jattn.attention(*given, mask=mask, implementation=implementation, **options)
-    except NotImplementedError as reason:
-        assert implementation not in GENERAL, reason
-        pytest.skip(str(reason))
+        assert_close(attend(implementation, masks.Segments(ids), qkv), want)
+    traced = jax.jit(lambda ids: attend(implementation, masks.Segments(ids), qkv))
+    assert_close(traced(jnp.asarray(ids)), want)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_of_queries_and_keys_and_of_rows_are_compared_exactly(implementation):
-    """Ids `[T]` for all and `[B, S]` for each, and lengths beside."""
     q_ids, kv_ids = FAR, np.stack([FAR[::-1], FAR ^ 2**33])
-    given, lengths = arrays(), np.array([6, 5])
-    rule = lambda at: int(q_ids[at.i]) == int(kv_ids[at.b, at.j]) and at.j < lengths[at.b]  # noqa: E731
+    qkv, lengths = arrays(), np.array([6, 5])
+
+    def rule(pair):
+        return q_ids[pair.i] == kv_ids[pair.b, pair.j] and pair.j < lengths[pair.b]
+
     mask = lambda q, kv: masks.Segments(q, kv) & masks.Lengths(kv=jnp.asarray(lengths))  # noqa: E731
-    assert_close(attend(implementation, mask(q_ids, kv_ids), given), meant(rule, given))
-    traced = jax.jit(lambda q, kv: attend_traced(implementation, mask(q, kv), given))
-    assert_close(np.asarray(traced(q_ids, kv_ids)), meant(rule, given))
+    assert_close(attend(implementation, mask(q_ids, kv_ids), qkv), meant(rule, qkv))
+    traced = jax.jit(lambda q, kv: attend(implementation, mask(q, kv), qkv))
+    assert_close(traced(q_ids, kv_ids), meant(rule, qkv))
 
 
 LENGTHS = (0, 3, MOST, MOST + 1, 2**40, 10**30, -1, LEAST - 1)
@@ -129,9 +112,9 @@ LENGTHS = (0, 3, MOST, MOST + 1, 2**40, 10**30, -1, LEAST - 1)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("implementation", OURS)
 def test_lengths_of_any_size_are_numbers(implementation, length):
-    given, rule = arrays(), lambda at: at.j < length
+    qkv, rule = arrays(), lambda pair: pair.j < length
     for mask in (masks.Lengths(kv=length), masks.Prefix(length)):
-        assert_close(attend(implementation, mask, given), meant(rule, given))
+        assert_close(attend(implementation, mask, qkv), meant(rule, qkv))
 
 
 @pytest.mark.one_in(8)
@@ -139,49 +122,48 @@ def test_lengths_of_any_size_are_numbers(implementation, length):
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint32, np.uint64])
 @pytest.mark.parametrize("implementation", OURS)
 def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
-    given, lengths = arrays(), np.array([3, np.iinfo(dtype).max], dtype)
-    rule = lambda at: at.j < int(lengths[at.b])  # noqa: E731
+    qkv, lengths = arrays(), np.array([3, np.iinfo(dtype).max], dtype)
+    rule = lambda pair: pair.j < int(lengths[pair.b])  # noqa: E731
     with jax.enable_x64(bits == 64):
         for make in (lambda x: masks.Lengths(kv=x), masks.Prefix):
-            traced = jax.jit(lambda x, make=make: attend_traced(implementation, make(x), given))
-            assert_close(attend(implementation, make(lengths), given), meant(rule, given))
+            traced = jax.jit(lambda x, make=make: attend(implementation, make(x), qkv))
+            assert_close(attend(implementation, make(lengths), qkv), meant(rule, qkv))
             if bits == 64 or lengths.itemsize <= 4:  # or else JAX itself narrows the argument
-                assert_close(np.asarray(traced(lengths)), meant(rule, given))
+                assert_close(traced(lengths), meant(rule, qkv))
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint32, np.uint64])
 def test_sides_of_windows_may_be_traced_in_any_dtype(dtype, side):
-    """At distances that 32 bits do not hold, for pairs and for tiles of one pair."""
     distance = EDGES[:, None].astype(object) - EDGES[None, :]
-    given: Any = {"q_positions": EDGES, "kv_positions": EDGES}
+    places: Any = {"q_positions": EDGES, "kv_positions": EDGES}
     sizes = (0, 1, 255, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**40)
     with jax.enable_x64(True):
         for size in (x for x in sizes if x <= np.iinfo(dtype).max):
             make = lambda x: masks.Window(**{side: x})  # noqa: E731
-            allowed = jax.jit(lambda x, make=make: make(x).dense(T, S, **given))
-            kinds = jax.jit(lambda x, make=make: masks.tile_map(make(x), T, S, 1, 1, **given))
+            allowed = jax.jit(lambda x, make=make: make(x).dense(T, S, **places))
+            kinds = jax.jit(lambda x, make=make: masks.tile_map(make(x), T, S, 1, 1, **places))
             want = (distance if side == "left" else -distance) <= size
             np.testing.assert_array_equal(allowed(dtype(size)), want)
             np.testing.assert_array_equal(kinds(dtype(size)), np.where(want, masks.FULL, 0))
 
 
 POSITIONED = {
-    "causal": (masks.Causal, lambda at: at.kv <= at.q),
-    "prefix": (lambda: masks.Prefix(MOST), lambda at: at.kv < MOST),
-    "prefix of all": (lambda: masks.Prefix(MOST + 1), lambda at: True),
-    "prefix of more": (lambda: masks.Prefix(2**70), lambda at: True),
-    "prefix of none": (lambda: masks.Prefix(LEAST), lambda at: False),
+    "causal": (masks.Causal, lambda pair: pair.kv <= pair.q),
+    "prefix": (lambda: masks.Prefix(MOST), lambda pair: pair.kv < MOST),
+    "prefix of all": (lambda: masks.Prefix(MOST + 1), lambda pair: True),
+    "prefix of more": (lambda: masks.Prefix(2**70), lambda pair: True),
+    "prefix of none": (lambda: masks.Prefix(LEAST), lambda pair: False),
     "prefixes": (
         lambda: masks.Prefix(np.array([MOST, 2**40])),
-        lambda at: at.kv < (MOST, 2**40)[at.b],
+        lambda pair: pair.kv < (MOST, 2**40)[pair.b],
     ),
-    "global": (lambda: masks.Global(MOST), lambda at: at.q < MOST or at.kv < MOST),
-    "global of all": (lambda: masks.Global(2**70), lambda at: True),
+    "global": (lambda: masks.Global(MOST), lambda pair: pair.q < MOST or pair.kv < MOST),
+    "global of all": (lambda: masks.Global(2**70), lambda pair: True),
     "function": (
         lambda: masks.Predicate(lambda b, h, q, kv: (q <= -1) | (kv == 2**31 - 1)),
-        lambda at: at.q <= -1 or at.kv == MOST,
+        lambda pair: pair.q <= -1 or pair.kv == MOST,
     ),
 }
 
@@ -191,14 +173,14 @@ POSITIONED = {
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_positions_at_the_edges_of_32_bits(implementation, name):
     build, rule = POSITIONED[name]
-    given, kv = arrays(), EDGES[::-1]
-    want = meant(lambda at: rule(at._replace(q=int(EDGES[at.i]), kv=int(kv[at.j]))), given)
+    qkv, kv = arrays(), EDGES[::-1]
+    want = meant(lambda pair: rule(pair._replace(q=int(EDGES[pair.i]), kv=int(kv[pair.j]))), qkv)
     places = {"q_positions": EDGES, "kv_positions": kv}
-    assert_close(attend(implementation, build(), given, **places), want)
+    assert_close(attend(implementation, build(), qkv, **places), want)
     traced = jax.jit(
-        lambda q, kv: attend_traced(implementation, build(), given, q_positions=q, kv_positions=kv)
+        lambda q, kv: attend(implementation, build(), qkv, q_positions=q, kv_positions=kv)
     )
-    assert_close(np.asarray(traced(EDGES, kv)), want)
+    assert_close(traced(EDGES, kv), want)
 
 
 @every_implementation
@@ -208,10 +190,10 @@ def test_positions_of_any_dtype_count_alike(implementation, dtype):
     top = np.iinfo(np.int8).max
     q = np.array([0, 1, 2, 100, top - 1, top, 3], dtype)
     mask = masks.Window(left=100)
-    rule = lambda at: int(q[at.j]) >= int(q[at.i]) - 100  # noqa: E731
-    given = arrays()
-    got = attend(implementation, mask, given, q_positions=q, kv_positions=q)
-    assert_close(got, meant(rule, given))
+    rule = lambda pair: int(q[pair.j]) >= int(q[pair.i]) - 100  # noqa: E731
+    qkv = arrays()
+    got = attend(implementation, mask, qkv, q_positions=q, kv_positions=q)
+    assert_close(got, meant(rule, qkv))
 
 
 @pytest.mark.parametrize("name", ["q_positions", "kv_positions"])
@@ -226,17 +208,17 @@ def test_known_positions_beyond_32_bits_are_refused(name, value, bits):
 
 @pytest.mark.parametrize("value", [MOST, MOST + 1, LEAST - 1, 2**40])
 def test_traced_positions_beyond_32_bits_give_nan(value):
-    given, where = arrays(), np.arange(T)
-    where[2] = value
+    qkv, places = arrays(), np.arange(T)
+    places[2] = value
 
     @jax.jit
     def traced(q: Any) -> Any:
-        lse = jattn.attention(*given, q_positions=q, return_lse=True)
-        return lse, jattn.attention_weights(*given[:2], q_positions=q)
+        lse = jattn.attention(*qkv, q_positions=q, return_lse=True)
+        return lse, jattn.attention_weights(*qkv[:2], q_positions=q)
 
     assert all(
         bool(jnp.isnan(x).all()) == (value > MOST or value < LEAST)
-        for x in jax.tree.leaves(traced(where))
+        for x in jax.tree.leaves(traced(places))
     )
 
 
@@ -260,7 +242,7 @@ def test_operands_of_functions_are_not_narrowed():
             build(lambda *_: True, np.array([1, 2]), 3, np.uint32(2**32 - 1))
 
 
-def test_rows_and_heads_that_are_not_there_are_refused():
+def test_rows_and_heads_out_of_range_are_refused():
     mask = masks.Lengths(kv=np.array([1, 2])) & masks.Dense(np.ones((2, 3, 4, 4), bool))
     for b, h, name in ((2, 0, "b"), (-1, 0, "b"), (0, 3, "h")):
         with pytest.raises(ValueError, match=f"{name}: expected 0 <= {name}"):
@@ -275,7 +257,6 @@ CACHES = (cache.DenseCache, cache.RollingCache, cache.PagedCache)
 
 
 def filled(kind: Any) -> Any:
-    """Two rows of three tokens."""
     keys = jnp.arange(2 * 3 * 4, dtype=jnp.float32).reshape(2, 3, 1, 4)
     return kind.create(2, 8, 1, 4).append(keys, keys)
 
@@ -284,17 +265,17 @@ def filled(kind: Any) -> Any:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("rows", [[5, -1], [0, 2], [-1, 0], [2**32, 0]])
 @with_and_without_64_bits
-def test_rows_of_a_cache_that_are_not_there_are_refused(kind, rows, bits):
+def test_rows_of_a_cache_out_of_range_are_refused(kind, rows, bits):
     with jax.enable_x64(bits == 64):
-        held = filled(kind)
+        rows_of_two = filled(kind)
         with pytest.raises(ValueError, match="indices: expected 0 <= indices < B = 2"):
-            held.reorder(np.array(rows))
+            rows_of_two.reorder(np.array(rows))
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_traced_rows_of_a_cache_that_are_not_there_give_nan(kind):
-    held, query = filled(kind), jnp.ones((3, 1, 1, 4))
-    picked = jax.jit(lambda cache, rows: cache.reorder(rows))(held, np.array([1, 5, -1]))
+def test_traced_rows_of_a_cache_out_of_range_give_nan(kind):
+    rows_of_two, query = filled(kind), jnp.ones((3, 1, 1, 4))
+    picked = jax.jit(lambda cache, rows: cache.reorder(rows))(rows_of_two, np.array([1, 5, -1]))
     assert picked.overflowed.tolist() == [False, True, True]
     out = np.asarray(jattn.attention(query, picked))
     assert np.isnan(out[1:]).all() and np.isfinite(out[0]).all()
@@ -309,7 +290,7 @@ def test_lengths_of_a_memory_are_of_what_it_holds():
     assert made.overflowed.tolist() == [True, False]
 
 
-def test_rows_of_a_recurrent_state_that_are_not_there():
+def test_rows_of_a_recurrent_state_out_of_range():
     hidden = jnp.ones((2, 4))
     state = nn.RecurrentState(hidden, jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
     with pytest.raises(ValueError, match="indices"):

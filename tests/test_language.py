@@ -12,8 +12,8 @@ from flax import nnx
 from experiments.language import __main__ as cli
 from experiments.language import model as models
 from experiments.language import text, training
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
+from experiments.language.runs import LanguageRun
+from experiments.language.settings import LanguageSettings
 from tests.test_translation import as_users_run_it
 
 
@@ -21,7 +21,13 @@ __all__ = ["as_users_run_it"]  # a fixture
 
 TINY = ["features=12", "layers=1", "heads=2", "kv_heads=1", "feed_forward=10", "length=8"]
 TINY += ["rows=3", "steps=6", "report_every=3", "warmup=2", "dropout_rate=0.2"]
-SET = [word for setting in TINY for word in ("--set", setting)]
+
+
+def set_words(settings):
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+SET = set_words(TINY)
 TEXT = "der hund schläft .\nthe dog sleeps .\n" * 20
 
 
@@ -57,7 +63,7 @@ def test_split_and_batches():
 
 
 def test_loss_by_the_formula():
-    settings = Settings().changed(TINY)
+    settings = LanguageSettings().changed(TINY)
     model = models.make(settings, 7)
     rows = np.random.default_rng(0).integers(0, 7, (3, 9)).astype(np.int32)
     logits = nnx.jit(lambda model, x: model(x, deterministic=True))(model, rows[:, :-1])
@@ -68,15 +74,15 @@ def test_loss_by_the_formula():
 
 
 def test_settings():
-    assert Settings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
-    for given, message in (
+    assert LanguageSettings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
+    for setting, message in (
         ("step=7", "unknown setting 'step'; nearest: steps"),
         ("steps", "expected NAME=VALUE, got 'steps'"),
         ("steps=many", "steps: expected a valid integer, .*, got 'many'"),
         ("rows=0", "rows: expected greater than or equal to 1, got '0'"),
     ):
         with pytest.raises(ValueError, match=message):
-            Settings().changed([given])
+            LanguageSettings().changed([setting])
 
 
 def run_command(*arguments: object) -> int:
@@ -84,7 +90,7 @@ def run_command(*arguments: object) -> int:
 
 
 def variables_of(directory):
-    run = Run.open(directory)
+    run = LanguageRun.open(directory)
     _, state = training.init_state(run)
     return jax.tree.leaves(run.restore(state)[0])
 
@@ -108,7 +114,7 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     assert run_command("train", "--run", parts, "--resume") == 0
     for a, b in zip(variables_of(whole), variables_of(parts), strict=True):
         np.testing.assert_array_equal(a, b)
-    losses = [[r["loss"] for r in Run.open(d).metrics()] for d in (whole, parts)]
+    losses = [[r["loss"] for r in LanguageRun.open(d).metrics()] for d in (whole, parts)]
     assert losses[0] == losses[1]
 
     capsys.readouterr()
@@ -133,31 +139,33 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
         (["features=262144", "feed_forward=262144"], "parameters takes at least"),
     ],
 )
-def test_sizes_that_cannot_be_are_one_clear_line(settings, message, file, tmp_path, capsys):
-    more = [word for setting in settings for word in ("--set", setting)]
-    assert run_command("train", "--text", file, "--run", tmp_path / "run", *SET, *more) == 2
+def test_impossible_sizes_are_one_clear_line(settings, message, file, tmp_path, capsys):
+    command = ("train", "--text", file, "--run", tmp_path / "run", *SET, *set_words(settings))
+    assert run_command(*command) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "given", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
+    "arguments", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
 )
-def test_numbers_of_the_command_line_have_bounds(given, capsys):
+def test_numbers_of_the_command_line_have_bounds(arguments, capsys):
     with pytest.raises(SystemExit) as end:
-        run_command("write", *given)
-    assert end.value.code == 2 and f"argument {given[0]}: expected at " in capsys.readouterr().err
+        run_command("write", *arguments)
+    assert (
+        end.value.code == 2 and f"argument {arguments[0]}: expected at " in capsys.readouterr().err
+    )
 
 
-def a_run(directory, file) -> Run:
+def a_run(directory, file) -> LanguageRun:
     content = file.read_text("utf-8")
     characters = text.Characters.of(content)
-    run = Run(directory, Settings().changed(TINY), characters, str(file))
+    run = LanguageRun(directory, LanguageSettings().changed(TINY), characters, str(file))
     run.create()
     return run
 
 
-def test_training_interrupted_before_its_first_checkpoint_goes_on(
+def test_training_interrupted_before_its_first_checkpoint_resumes(
     file, tmp_path, capsys, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -174,13 +182,13 @@ def test_nothing_in_a_run_leads_elsewhere(file, tmp_path, capsys):
     for name in ("config.json", "metrics.jsonl", "loss.png", "checkpoints"):
         path, there = run.directory / name, tmp_path / name
         path.replace(there) if path.exists() else there.write_text("before")
-        before = there.read_text("utf-8")
+        content = there.read_text("utf-8")
         path.symlink_to(there)
         for command in (("train", "--resume"), ("write",)):
             assert run_command(*command, "--run", run.directory) == 2
             message = f"{path}: expected a file or a folder, got a symbolic link"
             assert message in capsys.readouterr().err
-        assert there.read_text("utf-8") == before
+        assert there.read_text("utf-8") == content
         path.unlink()
         os.mkfifo(path)
         assert run_command("write", "--run", run.directory) == 2
@@ -214,21 +222,12 @@ def interrupt(*_: object) -> None:
 
 @pytest.mark.slow
 def test_learns_to_continue_a_text(file, tmp_path, capsys):
-    learning = [
-        "--set",
-        "steps=150",
-        "--set",
-        "report_every=50",
-        "--set",
-        "dropout_rate=0.0",
-        "--set",
-        "length=24",
-    ]
-    wider = ["--set", "features=32", "--set", "rows=8", "--set", "learning_rate=0.01"]
+    settings = ["steps=150", "report_every=50", "dropout_rate=0.0", "length=24"]
+    settings += ["features=32", "rows=8", "learning_rate=0.01"]
     run = tmp_path / "run"
-    assert run_command("train", "--text", file, "--run", run, *SET, *learning, *wider) == 0
-    assert Run.open(run).metrics()[-1]["validation_loss"] < 0.2
+    assert run_command("train", "--text", file, "--run", run, *SET, *set_words(settings)) == 0
+    assert LanguageRun.open(run).metrics()[-1]["validation_loss"] < 0.2
     capsys.readouterr()
-    given = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
-    assert run_command("write", "--run", run, *given) == 0
+    options = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
+    assert run_command("write", "--run", run, *options) == 0
     assert capsys.readouterr().out == TEXT[:68] + "\n"

@@ -1,7 +1,7 @@
 """Logits, biases and values so large that rounding, overflow or infinity could decide.
 
-The contract suite's inputs have logits of a few units. Here they go up to 1e8, by score functions
-to 1e12, and values to the largest float, in every implementation.
+The contract's inputs have logits of a few units. Here they reach 1e8, by score functions 1e12, and
+values the largest float, in every implementation.
 """
 
 import functools
@@ -15,8 +15,9 @@ import pytest
 
 import jattn
 from jattn import masks, scores
+from tests import cases, oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import attention_arrays, normal_arrays, out_and_gradients, quick_jit, users_jit
 
 
 # cuDNN needs a GPU, kernels in Mosaic take 16 bits.
@@ -27,19 +28,16 @@ every_kernel = pytest.mark.parametrize("implementation", KERNELS)
 
 
 def call(implementation: str, *qkv: Any, **options: Any) -> Any:
-    """`(out, lse)`."""
     return jattn.attention(*qkv, implementation=implementation, return_lse=True, **options)
 
 
-def drawn(T: int = 5, S: int = 40, H: int = 8, seed: int = 0, N: int = 2) -> list[jax.Array]:
-    """q, k and v, float32, one batch row."""
-    rng = np.random.default_rng(seed)
-    shapes = ((1, T, N, H), (1, S, N, H), (1, S, N, 4))
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+def drawn(T: int = 5, S: int = 40, H: int = 8) -> list[jax.Array]:
+    """q, k and v for one batch row and two heads, in float32."""
+    return attention_arrays((1, T, S, 2, 2, H, 4), "float32")[:3]
 
 
 def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) -> np.ndarray:
-    """With d_out of ones, the gradients of the values sum to the number of queries with keys."""
+    """Sums the gradients of the values: for d_out of ones, the number of queries with keys."""
     q, k, v = drawn(T=T, S=S)
     # Logits of about `size` whose differences are a few units: rounding leaves several keys alive.
     q, k = q * 0 + 1, jnp.round(k) + jnp.float32(size / 8)
@@ -77,8 +75,8 @@ def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, 
 @pytest.mark.parametrize("size", [1e4, 1e12, 1e30])
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, size, H, T):
-    """One product of two numbers rounds alike for all keys, so that they share the weight; sums of
-    several may differ by their last digit, which is all between them then."""
+    """A product of two numbers rounds alike for all keys, so that they share the weight; sums of
+    several products may differ by their last digit, which then decides."""
     q = jnp.full((1, T, 1, H), 1.1 * math.sqrt(size) / H, jnp.float32)
     k = jnp.full((1, 37, 1, H), 1.3 * math.sqrt(size), jnp.float32)
     places = jnp.arange(37, dtype=jnp.float32)[:, None, None]
@@ -97,11 +95,11 @@ STEEP = jnp.array([1e9, -1.23456e9], jnp.float32)
 
 
 def as_score(function: Any) -> Any:
-    """The options of a call with this function of scores, which has no parameter."""
+    """Returns the options of a call with this score function, which has no parameter."""
     return lambda _: {"score": scores.Score(function)}
 
 
-# Options of a call by an array, which is their parameter, and the array.
+# Functions from an array, the parameter, to the options of a call; and the array.
 HUGE: dict[str, tuple[Any, jax.Array]] = {
     "temperature": (
         lambda t: {"score": scores.Temperature(t)},
@@ -131,8 +129,8 @@ HUGE: dict[str, tuple[Any, jax.Array]] = {
 
 
 def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any) -> None:
-    """A row has the value of its largest score, and its weights sum to one: in the output, in the
-    gradients of the values and in tangents."""
+    """Checks that a row has the value of its largest score, and that its weights sum to one: in the
+    output, in the gradients of the values and in tangents."""
     options, array = HUGE[what]
 
     def run(q: Any, k: Any, v: Any, array: Any) -> Any:
@@ -162,9 +160,9 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     largest = np.take_along_axis(values, np.argmax(logits, axis=-1)[..., None], axis=2)
     np.testing.assert_allclose(out[clear], np.swapaxes(largest, 1, 2)[clear], rtol=tolerance)
     np.testing.assert_allclose(lse, first, rtol=1e-5)
-    found = double(users_jit(gradients)(q, k, v, array))
-    assert [bool(np.all(np.isfinite(x))) for x in found] == [True] * 4
-    np.testing.assert_allclose(found[2].sum(axis=1), q.shape[1], rtol=tolerance)
+    d = double(users_jit(gradients)(q, k, v, array))
+    assert [bool(np.all(np.isfinite(x))) for x in d] == [True] * 4
+    np.testing.assert_allclose(d[2].sum(axis=1), q.shape[1], rtol=tolerance)
     assert all(np.all(np.isfinite(x)) for x in double(users_jit(tangents)(q, k, v, array)))
     np.testing.assert_allclose(
         double(users_jit(along_values)(q, k, v, array))[0], 1, rtol=tolerance
@@ -176,8 +174,7 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
 @pytest.mark.parametrize("what", HUGE)
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_weights_sum_to_one_at_logits_up_to_1e12(implementation, what, mask):
-    """An interpreted kernel's backward pass may add products in another order: there they are
-    exact."""
+    """Products are exact for kernels whose interpreted backward pass adds them in another order."""
     if implementation == "native" and what == "bias":
         pytest.skip("it has no Bias")
     q, k, v = drawn(T=20, S=24, H=8 if implementation in CONSISTENT else 16)
@@ -200,7 +197,7 @@ def test_weights_sum_to_one_at_logits_up_to_1e12_of_16_bits(implementation, what
 @every_kernel
 @pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
 def test_a_mean_that_is_finite_is_finite(implementation, mask):
-    """Its sum is not."""
+    """Its sum overflows."""
     q, k, v = drawn(T=40)
     v = v * 0 + jnp.float32(3e38)
     out, _ = quick_jit(functools.partial(call, implementation, mask=mask))(q, k, v)
@@ -217,18 +214,16 @@ def test_small_values_keep_their_digits_beside_no_large_ones(implementation, mas
 
 
 def gradients_of(implementation: str, mask: Any, q: Any, k: Any, v: Any) -> Any:
-    """out, lse and the gradients of q, k and v, for cotangents of ones on out."""
-
-    @quick_jit
-    def everything(q: Any, k: Any, v: Any) -> Any:
-        (out, lse), pull = jax.vjp(functools.partial(call, implementation, mask=mask), q, k, v)
-        return out, lse, *pull((jnp.ones_like(out), jnp.zeros_like(lse)))
-
+    """Returns out, lse and the gradients of q, k and v, for cotangents of ones on out."""
+    run = functools.partial(call, implementation, mask=mask)
+    d_out = jnp.ones((*q.shape[:-1], v.shape[-1]), q.dtype)
+    d_lse = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    everything = quick_jit(lambda *qkv: out_and_gradients(run, qkv, d_out, d_lse))
     return [np.asarray(x) for x in everything(q, k, v)]
 
 
 KEY = 7  # the key that is changed
-# What a key may hold, and whether its score is NaN or +inf, so that all who attend to it are NaN.
+# Values of a key, and whether its score is NaN or +inf, which makes queries that attend to it NaN.
 # q is positive: a key of infinities has an infinite score, and one of -inf has no weight.
 KEYS: dict[str, tuple[float, bool]] = {
     "overflow": (3e38, True),
@@ -244,8 +239,8 @@ KEYS: dict[str, tuple[float, bool]] = {
 @pytest.mark.parametrize("what", KEYS)
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
-    """+inf and NaN make the rows that attend to them NaN, −inf is as masked; other rows, and keys
-    that none of these rows attends to, are as they would be without it."""
+    """+inf and NaN make the outputs of queries that attend to them NaN, −inf masks; other queries,
+    and keys that none of these queries attends to, are unaffected."""
     q, k, v = drawn(T=20)
     q, (poison, broken) = jnp.abs(q) + 2, KEYS[what]
     out, lse, d_q, d_k, d_v = gradients_of(implementation, mask, q, k.at[:, KEY].set(poison), v)
@@ -269,8 +264,7 @@ def test_one_meaning_of_scores_beyond_all_numbers(implementation, what, mask):
 @every_kernel
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(("T", "S"), [(12, 12), (20, 40)], ids=["one-tile", "tiles"])
-def test_who_attends_to_a_value_that_is_not_finite_is_nan(implementation, poison, T, S):
-    """In all channels, with a mask or without."""
+def test_values_that_are_not_finite_make_outputs_nan(implementation, poison, T, S):
     q, k, v = drawn(T=T, S=S)
     v = v.at[:, KEY, :, 1].set(poison)
     for mask in (None, masks.Causal()):
@@ -282,71 +276,44 @@ def test_who_attends_to_a_value_that_is_not_finite_is_nan(implementation, poison
         assert np.all(np.isfinite(d_q[:, ~touched]))
 
 
-def biases() -> dict[str, Any]:
-    """Score functions that add up to ±1e4, and what they add to score (i, j), in float64."""
-    slopes = np.array([-1.0, -0.5])
-    table = np.full((32, 2), 88.6)
-    distances = np.abs(np.arange(5)[:, None] - np.arange(200)[None, :])
-    large = 1e4 * np.cos(np.arange(200.0))[None, None, None, :]
-    return {
-        "alibi": (
-            scores.Alibi(jnp.asarray(slopes, jnp.float32)),
-            -slopes[:, None, None] * distances,
-        ),
-        "table": (scores.RelativeBias(jnp.asarray(table, jnp.float32)), np.full((2, 5, 200), 88.6)),
-        "bias": (
-            scores.Bias(jnp.asarray(large, jnp.float32)),
-            np.broadcast_to(np.float32(large[0]).astype(np.float64), (2, 5, 200)),
-        ),
-    }
+# Score functions that add up to ±1e4, and their parameters.
+BIASES: dict[str, tuple[cases.ScoreRule, np.ndarray]] = {
+    "slopes": (cases.alibi(()), np.array([-1.0, -0.5])),
+    "table": (
+        cases.relative_bias(32, 2, bidirectional=True, max_distance=128),
+        np.full((32, 2), 88.6),
+    ),
+    "bias": (cases.bias(()), 1e4 * np.cos(np.arange(200.0))[None, None, None, :]),
+}
 
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("mask", [None, masks.Window(left=3, right=150)])
-@pytest.mark.parametrize("what", ["alibi", "table", "bias"])
+@pytest.mark.parametrize("what", BIASES)
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_gradients_of_large_biases(implementation, what, mask):
-    """T is no whole number of vectors: lanes without a query see exp(bias) beyond all numbers."""
-    score, added = biases()[what]
+    """T is no multiple of the vector width: exp(bias) overflows in lanes without a query."""
+    rule, numbers = BIASES[what]
     if implementation == "native" and what == "bias":
         pytest.skip("it has no Bias")
     q, k, v = drawn(T=5, S=200)
-    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 2, 4)), jnp.float32)
+    parameters = {what: jnp.asarray(numbers, jnp.float32)}
+    (cotangent,) = normal_arrays((1, 5, 2, 4), dtype="float32", seed=1)
 
     @quick_jit
-    def d_params(score: Any) -> Any:
-        total = lambda score: jnp.sum(  # noqa: E731
-            cotangent * call(implementation, q, k, v, mask=mask, score=score)[0]
-        )
-        return jax.grad(total)(score)
+    def d_parameters(parameters: Any) -> Any:
+        run = functools.partial(call, implementation, q, k, v, mask=mask)
+        return jax.grad(lambda p: jnp.vdot(cotangent, run(score=rule.build(p))[0]))(parameters)
 
-    got = np.asarray(jax.tree.leaves(d_params(score))[0], np.float64)
-    # By the formula, in float64: the cotangent of scores, summed as the parameter is shared.
-    q64, k64, v64, c64 = (np.asarray(x[0], np.float64) for x in (q, k, v, cotangent))
-    s = np.einsum("tnh,snh->nts", q64, k64) / math.sqrt(8) + added
-    if mask is not None:
-        s = np.where(np.asarray(mask.dense(5, 200)), s, -np.inf)
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    dp = np.einsum("tnv,snv->nts", c64, v64)
-    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
-    if what == "alibi":
-        distances = np.abs(np.arange(5)[:, None] - np.arange(200)[None, :])
-        want = -(ds * distances).sum(axis=(1, 2))
-    elif what == "table":
-        bucket = np.asarray(
-            scores.relative_bucket(
-                jnp.arange(200)[None, :] - jnp.arange(5)[:, None],
-                32,
-                bidirectional=True,
-                max_distance=128,
-            )
-        )
-        want = np.zeros((32, 2))
-        for n in range(2):
-            np.add.at(want[:, n], bucket.ravel(), ds[n].ravel())
-    else:
-        want = ds.sum(axis=(0, 1))[None, None, None, :]
+    problem = oracle.OracleProblem(
+        *(np.asarray(x, np.float64) for x in (q, k, v)),
+        parameters={what: np.asarray(parameters[what], np.float64)},
+        allowed=lambda pair: mask is None or -3 <= pair.kv - pair.q <= 150,
+        modifier=rule.modifier,
+    )
+    d_out = np.asarray(cotangent, np.float64)
+    want = oracle.gradients(problem, d_out, np.zeros((1, 2, 5))).parameters[what]
+    got = np.asarray(d_parameters(parameters)[what], np.float64)
     assert np.all(np.isfinite(got))
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max() + 1e-6)
 
@@ -356,8 +323,7 @@ def test_gradients_of_large_biases(implementation, what, mask):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_a_scale_that_is_an_array_rounds_nothing(implementation, dtype, jitted):
-    """It is multiplied with scores in the dtype of sums, whatever its own, and its gradient is that
-    of one number."""
+    """It multiplies scores in the dtype of sums, and its gradient is that of one number."""
     if dtype == "float64" and implementation == "tpu":
         pytest.skip("it has no float64")
     q, k, v = (3 * x.astype(dtype) for x in drawn(T=20))
@@ -381,8 +347,8 @@ def test_a_scale_that_is_an_array_rounds_nothing(implementation, dtype, jitted):
 
 @pytest.mark.one_in(2)
 @every_kernel
-def test_caps_that_are_no_numbers_of_the_scores_dtype(implementation):
-    """A cap near 0 leaves no difference between scores, one beyond all numbers leaves them."""
+def test_caps_outside_the_range_of_the_scores_dtype(implementation):
+    """A cap near 0 makes all scores equal, a cap that overflows leaves them unchanged."""
     q, k, v = drawn(T=20)
     q = q.at[:, 0].set(0)  # scores of exactly 0 as well
     run = jattn.attention

@@ -1,4 +1,5 @@
-"""How the project is built: who imports whom, what importing costs, and what lies where."""
+"""The structure of the project: imports of each room, the cost of importing, the top-level
+files."""
 
 import ast
 import fnmatch
@@ -19,8 +20,8 @@ from jattn.kernels.tpu import tile_functions
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "jattn", "tests", "experiments"}
 
-# A room is a folder or a file; one imports only from rooms that stand before it. Files of a folder
-# may import one another as long as none comes back to itself. A new file takes its place here.
+# A room is a folder or a file, and imports only from rooms earlier in this list. Files of a folder
+# may import one another without cycles. New files are added here.
 ROOMS = (
     ("_explicit", "_debugging"),
     ("_types", "_svg", "_advice", "_torch_names", "tuning"),
@@ -51,7 +52,7 @@ PLACE = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
 
 
 def room_of(module: str) -> str:
-    """The room of a module: itself, or the innermost folder that is one."""
+    """Returns the room of a module: itself, or the innermost folder that is one."""
     while module not in PLACE and "." in module:
         module = module.rpartition(".")[0]
     return module
@@ -69,13 +70,12 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def imported(path: Path, name: str, is_package: bool) -> Iterator[str]:
-    """Full names of all modules and members that a file imports, anywhere in it."""
-    here = name.split(".")
+    """Yields the full names of all modules and members that a file imports, anywhere in it."""
+    parts = name.split(".")
     for statement in ast.walk(parsed(path)):
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
@@ -83,12 +83,12 @@ def imported(path: Path, name: str, is_package: bool) -> Iterator[str]:
             base = statement.module or ""
             if statement.level:
                 up = statement.level - (1 if is_package else 0)
-                base = ".".join([*here[: len(here) - up], *filter(None, [base])])
+                base = ".".join([*parts[: len(parts) - up], *filter(None, [base])])
             yield from (f"{base}.{alias.name}" for alias in statement.names)
 
 
 def imported_modules(package: str, module: str, path: Path, known: set[str]) -> Iterator[str]:
-    """Which modules of `package` a module of it imports, relative to the package."""
+    """Yields the modules of `package` that one of its modules imports, relative to the package."""
     full = f"{package}.{module}" if module else package
     for name in imported(path, full, path.name == "__init__.py"):
         if name != package and not name.startswith(package + "."):
@@ -108,9 +108,9 @@ def test_every_file_is_in_a_room():
 def test_imports_go_down(module):
     files = modules("jattn")
     for other in imported_modules("jattn", module, files[module], set(files)):
-        here, there = room_of(module), room_of(other)
-        if there not in (here, "kernels"):
-            assert PLACE[there] < PLACE[here], f"jattn.{module} imports jattn.{other}"
+        room, there = room_of(module), room_of(other)
+        if there not in (room, "kernels"):
+            assert PLACE[there] < PLACE[room], f"jattn.{module} imports jattn.{other}"
 
 
 def test_no_file_imports_itself_through_others():
@@ -119,8 +119,8 @@ def test_no_file_imports_itself_through_others():
         module: set(imported_modules("jattn", module, path, set(files))) - {module}
         for module, path in files.items()
     }
-    while free := {module for module, others in waiting.items() if not others & set(waiting)}:
-        waiting = {module: others for module, others in waiting.items() if module not in free}
+    while free := {module for module, targets in waiting.items() if not targets & set(waiting)}:
+        waiting = {module: targets for module, targets in waiting.items() if module not in free}
     assert not waiting
 
 
@@ -146,7 +146,7 @@ def test_experiments_use_public_names_only():
                 assert ".".join(used) in PUBLIC, (module, name)
 
 
-def test_what_every_run_needs_imports_no_experiment():
+def test_the_room_of_all_runs_imports_no_experiment():
     files = modules("experiments")
     room = [module for module in files if module.split(".")[0] == "runs"]
     assert len(room) > 10
@@ -181,7 +181,7 @@ def test_types_are_not_postponed():
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter in the root of the project."""
+    """Runs code in a fresh interpreter in the root of the project."""
     clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -204,17 +204,18 @@ def test_import_starts_no_backend(name):
 
 
 def test_import_is_light():
-    names = "print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    assert not {"jaxtyping", "flax"} & set(python(f"import sys, jattn; {names}").stdout.split())
-    code = f"import sys, jattn; jattn.attention; {names}"
-    loaded = set(python(code).stdout.split())
-    assert {"jax", "jattn", "jaxtyping"} <= loaded
-    assert not loaded & {"matplotlib", "optax", "orbax", "experiments", "beartype", "torch"}
-    code = "import sys, jattn.nn; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    assert not set(python(code).stdout.split()) & {"matplotlib", "experiments", "torch"}
+    def loaded(code: str) -> set[str]:
+        names = "print(*{name.split('.')[0] for name in sys.modules})"
+        return set(python(f"import sys; {code}; {names}").stdout.split())
+
+    assert not loaded("import jattn") & {"jaxtyping", "flax"}
+    packages = loaded("import jattn; jattn.attention")
+    assert {"jax", "jattn", "jaxtyping"} <= packages
+    assert not packages & {"matplotlib", "optax", "orbax", "experiments", "beartype", "torch"}
+    assert not loaded("import jattn.nn") & {"matplotlib", "experiments", "torch"}
 
 
-def test_kernels_of_one_machine_are_imported_when_they_are_asked():
+def test_kernels_of_other_machines_are_imported_on_demand():
     names = "print(*(x for x in sys.modules if x.startswith('jattn.kernels.')))"
     code = f"import sys, jattn; jattn.attention; {names}"
     loaded = {name.split(".")[2] for name in python(code).stdout.split()}
@@ -233,7 +234,7 @@ def test_import_takes_little_time():
 
 
 def tracked() -> set[str]:
-    """Names in the root: those git tracks or, without git, those that are not ignored."""
+    """The names in the root that git tracks or, without git, that are not ignored."""
     if (ROOT / ".git").exists():
         listing = subprocess.run(
             ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
@@ -250,7 +251,7 @@ def tracked() -> set[str]:
     }
 
 
-def test_top_level_holds_only_what_belongs_there():
+def test_the_top_level_has_no_other_files():
     names = {name for name in tracked() if not name.startswith(".")}
     assert names == TOP_LEVEL
     assert (ROOT / "jattn" / "py.typed").exists()
@@ -263,7 +264,6 @@ def test_there_is_no_drawer_for_odds_and_ends():
 
 
 def test_kernels_know_no_operation_that_nobody_else_does():
-    """One list has all operations; each kernel and the bounds know some of them."""
     known = {*operations.ELEMENTWISE, "floor_divide", "remainder", "custom"}
     tables = mosaic_interpreter._OPERATIONS, tile_functions._OPERATIONS, interval_rules.RULES
     assert all(known >= set(table) for table in (*tables, *text._WRITTEN.values()))

@@ -1,4 +1,4 @@
-"""The loss of the translation experiment, against the formula in float64 and against optax."""
+"""The loss of the translation experiment, against the formula in float64."""
 
 import math
 from typing import Any
@@ -17,7 +17,8 @@ PLACES, D, V = 13, 5, 7
 
 
 def by_hand(features, kernel, bias, labels, mask, smoothing):
-    """The loss with the smoothed target written out, and its gradients; float64 loops."""
+    """Returns the loss, with the smoothed target written out, and its gradients, by
+    float64 loops."""
     features, kernel, bias = (np.asarray(x, np.float64) for x in (features, kernel, bias))
     total = 0.0
     gradients = [np.zeros_like(x) for x in (features, kernel, bias)]
@@ -77,26 +78,26 @@ def chunks_of(places, monkeypatch):
 @pytest.mark.parametrize(("smoothing", "places"), [(0.0, 4), (0.1, 1), (0.6, 4), (0.1, 1000)])
 def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
     chunks_of(places, monkeypatch)
-    given = case()
-    total, gradients = by_hand(*given, smoothing)
-    found, grads = loss_and_gradients(*given, smoothing)
-    assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=2e-6)
+    arguments = case()
+    total, gradients = by_hand(*arguments, smoothing)
+    loss, grads = loss_and_gradients(*arguments, smoothing)
+    assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(total, rel=2e-6)
     for slope, gradient in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(slope, gradient, rtol=2e-5, atol=2e-5)
     both = losses.cross_entropies(
-        jnp.asarray(given[0]),
-        Projection(jnp.asarray(given[1]), jnp.asarray(given[2])),
-        *given[3:],
+        jnp.asarray(arguments[0]),
+        Projection(jnp.asarray(arguments[1]), jnp.asarray(arguments[2])),
+        *arguments[3:],
         smoothing=smoothing,
     )
-    assert both.tolist() == pytest.approx([total, by_hand(*given, 0.0)[0]], rel=2e-6)
+    assert both.tolist() == pytest.approx([total, by_hand(*arguments, 0.0)[0]], rel=2e-6)
 
 
 def test_large_logits_overflow_nowhere():
-    given = case(spread=200.0)
-    total, _ = by_hand(*given, 0.1)
-    found, grads = loss_and_gradients(*given, 0.1)
-    assert float(found) == pytest.approx(total, rel=1e-5)
+    arguments = case(spread=200.0)
+    total, _ = by_hand(*arguments, 0.1)
+    loss, grads = loss_and_gradients(*arguments, 0.1)
+    assert float(loss) == pytest.approx(total, rel=1e-5)
     assert all(np.isfinite(slope).all() for slope in grads)
 
 
@@ -105,15 +106,15 @@ def test_narrow_features_are_accumulated_wide():
     narrow = jnp.asarray(features, jnp.bfloat16)
     kernel = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float32)
     total, gradients = by_hand(np.asarray(narrow, np.float32), kernel, bias, labels, mask, 0.1)
-    found, grads = loss_and_gradients(narrow, kernel, bias, labels, mask, 0.1)
-    assert found.dtype == jnp.float32 and float(found) == pytest.approx(total, rel=1e-5)
+    loss, grads = loss_and_gradients(narrow, kernel, bias, labels, mask, 0.1)
+    assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(total, rel=1e-5)
     assert [slope.dtype.name for slope in grads] == ["bfloat16", "float32", "float32"]
     for slope, gradient in zip(grads, gradients, strict=True):
         worst = np.abs(np.asarray(slope, np.float64) - gradient).max() / np.abs(gradient).max()
         assert worst < 2**-7
 
 
-def test_what_does_not_count_does_not_exist():
+def test_places_outside_the_mask_have_no_effect():
     features, kernel, bias, labels, mask = case()
     clean = loss_and_gradients(features, kernel, bias, labels, mask, 0.1)
     poisoned = np.where(mask[:, None], features, np.nan)
@@ -130,15 +131,15 @@ def test_a_projection_without_bias_and_batch_axes():
     shaped = (x.reshape(3, 4, *x.shape[1:]) for x in (features, labels, mask))
     x, *places = map(jnp.asarray, shaped)
     total, gradients = by_hand(features, kernel, 0 * bias, labels, mask, 0.1)
-    found, slope = jax.value_and_grad(
+    loss, slope = jax.value_and_grad(
         lambda x: cross_entropy(x, Projection(jnp.asarray(kernel), None), *places, smoothing=0.1)
     )(x)
-    assert float(found) == pytest.approx(total, rel=2e-6)
+    assert float(loss) == pytest.approx(total, rel=2e-6)
     np.testing.assert_allclose(slope.reshape(12, D), gradients[0], rtol=2e-5, atol=2e-5)
 
 
 def test_logits_are_never_whole():
-    """Temporaries of loss and gradients: copies of what was given, and next to no logits."""
+    """Temporaries of loss and gradients are copies of the arguments, and hardly any logits."""
     places, vocabulary = 4096, 1000
 
     def run(x, w, b, labels, mask):
@@ -147,14 +148,13 @@ def test_logits_are_never_whole():
         )(x, w, b)
 
     kinds = ((places, D), (vocabulary, D), (vocabulary,))
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kinds]
-    given += [jax.ShapeDtypeStruct((places,), kind) for kind in (jnp.int32, jnp.bool)]
-    memory: Any = jax.jit(run).lower(*given).compile().memory_analysis()
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kinds]
+    arguments += [jax.ShapeDtypeStruct((places,), kind) for kind in (jnp.int32, jnp.bool)]
+    memory: Any = jax.jit(run).lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * places * vocabulary / 8
 
 
 def test_chunks_of_padding_are_not_computed():
-    """As many turns of the loop as the places that count need, not as there are places."""
     features, kernel, bias, labels, _ = case()
     mask = np.arange(PLACES) == 3
     rows, chunks = losses._sorted(

@@ -1,7 +1,7 @@
 """The table of cases at sizes with several of the tiles that users get, under `vmap`.
 
-Arrays of a case are repeated along their axes of queries and keys. What an implementation gives
-must be what the reference gives for one example after another, which walks over no tiles.
+Arrays of a case are repeated along their axes of queries and keys. The results of an implementation
+must be those of the reference, which has no tiles, for one example after another.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import pytest
 import jattn
 from jattn import masks, tuning
 from jattn.kernels.common import block_mask
-from tests.cases import CASES, Case, Inputs, inputs
-from tests.conftest import quick_jit
-from tests.test_contract import Results, assert_close, attend, everything, on_device, random_key
+from tests.cases import CASES, CallCase, CaseInputs, inputs
+from tests.conftest import out_and_gradients, quick_jit
+from tests.test_contract import CaseResults, assert_close, attend, everything, on_device, random_key
 
 
 # Heads of more than 65,536 pairs are not one piece, and 128 is the smallest tile.
@@ -26,7 +26,7 @@ COUNTS = ("prefix", "q_lengths", "kv_lengths")  # arrays that hold numbers of to
 EXAMPLES = 2
 
 
-def grown(case: Case) -> Case:
+def enlarged(case: CallCase) -> CallCase:
     """The case with many queries and keys, if it has more than one."""
     old = case.sizes
     T, S = SQUARE if old.T == old.S else SIZES
@@ -36,7 +36,7 @@ def grown(case: Case) -> Case:
     def repeated(array: Any, axis: int, size: Any) -> Any:
         return np.take(array, np.arange(size) % array.shape[axis], axis=axis)
 
-    def one(name: str, array: Any) -> Any:
+    def enlarged_array(name: str, array: Any) -> Any:
         if name in COUNTS:
             return array * (sizes.S // max(1, old.S))
         if name == "layout":
@@ -50,7 +50,7 @@ def grown(case: Case) -> Case:
         return array
 
     def all_of(arrays: Any) -> Any:
-        return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
+        return {name: enlarged_array(name, np.asarray(x)) for name, x in arrays.items()}
 
     mask, score, q, kv = case.mask, case.score, case.q_positions, case.kv_positions
     return dataclasses.replace(
@@ -63,21 +63,21 @@ def grown(case: Case) -> Case:
     )
 
 
-def gradient_of_vmap(implementation: str, case: Case, x: Inputs) -> Results:
+def gradient_of_vmap(implementation: str, case: CallCase, x: CaseInputs) -> CaseResults:
     """Values and gradients of the mapped call; `x` holds examples along a new first axis."""
 
     def call(q: Any, k: Any, v: Any, parameters: Any) -> Any:
-        one = lambda x: attend(implementation, case, x)  # noqa: E731
-        return jax.vmap(one)(x._replace(q=q, k=k, v=v, parameters=parameters))
+        attend_example = lambda x: attend(implementation, case, x)  # noqa: E731
+        return jax.vmap(attend_example)(x._replace(q=q, k=k, v=v, parameters=parameters))
 
-    (out, lse), pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
-    dq, dk, dv, d_parameters = pull((x.d_out, x.d_lse))
-    return Results(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
+    inputs = (x.q, x.k, x.v, x.parameters)
+    out, lse, dq, dk, dv, d_parameters = out_and_gradients(call, inputs, x.d_out, x.d_lse)
+    return CaseResults(out, lse, {"q": dq, "k": dk, "v": dv, **d_parameters})
 
 
 def check(implementation: str, name: str) -> None:
     """`vmap`, its gradient, and `vmap` of the gradient are a loop over the reference."""
-    case = grown(CASES[name])
+    case = enlarged(CASES[name])
     several = [on_device(inputs(case, seed=seed)) for seed in range(EXAMPLES)]
     rules = case.rules(several[0].operands, several[0].parameters)
     rules |= {"dropout_rate": case.rate, "dropout_key": random_key() if case.rate else None}
@@ -90,51 +90,38 @@ def check(implementation: str, name: str) -> None:
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *several)
 
     @quick_jit
-    def both(x: Inputs) -> tuple[Results, Results]:
+    def both(x: CaseInputs) -> tuple[CaseResults, CaseResults]:
         mapped = jax.vmap(lambda x: everything(implementation, case, x))(x)
         return mapped, gradient_of_vmap(implementation, case, x)
 
     single = quick_jit(lambda x: everything("reference", case, x))
-    for found in both(stacked):
+    for results in both(stacked):
         for place, x in enumerate(several):
-            got = jax.tree.map(lambda a, place=place: np.asarray(a[place]), found)
+            got = jax.tree.map(lambda a, place=place: np.asarray(a[place]), results)
             assert_close(got, jax.tree.map(np.asarray, single(x)), 1e-12)
 
 
-# Between them every kind of array and of walk: bands, runs, lists of tiles, functions, dropout.
-SELECTED = (
-    "predicate",
-    "dilated",
-    "lengths_both",
-    "chain",
-    "dense_and_causal",
-    "places_and_positions",
-    "dropout_masked",
-    "tiles_band",
-)
+# Functions, lists of tiles, and lengths.
+SELECTED = ("predicate", "dilated", "dropout_masked")
 
 
-@pytest.mark.one_in(8)
+def _marks(implementation: str, name: str) -> Any:
+    if (implementation, name) in (("blockwise", SELECTED[0]), ("native", "lengths_both")):
+        return ()
+    return pytest.mark.slow if name in SELECTED[1:3] else pytest.mark.exhaustive
+
+
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("name", SELECTED)
-def test_vmap_over_several_tiles(name):
-    check("blockwise", name)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.default_tiles
-@pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout_masked"])
-def test_vmap_of_the_kernel_for_cpus(name):
-    check("native", name)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.default_tiles
-@pytest.mark.parametrize("implementation", ["blockwise", "native"])
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if 0 not in case.sizes.batch]
+    ("implementation", "name"),
+    [
+        pytest.param(implementation, name, marks=_marks(implementation, name))
+        for implementation in ("blockwise", "native")
+        for name, case in CASES.items()
+        if 0 not in case.sizes.batch
+    ],
 )
-def test_vmap_over_several_tiles_of_every_case(implementation, name):
+def test_vmap_over_several_tiles(implementation, name):
     check(implementation, name)
 
 

@@ -1,4 +1,4 @@
-"""Masks: every leaf against a rule in plain Python, the laws of logic, and what tiles are told.
+"""Masks: every leaf against a rule in plain Python, the laws of logic, and the kinds of tiles.
 
 The rules here are written from the documentation of the leaves, pair by pair, and share nothing
 with the library. Random expression trees carry their rule along with the mask.
@@ -100,13 +100,10 @@ every_leaf = pytest.mark.parametrize("name", LEAVES)
 
 
 def by_rule(rule: PairRule, q_positions: Any, kv_positions: Any) -> np.ndarray:
-    """The mask asked pair by pair."""
-    return np.array(
-        [
-            [bool(rule(i, j, int(q), int(kv))) for j, kv in enumerate(kv_positions)]
-            for i, q in enumerate(q_positions)
-        ]
-    )
+    """The mask as an array, evaluated pair by pair."""
+    keys = list(enumerate(map(int, kv_positions)))
+    queries = enumerate(map(int, q_positions))
+    return np.array([[bool(rule(i, j, q, kv)) for j, kv in keys] for i, q in queries])
 
 
 @every_leaf
@@ -116,11 +113,6 @@ def test_leaf_follows_its_rule(name):
     assert dense.shape == (T, S)
     assert dense.dtype == jnp.bool_
     np.testing.assert_array_equal(dense, by_rule(rule, range(T), range(S)))
-
-
-@every_leaf
-def test_leaf_follows_its_rule_at_other_positions(name):
-    mask, rule = LEAVES[name][0](), LEAVES[name][1]
     dense = mask.dense(T, S, q_positions=Q_POSITIONS, kv_positions=KV_POSITIONS)
     np.testing.assert_array_equal(dense, by_rule(rule, Q_POSITIONS, KV_POSITIONS))
 
@@ -267,10 +259,8 @@ def test_a_block_with_positions_of_its_own(name):
     mask, rule = LEAVES[name][0](), LEAVES[name][1]
     whole = by_rule(rule, Q_POSITIONS, KV_POSITIONS)
     i, j = np.array([4, 1, 2]), np.array([6, 2, 3, 0])
-    rows, columns = (
-        Span(jnp.asarray(positions[places], jnp.int32), jnp.asarray(places, jnp.int32))
-        for positions, places in ((Q_POSITIONS, i), (KV_POSITIONS, j))
-    )
+    pairs = (Q_POSITIONS[i], i), (KV_POSITIONS[j], j)
+    rows, columns = (Span(*(jnp.asarray(x, jnp.int32) for x in pair)) for pair in pairs)
     np.testing.assert_array_equal(mask(0, 0, rows, columns), whole[np.ix_(i, j)])
 
 
@@ -351,41 +341,38 @@ def _draw_lengths(draw):
         return Ruled(masks.Lengths(q=q_length), lambda b, h, i, j, q, kv: i < q_of(b))
     if form == "kv":
         return Ruled(masks.Lengths(kv=kv_length), lambda b, h, i, j, q, kv: j < kv_of(b))
-    return Ruled(
-        masks.Lengths(q_length, kv_length),
-        lambda b, h, i, j, q, kv: (i < q_of(b)) & (j < kv_of(b)),
-    )
+    both = lambda b, h, i, j, q, kv: (i < q_of(b)) & (j < kv_of(b))  # noqa: E731
+    return Ruled(masks.Lengths(q_length, kv_length), both)
+
+
+def _draw_ids(draw, most, *sizes):
+    """Arrays of ids of these sizes, for all batch rows or for each, perhaps sorted; and as
+    `[TREE_B, size]`."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    lead = draw(st.sampled_from([(), (TREE_B,)]))
+    ids = [rng.integers(0, most, (*lead, size)) for size in sizes]
+    ids = [np.sort(x) for x in ids] if draw(st.booleans()) else ids
+    return ids, [np.broadcast_to(x, (TREE_B, x.shape[-1])) for x in ids]
 
 
 def _draw_segments(draw):
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    lead = draw(st.sampled_from([(), (TREE_B,)]))
-    q_ids = rng.integers(0, 4, (*lead, TREE_T))
-    kv_ids = rng.integers(0, 4, (*lead, TREE_S))
-    if draw(st.booleans()):
-        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
-    return Ruled(
-        masks.Segments(jnp.asarray(q_ids), jnp.asarray(kv_ids)),
-        lambda b, h, i, j, q, kv: q_ids[(b,) * len(lead)][i] == kv_ids[(b,) * len(lead)][j],
-    )
+    ids, (q_ids, kv_ids) = _draw_ids(draw, 4, TREE_T, TREE_S)
+    same = lambda b, h, i, j, q, kv: q_ids[b][i] == kv_ids[b][j]  # noqa: E731
+    return Ruled(masks.Segments(*map(jnp.asarray, ids)), same)
 
 
 def _draw_padding(draw):
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    lead = draw(st.sampled_from([(), (TREE_B,)]))
-    tokens = rng.integers(0, 2, (*lead, TREE_S))
-    if draw(st.booleans()):
-        tokens = np.sort(tokens)[..., :: draw(st.sampled_from([1, -1]))]
-    given = tokens.astype(bool) if draw(st.booleans()) else tokens
-    return Ruled(
-        masks.Padding(jnp.asarray(given)),
-        lambda b, h, i, j, q, kv: tokens[(b,) * len(lead)][j] == 1,
-    )
+    (tokens,), (by_row,) = _draw_ids(draw, 2, TREE_S)
+    direction = draw(st.sampled_from([1, -1]))
+    kind = draw(st.sampled_from([bool, int]))
+    attention_mask = jnp.asarray(tokens[..., ::direction].astype(kind))
+    real = by_row[:, ::direction] == 1
+    return Ruled(masks.Padding(attention_mask), lambda b, h, i, j, q, kv: real[b][j])
 
 
 def _draw_dilated(draw):
-    step = draw(st.integers(1, 5))
-    return Ruled(masks.Dilated(step), lambda b, h, i, j, q, kv: (q - kv) % step == 0)
+    stride = draw(st.integers(1, 5))
+    return Ruled(masks.Dilated(stride), lambda b, h, i, j, q, kv: (q - kv) % stride == 0)
 
 
 def _draw_global(draw):
@@ -394,31 +381,22 @@ def _draw_global(draw):
 
 
 def _draw_blocks(draw):
-    block, lead = draw(
-        st.sampled_from([((3, 3), ()), ((4, 5), (TREE_B, TREE_N)), ((1, 2), (1, TREE_N))])
-    )
+    layouts = [((3, 3), ()), ((4, 5), (TREE_B, TREE_N)), ((1, 2), (1, TREE_N))]
+    block, lead = draw(st.sampled_from(layouts))
     cells = -(-TREE_T // block[0]), -(-TREE_S // block[1])
     layout = _bools(draw, *lead, *cells)
 
     def truth(b, h, i, j, q, kv):
-        one = layout[b % layout.shape[0], h] if lead else layout
-        return one[i // block[0], j // block[1]]
+        head_layout = layout[b % layout.shape[0], h] if lead else layout
+        return head_layout[i // block[0], j // block[1]]
 
     given_block = block[0] if block[0] == block[1] else block
     return Ruled(masks.Blocks(jnp.asarray(layout), given_block), truth)
 
 
 def _draw_dense(draw):
-    shape = draw(
-        st.sampled_from(
-            [
-                (TREE_N, TREE_T, 1),
-                (TREE_B, 1, TREE_T, TREE_S),
-                (TREE_B, TREE_N, 1, TREE_S),
-            ]
-        )
-    )
-    array = _bools(draw, *shape)
+    shapes = [(TREE_N, TREE_T, 1), (TREE_B, 1, TREE_T, TREE_S), (TREE_B, TREE_N, 1, TREE_S)]
+    array = _bools(draw, *draw(st.sampled_from(shapes)))
     whole = np.broadcast_to(array, (TREE_B, TREE_N, TREE_T, TREE_S))
     return Ruled(masks.Dense(jnp.asarray(array)), lambda b, h, i, j, q, kv: whole[b, h][i, j])
 
@@ -429,10 +407,8 @@ def _draw_predicate(draw):
         rule, bounds = _sum_below(limit)
         return Ruled(masks.Predicate(rule, bounds=bounds), lambda b, h, i, j, q, kv: q + kv < limit)
     modulus = draw(st.integers(1, 4))
-    return Ruled(
-        masks.Predicate(_weighted_sum, jnp.int32(modulus)),
-        lambda b, h, i, j, q, kv: (q * 7 + kv * 3 + b + 2 * h) % modulus == 0,
-    )
+    truth = lambda b, h, i, j, q, kv: (q * 7 + kv * 3 + b + 2 * h) % modulus == 0  # noqa: E731
+    return Ruled(masks.Predicate(_weighted_sum, jnp.int32(modulus)), truth)
 
 
 DRAWN: dict[type, Callable[[Any], Ruled]] = {
@@ -483,7 +459,7 @@ def axes(draw: Any, size: int) -> np.ndarray:
 def points(
     truth: Truth, b: int, h: int, places: tuple[Any, Any], positions: tuple[Any, Any]
 ) -> np.ndarray:
-    """What the rule says for these places, which stand at positions[place]."""
+    """The rule evaluated at these places, whose positions are `positions[place]`."""
     i, j = places
     shape = len(i), len(j)
     q, kv = positions[0][i][:, None], positions[1][j][None, :]
@@ -491,18 +467,15 @@ def points(
 
 
 def assert_sound(maybe_any: Any, surely_all: Any, allowed: np.ndarray) -> None:
-    """What is claimed about a tile is true of every point in it."""
+    """The bounds of a tile hold for every point in it."""
     assert bool(np.all(maybe_any)) or not allowed.any()
     assert not bool(np.all(surely_all)) or allowed.all()
 
 
 def true_kinds(dense: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
-    """What each tile really is."""
-    rows, columns = (
-        -(-n // block) for n, block in zip(dense.shape, (block_q, block_kv), strict=True)
-    )
-    kinds = np.zeros((rows, columns), np.int8)
-    for n, m in np.ndindex(rows, columns):
+    """The kind of each tile, from its points."""
+    kinds = np.zeros((-(-dense.shape[0] // block_q), -(-dense.shape[1] // block_kv)), np.int8)
+    for n, m in np.ndindex(kinds.shape):
         tile = dense[n * block_q : (n + 1) * block_q, m * block_kv : (m + 1) * block_kv]
         kinds[n, m] = int(tile.any()) + int(tile.all())
     return kinds
@@ -539,10 +512,9 @@ def test_bounds_never_lie(data):
     )
     every = np.arange(TREE_T), np.arange(TREE_S)
     true = true_kinds(points(ruled.truth, b, h, every, positions), block_q, block_kv)
-    assert kinds.shape == true.shape
-    assert kinds.dtype == np.int8
-    assert not np.any((kinds == masks.EMPTY) & (true != masks.EMPTY))
-    assert not np.any((kinds == masks.FULL) & (true != masks.FULL))
+    assert kinds.shape == true.shape and kinds.dtype == np.int8
+    for kind in (masks.EMPTY, masks.FULL):
+        assert not np.any((kinds == kind) & (true != kind))
 
 
 @settings(max_examples=max(30, settings().max_examples))
@@ -586,16 +558,21 @@ def test_tile_map_is_exact_for_plain_leaves(name, blocks):
     np.testing.assert_array_equal(kinds, true_kinds(np.asarray(mask.dense(24, 24)), *blocks))
 
 
+def assert_empty_tiles_are_known(kinds: Any, want: np.ndarray) -> None:
+    """Exactly the empty tiles are called empty; no tile is wrongly called full."""
+    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+    assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SHARP)
 def test_tile_map_finds_empty_tiles_where_blocks_do_not_divide(name):
     mask, blocks = SHARP[name](), (5, 7)
     kinds = np.asarray(masks.tile_map(mask, 24, 24, *blocks))
     want = true_kinds(np.asarray(mask.dense(24, 24)), *blocks)
+    assert_empty_tiles_are_known(kinds, want)
     whole = (slice(24 // blocks[0]), slice(24 // blocks[1]))
-    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
     np.testing.assert_array_equal(kinds[whole], want[whole])
-    assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
 
 
 LENGTHS = np.random.default_rng(7).integers(20, 320, 16)
@@ -633,21 +610,18 @@ def _layouts(padding: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 @pytest.mark.parametrize("padding", [-1, 0, 7, 99, 2**31 - 1])
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_between_documents_hides_no_empty_tile(padding, traced):
-    for name, ids in _layouts(padding).items():
+    for ids in _layouts(padding).values():
         T, S = map(len, ids)
         build = lambda q, kv: masks.tile_map(masks.Segments(q, kv), T, S, 64, 64)  # noqa: B023,E731
         kinds = np.asarray(jax.jit(build)(*ids) if traced else build(*ids))
-        want = true_kinds(ids[0][:, None] == ids[1], 64, 64)
-        np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY, name)
-        assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
+        assert_empty_tiles_are_known(kinds, true_kinds(ids[0][:, None] == ids[1], 64, 64))
 
 
 def test_few_ids_of_a_tile_are_known_in_any_order():
     pages = np.random.default_rng(1).permutation(np.repeat(np.arange(40), 8))
     q, kv = np.repeat(pages, 16), np.repeat(np.arange(40), 16)
     kinds = np.asarray(masks.tile_map(masks.Segments(q, kv), len(q), len(kv), 64, 64))
-    want = true_kinds(q[:, None] == kv, 64, 64)
-    np.testing.assert_array_equal(kinds == masks.EMPTY, want == masks.EMPTY)
+    assert_empty_tiles_are_known(kinds, true_kinds(q[:, None] == kv, 64, 64))
 
 
 def test_tile_map_at_decode_and_ring_positions():
@@ -752,8 +726,10 @@ def test_a_million_by_a_million_costs_the_number_of_tiles(block):
 def test_a_traced_map_never_holds_all_points(name):
     def temporaries(size):
         def build(lengths, ids):
-            own = masks.Segments(ids) if name == "segments" else masks.Lengths(lengths, lengths)
-            return masks.tile_map(masks.Causal() & own, size, size, 512, 512)
+            by_token = (
+                masks.Segments(ids) if name == "segments" else masks.Lengths(lengths, lengths)
+            )
+            return masks.tile_map(masks.Causal() & by_token, size, size, 512, 512)
 
         arrays = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((size,), jnp.int32)
         analysis: Any = jax.jit(build).lower(*arrays).compile().memory_analysis()

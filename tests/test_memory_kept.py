@@ -1,11 +1,11 @@
-"""What the process of a training does with memory that it has freed; in processes of their own."""
+"""How the process of a training reuses memory that it has freed, tested in separate processes."""
 
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_python
 
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -30,9 +30,7 @@ print(taken, int(large) * 1024)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's memory")
 def test_freed_memory_is_kept_in_large_pages():
-    run = [sys.executable, "-c", _PROGRAM]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    taken, large = map(int, done.stdout.split())
+    taken, large = map(int, run_python("-c", _PROGRAM, check=True).stdout.split())
     assert taken < 1000  # the second block is where the first was; 2**27 bytes are 32,768 pages
     if _SETTING.exists() and "[never]" not in _SETTING.read_text():
         assert large > 0

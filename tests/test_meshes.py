@@ -14,7 +14,7 @@ from experiments.translation import meshes, training
 from experiments.translation.meshes import Placement
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from tests.test_translation import Bench, as_users_run_it, assert_equal, make_bench
 
 
@@ -22,37 +22,36 @@ assert as_users_run_it
 TINY = PRESETS["tiny"]
 
 
-def losses(bench: Bench, mesh: str | None, steps: int = 3) -> tuple[list[float], training.State]:
-    """The losses of the first steps, and the state after them, which lies as it began."""
+def losses(
+    bench: Bench, mesh: str | None, steps: int = 3
+) -> tuple[list[float], training.TrainingState]:
+    """The losses of the first steps, and the state after them, which is sharded as at first."""
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
-    step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
+    train_step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
     state = placement.state(bench.init_state())
     lie = jax.tree.map(lambda array: array.sharding, state)
-    found = []
+    losses_of_steps = []
     for _, batch in zip(range(steps), bench.batches.from_step(0), strict=False):
         placed = placement.batch(batch, bench.config.accumulation_steps)
-        state, metrics = step(state, placed)
-        found.append(float(metrics.loss))
+        state, metrics = train_step(state, placed)
+        losses_of_steps.append(float(metrics.loss))
     if mesh:
         same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, lie)
         assert jax.tree.all(same)
-    return found, placement.host(state)
+    return losses_of_steps, placement.host(state)
 
 
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize(
-    "mesh",
-    ["data=2,model=2,context=2", "data=4,model=2"],
-)
+@pytest.mark.parametrize("mesh", ["data=2,model=2,context=2", "data=4,model=2"])
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
-    """With dropout, and rows that the devices cannot share evenly."""
-    own = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
-    alone, state = losses(own, None)
-    cut, after = losses(own, mesh)
+    """The model has dropout, and rows are not divisible by the number of devices."""
+    small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
+    alone, state = losses(small_bench, None)
+    cut, sharded_state = losses(small_bench, mesh)
     np.testing.assert_allclose(cut, alone, rtol=2e-5)
-    (_, (before, *_)), (_, (gradients, *_)) = state.opt_state, after.opt_state
-    for name, mean in before.mu.items():
+    (_, (expected, *_)), (_, (gradients, *_)) = state.opt_state, sharded_state.opt_state
+    for name, mean in expected.mu.items():
         np.testing.assert_allclose(gradients.mu[name], mean, atol=2e-6, err_msg=name)
 
 
@@ -78,13 +77,13 @@ def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, caps
 @pytest.mark.slow
 @pytest.mark.default_tiles
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    """From the very numbers that were saved; and on the same mesh it ends as without a pause."""
+    """It continues from the saved numbers. On the same mesh it ends like an uninterrupted run."""
     small = ("--preset", "tiny", "--set", "steps=8", "--set", "checkpoint_every=4")
     whole, paused = (tmp_path / name for name in ("whole", "paused"))
     train = ("train", "--run", str(whole), *small, "--mesh", "data=4,model=2")
     assert cli.main(train) == 0
     shutil.copytree(whole, paused)
-    Run.open(paused)._drop([8])
+    TranslationRun.open(paused)._drop([8])
     for name, mesh, exact in (
         ("same", "data=4,model=2", True),
         ("other", "data=8", False),
@@ -92,20 +91,20 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     ):
         directory = tmp_path / name
         shutil.copytree(paused, directory)
-        given = () if mesh is None else ("--mesh", mesh)
-        assert cli.main(["train", "--run", str(directory), "--resume", *given]) == 0
-        one, other = (
+        mesh_option = () if mesh is None else ("--mesh", mesh)
+        assert cli.main(["train", "--run", str(directory), "--resume", *mesh_option]) == 0
+        expected, resumed = (
             json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
             for run in (whole, directory)
         )
-        assert one["step"] == other["step"] == 8
+        assert expected["step"] == resumed["step"] == 8
         if exact:
-            assert one["loss"] == other["loss"]
+            assert expected["loss"] == resumed["loss"]
             assert_equal(final_state(whole), final_state(directory))
-        np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+        np.testing.assert_allclose(resumed["loss"], expected["loss"], rtol=1e-5)
 
 
 def final_state(directory: Path) -> dict[str, np.ndarray]:
-    run = Run.open(directory)
+    run = TranslationRun.open(directory)
     shapes = Model(run.config, len(run.source), len(run.target)).shapes
     return run.parameters(shapes)[0]

@@ -23,7 +23,7 @@ def test_a_mutant_is_python_and_no_test_is_missing(name, tmp_path):
 
 
 def test_a_mutant_that_does_not_apply_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(mutants.MUTANTS, "stale", mutants.mutant("a.py", "old", "new", "masks"))
+    monkeypatch.setitem(mutants.MUTANTS, "stale", mutants.mutant("a.py", "⟦old⇒new⟧", "masks"))
     (tmp_path / "a.py").write_text("old old")
     with pytest.raises(ValueError, match="stands 2 times"):
         mutants.apply("stale", tmp_path)

@@ -1,4 +1,4 @@
-"""Masks and scores that ask which device or which example they are for."""
+"""Masks and scores that depend on the index of a device or of a mapped example."""
 
 import functools
 from collections.abc import Callable
@@ -13,19 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
-
-
-def mesh() -> Any:
-    devices = np.array(jax.devices()[:2])
-    return jax.sharding.Mesh(devices, ("c",))
-
-
-def on_devices(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.jit(jax.shard_map(function, mesh=mesh(), in_specs=P("c"), out_specs=P("c")))
+from tests.devices import mesh_of
 
 
 def on_devices_eagerly(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.shard_map(function, mesh=mesh(), in_specs=P("c"), out_specs=P("c"))
+    return jax.shard_map(function, mesh=mesh_of(c=2), in_specs=P("c"), out_specs=P("c"))
+
+
+def on_devices(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.jit(on_devices_eagerly(function))
 
 
 def on_examples(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,10 +87,10 @@ def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
         return jattn.attention(x, x, x, implementation=implementation, **how())
 
     for change in (lambda f: f, gradient):
-        found = PLACES[place](change(attention))(x)
+        result = PLACES[place](change(attention))(x)
         for c in (0, 1):
             want = change(lambda x, c=c: formula(x, c))(x[c : c + 1])
-            np.testing.assert_allclose(found[c : c + 1], want, rtol=1e-4, atol=1e-3)
+            np.testing.assert_allclose(result[c : c + 1], want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])
@@ -102,12 +98,8 @@ def test_collectives_of_what_is_known_before_are_right(place):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
 
     def attention(x: Any) -> Any:
-        return jattn.attention(
-            x,
-            x,
-            x,
-            score=lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0),
-        )
+        score = lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0)  # noqa: E731
+        return jattn.attention(x, x, x, score=score)
 
     def expected(x: Any, mean: Any) -> Any:
         bias = jnp.where(np.arange(8) > np.arange(8)[:, None], mean, 0.0)
@@ -119,8 +111,8 @@ def test_collectives_of_what_is_known_before_are_right(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_collectives_of_constants_are_right(place):
-    """The kernel in C++ is given derivatives of the function: in `shard_map` that of a sum says
-    again how its operand is sharded."""
+    """The kernel in C++ needs derivatives of the function; in `shard_map` that of a sum contains
+    how its operand is sharded."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
 
     def total(x: Any, score: Any) -> Any:

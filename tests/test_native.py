@@ -1,5 +1,5 @@
-"""The contract for the kernel in C++, with tiles so small that each case walks over several; and
-what it does on the tiles that users get."""
+"""The contract for the kernel in C++, with tiles so small that each case needs several; and its
+behaviour with the tiles that users get."""
 
 import functools
 import itertools
@@ -17,26 +17,26 @@ from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
 from jattn.kernels import registry
 from tests import test_contract as contract
-from tests.cases import CASES, DTYPES, Inputs, inputs
-from tests.conftest import quick_jit
+from tests.arrays import assert_accurate
+from tests.cases import CASES, DTYPES, CaseInputs, inputs
+from tests.conftest import normal_arrays, out_and_gradients, quick_jit
+from tests.kernels import assert_dead_rows_are_empty, poisoned, poisons_of
 from tests.oracle import error
 from tests.test_contract import attend, everything, on_device
 
 
-@functools.cache
-def takes(name: str, dtype: str = "float32") -> bool:
-    """Whether the kernel has a case's mask and score function."""
-    x = on_device(inputs(CASES[name], dtype))
-    rules = CASES[name].rules(x.operands, x.parameters)
-    return jattn.explain(x.q, x.k, x.v, **rules)["native"] is None
+def reason(name: str) -> str | None:
+    """The reason for which the kernel refuses a case in float32; None if it runs."""
+    x = on_device(inputs(CASES[name], "float32"))
+    return jattn.explain(x.q, x.k, x.v, **CASES[name].rules(x.operands, x.parameters))["native"]
 
 
 REFUSED = {"no_keys_in_arrays": "no pairs of queries and keys"}
-"""The only cases that it has not, in any dtype, and why."""
+"""The only cases that the kernel refuses, in any dtype, and its reasons."""
 
 
 def refused(name: str, dtype: str = "float32") -> bool:
-    """Whether a case is one that the kernel has not, which then raises."""
+    """Returns whether the kernel refuses a case, and if so checks that it raises its reason."""
     if name not in REFUSED:
         return False
     with pytest.raises(NotImplementedError, match=f"'native'.*{REFUSED[name]}"):
@@ -54,17 +54,12 @@ def _tiny_tiles(request):
 
 @pytest.mark.slow
 def test_what_it_takes():
-    """Masks and score functions that it knows, those that it generates, and what it has not."""
-    for name in ("causal_window", "prefix_lm", "lengths_both", "causal_segments", "decode_window"):
-        assert takes(name)
-    for name in ("soft_cap_causal", "alibi", "relative_bias", "dropout", "tiles_band"):
-        assert takes(name)
-    for name in ("chain", "dense_by_head", "places_and_positions", "bias_by_head", "predicate"):
-        assert takes(name)
-    for name, reason in REFUSED.items():
-        x = on_device(inputs(CASES[name], "float32"))
-        rules = CASES[name].rules(x.operands, x.parameters)
-        assert reason in str(jattn.explain(x.q, x.k, x.v, **rules)["native"])
+    names = "causal_window prefix_lm lengths_both causal_segments decode_window soft_cap_causal"
+    names += " alibi relative_bias dropout tiles_band chain dense_by_head places_and_positions"
+    for name in (*names.split(), "bias_by_head", "predicate"):
+        assert reason(name) is None
+    for name, why in REFUSED.items():
+        assert why in str(reason(name))
         assert refused(name)
 
 
@@ -73,7 +68,7 @@ def compiled(name: str) -> Any:
     return quick_jit(functools.partial(everything, "native", CASES[name]))
 
 
-def run(name: str, x: Inputs) -> contract.Results:
+def run(name: str, x: CaseInputs) -> contract.CaseResults:
     """Values and gradients as NumPy arrays."""
     return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
 
@@ -97,21 +92,17 @@ TYPED = [
 
 @pytest.mark.parametrize(("name", "dtype"), TYPED)
 def test_contract(name, dtype):
-    """Values and gradients; the same again, bit for bit; masked places poisoned, the same again."""
+    """Values and gradients, and further runs, also with masked places poisoned, that are equal
+    bit for bit."""
     if refused(name, dtype):
         return
     x = inputs(CASES[name], dtype)
     got = run(name, x)
     contract.assert_same(run(name, x), got)
     contract.assert_accurate(name, dtype, got)
-    rows, columns = contract.dead_places(name)
-    assert not got.out[rows].any()
-    assert np.all(np.swapaxes(got.lse, -1, -2)[rows] == -np.inf)
-    poisons = contract.POISONS if dtype == "float32" and (rows.any() or columns.any()) else ()
-    for poison in poisons:
-        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
-        q[rows], k[columns], v[columns] = poison, poison, poison
-        contract.assert_same(run(name, x._replace(q=q, k=k, v=v)), got)
+    assert_dead_rows_are_empty(name, got)
+    for poison in poisons_of(name) if dtype == "float32" else ():
+        contract.assert_same(run(name, poisoned(name, x, poison)), got)
 
 
 @pytest.mark.one_in(10)
@@ -136,9 +127,8 @@ def test_poison_reaches_only_who_attends_to_it(name):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout", "causal_segments"])
 def test_vmap_is_a_loop(name):
-    """Over everything, and over the queries or the keys alone."""
     parts = ("q",), ("k", "v"), ("operands", "d_out"), ("parameters", "d_lse")
-    for fields in (Inputs._fields, *parts):
+    for fields in (CaseInputs._fields, *parts):
         contract.assert_vmap_is_a_loop("native", name, fields)
 
 
@@ -162,64 +152,50 @@ RULES: dict[str, Any] = {
 }
 
 
+def assert_like_reference(
+    sizes: tuple[int, ...], heads: int, mask: Any, parameters: dict[str, Any]
+) -> None:
+    """Values and all gradients for sizes T, S, N, H and V are those of the reference."""
+    T, S, N, H, V = sizes
+    shapes = (1, T, N, H), (1, S, heads, H), (1, S, heads, V), (1, T, N, V)
+    *qkv, d_out = normal_arrays(*shapes, seed=1)
+
+    def both(implementation: str) -> Any:
+        call = functools.partial(jattn.attention, implementation=implementation, mask=mask)
+        attend = lambda q, k, v, parameters: call(q, k, v, **parameters)  # noqa: E731
+        return out_and_gradients(attend, (*qkv, parameters), d_out)
+
+    assert_accurate(both("native"), both("reference"), 2e-14)
+
+
 @pytest.mark.one_in(12)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("label", RULES)
 @pytest.mark.parametrize("heads", [1, 2, 6])
 def test_several_tiles_by_several_threads(label, heads):
-    """One key head, which threads share, or more heads than threads; head sizes in whole vectors
-    and others."""
-    rng = np.random.default_rng(1)
-    T, S, N = 700, 600, 6
-    q, k, v, d = (
-        jnp.asarray(rng.normal(size=shape))
-        for shape in ((1, T, N, 40), (1, S, heads, 40), (1, S, heads, 32), (1, T, N, 32))
-    )
-    params = {"score": RULES[label]["score"]} if "score" in RULES[label] else {}
-
-    def both(implementation: str, q: Any, k: Any, v: Any, params: Any) -> Any:
-        call = functools.partial(
-            jattn.attention, implementation=implementation, mask=RULES[label].get("mask")
-        )
-        out, pull = jax.vjp(lambda q, k, v, params: call(q, k, v, **params), q, k, v, params)
-        return out, pull(d)
-
-    got, want = (both(name, q, k, v, params) for name in ("native", "reference"))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert error(x, y) <= 2e-14
+    """One key head, which threads share, or more heads than threads; head sizes that are
+    multiples of the vector width and others."""
+    parameters = {name: x for name, x in RULES[label].items() if name == "score"}
+    assert_like_reference((700, 600, 6, 40, 32), heads, RULES[label].get("mask"), parameters)
 
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("label", ["causal", "window", "full"])
 @pytest.mark.parametrize("heads", [4, 1, 6, 12])
 def test_keys_of_few_heads_are_shared_out(label, heads):
-    """Nine runs of keys in parts whose contributions to queries are summed apart: two for eight
-    threads and four heads, eight for one head. Some queries see no key of a part, or none."""
-    rng = np.random.default_rng(2)
-    T, S, N = 170, 133, 12
-    q, k, v, d = (
-        jnp.asarray(rng.normal(size=shape))
-        for shape in ((1, T, N, 5), (1, S, heads, 5), (1, S, heads, 3), (1, T, N, 3))
-    )
-    mask = RULES[label].get("mask", masks.Full()) & masks.Window(
-        left=30 if label != "full" else 150
-    )
-
-    def both(implementation: str) -> Any:
-        call = functools.partial(jattn.attention, implementation=implementation, mask=mask)
-        out, pull = jax.vjp(call, q, k, v)
-        return out, pull(d)
-
-    got, want = both("native"), both("reference")
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert error(x, y) <= 2e-14
+    """Nine runs of keys in parts whose contributions to queries are summed separately: two parts
+    for eight threads and four heads, eight for one head. Some queries attend to no key of a part,
+    or to none at all."""
+    window = masks.Window(left=30 if label != "full" else 150)
+    mask = RULES[label].get("mask", masks.Full()) & window
+    assert_like_reference((170, 133, 12, 5, 3), heads, mask, {})
 
 
 @pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_of_an_earlier_call_is_left(dtype):
-    """Threads keep their memory: what NaN has stood in gives 0 where all keys are masked."""
+    """Threads keep their memory: after a call with NaN, rows whose keys are all masked are 0."""
     key = jnp.asarray(np.random.default_rng(0).normal(size=(4, 20, 3, 8)), dtype)
     call = functools.partial(jattn.attention, implementation="native")
     assert np.isnan(call(key * np.nan, key, key)).all()
@@ -233,11 +209,9 @@ def test_nothing_of_an_earlier_call_is_left(dtype):
 @pytest.mark.default_tiles
 def test_the_default_on_a_cpu():
     x = on_device(inputs(CASES["causal"]))
+    implementations: Any = (None, "native")
     assert next(n for n, why in jattn.explain(x.q, x.k, x.v).items() if not why) == "native"
-    contract.assert_same(
-        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
-        attend("native", CASES["causal"], x),
-    )
+    contract.assert_same(*(attend(name, CASES["causal"], x) for name in implementations))
 
 
 @pytest.mark.default_tiles
@@ -264,10 +238,8 @@ def test_an_exported_program_needs_no_library():
 
 
 def cached(kind: str, K: int, H: int, V: int, dtype: Any) -> tuple[Any, Any]:
-    """Queries `[3, 2, 6, H]` and a cache that rows of 3 fill to different lengths."""
-    rng = np.random.default_rng(7)
-    k, v = (jnp.asarray(rng.normal(size=(3, 90, K, size)), dtype) for size in (H, V))
-    q = jnp.asarray(rng.normal(size=(3, 2, 6, H)), dtype)
+    """Queries `[3, 2, 6, H]` and a cache with three rows of different lengths."""
+    q, k, v = normal_arrays((3, 2, 6, H), (3, 90, K, H), (3, 90, K, V), seed=7, dtype=dtype)
     valid = jnp.arange(90)[None, :] < jnp.asarray([[90], [3], [41]])
     create = PagedCache.create if kind == "paged" else DenseCache.create
     return q, create(3, 100, K, H, V, dtype).append(k, v, valid)
@@ -305,16 +277,14 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
     without = quick_jit(every).lower(q, cache)
     assert "jattn_decode" not in without.as_text()
     want = without.compile()(q, cache)
-    for label in DECODED:
-        for x, y in zip(got[label], want[label], strict=True):
-            assert error(x, y) <= 8 * jnp.finfo(dtype).eps, label
+    assert_accurate(got, want, 8 * float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("N", "K"), [(2, 1), (3, 3), (8, 1)])
 def test_long_caches_are_read_in_parts(N, K, dtype):
-    """Of several thousand keys, each part and each tile with maxima of its own."""
+    """Several thousand keys, whose parts and tiles have different maxima."""
     rng = np.random.default_rng(3)
     k, v = (rng.normal(size=(1, K, 9000, 16)) for _ in range(2))
     k *= 1 + np.cos(np.arange(9000) / 700)[:, None]
@@ -332,12 +302,11 @@ def test_long_caches_are_read_in_parts(N, K, dtype):
 
 
 def test_decoding_reads_nothing_that_is_masked():
-    """Neither slots beyond the length nor pages that a row does not have."""
     for kind in ("dense", "paged"):
         q, cache = cached(kind, 2, 16, 16, jnp.float32)
         want = jattn.attention(q, cache)
-        held = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
-        poison = jnp.where(held[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
+        is_used = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
+        poison = jnp.where(is_used[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
         empty = cache.keys == 0  # what was never written
         changed = DenseCache if kind == "dense" else PagedCache
         fields = {name: getattr(cache, name) for name in cache.__dataclass_fields__}

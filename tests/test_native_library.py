@@ -1,6 +1,7 @@
-"""The library of the kernel in C++: however it is built, damaged or planted, whatever the compiler
-and the disk do, a process lives and its numbers are right."""
+"""The library of the kernel in C++: a process survives and computes right numbers however the
+library is built, damaged or planted, and whatever the compiler and the disk do."""
 
+import contextlib
 import errno
 import importlib.util
 import io
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,10 @@ from jattn.kernels.cpu import compiler, library
 from tests import sanitizers
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
+from tests.commands import ROOT, run
 from tests.test_contract import attend, on_device
 
 
-ROOT = Path(__file__).parent.parent
 COMPILER = os.environ.get("CXX", "c++")
 
 CALL = """
@@ -40,7 +42,7 @@ want = jattn.attention(x, x, x, implementation="reference")
 assert np.allclose(jattn.attention(x, x, x), want, atol=1e-5, rtol=0)
 print(jattn.explain(x, x, x)["native"])
 """
-"""What a process does: the default is right, and it says why the kernel was not it."""
+"""Checks the default implementation, and prints the reason for which the kernel is not it."""
 
 
 def script(path: Path, text: str) -> str:
@@ -52,32 +54,24 @@ def script(path: Path, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> str:
-    """A compiler in a hurry, which writes into `log` what it is asked."""
+    """A compiler without optimisations, which writes its arguments into `log`."""
     folder = tmp_path_factory.mktemp("compiler")
     return script(folder / "c++", f'echo "$*" >> {folder}/log\nexec {COMPILER} "$@" -O0')
 
 
-def process(code: str, home: Path, compiler: str, **options: Any) -> subprocess.CompletedProcess:
-    """Runs Python with a cache folder and temporary files of its own, below `home`."""
+def process(code: str, home: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with its cache folder and temporary files below `home`."""
     temporary = home / "temporary"
     temporary.mkdir(exist_ok=True)
-    own = {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary), "CXX": compiler, "NPROC": "4"}
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, **own},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        **options,
-    )
+    environment |= {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary), "CXX": compiler}
+    environment["NPROC"] = "4"
+    return run(sys.executable, "-c", code, env=environment, cwd=ROOT, timeout=240)
 
 
-def said(code: str, home: Path, compiler: str, **options: Any) -> str:
-    """What a process printed that ended well, and left no file behind."""
-    done = process(code, home, compiler, **options)
+def said(code: str, home: Path, compiler: str) -> str:
+    """Returns what a process printed, which has to end well and to leave no file behind."""
+    done = process(code, home, compiler)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert list((home / "temporary").iterdir()) == []
     return done.stdout.strip()
@@ -119,12 +113,10 @@ def test_a_damaged_library_is_built_again(built, quick, tmp_path, damage):
 
 @pytest.mark.slow
 def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
-    """Every byte counts, and the name; links and files that others may write are not read."""
+    """Every byte and the name are checked; links and files that others may write are not read."""
     _, library = copied(built, tmp_path)
-    whole = library.read_bytes()
-    contents = compiler._read(library)
-    assert contents is not None
-    assert whole.startswith(contents)
+    whole, contents = library.read_bytes(), compiler._read(library)
+    assert contents is not None and whole.startswith(contents)
     for place in (0, len(whole) // 2, len(whole) - 40, len(whole) - 1):
         changed = bytearray(whole)
         changed[place] ^= 1
@@ -140,15 +132,14 @@ def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
     library.chmod(0o644)
     moved = library.rename(tmp_path / library.name)
     library.symlink_to(moved)
-    assert compiler._read(library) is None
-    assert compiler._read(tmp_path) is None
     os.mkfifo(tmp_path / "pipe")
-    assert compiler._read(tmp_path / "pipe") is None
+    for path in (library, tmp_path, tmp_path / "pipe"):
+        assert compiler._read(path) is None
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> tuple[bytes, Path]:
-    """A library that leaves a mark when it is loaded, and where."""
+    """A library that writes a file when it is loaded, and the path of that file."""
     folder = tmp_path_factory.mktemp("planted")
     source, library, mark = folder / "x.c", folder / "x.so", folder / "mark"
     source.write_text(
@@ -161,16 +152,16 @@ def planted(tmp_path_factory) -> tuple[bytes, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["folder for all", "folder of another", "file of another"])
-def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, where):
-    """Others cannot have us load what they wrote where they may write, sealed or not."""
+@pytest.mark.parametrize("location", ["folder for all", "folder of another", "file of another"])
+def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, location):
+    """Libraries that other users may have written are not loaded, also with a right checksum."""
     contents, mark = planted
     home, library = copied(built, tmp_path)
     library.write_bytes(contents + compiler._checksum(library.name, contents))
-    if where == "folder for all":
+    if location == "folder for all":
         library.parent.chmod(0o777)
     elif os.geteuid() == 0:
-        os.chown(library.parent if where.startswith("folder") else library, 65534, 65534)
+        os.chown(library.parent if location.startswith("folder") else library, 65534, 65534)
     else:
         pytest.skip("only root can give files away")
     assert said(CALL, home, quick) == "None"
@@ -178,21 +169,20 @@ def test_a_planted_library_is_not_executed(built, quick, planted, tmp_path, wher
 
 
 @pytest.mark.slow
-def test_without_a_folder_each_process_has_its_own(quick, tmp_path):
-    """Of which nothing is left; neither without a home, nor where nothing may be written."""
+def test_without_a_cache_folder_each_process_builds_a_library(quick, tmp_path):
     (tmp_path / "jattn").write_text("a file where the folder should be")
     assert said(CALL, tmp_path, quick) == "None"
 
 
 def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path):
-    own, shared = tmp_path / "own", tmp_path / "shared"
-    own.mkdir()
+    private, shared = tmp_path / "own", tmp_path / "shared"
+    private.mkdir()
     shared.mkdir()
     for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
         shared.chmod(mode)
         monkeypatch.setattr(compiler.tempfile, "tempdir", str(shared))
-        where = compiler._in_private_folder(lambda path: path.parent.parent, own)
-        assert where == (shared if safe else own)
+        chosen = compiler._in_private_folder(lambda path: path.parent.parent, private)
+        assert chosen == (shared if safe else private)
     shared.chmod(0o777)
     with pytest.raises(OSError, match="no folder for temporary files"):
         compiler._in_private_folder(lambda path: path, None)
@@ -202,7 +192,7 @@ ANOTHER = 65534  # a user
 
 
 def folders(tmp_path: Path) -> Path:
-    """`top/middle/end`, all of this user's."""
+    """Folders `top/middle/end` of this user."""
     end = tmp_path / "top" / "middle" / "end"
     end.mkdir(parents=True)
     return end
@@ -239,7 +229,6 @@ def test_a_folder_in_which_others_may_write_is_trusted_if_sticky(tmp_path, place
 
 
 def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
-    """To folders, to other links, within folders of others, in circles."""
     end = folders(tmp_path)
     (first := tmp_path / "first").symlink_to("second/../second/middle")
     (second := tmp_path / "second").symlink_to(tmp_path / "top")
@@ -267,13 +256,19 @@ def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
         compiler._trusted(first)
 
 
-def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
-    """What is made may be read by other users, whatever the umask, and written by none."""
-    before = os.umask(0)
+@contextlib.contextmanager
+def no_umask() -> Iterator[None]:
+    umask = os.umask(0)
     try:
-        made = compiler._trusted(tmp_path / "a" / "b")
+        yield
     finally:
-        os.umask(before)
+        os.umask(umask)
+
+
+def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
+    """New folders may be read by other users, whatever the umask, and written by none."""
+    with no_umask():
+        made = compiler._trusted(tmp_path / "a" / "b")
     assert [x.stat().st_mode & 0o777 for x in (made, made.parent)] == [0o755] * 2
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is not a folder"):
@@ -293,7 +288,7 @@ def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
 @pytest.mark.parametrize("is_below", [False, True])
 def test_temporary_files_do_not_lie_in_folders_of_others(quick, tmp_path, mode, is_below):
-    """Neither ours nor the compiler's: their owner could put others in their place."""
+    """Neither ours nor the compiler's files, because the folder's owner could replace them."""
     (theirs := tmp_path / "temporary").mkdir()
     ours = theirs / "ours"
     ours.mkdir()
@@ -320,11 +315,8 @@ def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", nowhere)
     assert compiler._folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = os.umask(0)
-    try:
+    with no_umask():
         assert compiler._folder() == tmp_path / "jattn"
-    finally:
-        os.umask(before)
     assert compiler._folder() == tmp_path / "jattn"
 
 
@@ -356,26 +348,26 @@ _sizes = itertools.count(2)
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """No library loaded or built yet, a cache folder of one's own."""
+    """An empty cache folder, and no library that is loaded or built yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # XLA knows a function by its name for good, which tells the sizes of tiles.
+    # XLA keeps a function's name, which contains the sizes of tiles, until the process ends.
     monkeypatch.setattr(library, "_libraries", {})
     with tuning.using(cpu_tiles=f"16, 8, {16 * next(_sizes)}"):
         yield tmp_path / "jattn"
 
 
 def reason() -> Any:
-    """Why the kernel does not run."""
+    """The reason for which the kernel does not run; None if it runs."""
     x = on_device(inputs(CASES["causal"], "float32"))
     return jattn.explain(x.q, x.k, x.v)["native"]
 
 
+def attend_causally(implementation: Any) -> Any:
+    return attend(implementation, CASES["causal"], on_device(inputs(CASES["causal"], "float32")))
+
+
 def check_that_blockwise_runs() -> None:
-    x = on_device(inputs(CASES["causal"], "float32"))
-    contract.assert_same(
-        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
-        attend("blockwise", CASES["causal"], x),
-    )
+    contract.assert_same(attend_causally(None), attend_causally("blockwise"))
 
 
 ANSWERS = 'case "$*" in *-dM*) exit 0;; esac\n'
@@ -398,25 +390,24 @@ FAILING = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
-    """Once for a process; blockwise runs, and the named kernel raises."""
+    """The compiler is called once in a process; blockwise runs, and the named kernel raises."""
     text, expected = FAILING[kind]
     count = tmp_path / "count"
     if "no such" not in kind and "odd" not in kind:
         text = script(tmp_path / "compiler", f"echo >> {count}\n{text}")
     monkeypatch.setenv("CXX", text)
     assert expected in reason()
-    asked = count.read_text() if count.exists() else ""
-    x = on_device(inputs(CASES["causal"], "float32"))
+    calls = count.read_text() if count.exists() else ""
     with pytest.raises(NotImplementedError, match="'native': "):
-        attend("native", CASES["causal"], x)
+        attend_causally("native")
     check_that_blockwise_runs()
     assert reason()
-    assert (count.read_text() if count.exists() else "") == asked
+    assert (count.read_text() if count.exists() else "") == calls
     assert list(fresh.glob("*")) == []
 
 
 def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path, caplog):
-    """With what it costs, and how to get one; not when jattn is imported."""
+    """The message, which is not given on import, says what it costs and how to get a compiler."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -426,8 +417,8 @@ def test_a_machine_without_a_compiler_is_told_once(fresh, monkeypatch, tmp_path,
     for _ in range(2):
         assert "there is no C++ compiler: c++ and g++ and clang++ not found" in reason()
         library._libraries.clear()
-    (told,) = caplog.messages
-    assert "1.7 times as long" in told and 'pip install "jattn[compiler]"' in told
+    (message,) = caplog.messages
+    assert "1.7 times as long" in message and 'pip install "jattn[compiler]"' in message
 
 
 def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):
@@ -441,39 +432,37 @@ def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):
     assert Path(compiler.compiler()[0]).name == "c++"
 
 
-def test_what_kills_who_loads_it_is_not_loaded(monkeypatch, tmp_path, built):
-    """A compiler may say that all is well and have written half a library."""
-    half = tmp_path / "half"
+def check_that_it_is_not_loaded(library: Path, home: Path) -> None:
+    """A library is not loaded if a compiler that reports success writes it."""
+    copies = f'for to; do :; done; [ "$to" = /dev/null ] || cp {library} "$to"'
+    assert "cannot be loaded" in said(CALL, home, script(home / "c++", ANSWERS + copies))
+    assert list((home / "jattn").iterdir()) == []
+
+
+def test_a_library_that_would_kill_the_process_is_not_loaded(tmp_path, built):
     (library,) = (built / "jattn").glob("*.so")
-    half.write_bytes(library.read_bytes()[:30000])
-    odd = script(tmp_path / "c++", f'for to; do :; done; [ "$to" = /dev/null ] || cp {half} "$to"')
-    text = said(CALL, tmp_path, odd)
-    assert "cannot be loaded" in text
-    assert list((tmp_path / "jattn").iterdir()) == []
+    (half := tmp_path / "half").write_bytes(library.read_bytes()[:30000])
+    check_that_it_is_not_loaded(half, tmp_path)
 
 
 ENDING = "#include <cstdlib>\n__attribute__((constructor)) static void end() { exit(0); }\n"
-QUIET = ENDING.replace("exit(0)", "_Exit(0)")
 LACKING = {
     "without its functions": "",
     "without one function": 'extern "C" void jattn_forward() {}',
     "that ends the process": ENDING,
-    "that ends the process at once": QUIET,
+    "that ends the process at once": ENDING.replace("exit(0)", "_Exit(0)"),
 }
 
 
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("kind", LACKING)
 def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
-    """Before it is loaded here another process has to find all functions in it."""
+    """Another process has to find all functions in it before this process loads it."""
     source, library = tmp_path / "x.cc", tmp_path / "x.so"
     source.write_text(LACKING[kind])
     command = [*COMPILER.split(), "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
-    odd = script(tmp_path / "c++", ANSWERS + f'for to; do :; done; cp {library} "$to"')
-    text = said(CALL, tmp_path, odd)
-    assert "cannot be loaded" in text
-    assert list((tmp_path / "jattn").iterdir()) == []
+    check_that_it_is_not_loaded(library, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -481,13 +470,13 @@ def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, kind):
     [RuntimeError("can't start new thread"), ValueError(), OSError(), KeyError("x")],
     ids=repr,
 )
-@pytest.mark.parametrize("where", ["load", "start"])
-def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, where):
+@pytest.mark.parametrize("function", ["load", "start"])
+def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, function):
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    at = compiler if where == "load" else library.threading.Thread
-    monkeypatch.setattr(at, where, fail)
+    owner = compiler if function == "load" else library.threading.Thread
+    monkeypatch.setattr(owner, function, fail)
     assert reason() == (str(error) or repr(error))
 
 
@@ -510,7 +499,7 @@ def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
 
 
 def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
-    """With all that it has started."""
+    """The processes that it has started are ended too."""
     pid = tmp_path / "pid"
     hanging = script(tmp_path / "compiler", f"sleep 1000 & echo $! > {pid}; wait")
     monkeypatch.setenv("CXX", hanging)
@@ -523,7 +512,7 @@ def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("how", ["", "setsid "])
 def test_what_a_compiler_leaves_behind_is_not_waited_for(monkeypatch, tmp_path, how):
-    """A server, say, that keeps what the compiler prints to open."""
+    """A server, for example, that keeps the compiler's output open."""
     pid = tmp_path / "pid"
     busy = script(tmp_path / "c++", f"{how}sleep 1000 & echo $! > {pid}\necho said; echo x >&2")
     began = time.monotonic()
@@ -566,8 +555,8 @@ else:
 @pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_forked_process_loads_what_its_parent_has_not(tmp_path, quick, has_cache, goes_on):
-    """Whether or not the parent's compiler is ended meanwhile. The end of the forked process ends
-    no compiler of the parent's and takes none of its files."""
+    """This holds whether or not the parent's compiler is ended meanwhile. The end of the forked
+    process neither ends a compiler of the parent nor removes its files."""
     if not has_cache:
         (tmp_path / "jattn").touch()
     slow = waits_to_go(tmp_path, quick, "decode.cc")
@@ -597,14 +586,15 @@ def test_a_forked_process_builds_rules(built, tmp_path, quick):
 
 
 def waits_to_go(home: Path, compiler: str, source: str) -> str:
-    """A compiler that waits with a source for a file `go`, and says in `began` that it waits."""
+    """A compiler that waits for a file `go` before it compiles a source. It writes a file `began`
+    when it waits."""
     wait = f"touch {home}/began; while [ ! -e {home}/go ]; do sleep 0.05; done"
     return script(home / "c++", f'case "$*" in *{source}*) {wait};; esac\nexec {compiler} "$@"')
 
 
 @pytest.mark.slow
-def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
-    """Neither the compiler nor its files are left."""
+def test_a_process_that_ends_does_not_wait_for_a_compiler(tmp_path):
+    """It leaves neither the compiler nor its files behind."""
     pid = tmp_path / "pid"
     hanging = script(
         tmp_path / "c++",
@@ -619,7 +609,8 @@ def test_who_ends_does_not_wait_for_a_compiler(tmp_path):
 
 @pytest.mark.slow
 def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_path, quick):
-    """Those that do not name it go without after a while, and keep that; who names it waits."""
+    """Programs that do not name the kernel run without it after a while, and keep doing so;
+    programs that name it wait."""
     go = tmp_path / "go"
     slow = script(tmp_path / "slow", f'while [ ! -e {go} ]; do sleep 0.05; done; exec {quick} "$@"')
     monkeypatch.setenv("CXX", slow)
@@ -631,20 +622,17 @@ def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_pa
     first = early(x.q, x.k, x.v)
     assert "still being built" in reason()
     go.touch()
-    named = attend("native", CASES["causal"], x)
+    named = attend_causally("native")
     assert reason() is None
     np.testing.assert_array_equal(early(x.q, x.k, x.v), first)
     jax.clear_caches()
-    contract.assert_same(
-        attend(None, CASES["causal"], x),  # pyright: ignore[reportArgumentType]
-        named,
-    )
+    contract.assert_same(attend_causally(None), named)
     assert "jattn_forward" in early.lower(x.q, x.k, x.v).as_text()
 
 
 @pytest.mark.slow
-def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
-    """By logging; on a terminal where no logger shows it."""
+def test_one_message_says_that_a_library_is_built(fresh, monkeypatch, caplog, quick):
+    """It is logged, or written on a terminal where no logger shows it."""
     monkeypatch.setenv("CXX", quick)
     with caplog.at_level(logging.INFO, logger="jattn"):
         assert reason() is None
@@ -656,11 +644,9 @@ def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
         assert reason() is None  # found
         assert len([record for record in caplog.records if record.name == "jattn"]) == 1
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
     compiler._tell("one line")
     assert terminal.getvalue() == "one line\n"
     with caplog.at_level(logging.INFO, logger="jattn"):
@@ -669,20 +655,17 @@ def test_who_has_to_wait_is_told_once(fresh, monkeypatch, caplog, quick):
 
 
 def test_another_process_finds_it(built, quick, tmp_path):
-    """It does not even ask the compiler which it is."""
     home, library = copied(built, tmp_path)
-    before, log = library.stat(), Path(quick).with_name("log")
-    asked = log.read_text()
+    stat, log = library.stat(), Path(quick).with_name("log")
+    calls = log.read_text()
     assert said(CALL, home, quick) == "None"
-    assert log.read_text() == asked
-    assert (library.stat().st_mtime_ns, library.stat().st_ino) == (
-        before.st_mtime_ns,
-        before.st_ino,
-    )
+    assert log.read_text() == calls
+    now = library.stat()
+    assert (now.st_mtime_ns, now.st_ino) == (stat.st_mtime_ns, stat.st_ino)
 
 
-def test_who_builds_at_once_builds_one(monkeypatch, tmp_path):
-    """Also after one that failed, and where a lock is left behind or cannot be made."""
+def test_threads_that_build_at_the_same_time_build_one_library(monkeypatch, tmp_path):
+    """So they do after a failure, and where a lock is left behind or cannot be made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (source := tmp_path / "one.c").write_text("int one() { return 1; }")
     ends: list[BaseException | None] = [compiler.BuildError("it fails"), None]
@@ -698,28 +681,28 @@ def test_who_builds_at_once_builds_one(monkeypatch, tmp_path):
 
     def load(_: int) -> Any:
         try:
-            library, kept = compiler._load("one", [], [], compiled, None)
+            library, saved = compiler._load("one", [], [], compiled, None)
         except compiler.BuildError as error:
             return str(error)
-        assert kept is not None and kept.exists()
+        assert saved is not None and saved.exists()
         return library.one()
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(load, range(4)), key=str) == [1, 1, 1, "it fails"]
     assert len(began) == 2
-    (kept,) = (tmp_path / "jattn").glob("*.so")
-    kept.unlink()
-    kept.with_suffix(".lock").touch()  # of a process that was killed
+    (saved,) = (tmp_path / "jattn").glob("*.so")
+    saved.unlink()
+    saved.with_suffix(".lock").touch()  # of a process that was killed
     assert load(0) == 1
-    (kept,) = (tmp_path / "jattn").glob("*.so")
-    kept.unlink()
-    kept.with_suffix(".lock").mkdir()
+    (saved,) = (tmp_path / "jattn").glob("*.so")
+    saved.unlink()
+    saved.with_suffix(".lock").mkdir()
     assert load(0) == 1 and len(began) == 4
 
 
 @pytest.mark.slow
 def test_the_command_builds_ahead(fresh, monkeypatch, capsys, quick):
-    """And says where, and whether it works."""
+    """It prints the paths, and whether the libraries work."""
     monkeypatch.setenv("CXX", quick)
     monkeypatch.setattr(sys, "argv", ["build"])
     assert build.main() == 0
@@ -767,7 +750,7 @@ assert np.allclose(got, want, atol=1e-5, rtol=0)
 
 @pytest.mark.slow
 def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
-    """Heads so wide that tiles do not fit, where blockwise does; afterwards others run."""
+    """The tiles of wide heads do not fit, blockwise does. Later calls run."""
     home, _ = copied(built, tmp_path)
     first, second = said(WITH_LITTLE_MEMORY, home, quick).splitlines()
     assert "jattn: no memory for the tiles" in first
@@ -778,8 +761,8 @@ def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
 @pytest.mark.parametrize("sanitizer", sanitizers.SANITIZERS)
 @pytest.mark.parametrize("program", sanitizers.PROGRAMS, ids=str)
 def test_sanitizers_find_nothing(program, sanitizer):
-    """Neither in memory nor in arithmetic nor between threads; and all numbers are right: in some
-    calls of what is compiled in little time. The command makes more, and optimises."""
+    """Sanitizers of memory, arithmetic and threads check some calls without optimisations, whose
+    numbers are compared too. The command makes more calls, with optimisations."""
     ((said, well),) = sanitizers.runs(sanitizer, 60, [program], "-O0")
     assert well, said
 
@@ -824,20 +807,18 @@ def serialized(built, quick, tmp_path_factory) -> tuple[Path, Path]:
 def test_a_compiled_program_runs_where_nothing_but_the_package_is_imported(serialized, quick):
     path, home = serialized
     log = Path(quick).with_name("log")
-    before = log.read_text()
+    calls = log.read_text()
     said(READ.replace("{path}", str(path)), home, quick)
-    assert log.read_text() == before, "its libraries are found without the compiler"
+    assert log.read_text() == calls, "its libraries are found without the compiler"
 
 
-def test_a_compiled_program_says_what_to_do_where_its_library_is_not(serialized, quick, tmp_path):
+def test_a_compiled_program_without_its_library_says_what_to_do(serialized, quick, tmp_path):
     done = process(READ.replace("{path}", str(serialized[0])), tmp_path, quick)
     assert "(run python -m jattn.build)" in done.stderr
     assert not list((tmp_path / "jattn").iterdir())
 
 
-def test_a_compiled_program_says_what_to_do_where_its_functions_are_not(
-    serialized, quick, tmp_path
-):
+def test_a_compiled_program_without_its_functions_says_what_to_do(serialized, quick, tmp_path):
     path, home = serialized
     shutil.copytree(home, tmp_path / "home")
     for rule in (tmp_path / "home" / "jattn").glob("rule-*.txt"):

@@ -1,7 +1,8 @@
-"""The contract by the kernels that are for the device that is here, as that runs them: on a CPU a
-few cases, since its kernel has files of its own; on a GPU all.
+"""The contract by the kernels for the device of this machine, not interpreted: on a CPU for a few
+cases, because its kernel has test files of its own; on a GPU for all cases.
 
-What an implementation cannot is skipped on a GPU, with its reason (`conftest.pytest_pyfunc_call`).
+On a GPU, cases that an implementation refuses are skipped with its reason
+(`conftest.pytest_pyfunc_call`).
 """
 
 import dataclasses
@@ -16,8 +17,14 @@ import pytest
 from jattn.kernels import registry
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
-from tests.conftest import ON_CPU, quick_jit
-from tests.kernels import CEILINGS, assert_accurate
+from tests.conftest import ON_CPU, out_and_gradients, quick_jit
+from tests.kernels import (
+    CEILINGS,
+    assert_accurate,
+    assert_dead_rows_are_empty,
+    poisoned,
+    poisons_of,
+)
 from tests.oracle import error
 
 
@@ -33,7 +40,7 @@ pytestmark = pytest.mark.default_tiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [x for x in KERNELS if x != "cudnn"])
 def test_contract(implementation, dtype, name):
-    """Values and gradients; the same again, bit for bit; the values with masked places poisoned."""
+    """Values and gradients, a second run that is equal bit for bit, and poisoned masked places."""
     x = inputs(CASES[name], dtype)
     program = quick_jit(functools.partial(contract.everything, implementation, CASES[name]))
 
@@ -43,25 +50,20 @@ def test_contract(implementation, dtype, name):
     results = run(x)
     assert_accurate(name, dtype, results)
     contract.assert_same(run(x), results)
+    assert_dead_rows_are_empty(name, results)
     rows, columns = contract.dead_places(name)
-    assert not results.out[rows].any()
-    assert np.all(np.swapaxes(results.lse, -1, -2)[rows] == -np.inf)
-    for poison in contract.POISONS[:2] if rows.any() or columns.any() else ():
-        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
-        q[rows], k[columns], v[columns] = poison, poison, poison
-        got = run(x._replace(q=q, k=k, v=v))
+    for poison in poisons_of(name)[:2]:
+        got = run(poisoned(name, x, poison))
         assert_accurate(name, dtype, got)
-        assert not any(
-            got.gradients[label][places].any()
-            for label, places in (("q", rows), ("k", columns), ("v", columns))
-        )
+        for label, places in (("q", rows), ("k", columns), ("v", columns)):
+            assert not got.gradients[label][places].any()
 
 
 @pytest.mark.skipif("cudnn" not in KERNELS, reason="cuDNN is for CUDA")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_cudnn(dtype, name):
-    """Heads as it takes them, and no lse, which it rounds."""
+    """Heads of a size that cuDNN supports, without lse, which it rounds."""
     case = CASES[name]
     case = dataclasses.replace(case, sizes=case.sizes._replace(H=16, V=16))
     x = inputs(case, dtype)
@@ -73,8 +75,9 @@ def test_cudnn(dtype, name):
             replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
             return contract.attend("cudnn", case, replaced, return_lse=False)
 
-        out, pull = jax.vjp(call, x.q, x.k, x.v, x.parameters)
-        dq, dk, dv, d_parameters = pull(x.d_out)
+        out, dq, dk, dv, d_parameters = out_and_gradients(
+            call, (x.q, x.k, x.v, x.parameters), x.d_out
+        )
         return out, {"q": dq, "k": dk, "v": dv, **d_parameters}
 
     out, gradients = run(contract.on_device(x))

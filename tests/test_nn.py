@@ -1,7 +1,8 @@
-"""The Flax modules: against Flax, against formulas in NumPy, and against their own laws."""
+"""The Flax modules, compared with Flax, with formulas in NumPy, and with one another."""
 
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import jattn
 from jattn import _advice as advice
 from jattn import masks, nn, positions, scores
 from jattn.nn.variables import Constant
+from tests.devices import mesh_of, place
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,7 +43,7 @@ def normal(seed, *shape, dtype: Any = np.float32):
 
 
 def shaken(module, seed=0, spread=1.0):
-    """The module with random numbers in every parameter: no bias is 0 and no scale is 1."""
+    """The module with random numbers in every parameter, so that no bias is 0 and no scale is 1."""
     rng = np.random.default_rng(seed)
     for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         fan_in = math.prod(parameter.shape[:-1]) if path[-1] == "kernel" else 4
@@ -51,7 +53,8 @@ def shaken(module, seed=0, spread=1.0):
 
 
 def made(make, *args, seed=0, spread=2.0, **options):
-    """A shaken module, built without running initialisers (no other state than parameters)."""
+    """A module with random parameters, built without running initialisers; it has no other
+    state."""
     module = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(params=0), **options))
     return shaken(module, seed, spread)
 
@@ -185,14 +188,9 @@ def test_formula(norm, rotary):
     out = call(module, x, mask=masks.Causal(), positions=jnp.asarray(positions, jnp.int32))
     formula = {False: None, True: layer_norm, "layer": layer_norm, "rms": rms_norm}[norm]
     for b, places in enumerate(positions):
-        expected = multi_head(
-            arrays(module),
-            np.asarray(x[b]),
-            np.asarray(x[b]),
-            places[:, None] >= places,
-            norm=formula,
-            positions=places if rotary else None,
-        )
+        row, allowed, turns = np.asarray(x[b]), places[:, None] >= places, rotary or None
+        turns = turns and places
+        expected = multi_head(arrays(module), row, row, allowed, norm=formula, positions=turns)
         np.testing.assert_allclose(out[b], expected, rtol=0, atol=1e-12)
 
 
@@ -221,7 +219,7 @@ def test_sizes_scale_and_sinks_by_the_formula():
 
 
 def test_sinks_through_a_cache_in_pieces_and_a_memory():
-    """A rolling cache of chunks takes ten tokens in pieces; a memory is read by other tokens."""
+    """A rolling cache takes ten tokens in chunks of four, and a memory is read by other tokens."""
     module = made(nn.MultiHeadAttention, 4, 5, **OF_OTHER_SIZES)
     x, mask = normal(1, 2, 10, 5), masks.Causal() & masks.Window(left=3)
     cache = module.empty_cache(2, 3, jattn.cache.RollingCache, chunk=4)
@@ -233,11 +231,9 @@ def test_sinks_through_a_cache_in_pieces_and_a_memory():
 
 
 def test_axial_rotary_is_by_row_and_column():
-    """Patches of an image in lines of 3, against those of one in lines of 5 that holds it."""
-    module, wider = (
-        made(nn.MultiHeadAttention, 2, 5, head_dim=8, rotary=nn.AxialRotary(width))
-        for width in (3, 5)
-    )
+    """The patches of an image of width 3 equal the same patches within an image of width 5."""
+    make = functools.partial(made, nn.MultiHeadAttention, 2, 5, head_dim=8)
+    module, wider = (make(rotary=nn.AxialRotary(width)) for width in (3, 5))
     x = normal(1, 1, 6, 5)
     places = jnp.array([6, 7, 8, 11, 12, 13], jnp.int32)  # rows 1 and 2, columns 1 to 3
     out = call(module, x)
@@ -247,21 +243,14 @@ def test_axial_rotary_is_by_row_and_column():
 
 def test_rotary_options_reach_the_rotation():
     x = normal(1, 2, 7, 5)
-    outs = []
-    for rotary in (
-        False,
-        nn.Rotary(),
-        nn.Rotary(style="interleaved"),
-        nn.Rotary(base=50.0),
-        nn.Rotary(size=2),
-        nn.Rotary(scaling=positions.Linear(2.0)),
-    ):
-        outs.append(np.asarray(call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=rotary), x)))
-    for i, a in enumerate(outs):
-        for b in outs[:i]:
-            assert np.abs(a - b).max() > 1e-3
+    options: list[Any] = [{}, {"style": "interleaved"}, {"base": 50.0}, {"size": 2}]
+    options.append({"scaling": positions.Linear(2.0)})
+    rotaries = [nn.Rotary(**x) for x in options]
+    make = functools.partial(made, nn.MultiHeadAttention, 3, 5, 12)
+    outs = [np.asarray(call(make(rotary=rotary), x)) for rotary in (False, *rotaries)]
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in itertools.combinations(outs, 2))
     places = jnp.arange(7, dtype=jnp.int32) + 5
-    out = call(made(nn.MultiHeadAttention, 3, 5, 12, rotary=True), x, positions=places)
+    out = call(make(rotary=True), x, positions=places)
     np.testing.assert_allclose(out, outs[1], rtol=0, atol=1e-5)
 
 
@@ -284,9 +273,9 @@ def test_any_number_of_batch_axes(batch):
     module = made(nn.MultiHeadAttention, 3, 5, 12)
     x = normal(1, *batch, 7, 5)
     out = call(module, x, mask=masks.Causal())
-    one = x.reshape(-1, 7, 5)[-1]
+    last_row = x.reshape(-1, 7, 5)[-1]
     np.testing.assert_allclose(
-        out.reshape(-1, 7, 5)[-1], call(module, one, mask=masks.Causal()), rtol=0, atol=1e-6
+        out.reshape(-1, 7, 5)[-1], call(module, last_row, mask=masks.Causal()), rtol=0, atol=1e-6
     )
 
 
@@ -295,18 +284,16 @@ def test_masks_and_scores_of_module_and_call_combine():
     make = functools.partial(nn.MultiHeadAttention, 3, 5, 12)
     plain = made(make, spread=3.0)
     lengths = jnp.array([4, 6], jnp.int32)
-    own = shaken(
-        make(mask=masks.Lengths(kv=lengths), score=scores.SoftCap(2.0), rngs=nnx.Rngs(params=0)),
-        spread=3.0,
-    )
     f, g = scores.SoftCap(2.0), scores.Temperature(0.3)
+    configured = make(mask=masks.Lengths(kv=lengths), score=f, rngs=nnx.Rngs(params=0))
+    configured = shaken(configured, spread=3.0)
 
     @nnx.jit
-    def outs(own, plain, lengths):
+    def outs(configured, plain, lengths):
         causal, padding = masks.Causal(), masks.Lengths(kv=lengths)
         expected = plain(x, mask=padding & causal, score=f >> g)
-        same = own(x, mask=causal, score=g), own(x, mask=jnp.asarray(TRIANGLE), score=g)
-        alone = own(x), plain(x, mask=padding, score=f)
+        same = [configured(x, mask=mask, score=g) for mask in (causal, jnp.asarray(TRIANGLE))]
+        alone = configured(x), plain(x, mask=padding, score=f)
         other = (
             plain(x, mask=causal, score=f >> g),
             plain(x, mask=padding, score=f >> g),
@@ -315,7 +302,7 @@ def test_masks_and_scores_of_module_and_call_combine():
         )
         return expected, same, alone, other
 
-    expected, same, alone, other = outs(own, plain, lengths)
+    expected, same, alone, other = outs(configured, plain, lengths)
     for out in same:
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(*alone, rtol=0, atol=1e-6)
@@ -422,11 +409,12 @@ def test_kept_stream_serves_calls_and_advances():
 def test_layers_drop_independently():
     encoder = made(nn.Encoder, 2, 6, 3, 7, dropout_rate=0.5)
     rngs = nnx.Rngs(dropout=1)
-    keys = []
-    for _, module in nnx.iter_modules(encoder):
-        if isinstance(module, nn.Dropout):
-            keys.append(jax.random.key_data(module.key(None, rngs)).tolist())
-    assert len(keys) == 2 * 4 and len({tuple(key) for key in keys}) == len(keys)
+    keys = [
+        tuple(jax.random.key_data(module.key(None, rngs)).tolist())
+        for _, module in nnx.iter_modules(encoder)
+        if isinstance(module, nn.Dropout)
+    ]
+    assert len(keys) == len(set(keys)) == 2 * 4
 
 
 def test_captured_weights_are_those_of_the_output():
@@ -434,19 +422,14 @@ def test_captured_weights_are_those_of_the_output():
     x, memory = normal(1, 2, 6, 5), normal(2, 2, 8, 5)
     mask = masks.Lengths(kv=jnp.array([5, 8], jnp.int32))
 
-    @nnx.jit
-    def weights_of(module, x, memory):
-        return nn.capture_weights(module, x, memory, mask=mask)
-
-    (weights,) = weights_of(module, x, memory).values()
+    capture: Any = nnx.jit(nn.capture_weights)
+    (weights,) = capture(module, x, memory, mask=mask).values()
     assert weights.shape == (2, 3, 6, 8)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=0, atol=1e-6)
     assert (weights[0, :, :, 5:] == 0).all() and (weights > 0.3).any()
     _, value = module.project_keys_values(memory)
-    heads = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    np.testing.assert_allclose(
-        module.out(heads), call(module, x, memory, mask=mask), rtol=0, atol=1e-5
-    )
+    out = module.out(jnp.einsum("bnts,bsnh->btnh", weights, value))
+    np.testing.assert_allclose(out, call(module, x, memory, mask=mask), rtol=0, atol=1e-5)
     (eager,) = nn.capture_weights(module, x, memory, mask=mask).values()
     np.testing.assert_allclose(eager, weights, rtol=0, atol=1e-6)
 
@@ -455,12 +438,7 @@ def test_capture_names_every_attention_and_leaves_nothing_behind(small):
     model, source, target = small
     capture: Any = nnx.jit(nn.capture_weights)
     weights = capture(model, source, target)
-    shapes = {name: value.shape for name, value in weights.items()}
-    assert shapes == {
-        "encoder/layers/0/self_attention": (2, 3, 7, 7),
-        "decoder/layers/0/self_attention": (2, 3, 5, 5),
-        "decoder/layers/0/cross_attention": (2, 3, 5, 7),
-    }
+    assert {name: value.shape for name, value in weights.items()} == WEIGHTS_SHAPES
     by_method = nnx.eval_shape(lambda model: nn.capture_weights(model.encode, source), model)
     assert by_method.keys() == {"encoder/layers/0/self_attention"}
     with pytest.raises(TypeError):
@@ -550,8 +528,8 @@ def test_encoder_layer_formula(norm):
     p = arrays(layer)
 
     def attend(y):
-        own = {k.removeprefix("self_attention/"): v for k, v in p.items()}
-        return multi_head(own, y, y, np.arange(5) < 4)
+        attention_parameters = {k.removeprefix("self_attention/"): v for k, v in p.items()}
+        return multi_head(attention_parameters, y, y, np.arange(5) < 4)
 
     def feed_forward(y):
         hidden = np.maximum(y @ p["feed_forward/hidden/kernel"] + p["feed_forward/hidden/bias"], 0)
@@ -559,11 +537,8 @@ def test_encoder_layer_formula(norm):
 
     y = np.asarray(x[0])
     for name, sublayer in (("self_attention", attend), ("feed_forward", feed_forward)):
-        normalise = functools.partial(
-            layer_norm,
-            scale=p[f"{name}_residual/norm/scale"],
-            bias=p[f"{name}_residual/norm/bias"],
-        )
+        norms = {key: p[f"{name}_residual/norm/{key}"] for key in ("scale", "bias")}
+        normalise = functools.partial(layer_norm, **norms)
         y = normalise(y + sublayer(y)) if norm == "post" else y + sublayer(normalise(y))
     np.testing.assert_allclose(out, y, rtol=0, atol=1e-11)
 
@@ -612,12 +587,8 @@ def test_token_embedding_is_scaled_and_attends_unscaled():
     np.testing.assert_allclose(table(ids), 3.0 * rows, rtol=1e-6)
     plain = made(nn.TokenEmbedding, 11, 9, scale_embeddings=False)
     np.testing.assert_array_equal(plain(ids), rows)
-    np.testing.assert_allclose(
-        table.attend(jnp.asarray(rows)),
-        rows @ np.asarray(table.embedding[...]).T,
-        rtol=0,
-        atol=1e-6,
-    )
+    products = rows @ np.asarray(table.embedding[...]).T
+    np.testing.assert_allclose(table.attend(jnp.asarray(rows)), products, rtol=0, atol=1e-6)
 
 
 def test_default_embedding_has_variance_one_over_d():
@@ -664,8 +635,13 @@ SIZES: dict[str, Any] = {
 
 
 def transformer(**options):
-    given: dict[str, Any] = {"dropout_rate": 0.0, "rngs": nnx.Rngs(params=0), **SIZES, **options}
-    return nn.Transformer(13, 11, **given)
+    arguments: dict[str, Any] = {
+        "dropout_rate": 0.0,
+        "rngs": nnx.Rngs(params=0),
+        **SIZES,
+        **options,
+    }
+    return nn.Transformer(13, 11, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -759,8 +735,8 @@ def test_logits_do_not_see_later_tokens(small):
     def reach(model):
         """|d logits[t] / d embedding[t']|, summed over everything else: [T, T]."""
         memory = model.encode(source)
-        one = lambda x: jnp.abs(model.output(model.decoder(x, memory))).sum((0, 2))  # noqa: E731
-        return jnp.abs(jax.jacobian(one)(model.target_tokens(target))).sum((1, 3))
+        logit_sums = lambda x: jnp.abs(model.output(model.decoder(x, memory))).sum((0, 2))  # noqa: E731
+        return jnp.abs(jax.jacobian(logit_sums)(model.target_tokens(target))).sum((1, 3))
 
     reached = np.asarray(reach(model))
     assert (np.triu(reached, 1) == 0).all()
@@ -773,8 +749,8 @@ def test_padding_changes_nothing(small):
     mask = masks.Lengths(kv=lengths)
     logits = call(model, source, target, source_mask=mask, cross_mask=mask)
     rubbish = jnp.asarray(np.random.default_rng(5).integers(0, 13, (2, 10)), jnp.int32)
-    kept = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
-    longer = jnp.where(kept, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
+    is_real = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
+    longer = jnp.where(is_real, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
 
     @nnx.jit
     def outs(model):
@@ -810,19 +786,15 @@ def test_packed_rows_equal_separate_ones(small):
     packed_source, packed_target = source.reshape(1, 14), target.reshape(1, 10)
     source_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 7)[None]
     target_ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 5)[None]
-    packed = call(
-        model,
-        packed_source,
-        packed_target,
-        source_mask=masks.Segments(source_ids),
-        target_mask=masks.Segments(target_ids),
-        cross_mask=masks.Segments(target_ids, source_ids),
-        source_positions=jnp.tile(jnp.arange(7, dtype=jnp.int32), 2)[None],
-        target_positions=jnp.tile(jnp.arange(5, dtype=jnp.int32), 2)[None],
-    )
-    np.testing.assert_allclose(
-        packed.reshape(2, 5, 11), call(model, source, target), rtol=0, atol=1e-5
-    )
+    options = {
+        "source_mask": masks.Segments(source_ids),
+        "target_mask": masks.Segments(target_ids),
+        "cross_mask": masks.Segments(target_ids, source_ids),
+        "source_positions": jnp.tile(jnp.arange(7, dtype=jnp.int32), 2)[None],
+        "target_positions": jnp.tile(jnp.arange(5, dtype=jnp.int32), 2)[None],
+    }
+    packed = call(model, packed_source, packed_target, **options).reshape(2, 5, 11)
+    np.testing.assert_allclose(packed, call(model, source, target), rtol=0, atol=1e-5)
 
 
 def test_too_long_for_learned_positions(small):
@@ -832,16 +804,19 @@ def test_too_long_for_learned_positions(small):
         call(model, source, target)
 
 
-def test_half_precision(small):
-    exact, source, target = small
-    model = made(transformer, dtype=jnp.bfloat16, spread=1.0)
-
-    logits, expected = call(model, source, target), call(exact, source, target)
+def check_half_precision(exact, model, ids):
+    """A model in bfloat16 is close to that in float32, with parameters and gradients in float32."""
+    logits, expected = call(model, *ids), call(exact, *ids)
     assert logits.dtype == jnp.bfloat16
     assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
-    loss = lambda model: model(source, target).astype(jnp.float32).sum()  # noqa: E731
+    loss = lambda model: model(*ids).astype(jnp.float32).sum()  # noqa: E731
     for state in (nnx.eval_shape(nnx.grad(loss), model), nnx.state(model, nnx.Param)):
         assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+
+
+def test_half_precision(small):
+    exact, *ids = small
+    check_half_precision(exact, made(transformer, dtype=jnp.bfloat16, spread=1.0), ids)
 
 
 @pytest.mark.parametrize("inputs", [jnp.bfloat16, jnp.float32])
@@ -853,41 +828,56 @@ def test_dtype_of_a_single_layer(inputs):
     assert nnx.eval_shape(call, layer, x).dtype == jnp.float32
 
 
+def check_traced_once(run, model, source, vocabulary):
+    """`run(model, source, lengths, rngs)` is traced once for three inputs."""
+    traces = []
+    compiled = nnx.jit(lambda *arguments: (traces.append(None), run(*arguments))[1])
+    rngs = nnx.Rngs(dropout=0)
+    for shift in range(3):
+        lengths = jnp.array([4 + shift, 7], jnp.int32)
+        compiled(model, (source + shift) % vocabulary, lengths, rngs)
+    assert len(traces) == 1
+
+
 def test_traced_once(small):
     model, source, target = small
-    traces = []
 
-    @nnx.jit
-    def step(model, source, target, lengths, rngs):
-        traces.append(None)
+    def run(model, source, lengths, rngs):
         mask = masks.Lengths(kv=lengths)
         return model(source, target, source_mask=mask, cross_mask=mask, rngs=rngs)
 
-    rngs = nnx.Rngs(dropout=0)
-    for shift in range(3):
-        step(model, (source + shift) % 13, target, jnp.array([4 + shift, 7], jnp.int32), rngs)
-    assert len(traces) == 1
+    check_traced_once(run, model, source, 13)
+
+
+def check_graph_and_tree_mode(model, ids, graph, weights_shapes):
+    """A model, its copy and its captured weights are the same in either mode of NNX."""
+    expected = call(model, *ids)
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        run = nnx.jit(lambda model, *ids: model(*ids))
+        for module in (model, nnx.merge(*nnx.split(model))):
+            np.testing.assert_allclose(run(module, *ids), expected, rtol=0, atol=1e-6)
+        weights = nnx.eval_shape(nn.capture_weights, model, *ids)
+        assert {name: x.shape for name, x in weights.items()} == weights_shapes
+
+
+WEIGHTS_SHAPES = {
+    "encoder/layers/0/self_attention": (2, 3, 7, 7),
+    "decoder/layers/0/self_attention": (2, 3, 5, 5),
+    "decoder/layers/0/cross_attention": (2, 3, 5, 7),
+}
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_graph_and_tree_mode(small, graph):
-    model, source, target = small
-    expected = call(model, source, target)
+    model, *ids = small
+    check_graph_and_tree_mode(model, ids, graph, WEIGHTS_SHAPES)
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        run = nnx.jit(lambda model, *ids, **options: model(*ids, **options))
-        np.testing.assert_allclose(run(model, source, target), expected, rtol=0, atol=1e-6)
-        weights = nnx.eval_shape(nn.capture_weights, model, source, target)
-        assert len(weights) == 3
-        definition, state = nnx.split(model)
-        copy = nnx.merge(definition, state)
-        np.testing.assert_allclose(run(copy, source, target), expected, rtol=0, atol=1e-6)
-
         trained = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.3, spread=1.0)
         x = normal(1, 2, 5, 6)
 
         @nnx.jit
-        def step(layer, key):
+        def train_step(layer, key):
             def loss(layer):
                 return ((layer(x, rngs=nnx.Rngs(dropout=key)) - x) ** 2).mean()
 
@@ -896,18 +886,13 @@ def test_graph_and_tree_mode(small, graph):
             nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, state, nnx.state(gradient)))
             return value
 
-        losses = [float(step(trained, jax.random.key(i))) for i in range(5)]
+        losses = [float(train_step(trained, jax.random.key(i))) for i in range(5)]
         assert losses[-1] < losses[0] and len(set(losses)) == 5
 
 
 def test_plain_jax_jit(small):
-    model, source, target = small
-    np.testing.assert_allclose(
-        jax.jit(lambda model, *ids: model(*ids))(model, source, target),
-        call(model, source, target),
-        rtol=0,
-        atol=1e-6,
-    )
+    got = jax.jit(lambda model, *ids: model(*ids))(*small)
+    np.testing.assert_allclose(got, call(*small), rtol=0, atol=1e-6)
 
 
 def test_to_linen(small):
@@ -951,30 +936,16 @@ GOLDEN_MODULES = {
         norm="pre", tie_embeddings=True, encoder_layers=2, param_dtype=jnp.bfloat16
     ),
     "rnnsearch": lambda: nn.RNNsearch(
-        19,
-        23,
-        features=3,
-        hidden=11,
-        alignment_features=13,
-        maxout_features=17,
-        rngs=nnx.Rngs(params=0),
+        *(19, 23), features=3, hidden=11, rngs=nnx.Rngs(params=0), **RNNSEARCH
     ),
     "decoder_only": lambda: nn.DecoderOnly(
-        11,
-        features=12,
-        num_heads=3,
-        head_dim=6,
-        num_kv_heads=1,
-        feed_forward=10,
-        num_layers=1,
-        normalization="rms",
-        gated=True,
-        use_bias=False,
-        tie_embeddings=False,
-        self_attention=functools.partial(nn.MultiHeadAttention, sinks=True, value_dim=5),
-        rngs=nnx.Rngs(params=0),
+        11, num_layers=1, tie_embeddings=False, rngs=nnx.Rngs(params=0), **DECODER_ONLY
     ),
 }
+RNNSEARCH: Any = {"alignment_features": 13, "maxout_features": 17}
+DECODER_ONLY: Any = {"features": 12, "num_heads": 3, "head_dim": 6, "num_kv_heads": 1}
+DECODER_ONLY |= {"feed_forward": 10, "normalization": "rms", "gated": True, "use_bias": False}
+DECODER_ONLY["self_attention"] = functools.partial(nn.MultiHeadAttention, sinks=True, value_dim=5)
 
 
 def parameter_tree(make):
@@ -1003,7 +974,7 @@ def test_golden_parameter_tree(name):
 
 def test_parameters_on_a_mesh(small):
     _, source, target = small
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=2)
     rules = {name: None for name in nn.LOGICAL_AXES}
     rules |= {"mlp": "model", "vocabulary": "model", "embed": "data"}
     definition, state = nnx.split(made(transformer, tie_embeddings=True, spread=1.0))
@@ -1012,23 +983,17 @@ def test_parameters_on_a_mesh(small):
     for path, spec in nnx.to_flat_state(specs):
         if path[-1] == "embedding":
             spec.set_value(jax.P(None, "data"))  # 11 and 13 rows do not divide
-    placed = jax.tree.map(
-        lambda array, spec: jax.device_put(array, jax.NamedSharding(mesh, spec)), state, specs
-    )
+    placed = jax.tree.map(lambda array, spec: place(mesh, array, spec), state, specs)
     sharded = nnx.merge(definition, placed)
     kernel = sharded.encoder.layers[0].feed_forward.hidden.kernel[...]
     assert kernel.sharding.spec == jax.P("data", "model")
     assert kernel.addressable_shards[0].data.shape == (6, 5)
-    np.testing.assert_allclose(
-        call(sharded, source, target),
-        call(nnx.merge(definition, state), source, target),
-        rtol=0,
-        atol=1e-5,
-    )
+    expected = call(nnx.merge(definition, state), source, target)
+    np.testing.assert_allclose(call(sharded, source, target), expected, rtol=0, atol=1e-5)
 
 
 def test_kernels_gradients_are_products_of_matrices():
-    """A sum over several axes of rows makes XLA transpose a factor before the product."""
+    """XLA would transpose a factor before a product that sums over several axes of rows."""
     module = jattn.nn.EncoderLayer(8, 2, 16, dropout_rate=0.0, rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
 
@@ -1182,10 +1147,10 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
 def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(name):
     make, table, answers = CALLS[name]
     layer: Any = nnx.eval_shape(make)
-    for given, says in answers.items():
-        message = rf"^{name}\.__call__: no argument '{given}'; .*{re.escape(says)}"
+    for argument, says in answers.items():
+        message = rf"^{name}\.__call__: no argument '{argument}'; .*{re.escape(says)}"
         with pytest.raises(TypeError, match=message):
-            layer(None, **{given: None})
+            layer(None, **{argument: None})
     taken = inspect.signature(layer).parameters
     elsewhere = {"left", "right", "q", "kv", "dropout_rate", "dropout", "rngs", "deterministic"}
     for other, line in table.items():
@@ -1196,7 +1161,7 @@ def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(nam
 
 
 def test_making_models_is_answered_with_the_line_to_write():
-    for name, given, says in (
+    for name, argument, says in (
         ("Decoder", "nhead", "write num_heads=nhead"),
         ("Decoder", "norm_first", "write norm="),
         ("Decoder", "dropout_rat", "did you mean 'dropout_rate'?"),
@@ -1205,7 +1170,7 @@ def test_making_models_is_answered_with_the_line_to_write():
     ):
         make: Any = getattr(nn, name)
         with pytest.raises(TypeError, match=f"^{name}.__init__: .*{re.escape(says)}"):
-            make(**{given: 1, "rngs": nnx.Rngs(0)})
+            make(**{argument: 1, "rngs": nnx.Rngs(0)})
     for line in advice.MODEL_CONSTRUCTOR_ADVICE.values():
         classes = (nn.Encoder, nn.Transformer, nn.DecoderOnly)
         taken = {name for made in classes for name in inspect.signature(made).parameters}
@@ -1222,14 +1187,14 @@ def test_what_a_layer_keeps_stands_for_its_mask_and_score():
     q = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
     want = jattn.attention(q, q, q, mask=mask & masks.Window(left=1), score=score)
     for layer in layers:
-        kept: Any = layer.mask
-        for both in (kept & masks.Window(left=1), masks.Window(left=1) & kept):
+        layer_mask: Any = layer.mask
+        for both in (layer_mask & masks.Window(left=1), masks.Window(left=1) & layer_mask):
             got = jattn.attention(q, q, q, mask=both, score=layer.score)
             np.testing.assert_allclose(got, want, atol=1e-6)
         np.testing.assert_array_equal(
             jattn.attention_weights(q, q, mask=layer.mask), jattn.attention_weights(q, q, mask=mask)
         )
-        other = nn.MultiHeadAttention(2, 8, mask=kept, score=score, rngs=nnx.Rngs(0))
+        other = nn.MultiHeadAttention(2, 8, mask=layer_mask, score=score, rngs=nnx.Rngs(0))
         x = jax.random.normal(jax.random.key(1), (1, 5, 8))
         np.testing.assert_allclose(other(x), layer(x), atol=1e-6)
-        np.testing.assert_allclose(layer(x, mask=kept), layer(x), atol=1e-6)
+        np.testing.assert_allclose(layer(x, mask=layer_mask), layer(x), atol=1e-6)

@@ -1,6 +1,7 @@
-"""Kernels compiled for devices that are not here: what is read of them, and the whole table.
+"""Kernels compiled for devices that this machine does not have: reading their machine code, the
+table, and kept results.
 
-What needs a compiler is marked `slow` and skips where it is not installed.
+Tests that need a compiler are marked `slow` and skipped where it is not installed.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
 from jattn.kernels.gpu.mosaic.machine import versions
-from tests.cases import CASES, Case, Inputs, inputs
+from tests.cases import CASES, CallCase, CaseInputs, inputs
+from tests.commands import ROOT, run_python
+from tests.conftest import out_and_gradients
 
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SAID = """\
 ptxas info    : 0 bytes gmem
@@ -42,15 +44,13 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
 LOSS = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 
 
-def test_resources_of_a_kernel():
+def test_resources_of_kernels():
     said = ("the first of two", "the second", LOSS)
-    expected = machine_code.Resources(168, 136, 120, 32, said)
-    assert machine_code.resources(SAID) == expected
-
-
-def test_a_kernel_without_spills_and_shared_memory():
-    said = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
-    assert machine_code.resources(said) == machine_code.Resources(32, 0, 0, 0, ())
+    assert machine_code.resources(SAID) == machine_code.Resources(168, 136, 120, 32, said)
+    neither = (
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
+    )
+    assert machine_code.resources(neither) == machine_code.Resources(32, 0, 0, 0, ())
 
 
 def test_ptxas_that_failed_is_not_read_as_a_kernel_without_registers():
@@ -94,24 +94,14 @@ def test_instructions_and_labels():
     assert len(code) == 17
     assert code[0] == Instruction("LDC", "R1, c[0x0][0x28] ;")
     assert code[2].root == "HGMMA"
-    assert {name: labels[name] for name in (".L_x_0", ".L_x_2", ".L_x_3", ".L_x_9")} == {
-        ".L_x_0": 1,
-        ".L_x_2": 7,
-        ".L_x_3": 7,
-        ".L_x_9": 16,
-    }
+    assert [labels[f".L_x_{n}"] for n in (0, 2, 3, 9)] == [1, 7, 7, 16]
 
 
 def test_only_innermost_loops_with_products_count():
     first, second = machine_code.loops(SASS)
-    assert first == machine_code.Loop(
-        5,
-        64 + 32,
-        8,
-        (128 + 64) * 16 * 2 // 128 + (64 + 64) * 16 * 2 // 128,
-        64 * (128 + 64) * 16,
-        {"matrix": 2, "special": 1, "float": 1, "jump": 1},
-    )
+    cycles = 64 + 32, 8, (128 + 64) * 16 * 2 // 128 + (64 + 64) * 16 * 2 // 128
+    kinds = {"matrix": 2, "special": 1, "float": 1, "jump": 1}
+    assert first == machine_code.MachineLoop(5, *cycles, 64 * (128 + 64) * 16, kinds)
     assert first.products_per_cycle == (2048 * 96 / (96 + 8), 2048)
     assert first._replace(special_cycles=192).products_per_cycle == (2048 / 3, 1024)
     assert first._replace(shared_cycles=384).products_per_cycle == (512, 512)
@@ -120,7 +110,7 @@ def test_only_innermost_loops_with_products_count():
     assert second.special_cycles == 0
 
 
-# Sums are rescaled, or not, by a vote; one of two things happens; a wait goes elsewhere and back.
+# A vote decides whether sums are rescaled; a branch has two sides; a wait jumps out and back.
 BRANCHES = """\
 .L_x_1:
         /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR16], R24 ;
@@ -149,11 +139,11 @@ BRANCHES = """\
 """
 
 
-def test_what_a_vote_jumps_over_counts_apart():
-    (found,) = machine_code.loops(BRANCHES)
-    assert (found.instructions, found.sometimes) == (13, 2)
+def test_instructions_that_a_vote_skips_are_counted_separately():
+    (loop,) = machine_code.loops(BRANCHES)
+    assert (loop.instructions, loop.sometimes) == (13, 2)
     kinds = {"jump": 5, "special": 3, "float": 2, "matrix": 1, "shuffle": 1, "integer": 1}
-    assert found.by_kind == kinds
+    assert loop.by_kind == kinds
 
 
 def test_threads_of_a_warpgroup_vote_at_a_barrier():
@@ -164,44 +154,33 @@ def test_threads_of_a_warpgroup_vote_at_a_barrier():
 
 
 def test_the_main_loop_has_most_products_in_fewest_instructions():
-    found = machine_code.loops(SASS)
-    assert machine_code.main_loop(found) == found[0]
-    more = found[1]._replace(matrix_cycles=1000)
-    assert machine_code.main_loop([*found, more]) == more
+    loops = machine_code.loops(SASS)
+    assert machine_code.main_loop(loops) == loops[0]
+    larger = loops[1]._replace(matrix_cycles=1000)
+    assert machine_code.main_loop([*loops, larger]) == larger
     assert machine_code.main_loop([]) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "cycles"),
+    ("name", "operands", "matrix", "shared"),
     [
-        ("HGMMA.64x128x16.F32.BF16", 64 * 128 * 16 / 2048),
-        ("HGMMA.64x128x8.F32.TF32", 64 * 128 * 8 / 1024),
-        ("QGMMA.64x256x32.F32.E4M3.E4M3", 64 * 256 * 32 / 4096),
-        ("HMMA.16816.F32", 4 * 16 * 8 * 16 / 1024),
-        ("HMMA.1688.F32.TF32", 4 * 16 * 8 * 8 / 512),
-        ("HMMA.SOMETHING", 0),
-        ("FFMA", 0),
+        ("HGMMA.64x128x16.F32.BF16", "R24, gdesc[UR32], RZ ;", 64 * 128 * 16 / 2048, 192 * 16 / 64),
+        ("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR8] ;", 64 * 128 * 16 / 2048, 128 * 16 / 64),
+        ("HGMMA.64x128x8.F32.TF32", "R24, R4, gdesc[UR8] ;", 64 * 128 * 8 / 1024, 128 * 8 / 32),
+        ("QGMMA.64x256x32.F32.E4M3.E4M3", "R24, R4, gdesc[UR8] ;", 64 * 256 * 32 / 4096, None),
+        ("LDS.128", "R4, [R8] ;", 0, 4 * 32 * 16 / 128),
+        ("STS", "[R8], R4 ;", 0, 4 * 32 * 4 / 128),
+        ("LDSM.16.M88.4", "R4, [R8] ;", 0, 4 * 32 * 16 / 128),
+        ("HMMA.16816.F32", "R4, R8, R12, R4 ;", 4 * 16 * 8 * 16 / 1024, 0),
+        ("HMMA.1688.F32.TF32", "R4, R8, R12, R4 ;", 4 * 16 * 8 * 8 / 512, 0),
+        ("HMMA.SOMETHING", "", 0, 0),
+        ("FFMA", "R3, R4, R5, R6 ;", 0, 0),
     ],
 )
-def test_cycles_of_the_matrix_units(name, cycles):
-    assert machine_code.matrix_cycles(Instruction(name, "")) == cycles
-
-
-@pytest.mark.parametrize(
-    ("name", "operands", "cycles"),
-    [
-        ("HGMMA.64x128x16.F32.BF16", "R24, gdesc[UR32], RZ, !UPT ;", (64 + 128) * 16 * 2 / 128),
-        ("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR8], R24 ;", 128 * 16 * 2 / 128),
-        ("HGMMA.64x128x8.F32.TF32", "R24, R4, gdesc[UR8], R24 ;", 128 * 8 * 4 / 128),
-        ("LDS.128", "R4, [R8] ;", 4 * 32 * 16 / 128),
-        ("STS", "[R8], R4 ;", 4 * 32 * 4 / 128),
-        ("LDSM.16.M88.4", "R4, [R8] ;", 4 * 32 * 16 / 128),
-        ("HMMA.16816.F32", "R4, R8, R12, R4 ;", 0),
-        ("FFMA", "R3, R4, R5, R6 ;", 0),
-    ],
-)
-def test_cycles_of_shared_memory(name, operands, cycles):
-    assert machine_code.shared_cycles(Instruction(name, operands)) == cycles
+def test_cycles_of_matrix_units_and_of_shared_memory(name, operands, matrix, shared):
+    instruction = Instruction(name, operands)
+    assert machine_code.matrix_cycles(instruction) == matrix
+    assert shared is None or machine_code.shared_cycles(instruction) == shared
 
 
 def test_kinds_of_instructions():
@@ -224,20 +203,21 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
         "// ('builtin.module' operation: @jattn_forward)\n  dynamic_shared_memory_size %c1000_i32 {"
     )
     (tmp_path / "jattn_forward.mlir-passes.log").write_text(log)
-    asked = []
+    calls = []
 
     def said(tool: str, *arguments: str) -> str:
-        asked.append((tool, *arguments))
+        calls.append((tool, *arguments))
         return {"ptxas": SAID, "nvdisasm": SASS}[tool]
 
     monkeypatch.setattr(job, "_said", said)
-    (found,) = job.kernels(tmp_path)
-    assert (found["kernel"], found["threads"], found["spill_bytes"]) == ("jattn_forward", 384, 120)
-    assert found["shared_bytes"] == 1000 + 32
-    assert found["main_loop"]["instructions"] == 5
-    assert len(found["loops"]) == 2
-    assert asked[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
-    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, allow_nan=False))
+    (kernel,) = job.kernels(tmp_path)
+    found_in_files = [kernel[x] for x in ("kernel", "threads", "spill_bytes")]
+    assert found_in_files == ["jattn_forward", 384, 120]
+    assert kernel["shared_bytes"] == 1000 + 32
+    assert kernel["main_loop"]["instructions"] == 5
+    assert len(kernel["loops"]) == 2
+    assert calls[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
+    assert json.loads(json.dumps(kernel)) == json.loads(json.dumps(kernel, allow_nan=False))
 
 
 def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
@@ -247,8 +227,8 @@ def test_shared_memory_that_xla_asks_for(tmp_path, monkeypatch):
     monkeypatch.setattr(
         job, "_said", lambda tool, *_: "Used 9 registers" if tool == "ptxas" else ""
     )
-    (found,) = job.kernels(tmp_path)
-    assert (found["threads"], found["shared_bytes"], found["main_loop"]) == (128, 40960, None)
+    (kernel,) = job.kernels(tmp_path)
+    assert (kernel["threads"], kernel["shared_bytes"], kernel["main_loop"]) == (128, 40960, None)
 
 
 def test_a_tool_that_fails_fails_the_job(monkeypatch):
@@ -322,45 +302,37 @@ def test_a_compiler_that_does_not_end_is_a_failure(monkeypatch):
 def test_the_last_line_of_a_process_is_the_row(monkeypatch):
     said = 'noise\n{"status": "compiled", "message": ""}\n'
     monkeypatch.setattr(subprocess, "run", ended(0, said))
-    assert job.run(TPU_JOB, 1.0) == {
-        "target": "v5e",
-        "case": "causal",
-        "implementation": "tpu",
-        "head": 64,
-        "dtype": "bfloat16",
-        "pass": "forward",
-        "status": "compiled",
-        "message": "",
-    }
+    expected = row("compiled") | {"target": "v5e", "implementation": "tpu"}
+    assert job.run(TPU_JOB, 1.0) == expected
 
 
-def given(*arguments: str, target: str = "h100") -> Any:
+def parsed(*arguments: str, target: str = "h100") -> Any:
     return command.arguments(["--target", target, *arguments])
 
 
 def test_jobs_are_the_product_of_the_arguments():
-    asked = given("--cases", "full", "bias", "--head", "64", "128", "--implementation", "ampere")
-    found = command.chosen(asked, targets.H100)
-    assert len(found) == len(set(found)) == 2 * 2 * 2
-    assert found[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
-    assert {x.which for x in found} == {"forward", "gradients"}
+    options = parsed("--cases", "full", "bias", "--head", "64", "128", "--implementation", "ampere")
+    jobs = command.chosen(options, targets.H100)
+    assert len(jobs) == len(set(jobs)) == 2 * 2 * 2
+    assert jobs[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
+    assert {x.which for x in jobs} == {"forward", "gradients"}
 
 
 def test_lengths_are_for_cases_without_arrays():
-    asked = given("--lengths", "4096", "8192", "--head", "64")
-    found = command.chosen(asked, targets.H100)
-    assert found[1] == Job("h100", "full", "blockwise", 64, "bfloat16", "forward", 8192)
-    assert len(found) == len(set(found)) == 2 * 2 * 2
+    options = parsed("--lengths", "4096", "8192", "--head", "64")
+    jobs = command.chosen(options, targets.H100)
+    assert jobs[1] == Job("h100", "full", "blockwise", 64, "bfloat16", "forward", 8192)
+    assert len(jobs) == len(set(jobs)) == 2 * 2 * 2
     query, key, *_ = calls.CALLS["causal"].of_length(8192).arrays(64, "bfloat16")
     assert (query.shape, key.shape) == ((1, 8192, 8, 64), (1, 8192, 2, 64))
     with pytest.raises(UserError, match="--lengths: the case segments has arrays of one length"):
-        command.chosen(given("--lengths", "4096", "--cases", "segments"), targets.H100)
+        command.chosen(parsed("--lengths", "4096", "--cases", "segments"), targets.H100)
 
 
 def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
-    found = command.chosen(given("--pass", "gradients", target="v5e"), targets.V5E)
-    assert {x.implementation for x in found} == {"tpu", "blockwise"}
-    assert {x.case for x in found} == set(calls.CALLS)
+    jobs = command.chosen(parsed("--pass", "gradients", target="v5e"), targets.V5E)
+    assert {x.implementation for x in jobs} == {"tpu", "blockwise"}
+    assert {x.case for x in jobs} == set(calls.CALLS)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +344,14 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         benchmark.main(["offline", *arguments])
     assert end.value.code == 2
-    assert "usage: python -m experiments.benchmark offline" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("python -m experiments.benchmark offline: error: ")
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert benchmark.main(["ofline"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'ofline'; nearest: offline\n"
 
 
 def test_an_implementation_that_the_target_has_not(capsys):
@@ -434,17 +413,17 @@ def row(status: str, message: str = "", **more: Any) -> dict[str, Any]:
 
 
 def test_the_table_of_a_gpu():
-    one, two = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
+    first, second = command.lines(row("compiled", kernels=[KERNEL, {**KERNEL, "main_loop": None}]))
     numbers = "jattn_forward 168 24 168033"
-    assert " ".join(one.split()).endswith(
+    assert " ".join(first.split()).endswith(
         f"forward {numbers} 519 64 1024 528 640 653-989 warning: be careful"
     )
-    assert " ".join(two.split()).endswith(f"{numbers} - - - - - - warning: be careful")
+    assert " ".join(second.split()).endswith(f"{numbers} - - - - - - warning: be careful")
     (none,) = command.lines(row("compiled", kernels=[]))
     assert none.endswith("no kernel of its own")
     (why,) = command.lines(row("unsupported", "no reason"))
     assert why.endswith("UNSUPPORTED no reason")
-    assert len(command.titles(targets.H100)) == len(one.split(" warning")[0])
+    assert len(command.titles(targets.H100)) == len(first.split(" warning")[0])
 
 
 def test_the_table_of_a_tpu():
@@ -491,7 +470,7 @@ def test_each_case_is_a_call_with_gradients(name):
 
 
 def nodes(value: Any) -> set[type]:
-    """The classes of a mask or a score function and of what it is made of."""
+    """The classes of a mask or a score function and of its parts."""
     if not dataclasses.is_dataclass(value):
         return set()
     inner = (getattr(value, field.name) for field in dataclasses.fields(value))
@@ -531,7 +510,8 @@ COMPILED = [
 
 
 @pytest.fixture
-def compilers(request, monkeypatch):
+def compilers(request, monkeypatch) -> Iterator[None]:
+    """Skips a test whose target cannot be compiled for, and sets the compilers up."""
     target = request.getfixturevalue("target")
     reason = targets.missing(target)
     if reason:
@@ -541,7 +521,7 @@ def compilers(request, monkeypatch):
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other tests' processes compile too
-    # Programs for devices that are not here can be written to the cache, but not read from it.
+    # Programs for other devices can be written to the cache, but not read from it.
     least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     with jax.enable_x64(False):
@@ -554,17 +534,11 @@ def in_32_bits(array: Any) -> Any:
     return jax.ShapeDtypeStruct(np.shape(array), kinds.get(array.dtype.name, array.dtype))
 
 
-def everything(case: Case, implementation: str, given: Inputs, key: Any) -> Any:
-    """out, lse and all gradients."""
-    options = {"dropout_key": key} if case.rate else {}
-
-    def attend(q: Any, k: Any, v: Any, parameters: Any) -> Any:
-        return case.attend(
-            q, k, v, parameters, given.operands, implementation=implementation, **options
-        )
-
-    out, pull = jax.vjp(attend, given.q, given.k, given.v, given.parameters)
-    return out, pull((given.d_out, given.d_lse))
+def everything(case: CallCase, implementation: str, x: CaseInputs, key: Any) -> Any:
+    """The output, lse and all gradients."""
+    options = {"implementation": implementation} | ({"dropout_key": key} if case.rate else {})
+    attend = lambda q, k, v, parameters: case.attend(q, k, v, parameters, x.operands, **options)  # noqa: E731
+    return out_and_gradients(attend, (x.q, x.k, x.v, x.parameters), *(x.d_out, x.d_lse))
 
 
 @pytest.mark.exhaustive
@@ -583,7 +557,7 @@ def test_every_case_of_the_table_compiles(target, implementation, dtypes, name):
     avals = jax.tree.map(in_32_bits, inputs(case, dtype))
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def run(given: Inputs, key: Any) -> Any:
+    def run(given: CaseInputs, key: Any) -> Any:
         return everything(case, implementation, given, key)
 
     try:
@@ -604,54 +578,63 @@ SIMPLE = "full", "causal", "segments", "dropout", "alibi", "soft-cap"
 SPILLS = *SIMPLE, *OTHERS, *LEARNED
 
 
+# The shared memory of a block: an A100 has more, other GPUs since Ampere do not.
+MOST_SHARED = {"ampere": 99 * 1024, "hopper": 227 * 1024, "blackwell": 227 * 1024}
+GPUS = {"ampere": targets.A100, "hopper": targets.H100, "blackwell": targets.B200}
+
+
+def on_gpus(*implementations: str) -> pytest.MarkDecorator:
+    rows = [(GPUS[name], name) for name in implementations]
+    return pytest.mark.parametrize(
+        ("target", "implementation"), rows, ids=[target.name for target, _ in rows]
+    )
+
+
+def compiled_row(implementation: str, name: str, head: int, which: str) -> dict[str, Any]:
+    """The row of a job in bfloat16, which compiles for any version of JAX that has the kernel."""
+    target = GPUS[implementation].name
+    row = job.run(Job(target, name, implementation, head, "bfloat16", which), 600.0)
+    if implementation != "hopper" and not versions.knows_ampere():
+        assert "expected JAX 0.12" in row["message"]
+        pytest.skip(row["message"])
+    assert row["status"] == "compiled", row["message"]
+    return row
+
+
+def our_kernels(implementation: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Kernels by name, none of which spills, or uses more shared memory than there is."""
+    kernels = {x["kernel"]: x for x in row["kernels"] if x["kernel"].startswith("jattn_")}
+    for name, kernel in kernels.items():
+        assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), name
+        assert kernel["shared_bytes"] <= MOST_SHARED[implementation], name
+    return kernels
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("name", SPILLS)
-@pytest.mark.parametrize(
-    ("target", "implementation"),
-    [(targets.A100, "ampere"), (targets.H100, "hopper")],
-    ids=["a100", "h100"],
-)
+@on_gpus("ampere", "hopper")
 @pytest.mark.usefixtures("compilers")
 def test_kernels_in_mosaic_spill_nothing(target, implementation, name, head):
-    row = job.run(Job(target.name, name, implementation, head, "bfloat16", "gradients"), 600.0)
-    if implementation == "ampere" and not versions.knows_ampere():
-        assert "expected JAX 0.12" in row["message"]
-        return
-    assert row["status"] == "compiled", row["message"]
-    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_")]
+    kernels = our_kernels(implementation, compiled_row(implementation, name, head, "gradients"))
     passes = [f"jattn_{implementation}_{x}" for x in ("forward", "d_queries", "d_keys")]
-    expected = {*passes, "jattn_mosaic_d_parameter"} if name in LEARNED else {*passes}
-    assert {x["kernel"] for x in found} == expected
-    # What a block may have: other GPUs since Ampere have less than an A100.
-    most = (99 if implementation == "ampere" else 227) * 1024
-    for kernel in found:
-        assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
-        assert kernel["shared_bytes"] <= most, kernel["kernel"]
+    learned = ["jattn_mosaic_d_parameter"] if name in LEARNED else []
+    assert kernels.keys() == {*passes, *learned}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("name", [x.name for x in calls.CACHES])
-@pytest.mark.parametrize(
-    ("target", "implementation"),
-    [(targets.A100, "ampere"), (targets.H100, "hopper")],
-    ids=["a100", "h100"],
-)
+@on_gpus("ampere", "hopper")
 @pytest.mark.usefixtures("compilers")
 def test_caches_are_read_in_place(target, implementation, name, head):
-    """Temporaries are what is held where a result is not finite: blocks of a few hundred keys."""
-    row = job.run(Job(target.name, name, implementation, head, "bfloat16", "forward"), 600.0)
-    if implementation == "ampere" and not versions.knows_ampere():
-        assert "expected JAX 0.12" in row["message"]
-        return
-    assert row["status"] == "compiled", row["message"]
-    (kernel,) = (x for x in row["kernels"] if x["kernel"].startswith("jattn_"))
+    """Temporaries hold blocks of a few hundred keys, for results that are not finite."""
+    row = compiled_row(implementation, name, head, "forward")
+    (kernel,) = our_kernels(implementation, row)
     if (implementation, name, head) == ("ampere", "paged-cache", 64):  # pages too small to copy
-        assert kernel["kernel"] == "jattn_ampere_forward"
+        assert kernel == "jattn_ampere_forward"
         return
-    assert kernel["kernel"] == "jattn_mosaic_decode"
-    assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ())
+    assert kernel == "jattn_mosaic_decode"
     cache = calls.CALLS[name].arrays(head, "bfloat16")[1:3]
     assert row["temporary_bytes"] < 0.5 * sum(x.size * x.dtype.itemsize for x in cache)
 
@@ -659,32 +642,25 @@ def test_caches_are_read_in_place(target, implementation, name, head):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("name", [*SPILLS, "decode"])  # which has few queries, and parts of keys
-@pytest.mark.parametrize("target", [targets.B200], ids=["b200"])
+@on_gpus("blackwell")
 @pytest.mark.usefixtures("compilers")
-def test_kernels_for_blackwell_spill_nothing(target, name, head):
-    row = job.run(Job(target.name, name, "blackwell", head, "bfloat16", "gradients"), 600.0)
-    if not versions.knows_ampere():
-        assert "expected JAX 0.12" in row["message"]
-        return
-    assert row["status"] == "compiled", row["message"]
-    found = [x for x in row["kernels"] if x["kernel"].startswith("jattn_blackwell")]
+def test_kernels_for_blackwell_spill_nothing(target, implementation, name, head):
+    kernels = our_kernels(implementation, compiled_row(implementation, name, head, "gradients"))
     passes = {"forward", "d_queries", "d_keys"} | ({"d_values"} if head > 128 else set())
-    assert {x["kernel"].removeprefix("jattn_blackwell_") for x in found} == passes
-    for kernel in found:
-        assert (kernel["spill_bytes"], kernel["warnings"]) == (0, ()), kernel["kernel"]
-        assert kernel["shared_bytes"] <= 227 * 1024, kernel["kernel"]
+    ours = {x for x in kernels if x.startswith("jattn_blackwell_")}
+    assert ours == {f"jattn_blackwell_{x}" for x in passes}
 
 
 def test_what_is_worse_than_it_was():
     kernel = {"kernel": "a", "spill_bytes": 0, "main_loop": LOOP, "warnings": []}
     longer = LOOP | {"instructions": 600}
-    before = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
-    assert not [*kept.worse(before, before)]
-    assert not [*kept.worse(row("failed"), before)]
-    more = {**before, "temporary_bytes": 13 * 2**20, "kernels": []}
+    baseline = row("compiled", temporary_bytes=10 * 2**20, bytes_moved=None, kernels=[kernel])
+    assert not [*kept.worse(baseline, baseline)]
+    assert not [*kept.worse(row("failed"), baseline)]
+    worse = {**baseline, "temporary_bytes": 13 * 2**20, "kernels": []}
     warned = {**kernel, "spill_bytes": 8, "main_loop": longer, "warnings": ["serialized"]}
-    more["kernels"] = [warned, kernel | {"kernel": "new"}, warned | {"kernel": "newer"}]
-    assert [*kept.worse(before, more)] == [
+    worse["kernels"] = [warned, kernel | {"kernel": "new"}, warned | {"kernel": "newer"}]
+    assert [*kept.worse(baseline, worse)] == [
         f"temporary_bytes {10 * 2**20}, now {13 * 2**20}",
         "a spills 0, now 8 bytes",
         "a has a new warning: serialized",
@@ -692,20 +668,20 @@ def test_what_is_worse_than_it_was():
         "newer spills 0, now 8 bytes",
         "newer has a new warning: serialized",
     ]
-    assert not [*kept.worse(more, more)]
-    two = {**before, "kernels": [kernel, kernel | {"main_loop": longer}]}
+    assert not [*kept.worse(worse, worse)]
+    two = {**baseline, "kernels": [kernel, kernel | {"main_loop": longer}]}
     assert [*kept.worse(two, {**two, "kernels": two["kernels"][::-1]})] == [
         "a has a loop of 519, now 600 instructions"
     ]
-    (said,) = kept.worse(before, row("failed"))
+    (said,) = kept.worse(baseline, row("failed"))
     assert said.startswith("compiled before, now failed")
 
 
 def test_rows_to_compare_with(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row("compiled")) + "\n")
-    (found,) = kept.read(path, "h100")
-    assert found == JOB
+    (read_job,) = kept.read(path, "h100")
+    assert read_job == JOB
     for target, text in (("v5e", path.read_text()), ("h100", "{}"), ("h100", "no json")):
         path.write_text(text)
         with pytest.raises(UserError, match="--against: expected"):
@@ -718,11 +694,12 @@ def test_rows_to_compare_with(tmp_path):
 @pytest.mark.parametrize("target", [targets.H100, targets.V5E], ids=["h100", "v5e"])
 @pytest.mark.usefixtures("compilers")
 def test_blockwise_takes_memory_linear_in_the_length(target, name, which):
-    """Twice the length takes at most twice, up to 32,768; scores of all pairs would be 16 GB."""
+    """Twice the length takes at most twice the memory, up to 32,768, where the scores of all pairs
+    would be 16 GB."""
     taken = []
     for length in (4096, 8192, 16384, 32768):
-        asked = Job(target.name, name, "blockwise", 64, "bfloat16", which, length)
-        row = job.outcome(asked)
+        one_job = Job(target.name, name, "blockwise", 64, "bfloat16", which, length)
+        row = job.outcome(one_job)
         assert row["status"] == "compiled", row["message"]
         taken.append(row["temporary_bytes"])
     assert all(y <= 2 * x for x, y in itertools.pairwise(taken)), taken
@@ -735,9 +712,9 @@ each_kept = pytest.mark.parametrize("path", KEPT, ids=[f"{x.parent.name}-{x.stem
 @pytest.mark.slow
 @each_kept
 def test_nothing_is_worse_than_what_was_kept(tmp_path, path):
-    here = f"jax-{'.'.join(jax.__version__.split('.')[:2])}"
-    if path.parent.name != here:
-        pytest.skip(f"compiled with {path.parent.name}, this is {here}")
+    version = f"jax-{'.'.join(jax.__version__.split('.')[:2])}"
+    if path.parent.name != version:
+        pytest.skip(f"compiled with {path.parent.name}, this is {version}")
     if targets.missing(targets.TARGETS[path.stem]):
         pytest.skip("what compiles for it is not installed")
     options = ["--target", path.stem, "--against", str(path), "--out", str(tmp_path / "rows.jsonl")]
@@ -750,17 +727,18 @@ def rows_kept(path: Path) -> list[Any]:
 
 @each_kept
 def test_all_that_was_kept_compiles_and_spills_nothing(path):
-    for one in rows_kept(path):
-        if one["status"] != "compiled":
-            assert one["message"].startswith(f"implementation {one['implementation']!r}: ")
+    for stored in rows_kept(path):
+        if stored["status"] != "compiled":
+            assert stored["message"].startswith(f"implementation {stored['implementation']!r}: ")
             continue
-        assert one["jax"].startswith(path.parent.name.removeprefix("jax-"))
-        for kernel in one.get("kernels", ()):
+        assert stored["jax"].startswith(path.parent.name.removeprefix("jax-"))
+        for kernel in stored.get("kernels", ()):
             if kernel["kernel"].startswith("jattn_"):
-                assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), one["case"]
+                assert (kernel["spill_bytes"], kernel["warnings"]) == (0, []), stored["case"]
 
 
-# For output, gradients of queries, and of keys and values; those of JAX have one name.
+# The order of kernels: output, gradients of queries, gradients of keys and values. JAX's kernels
+# for gradients have one name.
 PASSES = {
     "jattn_hopper_forward": 0,
     "jattn_hopper_d_queries": 1,
@@ -771,21 +749,21 @@ PASSES = {
 
 
 def loops_kept(path: Path, implementation: str) -> dict[tuple[str, int], list[dict[str, int]]]:
-    """Instructions and cycles of matrix units of the loops over tiles that need no mask, in
-    bfloat16 and of JAX's in float16, by case and head size: for output, gradients of queries, and
-    gradients of keys and values, which two kernels may share."""
-    found = {}
-    for one in rows_kept(path):
-        if one["implementation"] != implementation or one["pass"] != "gradients":
+    """Instructions and cycles of matrix units of loops over tiles that need no mask, by case and
+    head size: for the output, gradients of queries, and gradients of keys and values, which may be
+    two kernels. Our kernels are in bfloat16, JAX's in float16."""
+    loops = {}
+    for stored in rows_kept(path):
+        if stored["implementation"] != implementation or stored["pass"] != "gradients":
             continue
-        kernels = [x for x in one["kernels"] if x["kernel"] in PASSES]
+        kernels = [x for x in stored["kernels"] if x["kernel"] in PASSES]
         kernels.sort(key=lambda x: (PASSES[x["kernel"]], x["main_loop"]["matrix_cycles"]))
         names = "instructions", "matrix_cycles"
         counts = [{name: x["main_loop"][name] for name in names} for x in kernels]
         both = {name: sum(x[name] for x in counts[2:]) for name in names}
-        if implementation == "jax_mgpu" or one["dtype"] == "bfloat16":
-            found[one["case"], one["head"]] = [*counts[:2], both]
-    return found
+        if implementation == "jax_mgpu" or stored["dtype"] == "bfloat16":
+            loops[stored["case"], stored["head"]] = [*counts[:2], both]
+    return loops
 
 
 HOPPER = [path for path in KEPT if path.stem == "h100"]
@@ -796,12 +774,11 @@ LONGER = {"full": 1.05, "causal": 1.3, "segments": 1.3, "alibi": 1.3}
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("name", LONGER)
 def test_loops_are_about_as_short_as_those_of_jax(path, head, name):
-    """Of JAX's kernel without a mask, compiled by the same version."""
     ours = loops_kept(path, "hopper")[name, head]
     theirs = loops_kept(path, "jax_mgpu")["full", head]
     limit = LONGER[name]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["instructions"] <= limit * other["instructions"]
+    for our_loop, their_loop in zip(ours, theirs, strict=True):
+        assert our_loop["instructions"] <= limit * their_loop["instructions"]
 
 
 @pytest.mark.parametrize("path", HOPPER, ids=[path.parent.name for path in HOPPER])
@@ -817,14 +794,7 @@ def test_long_loops_end_before_the_matrix_units(path, name):
 def test_the_command(tmp_path, target):
     out = tmp_path / "rows.jsonl"
     options = ["--target", target.name, "--cases", "causal", "--head", "64", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.benchmark", "offline", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-m", "experiments.benchmark", "offline", *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2 * len(target.usual)

@@ -1,10 +1,9 @@
-"""The library as users install it: built, in an environment of its own, and with the lowest
-versions of what it needs. Packages come from the index that pip is set up with."""
+"""The library as users install it: built, in a separate environment, and with the lowest versions
+of the packages that it needs. Packages come from the index that pip is set up with."""
 
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -16,9 +15,9 @@ import pytest
 
 import jattn
 from tests import test_readme
+from tests.commands import ROOT, run
 
 
-ROOT = Path(__file__).resolve().parent.parent
 DECLARED: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, BACKEND = DECLARED["project"], DECLARED["build-system"]["requires"]
 IMPORTED = """
@@ -67,16 +66,9 @@ tokens: jax.Array = written.tokens
 
 
 def do(*command: Any, folder: Path, **env: str) -> str:
-    """What a command prints; an error with all of it where it fails."""
+    """Returns what a command prints. A command that fails is an error with its output."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
-    ran = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env={**inherited, "JAX_PLATFORMS": "cpu", **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run(*command, cwd=folder, env={**inherited, "JAX_PLATFORMS": "cpu", **env})
     assert ran.returncode == 0, f"{command}: {ran.stdout[-5000:]} {ran.stderr[-5000:]}"
     return ran.stdout
 
@@ -89,16 +81,21 @@ def environment(folder: Path, *packages: str) -> Path:
     return python
 
 
+def copy_project(folder: Path) -> None:
+    """Copies the files of the project that a package is built from."""
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "jattn", folder / "jattn", ignore=unneeded)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: Any) -> tuple[Path, Path]:
-    """A wheel that was built from a source distribution, and the Python of an environment that has
-    nothing but it and what it needs."""
+    """A wheel that was built from a source distribution, and the Python of an environment that
+    contains only this wheel and the packages that it needs."""
     folder = tmp_path_factory.mktemp("packaging")
     source, dist = folder / "source", folder / "source" / "dist"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "jattn", source / "jattn", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(source)
     python = environment(folder / "environment", *BACKEND)
     do(python, "-c", BUILD, folder=source)
     (sdist,) = dist.glob("*.tar.gz")
@@ -125,25 +122,22 @@ def test_the_wheel_holds_the_library_and_nothing_else(built):
 
 @pytest.mark.slow
 def test_a_clone_is_importable_from_the_folder_that_holds_it(tmp_path):
-    """A folder with the name of the package and without an `__init__.py` hides no installed one."""
-    clone = tmp_path / "jattn"
-    shutil.copytree(ROOT / "jattn", clone / "jattn")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, clone)
-    own = environment(tmp_path / "environment", *BACKEND, "editables")
+    """A folder with the package's name and without an `__init__.py` does not hide the package."""
+    copy_project(clone := tmp_path / "jattn")
+    python = environment(tmp_path / "environment", *BACKEND, "editables")
     options = ("-q", "--no-deps", "--no-build-isolation", "-e", clone)
-    do(own, "-m", "pip", "install", *options, folder=tmp_path)
+    do(python, "-m", "pip", "install", *options, folder=tmp_path)
     find = "import importlib.util as x; print(x.find_spec('jattn').origin)"
-    found = Path(do(own, "-c", find, folder=tmp_path).strip())
-    assert found == clone / "jattn" / "__init__.py"
+    origin = Path(do(python, "-c", find, folder=tmp_path).strip())
+    assert origin == clone / "jattn" / "__init__.py"
 
 
 @pytest.mark.slow
 def test_the_examples_run_in_a_clean_environment(built, tmp_path):
     _, python = built
     do(python, "-m", "pip", "check", folder=tmp_path)
-    where = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
-    assert Path(where.strip()).is_relative_to(python.parent.parent)
+    imported_from = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
+    assert Path(imported_from.strip()).is_relative_to(python.parent.parent)
     result = test_readme.run(test_readme.TEXT, tmp_path, str(python), installed=True)
     assert result.returncode == 0, result.stderr
 
@@ -163,8 +157,8 @@ def lowest() -> list[str]:
     """Each package that the library, its experiments and its tests need, at its lower bound."""
     extras = PROJECT["optional-dependencies"]
     named = [*PROJECT["dependencies"], *extras["viz"], *extras["experiments"], *extras["dev"]]
-    found = (re.fullmatch(r"([\w-]+)>=([\d.]+)", x) for x in named)
-    return [f"{one[1]}=={one[2]}" for one in found if one]
+    bounds = (re.fullmatch(r"([\w-]+)>=([\d.]+)", x) for x in named)
+    return [f"{bound[1]}=={bound[2]}" for bound in bounds if bound]
 
 
 def test_every_package_has_a_lower_bound():
@@ -176,7 +170,6 @@ def test_every_package_has_a_lower_bound():
 @pytest.mark.minutes
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="lower bounds are those of Python 3.11")
 def test_the_lower_bounds_work(tmp_path):
-    """The README's examples, tokenisers, checkpoints, modules and pictures."""
     python = environment(tmp_path / "environment", *lowest())
     do(python, "-m", "pip", "check", folder=tmp_path)
     files = [f"tests/test_{name}.py" for name in ("readme", "bpe", "checkpoints", "nn", "viz")]
@@ -188,8 +181,8 @@ def test_the_lower_bounds_work(tmp_path):
 
 
 def test_importing_costs_little_beyond_jax():
-    """Time counts as a share of what importing JAX takes, in seconds of the processor: a sixth of
-    it are about 80 ms. What is not imported costs nothing on a busy machine either."""
+    """Processor time is measured relative to importing JAX, a sixth of which is about 80 ms. The
+    list of imported modules is checked because it does not depend on how busy the machine is."""
     lines = do(sys.executable, "-c", IMPORTED, folder=ROOT).splitlines()
     share, imported = float(lines[0]), lines[1].split()
     assert share < 1 / 6

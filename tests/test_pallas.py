@@ -1,4 +1,4 @@
-"""Which kernels the name "pallas" stands for."""
+"""The kernels that the name "pallas" selects."""
 
 import dataclasses
 import functools
@@ -26,14 +26,8 @@ CALL = made(SHAPES, mask=masks.Causal())
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ("9.0", hopper),
-        ("8.0", ampere),
-        ("12.0", ampere),
-        ("10.0", blackwell),
-        (None, hopper),  # JAX compiles for one, too
-    ],
+    ("capability", "expected"),  # without a GPU JAX compiles for a Hopper, too
+    [("9.0", hopper), ("8.0", ampere), ("12.0", ampere), ("10.0", blackwell), (None, hopper)],
 )
 def test_which_kernel_runs(monkeypatch, capability, expected):
     on_gpu(monkeypatch, capability, products=True)
@@ -61,7 +55,8 @@ def call_in(dtype: Any) -> Call:
 
 
 def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
-    """As if this machine had such a GPU; `products` says whether JAX has those of single warps."""
+    """Pretends that this machine has such a GPU, and that JAX has products of single warps or
+    not."""
     device = capability and types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(gpu, "device", lambda: device)
     monkeypatch.setattr(hopper, "_cuda_version", lambda: 13000)
@@ -70,7 +65,7 @@ def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
 
 
 def gradients(q: Any, k: Any) -> Any:
-    """Of a sum of results by queries and keys, which are the values too."""
+    """The gradients of the summed output for queries and keys, which are also the values."""
     attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation="pallas")
     return jax.grad(lambda q, k: attend(q, k, k).astype(jnp.float32).sum(), (0, 1))(q, k)
 
@@ -95,7 +90,8 @@ def test_a_reason_where_none_can():
 
 
 def test_it_is_lowered_for_cuda_on_a_machine_without():
-    """Each implementation that `explain` says can run, and those of one GPU by the common name."""
+    """`explain` lists the implementations that can run, and those of one GPU by their common
+    name; each of them is lowered."""
     q = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     said = jattn.explain(q, q, q, mask=masks.Causal(), platform="cuda")
     can = [name for name, reason in said.items() if reason is None]

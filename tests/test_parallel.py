@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, parallel, scores, tuning
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import assert_trees_close, out_and_gradients, quick_jit, users_jit
+from tests.devices import mesh_of
 
 
 B, T, N, K, H, V = 2, 32, 8, 2, 4, 3
@@ -31,13 +31,20 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape)
 
 
-class Rule(NamedTuple):
-    """What is masked and scored, from arrays by name; each stands along T and S at some axes."""
+class ArrayRule(NamedTuple):
+    """A mask and a score function that are made from arrays by name.
+
+    Attributes:
+        of: returns the options of a call.
+        arrays: the arrays.
+        along: the axes of each array that run along tokens.
+        masked_keys: the number of keys at the end that are masked, and therefore hold NaN here.
+    """
 
     of: Callable[[dict[str, Any]], dict[str, Any]]
     arrays: dict[str, Any] = {}  # noqa: RUF012
-    along: dict[str, tuple[int, ...]] = {}  # noqa: RUF012  axes along tokens
-    masked_keys: int = 0  # so many at the end hold NaN
+    along: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+    masked_keys: int = 0
 
 
 def pasted(b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
@@ -53,11 +60,11 @@ IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, T)))
 LENGTHS = np.array([11, 24])
 LAYOUT = np.random.default_rng(1).random((8, 8)) > 0.4
 
-RULES: dict[str, Rule] = {
-    "none": Rule(lambda a: {}),
-    "causal": Rule(lambda a: {"mask": masks.Causal(), "score": scores.SoftCap(2.0)}),
-    "window": Rule(lambda a: {"mask": masks.Window(left=5, right=3)}),
-    "segments": Rule(
+RULES: dict[str, ArrayRule] = {
+    "none": ArrayRule(lambda a: {}),
+    "causal": ArrayRule(lambda a: {"mask": masks.Causal(), "score": scores.SoftCap(2.0)}),
+    "window": ArrayRule(lambda a: {"mask": masks.Window(left=5, right=3)}),
+    "segments": ArrayRule(
         lambda a: {
             "mask": masks.Causal() & masks.Segments(a["ids"]),
             "score": scores.Alibi(a["slopes"]),
@@ -65,41 +72,41 @@ RULES: dict[str, Rule] = {
         {"ids": IDS, "slopes": random(N)},
         {"ids": (1,)},
     ),
-    "lengths": Rule(
+    "lengths": ArrayRule(
         lambda a: {"mask": masks.Lengths(q=a["lengths"], kv=24), "scale": a["scale"]},
         {"lengths": LENGTHS, "scale": 1 + random(N) ** 2},
         masked_keys=8,
     ),
-    "first_shard_masked": Rule(lambda a: {"mask": masks.Causal() & ~masks.Prefix(16)}),
-    "prefix": Rule(
+    "first_shard_masked": ArrayRule(lambda a: {"mask": masks.Causal() & ~masks.Prefix(16)}),
+    "prefix": ArrayRule(
         lambda a: {
             "mask": masks.Causal() | masks.Prefix(a["lengths"]),
             "score": scores.RelativeBias(a["table"], max_distance=9),
         },
         {"lengths": LENGTHS, "table": random(8, N)},
     ),
-    "pasted": Rule(
+    "pasted": ArrayRule(
         lambda a: {
             "mask": masks.Predicate(pasted, a["table"]),
             "score": scores.Score(learned, a["gain"]),
         },
         {"table": np.random.default_rng(2).integers(0, 9, T, np.int32), "gain": random(N)},
     ),
-    "arrays": Rule(
+    "arrays": ArrayRule(
         lambda a: {"mask": masks.Dense(a["dense"]), "score": scores.Bias(a["bias"])},
         {"dense": np.random.default_rng(3).random((B, 1, T, T)) > 0.3, "bias": random(1, N, T, T)},
         {"dense": (2, 3), "bias": (2, 3)},
     ),
-    "blocks": Rule(lambda a: {"mask": masks.Blocks(LAYOUT, 4) & masks.Dilated(3)}),
-    "dropout": Rule(
+    "blocks": ArrayRule(lambda a: {"mask": masks.Blocks(LAYOUT, 4) & masks.Dilated(3)}),
+    "dropout": ArrayRule(
         lambda a: {
             "mask": masks.Causal(),
             "dropout_rate": 0.4,
             "dropout_key": jax.random.key(3),
         }
     ),
-    # In contiguous order others need the last three tokens of a shard.
-    "part": Rule(
+    # In contiguous order the next device needs the last three tokens of a shard.
+    "part": ArrayRule(
         lambda a: {
             "mask": masks.Causal() & masks.Window(left=3) & masks.Segments(a["ids"]),
             "score": scores.Bias(a["by_key"]) >> scores.Bias(a["by_pair"]),
@@ -112,23 +119,26 @@ RULES: dict[str, Rule] = {
 }
 
 
-def mesh_of(**shape: int) -> Mesh:
-    size = int(np.prod(list(shape.values())))
-    return Mesh(np.array(jax.devices()[:size]).reshape(*shape.values()), tuple(shape))
+def operands_of(rule: ArrayRule) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Arrays of a rule that are no floats, queries, keys, values and its floats, and cotangents of
+    the output and lse."""
+    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
+    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
+    integers = {n: x for n, x in rule.arrays.items() if n not in floats}
+    return integers, floats, (random(B, T, N, V), random(B, N, T))
 
 
-def with_gradients(attend: Any, rule: Rule, arrays: Any, floats: Any, cotangents: Any) -> Any:
+def with_gradients(attend: Any, rule: ArrayRule, arrays: Any, floats: Any, cotangents: Any) -> Any:
     """Output, lse, and the gradients of all float arrays."""
 
     def call(floats: Any) -> Any:
-        given = rule.of({**arrays, **floats})
-        return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+        options = rule.of({**arrays, **floats})
+        return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
 
-    results, pull = jax.vjp(call, floats)
-    return (*results, *pull(cotangents))
+    return out_and_gradients(call, (floats,), *cotangents)
 
 
-def check(rule: Rule, devices: int, order: str, attend: Any) -> None:
+def check(rule: ArrayRule, devices: int, order: str, attend: Any) -> None:
     """`attend` of placed tokens gives what the formula gives of tokens in sequence."""
 
     def place(x: Any, axes: tuple[int, ...], move: Any = parallel.shard_tokens) -> Any:
@@ -136,48 +146,39 @@ def check(rule: Rule, devices: int, order: str, attend: Any) -> None:
 
     back = functools.partial(place, move=parallel.unshard_tokens)
     along = {"q": (1,), "k": (1,), "v": (1,), **rule.along}
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
-    arrays |= rule.arrays
+    rest, floats, (d_out, d_lse) = operands_of(rule)
     if rule.masked_keys:
-        arrays["k"], arrays["v"] = arrays["k"].copy(), arrays["v"].copy()
-        arrays["k"][:, -rule.masked_keys :], arrays["v"][:, -rule.masked_keys :] = np.nan, np.inf
-    floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-    rest = {n: x for n, x in arrays.items() if n not in floats}
-    d_out, d_lse = random(B, T, N, V), random(B, N, T)
+        floats["k"][:, -rule.masked_keys :], floats["v"][:, -rule.masked_keys :] = np.nan, np.inf
     reference = functools.partial(jattn.attention, implementation="reference")
     truth = functools.partial(with_gradients, reference, rule)
     want_out, want_lse, want = quick_jit(truth)(rest, floats, (d_out, d_lse))
     placed = [{n: place(x, along.get(n, ())) for n, x in tree.items()} for tree in (rest, floats)]
     run = functools.partial(with_gradients, attend, rule)
     cotangents = (place(d_out, (1,)), place(d_lse, (2,)))
-    out, lse, found = quick_jit(run)(*placed, cotangents)
+    out, lse, gradients = quick_jit(run)(*placed, cotangents)
     np.testing.assert_allclose(back(out, (1,)), want_out, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(back(lse, (2,)), want_lse, rtol=1e-12, atol=1e-13)
-    for name, d in found.items():
+    for name, d in gradients.items():
         got = back(d, along.get(name, ()))
         np.testing.assert_allclose(got, want[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
 
-WAYS = [
-    *itertools.product((1, 2), ORDERS, SCHEMES),
-    *itertools.product((8, 4), ORDERS, SCHEMES),
-]
+def over(devices: int, **options: Any) -> Any:
+    """`parallel.attention` over a mesh of these devices."""
+    return functools.partial(parallel.attention, mesh=mesh_of(x=devices), axis_name="x", **options)
 
 
 @pytest.mark.one_in(61)
-@pytest.mark.parametrize(("devices", "order", "scheme"), WAYS)
+@pytest.mark.parametrize(
+    ("devices", "order", "scheme"), [*itertools.product((1, 2, 8, 4), ORDERS, SCHEMES)]
+)
 @pytest.mark.parametrize("name", RULES)
 def test_equals_one_device(name, scheme, order, devices):
-    mesh = mesh_of(x=devices)
-    attend = functools.partial(
-        parallel.attention, mesh=mesh, axis_name="x", scheme=scheme, order=order
-    )
-    check(RULES[name], devices, order, attend)
+    check(RULES[name], devices, order, over(devices, scheme=scheme, order=order))
 
 
 def test_of_a_shard_only_a_part_travels():
-    ring = functools.partial(parallel.attention, mesh=mesh_of(x=4), axis_name="x")
-    check(RULES["part"], 4, "contiguous", ring)
+    check(RULES["part"], 4, "contiguous", over(4))
     like = [jax.ShapeDtypeStruct((B, T, N, H), jnp.float64)] * 3
     mask = masks.Causal() & masks.Window(left=3)
     sizes = {x.bytes for x in parallel.exchanges(*like, devices=4, mask=mask)}
@@ -185,8 +186,8 @@ def test_of_a_shard_only_a_part_travels():
 
 
 def in_rounds() -> Any:
-    """Each key head goes round by itself and half of a shard's keys after another, however short
-    the shards are."""
+    """A context in which each key head goes round by itself, in two halves of a shard's keys,
+    however short the shards are."""
     row = tuning.sizes("cpu")._replace(ring_queries=1, ring_keys=1)
     return tuning.using(row=row, ring_rounds=1, ring_chunks=2)
 
@@ -195,72 +196,57 @@ def in_rounds() -> Any:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["part", *(x for x in RULES if x != "part")])
 def test_equals_one_device_where_heads_and_keys_go_round_in_turn(name, order):
-    attend = functools.partial(parallel.attention, mesh=mesh_of(x=4), axis_name="x", order=order)
     like = [jax.ShapeDtypeStruct((B, T, heads, H), jnp.float64) for heads in (N, K, K)]
     with in_rounds():
-        check(RULES[name], 4, order, attend)
+        check(RULES[name], 4, order, over(4, order=order))
         sent = {x.times for x in parallel.exchanges(*like, devices=4) if x.array == "key"}
     assert sent == {3 * K * 2}
 
 
-def test_heads_go_round_in_turn_where_they_are_cut_too(monkeypatch):
-    """Functions and dropout see the heads of the whole."""
+AXES: Any = {"axis_name": "context", "batch_axis": "data", "head_axis": "model"}
+
+
+def check_on_three_axes(rule: ArrayRule, scheme: Any, mesh: Any = None) -> None:
+    """Batch rows, tokens in zig-zag order, and heads are sharded over two devices each."""
+    mesh = mesh or mesh_of(data=2, context=2, model=2)
+    options = {"mesh": mesh, "scheme": scheme, "order": "zigzag", **AXES}
+    check(rule, 2, "zigzag", functools.partial(parallel.attention, **options))
+
+
+def pasted_and_dropped() -> ArrayRule:
+    """A rule whose functions and dropout depend on the batch rows and heads of the whole."""
+    return RULES["pasted"]._replace(of=lambda a: RULES["pasted"].of(a) | DROPPED)
+
+
+def test_heads_go_round_in_turn_where_they_are_sharded_too(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "K", 4)
-    axes: Any = {"axis_name": "context", "batch_axis": "data", "head_axis": "model"}
-    mesh = mesh_of(data=2, context=2, model=2)
-    rule = Rule(lambda a: RULES["pasted"].of(a) | DROPPED, RULES["pasted"].arrays)
     with in_rounds():
-        check(
-            rule,
-            2,
-            "zigzag",
-            functools.partial(parallel.attention, mesh=mesh, order="zigzag", **axes),
-        )
+        check_on_three_axes(pasted_and_dropped(), "ring")
 
 
 def test_equals_one_device_where_heads_run_at_once():
-    """As `blockwise` does on GPUs and TPUs."""
-    attend = functools.partial(parallel.attention, mesh=mesh_of(x=2), axis_name="x", order="zigzag")
-    at_once = tuning.sizes("cpu")._replace(in_turn=False)
-    with tuning.using(row=at_once):
-        attend = functools.partial(attend, implementation="blockwise")
+    """On GPUs and TPUs `blockwise` computes all heads at once."""
+    with tuning.using(row=tuning.sizes("cpu")._replace(in_turn=False)):
+        attend = over(2, order="zigzag", implementation="blockwise")
         check(RULES["segments"], 2, "zigzag", attend)
 
 
-def test_batch_and_heads_are_cut_too():
-    """Functions and dropout see the batch rows and heads of the whole."""
-    mesh = mesh_of(data=2, context=2, model=2)
-    rule = RULES["pasted"]
-    rule = rule._replace(of=lambda a: RULES["pasted"].of(a) | DROPPED)
+def test_batch_and_heads_are_sharded_too():
     for scheme in SCHEMES:
-        attend = functools.partial(
-            parallel.attention,
-            mesh=mesh,
-            axis_name="context",
-            batch_axis="data",
-            head_axis="model",
-            scheme=scheme,
-            order="zigzag",
-        )
-        check(rule, 2, "zigzag", attend)
+        check_on_three_axes(pasted_and_dropped(), scheme)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("explicit", [("data", "context", "model"), ("context",)])
 def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
-    """`jax.make_mesh` makes such by default, and a new user's first arrays are on one device."""
+    """`jax.make_mesh` makes such a mesh by default, and a new user's first arrays are on one
+    device."""
     names = ("data", "context", "model")
     kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
     types = tuple(kinds[name not in explicit] for name in names)
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=types)
-    axes: Any = {"axis_name": "context", "batch_axis": "data", "head_axis": "model"}
     for name, scheme in (("segments", "ring"), ("arrays", "gather"), ("prefix", "all_to_all")):
-        check(
-            RULES[name],
-            2,
-            "zigzag",
-            functools.partial(parallel.attention, mesh=mesh, scheme=scheme, order="zigzag", **axes),
-        )
+        check_on_three_axes(RULES[name], scheme, mesh)
 
 
 DROPPED = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
@@ -296,9 +282,9 @@ def test_within_shard_map_under_scan_remat_and_vmap(scheme):
 
     run = jax.shard_map(local, mesh=mesh_of(x=4), in_specs=(P(), tokens, spec), out_specs=P())
     place = functools.partial(parallel.shard_tokens, devices=4, order=order)
-    found = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
-    np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
-    back = parallel.unshard_tokens(found[1], 4, axis=2, order=order)
+    gradients = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
+    np.testing.assert_allclose(gradients[0], want[0], rtol=1e-11)
+    back = parallel.unshard_tokens(gradients[1], 4, axis=2, order=order)
     np.testing.assert_allclose(back, want[1], rtol=1e-10, atol=1e-11)
 
 
@@ -306,7 +292,7 @@ def test_any_permutation_given_as_positions():
     places = np.random.default_rng(5).permutation(T)
     q, k, v = map(jnp.asarray, (random(B, T, N, H), random(B, T, K, H), random(B, T, K, V)))
     want = jattn.attention(q, k, v, mask=masks.Causal() & masks.Window(left=7))
-    found = parallel.attention(
+    result = parallel.attention(
         *(x[:, places] for x in (q, k, v)),
         mask=masks.Causal() & masks.Window(left=7),
         mesh=mesh_of(x=4),
@@ -314,7 +300,7 @@ def test_any_permutation_given_as_positions():
         q_positions=places,
         kv_positions=places,
     )
-    np.testing.assert_allclose(found[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(result[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
 
 
 PADDED: dict[str, Any] = {
@@ -339,25 +325,20 @@ def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
         "v": random(B, keys, K, V),
         "bias": random(1, N, queries, keys),
     }
-    rules = Rule(lambda a: PADDED[rule]({**a, "ids": ids}))
+    rules = ArrayRule(lambda a: PADDED[rule]({**a, "ids": ids}))
     cotangents = random(B, queries, N, V), random(B, N, queries)
     reference = functools.partial(jattn.attention, implementation="reference")
     want = quick_jit(functools.partial(with_gradients, reference, rules))({}, floats, cotangents)
-    attend = functools.partial(
-        parallel.attention, mesh=mesh_of(x=4), axis_name="x", scheme=scheme, pad=True
-    )
-    found = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+    attend = over(4, scheme=scheme, pad=True)
+    result = quick_jit(functools.partial(with_gradients, attend, rules))({}, floats, cotangents)
+    assert_trees_close(result, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
     q = random(1, 8, 2, H)
-    attend = functools.partial(
-        parallel.attention, mesh=mesh_of(x=2), axis_name="x", scheme=scheme, mask=masks.Causal()
-    )
+    attend = over(2, scheme=scheme, mask=masks.Causal())
 
     def slope(attend: Any) -> Any:
         first = jax.grad(lambda q: jnp.sum(attend(q, q, q) ** 2))
@@ -372,16 +353,17 @@ def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
 
 
 def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Of each collective permute in a compiled program: bytes that a device sends, and to whom."""
-    found = []
+    """The bytes that a device sends, and the pairs of devices, for each collective permute in a
+    compiled program."""
+    sends = []
     pattern = r"= \(?(\w\d+)\[([\d,]*)\].*collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}"
     for line in compiled.as_text().splitlines():
         match = re.search(pattern, line)
         if match:
             kind, sizes, pairs = match.groups()
             size = int(np.prod([int(x) for x in sizes.split(",") if x])) * int(kind[1:]) // 8
-            found.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
-    return found
+            sends.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
+    return sends
 
 
 def compiled(T: int, mask: Any, gradients: bool = False) -> Any:
@@ -419,14 +401,9 @@ def test_causal_work_is_balanced(order, least, most):
     """The tiles of the busiest device, over their mean."""
     T, devices = 4096, 8
     q = np.asarray(parallel.token_positions(T, devices, order)).reshape(devices, -1)
-    tiles = [
-        np.count_nonzero(
-            masks.tile_map(
-                masks.Causal(), T // 8, T, 64, 64, q_positions=q[d], kv_positions=q.ravel()
-            )
-        )
-        for d in range(devices)
-    ]
+    sizes = (T // devices, T, 64, 64)
+    kinds = functools.partial(masks.tile_map, masks.Causal(), *sizes, kv_positions=q.ravel())
+    tiles = [np.count_nonzero(kinds(q_positions=positions)) for positions in q]
     assert least <= max(tiles) / np.mean(tiles) <= most
 
 
@@ -446,11 +423,11 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
     k: Any = random(1, 32, 3, H)
     call = functools.partial(parallel.attention, axis_name="x")
     with pytest.raises(ValueError, match=r"query: expected a multiple of 4 .* got 30"):
-        call(q, q, q, mesh=mesh_of(x=4))
+        over(4)(q, q, q)
     with pytest.raises(ValueError, match=r"multiple of 8 tokens for 4 devices in zigzag .* got 12"):
-        call(q[:, :12], k, k, mesh=mesh_of(x=4), order="zigzag")
+        over(4, order="zigzag")(q[:, :12], k, k)
     with pytest.raises(ValueError, match=r"4 devices share evenly .* got N = 6"):
-        call(q[:, :28], k, k, mesh=mesh_of(x=4), scheme="all_to_all")
+        over(4, scheme="all_to_all")(q[:, :28], k, k)
     with pytest.raises(ValueError, match=r"axis 'y' has 2 devices, which cannot share K = 3"):
         call(q[:, :4], k, k, mesh=mesh_of(x=4, y=2), head_axis="y")
     with pytest.raises(ValueError, match="mesh: expected an axis 'x'"):
@@ -460,22 +437,16 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match="x: expected a multiple of 4 tokens for 4 devices"):
         parallel.shard_tokens(q, 4, axis=1)
     with pytest.raises(NotImplementedError, match="'reference': it computes whole rows"):
-        call(q[:, :4], k, k, mesh=mesh_of(x=4), implementation="reference")
+        over(4, implementation="reference")(q[:, :4], k, k)
 
 
 def temporaries(devices: int, scheme: Any, order: Any) -> float:
-    """Of each device's program for 65,536 positions, forward and backward, over the size of its
-    shard of queries; its shards of keys and values are as large."""
+    """The temporary memory of each device's program for 65,536 positions, forward and backward,
+    in multiples of its shard of queries, which is as large as its shards of keys and values."""
     shape = (1, 65_536, 8, 64)
-    mesh = mesh_of(x=devices)
-
-    def run(*qkv: Any) -> Any:
-        out = parallel.attention(
-            *qkv, mask=masks.Causal(), mesh=mesh, axis_name="x", scheme=scheme, order=order
-        )
-        return jnp.sum(out**2)
-
-    sharding = jax.NamedSharding(mesh, P(None, "x"))
+    attend = over(devices, mask=masks.Causal(), scheme=scheme, order=order)
+    run = lambda *qkv: jnp.sum(attend(*qkv) ** 2)  # noqa: E731
+    sharding = jax.NamedSharding(mesh_of(x=devices), P(None, "x"))
     grad = users_jit(jax.grad(run, (0, 1, 2)), in_shardings=(sharding,) * 3)
     compiled = grad.lower(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3).compile()
     return compiled.memory_analysis().temp_size_in_bytes / (4 * np.prod(shape) / devices)
@@ -486,10 +457,10 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
 @pytest.mark.parametrize("order", ORDERS[::-1])
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 def test_temporaries_fall_with_the_number_of_devices(scheme, order):
-    """They are so many shards, however many devices there are; in a ring each further device takes
-    some of the memory from all others, also the second, which is the first that sends."""
+    """They are a constant number of shards. In a ring each further device, also the second, which
+    is the first that sends, reduces the memory of all devices."""
     table = {n: temporaries(n, scheme, order) for n in (1, 2, 4, 8)}
     assert max(table.values()) < (2.2 if scheme == "ring" else 8.5), table
     if scheme == "ring":
-        of_each = [held / devices for devices, held in table.items()]
+        of_each = [shards / devices for devices, shards in table.items()]
         assert all(b < 0.97 * a for a, b in itertools.pairwise(of_each)), table

@@ -1,165 +1,87 @@
-"""Under `jit`, attention of arrays that are cut over batch and heads is cut likewise: nothing is
-gathered, and results, gradients, functions of batch row and head, and dropout are those of one
-device."""
+"""Under `jit`, attention of arrays that are sharded over batch and heads is sharded likewise:
+nothing is gathered, and results, gradients, functions of batch row and head, and dropout are those
+of one device."""
 
-import re
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tuning
-from tests.conftest import quick_jit
-from tests.test_parallel import learned, mesh_of, pasted, random
+from jattn import masks, tuning
+from tests.conftest import assert_trees_close, quick_jit
+from tests.devices import collectives, is_placed, mesh_of, place, placed
+from tests.test_parallel import RULES, B, H, N, T, operands_of, random, with_gradients
 
 
-B, T, N, K, H = 4, 12, 8, 4, 4
 TOKENS = P("data", None, "model")
-
-Rule = tuple[Callable[..., dict[str, Any]], dict[str, Any], dict[str, P]]
-
-RULES: dict[str, Rule] = {
-    "causal": (lambda a: {"mask": masks.Causal()}, {}, {}),
-    "parameters": (
-        lambda a: {
-            "mask": masks.Causal() & masks.Lengths(kv=a["lengths"]),
-            "score": scores.Alibi(a["slopes"]),
-            "scale": a["scale"],
-        },
-        {"lengths": np.array([3, 12, 7, 0], np.int32), "slopes": random(N), "scale": np.ones(())},
-        {"lengths": P("data"), "slopes": P("model")},
-    ),
-    "functions": (
-        lambda a: {
-            "mask": masks.Predicate(pasted, a["table"]),
-            "score": scores.Score(learned, a["gain"]) >> scores.Bias(a["bias"]),
-        },
-        {
-            "table": np.random.default_rng(2).integers(0, 9, T, np.int32),
-            "gain": random(N),
-            "bias": random(1, N, T, T),
-        },
-        {},
-    ),
-    "dropout": (
-        lambda a: {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)},
-        {},
-        {},
-    ),
-}
+SPECS = {"ids": P("data"), "lengths": P("data"), "slopes": P("model")}
 
 
-def collectives(compiled: Any) -> set[str]:
-    """The kinds of exchange in a compiled program."""
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return set(re.findall(rf"({kinds})(?:-start)?\(", compiled.as_text()))
+def run_sharded(run: Any, arrays: Any, sharded: Any, atol: float = 1e-12) -> Any:
+    """Results of a program on sharded arrays, which are those of one device. It exchanges nothing
+    but the gradients of arrays that devices share."""
+    want = quick_jit(run)(*arrays)
+    compiled = quick_jit(run).lower(*sharded).compile()
+    assert collectives(compiled) <= {"all-reduce"}
+    results = compiled(*sharded)
+    assert_trees_close(results, want, rtol=10 * atol, atol=atol)
+    return results
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
-@pytest.mark.parametrize("name", RULES)
-def test_what_is_cut_stays_cut(name, implementation):
-    rule, extra, cuts = RULES[name]
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, H), **extra}
-    mesh = mesh_of(data=2, model=2)
-    specs = dict.fromkeys("qkv", TOKENS) | cuts
-
-    def run(arrays: Any, d_out: Any, d_lse: Any) -> Any:
-        floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-
-        def call(floats: Any) -> Any:
-            a = {**arrays, **floats}
-            options = {"implementation": implementation, "return_lse": True}
-            return jattn.attention(a["q"], a["k"], a["v"], **rule(a), **options)
-
-        results, pull = jax.vjp(call, floats)
-        return *results, *pull((d_out, d_lse))
-
-    cotangents = random(B, T, N, H), random(B, N, T)
+@pytest.mark.parametrize("name", ["causal", "segments", "prefix", "pasted", "arrays", "dropout"])
+def test_what_is_sharded_stays_sharded(name, implementation):
+    """Dropout and functions need to know where a device's rows and heads begin."""
+    mesh, operands = mesh_of(data=2, model=2), operands_of(RULES[name])
+    attend = functools.partial(jattn.attention, implementation=implementation)
+    run = functools.partial(with_gradients, attend, RULES[name])
+    integers, floats, (d_out, d_lse) = operands
+    specs = dict.fromkeys("qkv", TOKENS) | SPECS
+    d = place(mesh, d_out, TOKENS), place(mesh, d_lse, P("data", "model"))
+    sharded = placed(mesh, integers, specs), placed(mesh, floats, specs), d
     with tuning.using(generated_pairs=0):
-        want = quick_jit(run)(arrays, *cotangents)
-        # Dropout and functions are told where a device's rows and heads begin.
-        placed = {
-            n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
-        }
-        cut = [P("data", None, "model"), P("data", "model")]
-        d = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(cotangents, cut, strict=True)
-        ]
-        compiled = quick_jit(run).lower(placed, *d).compile()
-        assert collectives(compiled) <= {"all-reduce"}  # of parameters' gradients
-        found = compiled(placed, *d)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
-    assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
-    assert found[2]["k"].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
+        out, _, gradients = run_sharded(run, operands, sharded)
+    assert is_placed(out, mesh, TOKENS) and is_placed(gradients["k"], mesh, TOKENS)
 
 
 def test_mapped_calls_and_few_key_heads():
-    """The axis that `vmap` maps is cut, and query heads are that share one key head."""
+    """The axis that `vmap` maps is sharded, and so are query heads that share one key head."""
     mesh = mesh_of(data=2, model=2)
     q, k = random(B, T, N, H), random(B, T, 1, H)
-
-    def run(q: Any, k: Any) -> Any:
-        call = lambda q, k: jattn.attention(q, k, k, mask=masks.Causal())  # noqa: E731
-        return jax.vmap(call)(q, k)
-
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, s))
-        for x, s in ((q, P("data", None, "model")), (k, P("data")))
-    ]
-
-    def squared(q: Any, k: Any) -> Any:
-        return jnp.sum(run(q, k) ** 2)
-
-    want = quick_jit(jax.value_and_grad(squared, (0, 1)))(q, k)
-    compiled = quick_jit(jax.value_and_grad(squared, (0, 1))).lower(*placed).compile()
-    assert collectives(compiled) == {"all-reduce"}
-    for x, y in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+    call = lambda q, k: jattn.attention(q, k, k, mask=masks.Causal())  # noqa: E731
+    squared = lambda q, k: jnp.sum(jax.vmap(call)(q, k) ** 2)  # noqa: E731
+    sharded = place(mesh, q, TOKENS), place(mesh, k, P("data"))
+    run_sharded(jax.value_and_grad(squared, (0, 1)), (q, k), sharded)
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("generated", [True, False], ids=["native", "tiles"])
-@pytest.mark.parametrize("name", ["causal", "parameters", "functions"])
-def test_statistics_stay_cut(name, generated):
-    """Numbers about weights, their gradients, and the greatest weights."""
-    rule, extra, cuts = RULES[name]
-    arrays = {"q": random(B, T, N, H), "k": random(B, T, K, H), **extra}
-    mesh = mesh_of(data=2, model=2)
-    specs = {"q": TOKENS, "k": TOKENS, **cuts}
+@pytest.mark.parametrize("name", ["causal", "segments", "pasted"])
+def test_statistics_stay_sharded(name, generated):
+    mesh, rule = mesh_of(data=2, model=2), RULES[name]
+    integers, floats, _ = operands_of(rule)
 
-    def run(arrays: Any) -> Any:
-        floats = {n: x for n, x in arrays.items() if x.dtype == np.float64}
-
+    def run(integers: Any, floats: Any) -> Any:
         def call(floats: Any) -> Any:
-            a = {**arrays, **floats}
             on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
-            found = jattn.statistics(a["q"], a["k"], keys=on, threshold=0.2, **rule(a))
-            weighed: Any = (found.entropy, found.greatest, found.distance, found.on_keys)
-            ranks = jnp.arange(1.0, found.entropy.size + 1).reshape(found.entropy.shape)
-            return sum(jnp.sum(x * ranks) for x in weighed), found
+            options = rule.of({**integers, **floats})
+            result = jattn.statistics(floats["q"], floats["k"], keys=on, threshold=0.2, **options)
+            weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
+            ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
+            return sum(jnp.sum(x * ranks) for x in weighed), result
 
-        (_, found), gradients = jax.value_and_grad(call, has_aux=True)(floats)
-        q, k = arrays["q"], arrays["k"]
-        return found, gradients, jattn.top_weights(q, k, 3, **rule(arrays))
+        (_, result), gradients = jax.value_and_grad(call, has_aux=True)(floats)
+        options = rule.of({**integers, **floats})
+        return result, gradients, jattn.top_weights(floats["q"], floats["k"], 3, **options)
 
+    specs = {"q": TOKENS, "k": TOKENS} | SPECS
+    sharded = [placed(mesh, x, specs) for x in (integers, floats)]
     with tuning.using(generated_pairs=0 if generated else 10**9):
-        want = quick_jit(run)(arrays)
-        placed = {
-            n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
-        }
-        compiled = quick_jit(run).lower(placed).compile()
-        assert collectives(compiled) <= {"all-reduce"}  # of parameters' gradients
-        found = compiled(placed)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
-    by_head = NamedSharding(mesh, P("data", "model"))
-    assert found[0].entropy.sharding.is_equivalent_to(by_head, 3)
-    assert found[1]["k"].sharding.is_equivalent_to(NamedSharding(mesh, TOKENS), 4)
+        result, gradients, _ = run_sharded(run, (integers, floats), sharded, atol=1e-11)
+    assert is_placed(result.entropy, mesh, P("data", "model"))
+    assert is_placed(gradients["k"], mesh, TOKENS)

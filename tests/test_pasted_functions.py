@@ -1,5 +1,5 @@
-"""Functions that were pasted with `jnp` in place of `torch`, or return what they must not: what the
-errors say."""
+"""Error messages for functions that were pasted with `jnp` in place of `torch`, or that return
+wrong values."""
 
 import functools
 import math
@@ -69,9 +69,9 @@ PASTED: dict[str, tuple[Callable[[Any, Any], Any], type, str]] = {
 @pytest.mark.parametrize("name", PASTED)
 def test_what_torch_has_and_jax_has_not(name):
     change, kind, advice = PASTED[name]
-    for way in (attend, in_jit, with_gradients):
+    for run in (attend, in_jit, with_gradients):
         with pytest.raises(kind) as raised:
-            way(score=score_of(change))
+            run(score=score_of(change))
         said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
         notes = [x for x in said if x.startswith("Score: ")]
         assert len(notes) == 1
@@ -95,7 +95,7 @@ def test_masks_say_it_too():
     def pasted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx - kv_idx).clamp(0, 3) > 1
 
-    for way in (
+    for run in (
         lambda: attend(mask=pasted),
         lambda: attend(mask=masks.Causal() & pasted),
         lambda: masks.Predicate(pasted).dense(8, 8),
@@ -103,7 +103,7 @@ def test_masks_say_it_too():
         lambda: jattn.explain(Q, Q, Q, mask=pasted).tiles,
     ):
         with pytest.raises(AttributeError) as raised:
-            way()
+            run()
         assert any("Predicate: in pasted, write jnp.clip" in x for x in raised.value.__notes__)
 
 

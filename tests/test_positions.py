@@ -1,4 +1,4 @@
-"""Positions: sinusoids by their formula, rotary by hand, by loops and by what it is for."""
+"""Positions: sinusoids by their formula, and rotary embeddings by loops and by their purpose."""
 
 import math
 from typing import Any
@@ -26,26 +26,26 @@ def sinusoid(position: int, width: int, base: float = 10000.0) -> list[float]:
 
 @pytest.mark.parametrize("width, base", [(2, 10000.0), (6, 10000.0), (10, 100.0), (512, 10000.0)])
 def test_sinusoidal_by_the_formula(width, base):
-    where = np.array([[0, 1, 5], [17, 1000, 99]])
-    got = positions.sinusoidal(jnp.asarray(where), width, base=base, dtype=jnp.float64)
+    places = np.array([[0, 1, 5], [17, 1000, 99]])
+    got = positions.sinusoidal(jnp.asarray(places), width, base=base, dtype=jnp.float64)
     assert got.shape == (2, 3, width)
     assert got.dtype == jnp.float64
-    want = [[sinusoid(int(p), width, base) for p in row] for row in where]
+    want = [[sinusoid(int(p), width, base) for p in row] for row in places]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
 def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
-    where = jnp.array([3, 700])
+    places = jnp.array([3, 700])
     want = [sinusoid(p, 8) for p in (3, 700)]
     for dtype, error in ((jnp.float32, 1e-4), (jnp.float16, 1e-3), (jnp.bfloat16, 4e-3)):
-        got = positions.sinusoidal(where, 8, dtype=dtype)
+        got = positions.sinusoidal(places, 8, dtype=dtype)
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=error)
-    assert positions.sinusoidal(where, 8).dtype == jnp.float32
+    assert positions.sinusoidal(places, 8).dtype == jnp.float32
 
 
 def turned(
-    x: np.ndarray, where: np.ndarray, style: str, base: float = 10000.0, size: int = 0
+    x: np.ndarray, places: np.ndarray, style: str, base: float = 10000.0, size: int = 0
 ) -> np.ndarray:
     """Su et al. 2021, section 3.2.2, one vector and one pair at a time. `where` is [*B, T].
 
@@ -54,15 +54,15 @@ def turned(
     size = size or x.shape[-1]
     result = np.array(x)
     for *place, head in np.ndindex(x.shape[:-1]):
-        at = (*place, head)
+        vector = (*place, head)
         for pair in range(size // 2):
             first, second = (
                 (pair, pair + size // 2) if style == "half" else (2 * pair, 2 * pair + 1)
             )
-            angle = int(where[tuple(place)]) * base ** (-2 * pair / size)
-            a, b = x[(*at, first)], x[(*at, second)]
-            result[(*at, first)] = a * math.cos(angle) - b * math.sin(angle)
-            result[(*at, second)] = b * math.cos(angle) + a * math.sin(angle)
+            angle = int(places[tuple(place)]) * base ** (-2 * pair / size)
+            a, b = x[(*vector, first)], x[(*vector, second)]
+            result[(*vector, first)] = a * math.cos(angle) - b * math.sin(angle)
+            result[(*vector, second)] = b * math.cos(angle) + a * math.sin(angle)
     return result
 
 
@@ -70,9 +70,9 @@ OPTIONS = ("style", "base", "rotary_dim", "scaling")
 compiled = jax.jit(positions.rotary, static_argnames=OPTIONS)
 
 
-def rotary(x: np.ndarray, where: Any, *options: Any, **named: Any) -> np.ndarray:
-    """The library's, on NumPy arrays."""
-    return np.asarray(compiled(jnp.asarray(x), jnp.asarray(where), *options, **named))
+def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarray:
+    """The library's rotary embedding, of NumPy arrays."""
+    return np.asarray(compiled(jnp.asarray(x), jnp.asarray(places), *options, **named))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -80,21 +80,17 @@ def rotary(x: np.ndarray, where: Any, *options: Any, **named: Any) -> np.ndarray
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_rotary_by_the_formula(style, size, batch):
     x = RNG.normal(size=(*batch, 5, 3, 10))
-    where = RNG.integers(0, 60, (*batch, 5))
-    got = rotary(x, where, style, rotary_dim=size)
-    np.testing.assert_allclose(got, turned(x, where, style, size=size or 0), rtol=0, atol=1e-13)
-    shared = np.array([3, 0, 41, 7, 7])
-    got = rotary(x, shared, style, rotary_dim=size)
-    want = turned(x, np.broadcast_to(shared, x.shape[:-2]), style, size=size or 0)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    for places in (RNG.integers(0, 60, (*batch, 5)), np.array([3, 0, 41, 7, 7])):
+        got = rotary(x, places, style, rotary_dim=size)
+        want = turned(x, np.broadcast_to(places, x.shape[:-2]), style, size=size or 0)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_base_matters(style):
-    x = RNG.normal(size=(3, 2, 8))
-    where = np.array([10, 100, 3])
-    small, large = rotary(x, where, style), rotary(x, where, style, base=5e5)
-    np.testing.assert_allclose(large, turned(x, where, style, base=5e5), rtol=0, atol=1e-13)
+    x, places = RNG.normal(size=(3, 2, 8)), np.array([10, 100, 3])
+    small, large = rotary(x, places, style), rotary(x, places, style, base=5e5)
+    np.testing.assert_allclose(large, turned(x, places, style, base=5e5), rtol=0, atol=1e-13)
     assert np.abs(small - large).max() > 0.1
 
 
@@ -110,12 +106,18 @@ def test_rotary_keeps_the_dtype(dtype, style):
 FAR = np.array([255, 256, 257, 4095, 32767])
 
 
+def first_channels(count: int, style: str) -> np.ndarray:
+    """Vectors `[count, 1, 8]` whose rotation is the cosines and sines themselves: ones in the first
+    channel of each pair."""
+    x = np.zeros((count, 1, 8))
+    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    return x
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("style", STYLES)
 def test_far_positions_in_low_precision(dtype, style):
-    # Ones in the first channel of each pair: what comes out is the cosines and sines themselves.
-    x = np.zeros((5, 1, 8))
-    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
+    x = first_channels(5, style)
     got = np.asarray(compiled(jnp.asarray(x, dtype), jnp.asarray(FAR), style), np.float64)
     np.testing.assert_allclose(got, turned(x, FAR, style), rtol=0, atol=1e-2)
     assert len({row.tobytes() for row in got}) == len(FAR)
@@ -133,34 +135,32 @@ def test_far_positions_of_sinusoids_in_low_precision():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_documented_limit_of_float32_angles(style):
-    x = np.zeros((1, 1, 8))
-    x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
-    where = np.array([100_000])
-    got = rotary(np.asarray(x, np.float32), where, style)
+    x, places = first_channels(1, style), np.array([100_000])
+    got = rotary(np.asarray(x, np.float32), places, style)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, turned(x, where, style), rtol=0, atol=1e-2)
-    exact = rotary(x, where, style)
-    np.testing.assert_allclose(exact, turned(x, where, style), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(got, turned(x, places, style), rtol=0, atol=1e-2)
+    exact = rotary(x, places, style)
+    np.testing.assert_allclose(exact, turned(x, places, style), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_rotary_is_orthogonal_so_its_gradient_turns_back(style):
     x, d_out = (jnp.asarray(RNG.normal(size=(4, 2, 6))) for _ in range(2))
-    where = jnp.array([0, 3, 9, 100])
-    _, pull = jax.vjp(lambda x: positions.rotary(x, where, style), x)
-    back = positions.rotary(d_out, -where, style)
+    places = jnp.array([0, 3, 9, 100])
+    _, pull = jax.vjp(lambda x: positions.rotary(x, places, style), x)
+    back = positions.rotary(d_out, -places, style)
     np.testing.assert_allclose(pull(d_out)[0], back, rtol=0, atol=1e-13)
 
 
 def test_rotary_eagerly_and_under_vmap():
-    x, where = jnp.asarray(RNG.normal(size=(3, 4, 2, 6))), jnp.asarray(RNG.integers(0, 50, (3, 4)))
-    want = turned(np.asarray(x), np.asarray(where), "half")
+    x, places = jnp.asarray(RNG.normal(size=(3, 4, 2, 6))), jnp.asarray(RNG.integers(0, 50, (3, 4)))
+    want = turned(np.asarray(x), np.asarray(places), "half")
     for call in (positions.rotary, jax.vmap(positions.rotary)):
-        np.testing.assert_allclose(call(x, where), want, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(call(x, places), want, rtol=0, atol=1e-13)
 
 
 def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
-    """The angle by which position 1 turns each pair, and by which length it multiplies it."""
+    """The angle by which position 1 rotates each pair, and the factor of the pair's length."""
     x = np.tile(np.array([1.0, 0.0]), size // 2)[None, None]
     got = np.asarray(
         positions.rotary(jnp.asarray(x), jnp.array([1]), "interleaved", base, scaling=scaling)
@@ -170,9 +170,9 @@ def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndar
 
 
 def test_linear_scaling_is_that_of_positions():
-    x, where = RNG.normal(size=(5, 3, 10)), np.array([0, 4, 8, 20, 400])
-    got = rotary(x, where, scaling=positions.Linear(4.0))
-    np.testing.assert_allclose(got, turned(x, where // 4, "half"), rtol=0, atol=1e-13)
+    x, places = RNG.normal(size=(5, 3, 10)), np.array([0, 4, 8, 20, 400])
+    got = rotary(x, places, scaling=positions.Linear(4.0))
+    np.testing.assert_allclose(got, turned(x, places // 4, "half"), rtol=0, atol=1e-13)
 
 
 def test_ntk_scaling_divides_the_lowest_frequency_only():
@@ -191,18 +191,16 @@ def test_yarn_by_the_paper():
     kinds = set()
     for pair, plain in enumerate(frequencies(128, None)[0]):
         turns = length / (2 * math.pi / plain)
-        kept = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
-        kinds.add(0 if kept == 0 else 1 if kept == 1 else 0.5)
-        np.testing.assert_allclose(got[pair], (1 - kept) * plain / s + kept * plain, rtol=1e-12)
+        share = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
+        kinds.add(0 if share == 0 else 1 if share == 1 else 0.5)
+        np.testing.assert_allclose(got[pair], (1 - share) * plain / s + share * plain, rtol=1e-12)
     assert kinds == {0, 0.5, 1}
     np.testing.assert_allclose(amplitude, 0.1 * math.log(16) + 1, rtol=1e-12)
 
 
 def test_yarn_by_pairs():
-    """Of 64 pairs with base 10000, 4096 positions turn pair 20.94 32 times and pair 45.03 once."""
-    got, amplitude = frequencies(
-        128, positions.Yarn(16.0, 4096, ramp="pair", amplitude=1.0), base=10000.0
-    )
+    """4096 positions rotate pair 20.94 of 64 by 32 turns and pair 45.03 by one, for base 10000."""
+    got, amplitude = frequencies(128, positions.Yarn(16.0, 4096, ramp="pair", amplitude=1.0))
     plain = frequencies(128, None)[0]
     ramp = np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
     np.testing.assert_allclose(got, plain * (1 - ramp) + plain / 16 * ramp, rtol=1e-12)
@@ -210,48 +208,43 @@ def test_yarn_by_pairs():
 
 
 def test_axial_rotary_turns_each_part_by_its_coordinate():
-    x, where = RNG.normal(size=(2, 6, 3, 8)), RNG.integers(0, 40, (2, 6, 2))
+    x, places = RNG.normal(size=(2, 6, 3, 8)), RNG.integers(0, 40, (2, 6, 2))
     got = np.asarray(
-        positions.axial_rotary(jnp.asarray(x), jnp.asarray(where), "interleaved", 100.0)
+        positions.axial_rotary(jnp.asarray(x), jnp.asarray(places), "interleaved", 100.0)
     )
-    parts = [turned(x[..., 4 * i : 4 * i + 4], where[..., i], "interleaved", 100.0) for i in (0, 1)]
+    parts = [
+        turned(x[..., 4 * i : 4 * i + 4], places[..., i], "interleaved", 100.0) for i in (0, 1)
+    ]
     np.testing.assert_allclose(got, np.concatenate(parts, axis=-1), rtol=0, atol=1e-13)
 
 
-def test_learned_takes_rows():
-    table = RNG.normal(size=(6, 3))
-    where = np.array([[0, 5], [2, 2], [1, 0]])
-    got = positions.learned(jnp.asarray(table), jnp.asarray(where))
-    np.testing.assert_array_equal(got, table[where])
-
-
-def test_learned_gives_nan_outside_of_the_table():
+def test_learned_takes_rows_and_gives_nan_outside_of_the_table():
     table = jnp.asarray(RNG.normal(size=(6, 3)))
-    where = jnp.array([5, 6, 7, -1, -6, 1000, 0])
-    outside = [False, True, True, True, True, True, False]
+    places = np.array([[5, 6, 7, -1], [-6, 1000, 0, 2]])
+    inside = (places >= 0) & (places < 6)
     for lookup in (positions.learned, jax.jit(positions.learned)):
-        got = np.asarray(lookup(table, where))
-        np.testing.assert_array_equal(np.isnan(got), np.repeat(np.array(outside)[:, None], 3, 1))
-        np.testing.assert_array_equal(got[[0, 6]], table[np.array([5, 0])])
+        got = np.asarray(lookup(table, jnp.asarray(places)))
+        np.testing.assert_array_equal(got[inside], table[places[inside]])
+        assert np.isnan(got[~inside]).all()
 
 
 def test_learned_gradients_reach_the_rows_that_were_read():
-    where = jnp.array([1, 4, 1])
-    gradient = jax.grad(lambda table: positions.learned(table, where).sum())(jnp.ones((6, 3)))
+    places = jnp.array([1, 4, 1])
+    gradient = jax.grad(lambda table: positions.learned(table, places).sum())(jnp.ones((6, 3)))
     np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 0, 1, 0])
 
 
 @pytest.mark.parametrize(("T", "S"), [(3, 7), (7, 3), (4, 4), (1, 9), (0, 3)])
 def test_queries_aligned_to_the_end(T, S):
-    where = positions.aligned_to_end(T, S)
-    assert where.dtype == jnp.int32
-    np.testing.assert_array_equal(where, np.arange(T) + S - T)
+    places = positions.aligned_to_end(T, S)
+    assert places.dtype == jnp.int32
+    np.testing.assert_array_equal(places, np.arange(T) + S - T)
     np.testing.assert_array_equal(
-        masks.Causal().dense(T, S, q_positions=where), np.tril(np.ones((T, S), bool), S - T)
+        masks.Causal().dense(T, S, q_positions=places), np.tril(np.ones((T, S), bool), S - T)
     )
     by_row = positions.aligned_to_end(T, np.array([[S, 2]]))
     assert by_row.shape == (1, 2, T)
-    np.testing.assert_array_equal(by_row[0, 0], where)
+    np.testing.assert_array_equal(by_row[0, 0], places)
     np.testing.assert_array_equal(by_row[0, 1], np.arange(T) + 2 - T)
     traced = jax.jit(positions.aligned_to_end, static_argnums=0)(T, jnp.array([S, 2]))
     np.testing.assert_array_equal(traced, by_row[0])

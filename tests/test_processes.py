@@ -1,4 +1,4 @@
-"""Several processes that train together: flags, what each shows, and the end when one is lost."""
+"""Several processes that train together: flags, what each prints, and the end if one is lost."""
 
 import json
 import os
@@ -16,53 +16,37 @@ import pytest
 
 from experiments.runs.watching import watch
 from experiments.translation import __main__ as cli
-from experiments.translation.runs import Run
-from tests.test_runs import python
+from experiments.translation.runs import TranslationRun
+from tests.commands import environment
+from tests.test_runs import PIPES, python
 from tests.test_translation import as_users_run_it
 
 
 assert as_users_run_it
-ROOT = Path(__file__).parents[1]
+ALL_THREE = "expected --coordinator, --processes and --process, not"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--processes 2", "expected --coordinator, --processes and --process, not --coordinator"),
-        (
-            "--coordinator a:1 --process 0",
-            "expected --coordinator, --processes and --process, not --processes",
-        ),
-        (
-            "--coordinator a --processes 2 --process 0",
-            "--coordinator: expected HOST:PORT, got 'a'",
-        ),
-        (
-            "--coordinator a:1 --processes 2 --process 2",
-            "--process: expected 0 <= it < 2, the number of processes, got 2",
-        ),
+        ("--processes 2", f"{ALL_THREE} --coordinator"),
+        ("--coordinator a:1 --process 0", f"{ALL_THREE} --processes"),
+        ("a --processes 2 --process 0", "--coordinator: expected HOST:PORT, got 'a'"),
+        ("a:1 --processes 2 --process 2", "expected 0 <= it < 2, the number of processes, got 2"),
         *(
-            (
-                f"--coordinator a:{port} --processes 2 --process 0",
-                f"--coordinator: expected a port in 1..65535, got {port:.20}",
-            )
+            (f"a:{port} --processes 2 --process 0", f"a port in 1..65535, got {port:.20}")
             for port in ("0", "65536", "99999", "9" * 5000)
         ),
-        ("--coordinator a:² --processes 2 --process 0", "expected HOST:PORT, got 'a:²'"),
-        ("--coordinator a:٣ --processes 2 --process 0", "expected HOST:PORT, got 'a:٣'"),
-        ("--coordinator a:1 --processes 0 --process 0", "--processes: expected 1..65536, got 0"),
-        (
-            "--coordinator a:1 --processes 99999999999 --process 0",
-            "--processes: expected 1..65536, got 99999999999",
-        ),
-        (
-            "--distributed --process 0",
-            "--distributed: expected neither --coordinator nor its companions",
-        ),
+        ("a:² --processes 2 --process 0", "expected HOST:PORT, got 'a:²'"),
+        ("a:٣ --processes 2 --process 0", "expected HOST:PORT, got 'a:٣'"),
+        ("a:1 --processes 0 --process 0", "--processes: expected 1..65536, got 0"),
+        ("a:1 --processes 99999999999 --process 0", "expected 1..65536, got 99999999999"),
+        ("--distributed --process 0", "expected neither --coordinator nor its companions"),
     ],
 )
 def test_processes_that_could_not_find_each_other_are_one_clear_line(options, message, capsys):
-    assert cli.main(["train", *options.split()]) == 2
+    coordinator = () if options.startswith("--") else ("--coordinator",)
+    assert cli.main(["train", *coordinator, *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.endswith(f"{message}\n")
     assert error.count("\n") == 1
@@ -77,9 +61,9 @@ LOSS = (
 
 
 def seen(*lines: bytes) -> bytes:
-    found: list[bytes] = []
-    watch(lines, found.append)
-    return b"".join(found)
+    shown: list[bytes] = []
+    watch(lines, shown.append)
+    return b"".join(shown)
 
 
 def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
@@ -87,10 +71,10 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
     rest += b"Expected number of connected peer ranks is : 1\n"
     assert seen(rank + rest, b"warning\n", b"\n", b"12\n") == b"warning\n\n12\n"
     assert seen(b"[Gloo] Rank " + rank + b"0" + rest, rest, b"1\n", b"\n", b"more\n") == b"more\n"
-    told = b"error: another process of the run was lost"
-    assert seen(b"warning\n", *LOSS) == b"warning\n" + told + b"\n"
-    assert seen(*LOSS[1:]) == told + b"\n"
-    assert seen(b"\0first\n", b"\0go on with: this\n", *LOSS) == told + b"; go on with: this\n"
+    message = b"error: another process of the run was lost"
+    assert seen(b"warning\n", *LOSS) == b"warning\n" + message + b"\n"
+    assert seen(*LOSS[1:]) == message + b"\n"
+    assert seen(b"\0first\n", b"\0go on with: this\n", *LOSS) == message + b"; go on with: this\n"
     assert seen(LOSS[0], b"bye\n") == LOSS[0] + b"bye\n"
     late = b"error: the processes did not find each other in time\n"
     assert seen(LOSS[1], b"RPC: /CoordinationService/RegisterTask\n", LOSS[2]) == late
@@ -98,28 +82,31 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
 
 def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "experiments.translation", "train", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(command, env=environment(XLA_FLAGS=flags), text=True, **PIPES)
+
+
+def together() -> tuple[str, ...]:
+    """Options of two processes; the number of a process follows."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    return "--coordinator", address, "--processes", "2", "--process"
 
 
 def two(*arguments: str, second: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
-    """Two processes with four devices each; the other one may have further options."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        where = f"localhost:{free.getsockname()[1]}"
-    together = ("--coordinator", where, "--processes", "2", "--process")
+    """Starts two processes with four devices each; the second may have further options."""
+    common = together()
     return [
-        started(4, *arguments, *more, *together, str(number))
-        for number, more in enumerate(((), second))
+        started(4, *arguments, *options, *common, str(number))
+        for number, options in enumerate(((), second))
     ]
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Status, stdout and stderr of each."""
-    told = [process.communicate(timeout=400) for process in processes]
-    return [(p.returncode, *texts) for p, texts in zip(processes, told, strict=True)]
+    """Waits for processes and returns the status, stdout and stderr of each."""
+    outputs = [process.communicate(timeout=400) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, outputs, strict=True)]
 
 
 def losses(directory: Path) -> list[float]:
@@ -130,7 +117,7 @@ def losses(directory: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.minutes
 def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
-    """And the run goes on from its checkpoint, in one process on another mesh."""
+    """Afterwards the run goes on from its checkpoint, in one process on another mesh."""
     whole, halves, killed = (tmp_path / name for name in ("whole", "halves", "killed"))
     tiny = ("--preset", "tiny", "--mesh", "data=4,model=2", "--run")
     ((status, _, error),) = ended(started(8, *tiny, str(whole)))
@@ -148,24 +135,24 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     assert error.startswith("error: another process of the run was lost")
     assert error.endswith(f"training goes on with: train --run {killed} --resume\n")
     assert error.count("\n") == 1
-    run = Run.open(killed)
-    step = run.last_whole_step()
-    assert step is not None and step >= 6
+    run = TranslationRun.open(killed)
+    last_step = run.last_whole_step()
+    assert last_step is not None and last_step >= 6
 
     text = (killed / "config.json").read_text()
-    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {step + 6}'))
-    ((status, told, error),) = ended(
+    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {last_step + 6}'))
+    ((status, printed, error),) = ended(
         started(4, "--run", str(killed), "--resume", "--mesh", "data=4")
     )
     assert (status, error) == (0, "")
-    assert f"resuming from the checkpoint after step {step}" in told
-    assert run.last_whole_step() == step + 6
+    assert f"resuming from the checkpoint after step {last_step}" in printed
+    assert run.last_whole_step() == last_step + 6
 
 
 @pytest.mark.slow
 def test_processes_that_were_given_different_things_say_so(tmp_path):
-    given = ("--preset", "tiny", "--run", str(tmp_path / "run"))
-    for status, _, error in ended(*two(*given, second=("--set", "steps=13"))):
+    arguments = ("--preset", "tiny", "--run", str(tmp_path / "run"))
+    for status, _, error in ended(*two(*arguments, second=("--set", "steps=13"))):
         assert status == 2
         assert error == "error: process 1 differs from process 0: the configuration\n"
 
@@ -179,7 +166,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_nobody_tells_of_are_one_clear_line(tmp_path):
-    """Neither an environment, nor another process in time."""
+    """There is no environment of a cluster, or no other process in time."""
     run = ("--run", str(tmp_path / "run"))
     ((status, _, error),) = ended(started(1, *run, "--distributed"))
     assert status == 2 and error.count("\n") == 1
@@ -191,8 +178,7 @@ from experiments.translation import __main__ as cli
 processes._PATIENCE = 2
 cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process 1".split())
 """
-    pipe = subprocess.PIPE
-    with python(code, stderr=pipe) as late:
+    with python(code) as late:
         told = late.communicate()[1]
     assert told == "error: the processes did not find each other in time\n"
 
@@ -201,11 +187,8 @@ cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process
 @pytest.mark.parametrize("process", ["0", "1"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        where = f"localhost:{free.getsockname()[1]}"
-    together = ("--coordinator", where, "--processes", "2", "--process", process)
-    waits = started(1, "--preset", "tiny", "--run", str(tmp_path / "run"), *together)
+    run = ("--preset", "tiny", "--run", str(tmp_path / "run"))
+    waits = started(1, *run, *together(), process)
     time.sleep(15)  # it cannot tell that it waits
     assert waits.poll() is None
     waits.send_signal(number)

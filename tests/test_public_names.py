@@ -40,19 +40,19 @@ def test_a_module_shows_its_public_names_only(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=label)
 def test_no_public_class_or_function_is_left_out(module):
-    """What a module defines is public, begins with an underscore, or is here."""
+    """Names that a module defines are public, begin with an underscore, or are listed here."""
     internal = {
         masks: {"as_span", "extents", "kinds", "shifted", "span"},
         scores: {"as_score", "distance", "in_order"},
         cache: {"check_cache", "picked_rows"},
     }
-    own = {
+    defined = {
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         if isinstance(value, type) or inspect.isfunction(value)
     }
-    assert own - set(module.__all__) <= internal.get(module, set())
+    assert defined - set(module.__all__) <= internal.get(module, set())
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=label)
@@ -72,7 +72,7 @@ def test_a_name_that_is_not_there_raises():
 
 
 def callables() -> Iterator[tuple[str, Any]]:
-    """All public functions, classes and methods of classes that are written here."""
+    """All public functions, classes, and methods that jattn defines."""
     for module, name in NAMES:
         value = getattr(module, name)
         if value is nn.AttentionWeights or not callable(value):
@@ -82,16 +82,9 @@ def callables() -> Iterator[tuple[str, Any]]:
             method = inspect.getattr_static(value, member)
             if isinstance(method, classmethod | staticmethod):
                 method = method.__func__
-            if inspect.isfunction(method) and is_ours(method) and is_public(member):
+            is_ours = inspect.isfunction(method) and method.__module__.startswith("jattn")
+            if is_ours and (member == "__call__" or not member.startswith("_")):
                 yield f"{module.__name__}.{name}.{member}", method
-
-
-def is_ours(function: Any) -> bool:
-    return function.__module__.startswith("jattn")
-
-
-def is_public(name: str) -> bool:
-    return name == "__call__" or not name.startswith("_")
 
 
 CALLABLES = dict(callables())
@@ -99,7 +92,6 @@ CALLABLES = dict(callables())
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_signatures_say_what_is_taken(name):
-    """Nothing is taken that the signature does not name: no `*args`, no `**kwargs`."""
     taken = inspect.signature(CALLABLES[name]).parameters.values()
     for parameter in taken:
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -178,9 +170,9 @@ def functions():
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
     assert_type(positions.rotary(q, jnp.arange(T)), Array)
     dense = cache.DenseCache.create(B, T, N, H)
-    out, grown = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
+    out, new_cache = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())
     assert_type(out, Array)
-    assert_type(grown, cache.DenseCache)
+    assert_type(new_cache, cache.DenseCache)
     both, _ = jattn.cached_attention(q, k, v, dense, return_lse=True)
     assert_type(both, tuple[Array, Array])
 
@@ -191,9 +183,9 @@ def layers():
     assert_type(layer(x), Array)
     empty = layer.empty_cache(B, T)
     assert_type(empty, cache.DenseCache)
-    out, grown = layer(x, cache=empty, mask=masks.Causal())
+    out, new_cache = layer(x, cache=empty, mask=masks.Causal())
     assert_type(out, Array)
-    assert_type(grown, cache.DenseCache)
+    assert_type(new_cache, cache.DenseCache)
     assert_type(layer.empty_cache(B, T, cache.RollingCache, chunk=2), cache.RollingCache)
     assert_type(layer.attend_memory(x, layer.project_memory(x)), Array)
     assert_type(nn.SingleHeads(layer)(x), Array)

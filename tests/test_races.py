@@ -1,5 +1,5 @@
-"""Kernels for Hopper and Blackwell on a model of their barriers and units (`tests.barriers`): they
-have no races, and mistakes in their order are races."""
+"""Kernels for Hopper and Blackwell run without races on a model of their barriers and units
+(`tests.barriers`), and mistakes in their order are races."""
 
 import functools
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from tests.test_hopper import LIMITS
 T, S = 300, 600
 IMPLEMENTATIONS: dict[str, Any] = {"hopper": hopper, "blackwell": blackwell}
 RNG = np.random.default_rng(0)
-# Documents and biases of keys come by beside tiles of these, and documents beside queries.
+# Documents and biases of keys are streamed with tiles of keys, and documents with queries.
 IDS = jnp.asarray(np.arange(S) // 100)[None]
 MASK = masks.Lengths(kv=590) & ~masks.Segments(IDS[:, :T], IDS + 1)
 SCORE = scores.Bias(jnp.asarray(RNG.normal(size=(1, 1, 1, S)), jnp.float32))
 
 
-class Case(NamedTuple):
-    """Kernels of an implementation, for heads of a size."""
+class KernelCase(NamedTuple):
+    """The kernels of an implementation, for heads of a size."""
 
     implementation: str
     head: int
@@ -47,17 +47,17 @@ class Case(NamedTuple):
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Where heads are wide, Blackwell has a kernel for gradients of values, too."""
-        one_by_one = self.implementation == "blackwell" and self.head > 128
-        names = "forward", "d_queries", "d_keys", *(["d_values"] if one_by_one else [])
+        """The names of the kernels. Blackwell has one for gradients of values of wide heads."""
+        separate = self.implementation == "blackwell" and self.head > 128
+        names = "forward", "d_queries", "d_keys", *(["d_values"] if separate else [])
         return tuple(f"jattn_{self.implementation}_{x}" for x in names)
 
 
 PARAMETER = "jattn_mosaic_d_parameter"
-CASES = [Case(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
+CASES = [KernelCase(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
 
 
-def slow(case: Case) -> Any:
+def slow(case: KernelCase) -> Any:
     return pytest.mark.slow if case == CASES[0] else pytest.mark.exhaustive
 
 
@@ -80,7 +80,7 @@ each_kernel = pytest.mark.parametrize(
 
 
 @functools.cache
-def given(head: int) -> Any:
+def operands_of(head: int) -> Any:
     """Query, key, value and the cotangent of the output, and a spec."""
     shapes = [(1, size, 1, head) for size in (T, S, S, T)]
     query, key, value, d_out = (jnp.asarray(RNG.normal(size=x), jnp.bfloat16) for x in shapes)
@@ -88,24 +88,24 @@ def given(head: int) -> Any:
     return query, key, value, d_out, spec
 
 
-def forward(case: Case) -> Any:
+def forward(case: KernelCase) -> Any:
     """Output, normalizer, and whether all are finite; all keys in one part."""
-    *qkv, _, spec = given(case.head)
+    *qkv, _, spec = operands_of(case.head)
     with tuning.using(gpu_tiles_each=S):
         return case.functions.forward(spec, *qkv)
 
 
-def backward(case: Case, out: Any, normalizer: Any, finite: Any) -> Any:
+def backward(case: KernelCase, out: Any, normalizer: Any, finite: Any) -> Any:
     """The gradients of the bias, query, key and value."""
-    query, key, value, d_out, spec = given(case.head)
+    query, key, value, d_out, spec = operands_of(case.head)
     d_out = d_out.astype(out.dtype)
     per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
     d_parameters, *d_qkv = case.functions.backward(spec, per_query, key, value, finite)
     return *d_parameters, *d_qkv
 
 
-class Run(NamedTuple):
-    """What the forward pass returns, gradients, and the machine without mistakes."""
+class FaultlessRun(NamedTuple):
+    """The results of the forward pass, gradients, and the machine that computed them."""
 
     forward: Any
     gradients: Any
@@ -113,16 +113,16 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def right(case: Case) -> Run:
+def right(case: KernelCase) -> FaultlessRun:
     machine = Machine()
     with barriers.on(machine):
-        found = forward(case)
-        return Run(found, backward(case, *found), machine)
+        forward_results = forward(case)
+        return FaultlessRun(forward_results, backward(case, *forward_results), machine)
 
 
 def reference(head: int) -> Any:
-    """The same by the formula in float64."""
-    *qkv, d_out = (x.astype(jnp.float64) for x in given(head)[:4])
+    """The output, lse and gradients by the formula in float64."""
+    *qkv, d_out = (x.astype(jnp.float64) for x in operands_of(head)[:4])
     attend = functools.partial(
         jattn.attention, mask=MASK, return_lse=True, implementation="reference"
     )
@@ -132,13 +132,13 @@ def reference(head: int) -> Any:
 
 @each_case
 def test_kernels_have_no_races(case):
-    """And compute what they should, of tiles of all kinds, which fill each place more than once."""
+    """They compute right results for tiles of all kinds, and fill each buffer more than once."""
     (out, normalizer, _), gradients, machine = right(case)
     assert {*machine.did} == {*case.passes, PARAMETER}
     got = out, normalizer.lse.swapaxes(1, 2), *gradients
     for x, y, limit in zip(got, reference(case.head), (*LIMITS[:2], *LIMITS[2:] * 4), strict=True):
         assert error(x, y) <= limit
-    kinds = block_mask.kinds(given(case.head)[-1], 384, 640, Tiling(128, 64))
+    kinds = block_mask.kinds(operands_of(case.head)[-1], 384, 640, Tiling(128, 64))
     assert {*np.unique(kinds)} == {masks.EMPTY, masks.MIXED, masks.FULL}
     for kernel in case.passes:
         passes = machine.passes[kernel]
@@ -146,18 +146,19 @@ def test_kernels_have_no_races(case):
 
 
 class Mistaken(Machine):
-    """A machine that runs one kernel only, which leaves out an operation, or one of whose barriers
-    takes more arrivals or fewer."""
+    """A machine that runs one kernel with a mistake: an operation is omitted, or a barrier expects
+    more or fewer arrivals. Other kernels return zeros."""
 
-    def __init__(self, kernel: str, omits: str = "", barrier: str = "", more: int = 0):
+    def __init__(self, kernel: str, omits: str = "", barrier: str = "", extra_arrivals: int = 0):
         super().__init__()
-        self.mistaken, self.omits, self.barrier, self.more = kernel, omits, barrier, more
+        self.mistaken, self.omits = kernel, omits
+        self.barrier, self.extra_arrivals = barrier, extra_arrivals
 
     def does(self, what: str) -> bool:
         return what != self.omits
 
     def arrivals(self, barrier: str, count: int) -> int:
-        return count + self.more if barrier == self.barrier else count
+        return count + self.extra_arrivals if barrier == self.barrier else count
 
     def kernel(self, body: Any, **how: Any) -> Callable[..., list[Any]]:
         if how["kernel_name"] == self.mistaken:
@@ -165,12 +166,14 @@ class Mistaken(Machine):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in how["out_type"]]
 
 
-def race(case: Case, machine: Mistaken) -> str | None:
-    """What is found."""
-    found = right(case).forward
+def race(case: KernelCase, machine: Mistaken) -> str | None:
+    """The race that the mistake causes; None if it causes none."""
+    forward_results = right(case).forward
     try:
         with barriers.on(machine):
-            forward(case) if machine.mistaken.endswith("forward") else backward(case, *found)
+            forward(case) if machine.mistaken.endswith("forward") else backward(
+                case, *forward_results
+            )
     except Race as error:
         return str(error)
     return None
@@ -178,7 +181,7 @@ def race(case: Case, machine: Mistaken) -> str | None:
 
 @each_kernel
 def test_whatever_is_left_out_is_a_race(case, kernel):
-    """Waits for each barrier, arrivals there, and all other waits and fences."""
+    """Each wait for a barrier, each arrival, and all other waits and fences are needed."""
     did = right(case).machine.did[kernel]
     waits = {"commit_smem"} | ({"wait_smem_to_gmem"} if kernel != PARAMETER else set())
     assert waits < did
@@ -189,18 +192,18 @@ def test_whatever_is_left_out_is_a_race(case, kernel):
 def test_as_many_as_arrive_pass_a_barrier(case, kernel):
     passes = right(case).machine.passes[kernel]
     mistakes = [
-        Mistaken(kernel, barrier=name, more=more)
+        Mistaken(kernel, barrier=name, extra_arrivals=extra)
         for name, (arrivals, most) in passes.items()
-        for more in (-1, 1)
-        if most and arrivals + more
+        for extra in (-1, 1)
+        if most and arrivals + extra
     ]
     assert mistakes
-    assert [(x.barrier, x.more) for x in mistakes if race(case, x) is None] == []
+    assert [(x.barrier, x.extra_arrivals) for x in mistakes if race(case, x) is None] == []
 
 
 def of_several_places(machine: Machine) -> Any:
-    """The forward pass by one program, which has three blocks of queries."""
-    *qkv, _, _ = given(64)
+    """The forward pass in one program, which computes three blocks of queries."""
+    *qkv, _, _ = operands_of(64)
     shapes = Shapes.of(qkv[0], qkv[2])
     spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), shapes)
     with barriers.on(machine), tuning.using(gpu_tiles_each=S):
@@ -216,16 +219,16 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)
     (kernel,) = several.did
-    (passes,), (before,) = several.passes.values(), alone.passes.values()
-    assert all(passes[name].most > before[name].most for name in passes if before[name].most)
+    (passes,), (single,) = several.passes.values(), alone.passes.values()
+    assert all(passes[name].most > single[name].most for name in passes if single[name].most)
     for omitted in sorted(several.did[kernel]):
         with pytest.raises(Race):
             of_several_places(Mistaken(kernel, omits=omitted))
 
 
 def program(*roles: Callable[..., None], arrivals: int = 1) -> None:
-    """A warpgroup for each role, which takes an array in global memory, one in shared memory that
-    has two places, and a barrier."""
+    """Runs each role by a warpgroup. A role takes an array in global memory, one in shared memory
+    with two places, and a barrier."""
     machine = Machine()
     with barriers.on(machine):
         scratch = [mosaic().SMEM((2, 4), jnp.float32), mosaic().Barrier(num_arrivals=arrivals)]
@@ -249,7 +252,7 @@ def writes(place: int) -> Callable[..., None]:
     return lambda _, shared, barrier: shared.at[place].__setitem__(..., 1.0)
 
 
-def test_who_does_not_wait_has_no_order():
+def test_writes_without_a_wait_are_a_race():
     program(writes(0), writes(1))
     with pytest.raises(Race, match="is written by who does not know that it was written"):
         program(writes(0), writes(0))
@@ -265,7 +268,7 @@ def test_order_is_passed_on_at_barriers():
         np.testing.assert_array_equal(shared[...], np.ones((2, 4)))
 
     program(first, second)
-    program(second, first)  # whoever starts
+    program(second, first)  # either warpgroup may start
     with pytest.raises(Race, match="nobody arrives"):
         program(first, second, arrivals=2)
     with pytest.raises(Race, match="ends while nobody has waited"):

@@ -1,4 +1,4 @@
-"""The README and the other pages: examples run, commands, tables and links are right."""
+"""The README and the other pages: examples run; commands, tables and links are right."""
 
 import ast
 import os
@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from jattn import masks, scores
+from tests import commands
+from tests.commands import ROOT
 
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     page: (ROOT / page).read_text(encoding="utf-8")
     for page in (
@@ -36,29 +37,29 @@ COMMANDS = [
 ]
 
 
-class Block(NamedTuple):
+class Example(NamedTuple):
     """A fenced block of Python and the line of its first statement."""
 
     code: str
     line: int
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[Example]:
     """All ```python blocks, in order."""
-    found = re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], text[: match.start(1)].count("\n") + 1) for match in found]
+    matches = re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [Example(match[1], text[: match.start(1)].count("\n") + 1) for match in matches]
 
 
 def test_blocks_are_found():
     text = "a\n```python\nx = 1\ny = 2\n```\n```sh\nls\n```\n```python\nz = 3\n```\n"
-    assert blocks(text) == [Block("x = 1\ny = 2\n", 3), Block("z = 3\n", 10)]
+    assert blocks(text) == [Example("x = 1\ny = 2\n", 3), Example("z = 3\n", 10)]
     assert len(blocks(TEXT)) == TEXT.count("\n```python")
 
 
 def test_all_pages_are_here():
     folders = (".github", "experiments", "jattn", "tests")
-    found = [*ROOT.glob("*.md"), *(x for name in folders for x in (ROOT / name).rglob("*.md"))]
-    assert {str(x.relative_to(ROOT)) for x in found} == set(PAGES)
+    pages = [*ROOT.glob("*.md"), *(x for name in folders for x in (ROOT / name).rglob("*.md"))]
+    assert {str(x.relative_to(ROOT)) for x in pages} == set(PAGES)
 
 
 def test_the_readme_is_short_and_its_examples_too():
@@ -79,8 +80,8 @@ exec(compile(source, sys.argv[2], "exec"), {"__name__": "readme"})
 def run(
     text: str, folder: Path, python: str = sys.executable, installed: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """All blocks of a text, one after the other in one namespace, in a fresh interpreter, with the
-    library of this checkout or the one that is installed there.
+    """Runs all blocks of a text in order in one namespace of a new process, with the library of
+    this checkout or the one that is installed there.
 
     Lines keep their numbers, so that errors name the line of the README.
     """
@@ -92,14 +93,9 @@ def run(
     source.write_text("\n".join(lines), encoding="utf-8")
     inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
     path = {} if installed else {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [python, "-W", "error::FutureWarning", "-c", DRIVER, str(source), "README.md"],
-        cwd=folder,
-        env={**inherited, **path, "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**inherited, **path, "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
+    command = (python, "-W", "error::FutureWarning", "-c", DRIVER, source, "README.md")
+    return commands.run(*command, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text)])
@@ -119,18 +115,8 @@ def test_examples_that_fail_are_noticed(tmp_path):
 def test_pages_of_the_functions_come_without_warnings(tmp_path):
     assert "pdoc\njattn -o" in PAGES[".github/CONTRIBUTING.md"]
     pytest.importorskip("pdoc", reason="pages are made by pdoc: pip install 'jattn[docs]'")
-    result = subprocess.run(
-        [sys.executable, "-m", "pdoc", "jattn", "-o", str(tmp_path)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = commands.environment(JAX_PLATFORMS="cpu")
+    result = commands.run_python("-m", "pdoc", "jattn", "-o", tmp_path, cwd=ROOT, env=environment)
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
     assert "simple_self_attention" in (tmp_path / "jattn.html").read_text(encoding="utf-8")
     assert (tmp_path / "jattn" / "nn.html").exists()
@@ -152,22 +138,20 @@ def leaves(module: object, base: type) -> set[str]:
 
 
 def test_every_mask_and_score_function_is_in_the_tables():
-    page = PAGES["experiments/benchmark/README.md"]
-    rows = [line for line in page.split("\n") if line.startswith("|")]
-    table = "\n".join(rows)
+    lines = PAGES["experiments/benchmark/README.md"].split("\n")
+    table = "\n".join(line for line in lines if line.startswith("|"))
     for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction)):
         short = module.__name__.split(".")[-1]
         named = leaves(module, base)
         assert len(named) >= 6
         for name in named:
-            assert f"`{short}.{name}(" in table or f"{short}.{name}(" in table, name
+            assert f"{short}.{name}(" in table, name
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_in_the_text_exist(page):
-    text = re.sub(
-        r"^```py\n.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL
-    )  # what one may add
+    additions = re.compile(r"^```py\n.*?^```", re.MULTILINE | re.DOTALL)  # by a contributor
+    text = additions.sub("", PAGES[page])
     for short, name in re.findall(r"\b(masks|scores)\.([A-Za-z_]+)\b(?!\.py)", text):
         if name != "py":
             assert hasattr({"masks": masks, "scores": scores}[short], name), f"{short}.{name}"
@@ -181,7 +165,7 @@ def test_code_in_tables_is_code(page):
 
 
 def anchors(text: str) -> set[str]:
-    """What links to the headings of a page name them."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings}
 

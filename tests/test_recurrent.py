@@ -11,7 +11,17 @@ import pytest
 from flax import nnx
 
 from jattn import nn
-from tests.test_nn import arrays, call, evaluate, made, normal, parameter_tree
+from tests.test_nn import (
+    arrays,
+    call,
+    check_graph_and_tree_mode,
+    check_half_precision,
+    check_traced_once,
+    evaluate,
+    made,
+    normal,
+    parameter_tree,
+)
 
 
 B, S, T = 2, 7, 5
@@ -29,15 +39,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rnnsearch(**options):
-    given: dict[str, Any] = {"rngs": nnx.Rngs(params=0), **SIZES, **options}
-    return nn.RNNsearch(SOURCE, TARGET, **given)
+    arguments: dict[str, Any] = {"rngs": nnx.Rngs(params=0), **SIZES, **options}
+    return nn.RNNsearch(SOURCE, TARGET, **arguments)
 
 
 def ids(seed: int, vocabulary: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, vocabulary, shape), jnp.int32)
 
 
-SOURCE_IDS, TARGET_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
+SOURCE_IDS, TARGET_IDS = BOTH_IDS = ids(1, SOURCE, B, S), ids(2, TARGET, B, T)
 
 
 @functools.cache
@@ -82,13 +92,8 @@ def annotations(p, source):
 
 def read(p, state, memory):
     """The weights [S] and the context [C]."""
-    scores = np.array(
-        [
-            np.tanh(state @ p["decoder/attention/query"] + h @ p["decoder/attention/key"])
-            @ p["decoder/attention/score"]
-            for h in memory
-        ]
-    )
+    query, key, score = (p[f"decoder/attention/{name}"] for name in ("query", "key", "score"))
+    scores = np.array([np.tanh(state @ query + h @ key) @ score for h in memory])
     weights = np.exp(scores - scores.max(initial=0.0))
     weights /= max(weights.sum(), 1e-300)
     return weights, weights @ memory
@@ -129,8 +134,8 @@ def formula(p, source: Any = SOURCE_IDS, target: Any = TARGET_IDS, lengths: Any 
 
 @pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2]])
 def test_logits_are_those_of_the_formula(lengths):
-    given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    out = call(exact(), SOURCE_IDS, TARGET_IDS, source_lengths=given)
+    source_lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    out = call(exact(), *BOTH_IDS, source_lengths=source_lengths)
     expected, _ = formula(arrays(exact()), lengths=lengths or [S] * B)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
     assert out.shape == (B, T, TARGET) and np.abs(expected).max() > 1
@@ -142,44 +147,21 @@ def test_gradients_are_the_differences_of_the_formula():
     @nnx.jit
     @nnx.grad
     def gradient(model):
-        logits = model(SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+        logits = model(*BOTH_IDS, source_lengths=jnp.asarray(LENGTHS))
         return (logits * weight).sum()
 
     slopes, p = arrays(gradient(model)), arrays(model)
     assert slopes.keys() == p.keys()
-    rng, step = np.random.default_rng(4), 1e-5
+    rng, epsilon = np.random.default_rng(4), 1e-5
     for name in p:
-        way = rng.standard_normal(p[name].shape)
+        direction = rng.standard_normal(p[name].shape)
         ahead, behind = (
-            (formula({**p, name: p[name] + sign * step * way})[0] * weight).sum()
+            (formula({**p, name: p[name] + sign * epsilon * direction})[0] * weight).sum()
             for sign in (1, -1)
         )
-        slope = (slopes[name] * way).sum()
-        assert slope == pytest.approx((ahead - behind) / (2 * step), rel=1e-6, abs=1e-6), name
+        slope = (slopes[name] * direction).sum()
+        assert slope == pytest.approx((ahead - behind) / (2 * epsilon), rel=1e-6, abs=1e-6), name
         assert np.abs(slopes[name]).max() > 1e-3, name
-
-
-def test_padding_changes_nothing():
-    model = made(rnnsearch, spread=1.5)
-    lengths = jnp.asarray(LENGTHS)
-    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
-    kept = jnp.arange(S + 4, dtype=jnp.int32)[None] < lengths[:, None]
-    longer = jnp.where(kept, jnp.pad(SOURCE_IDS, ((0, 0), (0, 4))), ids(5, SOURCE, B, S + 4))
-    padded = call(model, longer, TARGET_IDS, source_lengths=lengths)
-    np.testing.assert_allclose(padded, logits, rtol=0, atol=2e-6)
-    alone = call(model, SOURCE_IDS[:1, :4], TARGET_IDS[:1])
-    np.testing.assert_allclose(alone, logits[:1], rtol=0, atol=2e-6)
-    assert np.abs(call(model, longer, TARGET_IDS) - logits).max() > 1e-2
-
-
-def test_logits_do_not_see_later_tokens():
-    model = made(rnnsearch, spread=1.5)
-    logits = call(model, SOURCE_IDS, TARGET_IDS)
-    for place in range(T):
-        other = TARGET_IDS.at[:, place].set((TARGET_IDS[:, place] + 1) % TARGET)
-        changed = np.asarray(call(model, SOURCE_IDS, other))
-        np.testing.assert_array_equal(changed[:, :place], logits[:, :place])
-        assert (np.abs(changed[:, place:] - logits[:, place:]).max(-1) > 1e-4).all()
 
 
 @pytest.mark.slow
@@ -191,7 +173,7 @@ def test_empty_rows_are_finite_and_teach_nothing():
         @nnx.jit
         @nnx.value_and_grad
         def loss(model):
-            return (model(SOURCE_IDS, TARGET_IDS, source_lengths=lengths)[row] ** 2).sum()
+            return (model(*BOTH_IDS, source_lengths=lengths)[row] ** 2).sum()
 
         value, slopes = loss(model)
         return float(value), arrays(slopes)
@@ -206,7 +188,7 @@ def test_empty_rows_are_finite_and_teach_nothing():
             "decoder/output/context/kernel",
         ), name
     expected, _ = formula(arrays(model), lengths=[0, 7])
-    logits = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+    logits = call(model, *BOTH_IDS, source_lengths=lengths)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12)
 
 
@@ -236,7 +218,7 @@ def test_any_number_of_batch_axes(batch):
 def test_captured_weights_are_those_of_the_formula():
     model = exact()
     weights_of: Any = nnx.jit(nn.capture_weights)
-    captured = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.asarray(LENGTHS))
+    captured = weights_of(model, *BOTH_IDS, source_lengths=jnp.asarray(LENGTHS))
     assert captured.keys() == {"decoder/attention"}
     weights = np.asarray(captured["decoder/attention"])
     assert weights.shape == (B, 1, T, S)
@@ -246,22 +228,17 @@ def test_captured_weights_are_those_of_the_formula():
         assert not weights[b, 0, :, length:].any()
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
     assert np.abs(np.diff(weights, axis=2)).max() > 1e-2
-    empty = weights_of(model, SOURCE_IDS, TARGET_IDS, source_lengths=jnp.array([0, 7], jnp.int32))
+    empty = weights_of(model, *BOTH_IDS, source_lengths=jnp.array([0, 7], jnp.int32))
     assert not np.asarray(empty["decoder/attention"])[0].any()
 
 
 @pytest.mark.slow
 def test_capturing_changes_no_logits_and_leaves_nothing_behind():
     model = exact()
-
-    @nnx.jit
-    def captured(model):
-        return nnx.capture(model, nn.AttentionWeights)(SOURCE_IDS, TARGET_IDS)[0]
-
-    logits = captured(model)
-    np.testing.assert_array_equal(call(model, SOURCE_IDS, TARGET_IDS), logits)
+    captured = nnx.jit(lambda model: nnx.capture(model, nn.AttentionWeights)(*BOTH_IDS)[0])
+    np.testing.assert_array_equal(call(model, *BOTH_IDS), captured(model))
     capture: Any = nnx.jit(nn.capture_weights)
-    capture(model, SOURCE_IDS, TARGET_IDS)
+    capture(model, *BOTH_IDS)
     assert not model.decoder.attention.weights_tap.is_open
 
 
@@ -279,12 +256,12 @@ def stepped(model, target, state):
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3), (4, 0, 1)])
 def test_step_by_step_is_at_once(parts):
     model, lengths = exact(), jnp.asarray(LENGTHS)
-    state, at, logits = started(model, SOURCE_IDS, lengths), 0, []
+    state, start, logits = started(model, SOURCE_IDS, lengths), 0, []
     for count in parts:
-        out, state = stepped(model, TARGET_IDS[:, at : at + count], state)
+        out, state = stepped(model, TARGET_IDS[:, start : start + count], state)
         logits.append(out)
-        at += count
-    expected = call(model, SOURCE_IDS, TARGET_IDS, source_lengths=lengths)
+        start += count
+    expected = call(model, *BOTH_IDS, source_lengths=lengths)
     np.testing.assert_allclose(jnp.concatenate(logits, 1), expected, rtol=0, atol=1e-12)
 
 
@@ -293,8 +270,8 @@ def test_rows_are_reordered_with_all_that_belongs_to_them():
     model, rows = exact(), jnp.array([1, 1, 0], jnp.int32)
     _, state = stepped(model, TARGET_IDS[:, :2], started(model, SOURCE_IDS, jnp.asarray(LENGTHS)))
     tokens = ids(9, TARGET, 3, 1)
-    found, _ = stepped(model, tokens, state.reorder(rows))
-    for row, token, logits in zip(rows, tokens, found, strict=True):
+    reordered, _ = stepped(model, tokens, state.reorder(rows))
+    for row, token, logits in zip(rows, tokens, reordered, strict=True):
         alone = jax.tree.map(lambda array, row=row: array[row][None], state)
         np.testing.assert_allclose(logits, stepped(model, token[None], alone)[0][0], atol=1e-12)
     swapped = jnp.array([1, 0], jnp.int32)
@@ -310,10 +287,9 @@ def test_a_state_keeps_its_types_in_a_loop():
     for options in ({}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}):
         model = made(rnnsearch, **options)
         state = nnx.eval_shape(started, model, SOURCE_IDS, jnp.asarray(LENGTHS))
-        _, after = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), state
-        )
+        _, next_state = nnx.eval_shape(stepped, model, TARGET_IDS[:, :1], state)
+        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in (state, next_state))
+        assert old == new
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -332,8 +308,10 @@ def test_a_gated_unit_stands_still_where_there_is_padding(reverse):
     for b, length in enumerate(lengths):
         expected = gru_states(p, "unit", x[b, :length], reverse)
         np.testing.assert_allclose(out[b, :length], expected, rtol=0, atol=1e-12)
-        before = expected[-1] if length and not reverse else np.zeros(11)
-        np.testing.assert_allclose(out[b, length:], np.tile(before, (S - length, 1)), atol=1e-12)
+        last_state = expected[-1] if length and not reverse else np.zeros(11)
+        np.testing.assert_allclose(
+            out[b, length:], np.tile(last_state, (S - length, 1)), atol=1e-12
+        )
     slopes = nnx.jit(nnx.grad(lambda unit, x: (states(unit, x) ** 2).sum(), argnums=(0, 1)))
     of_unit, of_x = slopes(unit, jnp.asarray(x))
     assert all(np.isfinite(array).all() for array in arrays(of_unit).values())
@@ -345,12 +323,12 @@ def test_an_encoder_sees_no_padding_in_either_direction():
     lengths = jnp.asarray(LENGTHS)
     real = (jnp.arange(S, dtype=jnp.int32)[None] < lengths[:, None])[..., None]
     x = normal(1, B, S, 3)
-    one, other = (
+    zeros, nans = (
         call(encoder, jnp.where(real, x, padding), lengths=lengths) for padding in (0.0, jnp.nan)
     )
-    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(zeros, nans)
     backward = encoder.backward(x[:1, :4], reverse=True)
-    np.testing.assert_allclose(one[:1, :4, 11:], backward, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(zeros[:1, :4, 11:], backward, rtol=0, atol=2e-6)
 
 
 def test_recurrent_matrices_are_orthogonal_each():
@@ -363,12 +341,8 @@ def test_recurrent_matrices_are_orthogonal_each():
     options = {"recurrent_init": nnx.initializers.ones_init(), "bias_init": nnx.initializers.ones}
     other = nn.GRU(3, 11, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(params=0), **options)
     filled = {name: set(array.ravel()) for name, array in arrays(other).items()}
-    assert filled == {
-        "inputs/kernel": {0.0},
-        "inputs/bias": {1.0},
-        "gates": {1.0},
-        "candidate": {1.0},
-    }
+    ones = {name: {1.0} for name in ("inputs/bias", "gates", "candidate")}
+    assert filled == {"inputs/kernel": {0.0}, **ones}
 
 
 def test_initialisers_reach_every_parameter_that_they_are_for():
@@ -402,11 +376,8 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
         decoder = nnx.merge(definition, parameters)
         return decoder(x, memory, memory_lengths=lengths).sum()
 
-    shapes = [
-        jax.ShapeDtypeStruct((B, queries, 3), jnp.float32),
-        jax.ShapeDtypeStruct((B, keys, 10), jnp.float32),
-        jax.ShapeDtypeStruct((B,), jnp.int32),
-    ]
+    shapes = [jax.ShapeDtypeStruct(x, "float32") for x in ((B, queries, 3), (B, keys, 10))]
+    shapes.append(jax.ShapeDtypeStruct((B,), jnp.int32))
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     analysis: Any = gradient.lower(parameters, *shapes).compile().memory_analysis()
     pairs = 4 * B * queries * keys
@@ -416,26 +387,14 @@ def test_no_array_of_all_pairs_and_the_alignment_network():
 
 @pytest.mark.slow
 def test_half_precision():
-    exactly, model = made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16)
-    logits, expected = (call(one, SOURCE_IDS, TARGET_IDS) for one in (model, exactly))
-    assert logits.dtype == jnp.bfloat16
-    assert np.abs(logits.astype(jnp.float32) - expected).max() < 0.1 * np.abs(expected).max()
-    loss = lambda model: model(SOURCE_IDS, TARGET_IDS).astype(jnp.float32).sum()  # noqa: E731
-    for state in (nnx.eval_shape(nnx.grad(loss), model), nnx.state(model, nnx.Param)):
-        assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    check_half_precision(made(rnnsearch), made(rnnsearch, dtype=jnp.bfloat16), BOTH_IDS)
 
 
 def test_traced_once_whatever_the_lengths():
-    model, traces = made(rnnsearch), []
-
-    @nnx.jit
-    def run(model, source, lengths):
-        traces.append(None)
+    def run(model, source, lengths, _):
         return model(source, TARGET_IDS, source_lengths=lengths)
 
-    for shift in range(3):
-        run(model, (SOURCE_IDS + shift) % SOURCE, jnp.array([4 + shift, 7], jnp.int32))
-    assert len(traces) == 1
+    check_traced_once(run, made(rnnsearch), SOURCE_IDS, SOURCE)
 
 
 @pytest.mark.slow
@@ -445,9 +404,9 @@ def test_dropout():
     np.testing.assert_array_equal(evaluate(model, *ids), call(made(rnnsearch), *ids))
     with pytest.raises(ValueError, match=r"rngs: dropout at rate 0\.5"):
         model(*ids)
-    one, same, other = (call(model, *ids, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
-    np.testing.assert_array_equal(one, same)
-    assert np.abs(one - other).max() > 0.1
+    first, same, other = (call(model, *ids, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
+    np.testing.assert_array_equal(first, same)
+    assert np.abs(first - other).max() > 0.1
     keys: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         key = nn.Dropout.key
@@ -458,54 +417,39 @@ def test_dropout():
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_graph_and_tree_mode(graph):
-    model = made(rnnsearch)
-    expected = call(model, SOURCE_IDS, TARGET_IDS)
-    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        run = nnx.jit(lambda model, *ids: model(*ids))
-        copy = nnx.merge(*nnx.split(model))
-        np.testing.assert_allclose(run(copy, SOURCE_IDS, TARGET_IDS), expected, rtol=0, atol=1e-6)
-        weights = nnx.eval_shape(nn.capture_weights, model, SOURCE_IDS, TARGET_IDS)
-        assert weights["decoder/attention"].shape == (B, 1, T, S)
+    check_graph_and_tree_mode(made(rnnsearch), BOTH_IDS, graph, {"decoder/attention": (B, 1, T, S)})
 
 
 def test_wrong_arguments_are_named(unchecked):
     model, decoder = exact(), exact().decoder
     memory = normal(1, B, S, 22, dtype=np.float64)
     x = normal(2, B, T, 3, dtype=np.float64)
-    ids, odd = (SOURCE_IDS, TARGET_IDS), jnp.ones((3,), jnp.int32)
+    ids, odd = BOTH_IDS, jnp.ones((3,), jnp.int32)
     state = decoder.start(memory)
-    for wrong, kind, message in (
-        (
-            lambda: model(*ids, source_lengths=odd),
-            ValueError,
-            r"source_lengths: expected \[\*B\] = \[2\]",
+    with_lengths = functools.partial(model, *ids)
+    decode = functools.partial(model.decode, TARGET_IDS)
+    mistakes: dict[str, Any] = {
+        r"source_lengths: expected \[\*B\] = \[2\]": lambda: with_lengths(source_lengths=odd),
+        "source_lengths: expected integers, got float64": (
+            lambda: with_lengths(source_lengths=jnp.ones((B,)))
         ),
-        (
-            lambda: model(*ids, source_lengths=jnp.ones((B,))),
-            TypeError,
-            "source_lengths: expected integers, got float64",
+        r"memory_lengths: expected \[\*B\] = \[2\], got \[3\]": (
+            lambda: decode(memory, memory_lengths=odd)
         ),
-        (
-            lambda: model.decode(TARGET_IDS, memory, memory_lengths=odd),
-            ValueError,
-            r"memory_lengths: expected \[\*B\] = \[2\], got \[3\]",
+        r"memory: expected \[\*B, S, C\] with memory_features=22, got \(2, 7, 21\)": (
+            lambda: decode(memory[..., :21])
         ),
-        (
-            lambda: model.decode(TARGET_IDS, memory[..., :21]),
-            ValueError,
-            r"memory: expected \[\*B, S, C\] with memory_features=22, got \(2, 7, 21\)",
+        r"^lengths: expected \[\*B\] = \[2\]": lambda: decoder.unit(x, lengths=odd),
+        "x: expected .* in_features=3": lambda: decoder.step(x[..., :2], state),
+        r"x: expected \[\*B, T, E\] with in_features=3, got \(2, 5, 2\)": (
+            lambda: model.encoder(x[..., :2])
         ),
-        (lambda: decoder.unit(x, lengths=odd), ValueError, r"^lengths: expected \[\*B\] = \[2\]"),
-        (lambda: decoder.step(x[..., :2], state), ValueError, "x: expected .* in_features=3"),
-        (
-            lambda: model.encoder(x[..., :2]),
-            ValueError,
-            r"x: expected \[\*B, T, E\] with in_features=3, got \(2, 5, 2\)",
-        ),
-        (lambda: rnnsearch(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 <= rate < 1"),
-        (lambda: rnnsearch(hiden=3), TypeError, "hiden"),
-        (lambda: rnnsearch(hidden=0), ValueError, "hidden: expected a width above 0, got 0"),
-        (lambda: model(SOURCE_IDS + 19, TARGET_IDS), ValueError, "ids: expected .* vocabulary=19"),
-    ):
+        "dropout_rate: expected 0 <= rate < 1": lambda: rnnsearch(dropout_rate=1.0),
+        "hiden": lambda: rnnsearch(hiden=3),
+        "hidden: expected a width above 0, got 0": lambda: rnnsearch(hidden=0),
+        "ids: expected .* vocabulary=19": lambda: model(SOURCE_IDS + 19, TARGET_IDS),
+    }
+    for message, call_wrongly in mistakes.items():
+        kind = TypeError if "integers" in message or message == "hiden" else ValueError
         with pytest.raises(kind, match=message):
-            wrong()
+            call_wrongly()

@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, positions, scores
-from tests.cases import GENERAL, Sizes
+from tests.arrays import assert_accurate
+from tests.cases import GENERAL, CaseSizes
 from tests.conftest import quick_jit
 from tests.oracle import error
 
 
 TOLERANCE = 1e-12
 SHAPES = (
-    Sizes(),
-    Sizes(batch=(), T=3, S=4, N=2, K=1, H=5, V=3),
-    Sizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
+    CaseSizes(),
+    CaseSizes(batch=(), T=3, S=4, N=2, K=1, H=5, V=3),
+    CaseSizes(batch=(1,), T=6, S=6, N=3, K=3, H=3, V=6),
 )
 
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
@@ -34,8 +35,8 @@ shapes = st.sampled_from(SHAPES)
 seeds = st.integers(0, 2**32 - 1)
 
 
-class Draw(NamedTuple):
-    """Random arguments: arrays, a mask with dead rows, a bias, and what else is random."""
+class RandomCall(NamedTuple):
+    """Random arguments: arrays, a mask with dead rows, a bias, and a generator for more."""
 
     q: np.ndarray
     k: np.ndarray
@@ -45,13 +46,12 @@ class Draw(NamedTuple):
     rng: np.random.Generator
 
 
-def draw(sizes: Sizes, seed: int) -> Draw:
-    """Arguments for a shape."""
+def draw(sizes: CaseSizes, seed: int) -> RandomCall:
     rng = np.random.default_rng(seed)
     batch, T, S, N, K, H, V = sizes
     mask = rng.random((*batch, N, T, S)) < 0.7
     mask[..., 0, T - 1, :] = False
-    return Draw(
+    return RandomCall(
         2 * rng.standard_normal((*batch, T, N, H)),
         2 * rng.standard_normal((*batch, S, K, H)),
         rng.standard_normal((*batch, S, K, V)),
@@ -79,7 +79,7 @@ def call(
 
 @functools.cache
 def attention(implementation: str, **constants: Any) -> Any:
-    """The same as a compiled function of `(q, k, v, mask, bias)`, compiled once per shape."""
+    """`call` as a function of `(q, k, v, mask, bias)` that is compiled once per shape."""
     return quick_jit(functools.partial(call, implementation, **constants))
 
 
@@ -94,23 +94,19 @@ def gradients(implementation: str) -> Any:
     return quick_jit(pull)
 
 
-def cotangents(x: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Random ones, for out and lse."""
+def cotangents(x: RandomCall) -> tuple[np.ndarray, np.ndarray]:
+    """Random cotangents of out and lse."""
     out = (*x.q.shape[:-1], x.v.shape[-1])
     return x.rng.standard_normal(out), x.rng.standard_normal(x.mask.shape[:-1])
 
 
-def same(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
-    """Equality of two trees within the tolerance."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert error(a, b) <= tolerance
+same = functools.partial(assert_accurate, limit=TOLERANCE)
 
 
 @pytest.mark.one_in(2)
 @every_implementation
 @given(shapes, seeds)
 def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
-    """Values and gradients, with two random keys masked for everybody or cut out of the arrays."""
     x = draw(sizes, seed)
     gone = x.rng.choice(sizes.S, 2, replace=False)
     left = np.setdiff1d(np.arange(sizes.S), gone)
@@ -119,10 +115,8 @@ def test_masked_keys_are_as_good_as_removed(implementation, sizes, seed):
     d_out, d_lse = cotangents(x)
     attend, pull = attention(implementation), gradients(implementation)
     cut = [a[..., left, :, :] for a in (x.k, x.v)]
-    same(
-        attend(x.q, *cut, x.mask[..., left], x.bias[..., left]),
-        attend(x.q, x.k, x.v, mask, x.bias),
-    )
+    without = attend(x.q, *cut, x.mask[..., left], x.bias[..., left])
+    same(without, attend(x.q, x.k, x.v, mask, x.bias))
     dq, dk, dv, d_bias = pull(x.q, x.k, x.v, x.bias, mask, d_out, d_lse)
     want = pull(x.q, *cut, x.bias[..., left], x.mask[..., left], d_out, d_lse)
     same((dq, dk[..., left, :, :], dv[..., left, :, :], d_bias[..., left]), want)
@@ -200,13 +194,13 @@ def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
     for array in (q, k, v, bias):
         array[1] = poison
     attend, pull = attention(implementation), gradients(implementation)
-    same([a[0] for a in attend(q, k, v, x.mask, bias)], [a[0] for a in attend(*x[:5])], 0)
+    same([a[0] for a in attend(q, k, v, x.mask, bias)], [a[0] for a in attend(*x[:5])], limit=0)
     got = pull(q, k, v, bias, x.mask, d_out, d_lse)
     want = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
-    same([a[0] for a in got], [a[0] for a in want], 0)
+    same([a[0] for a in got], [a[0] for a in want], limit=0)
 
 
-CAUSAL_SIZES = Sizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
+CAUSAL_SIZES = CaseSizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
 
 
 @every_implementation
@@ -218,7 +212,7 @@ def test_the_past_does_not_see_the_future(implementation, seed, cut):
     attend = causal(implementation)
     out, lse = attend(q, k, v)
     want_out, want_lse = attend(*x[:3])
-    same((out[:cut], lse[:, :cut]), (want_out[:cut], want_lse[:, :cut]), 0)
+    same((out[:cut], lse[:, :cut]), (want_out[:cut], want_lse[:, :cut]), limit=0)
     assert error(out[cut:], want_out[cut:]) > 0.01
 
 
@@ -231,11 +225,11 @@ def causal(implementation: str) -> Any:
 @every_implementation
 @given(seeds, st.sampled_from([-3, 1, 1000]), st.sampled_from(["half", "interleaved"]))
 def test_rotary_positions_matter_only_by_difference(implementation, seed, shift, style):
-    sizes = Sizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
+    sizes = CaseSizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
     x = draw(sizes, seed)
     turned = rotated(implementation, style)
     want = turned(x.q, x.k, x.v, np.arange(5), np.arange(7))
-    same(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7) + shift), want, 1e-10)
+    same(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7) + shift), want, limit=1e-10)
     assert error(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7))[0], want[0]) > 1e-3
 
 

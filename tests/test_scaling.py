@@ -1,10 +1,9 @@
-"""What attention over several devices takes and sends: formulas are what compiled programs say."""
+"""Memory and exchanges of attention over several devices: the formulas agree with compiled
+programs."""
 
 import collections
+import functools
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -16,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from experiments.offline import targets
 from experiments.scaling import __main__ as scaling
 from experiments.scaling import plan, programs
-from experiments.scaling.cases import SCHEMES, Case
+from experiments.scaling.cases import SCHEMES, ScalingCase
 from jattn import masks, parallel, scores, tuning
+from tests.commands import environment, run_python
 from tests.conftest import quick_jit
-from tests.test_parallel import mesh_of
+from tests.devices import mesh_of
 
 
 DEVICES, T, N, K, H, V = 4, 64, 8, 2, 6, 3
@@ -30,13 +30,13 @@ QKV = [
 ]
 
 
-def compiled(given: dict[str, Any], ids: Any, backward: bool) -> Any:
+def compiled(options: dict[str, Any], ids: Any, backward: bool) -> Any:
     """A program of attention within a window, and within segments if there are `ids`."""
     mesh = mesh_of(x=DEVICES)
 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Any:
         return parallel.attention(
-            query, key, value, mesh=mesh, axis_name="x", **rules(given, *rest)
+            query, key, value, mesh=mesh, axis_name="x", **rules(options, *rest)
         )
 
     arguments, specs = [*QKV], [TOKENS] * 3
@@ -49,22 +49,17 @@ def compiled(given: dict[str, Any], ids: Any, backward: bool) -> Any:
     return quick_jit(function, in_shardings=shardings).lower(*arguments).compile()
 
 
-def rules(given: dict[str, Any], *arrays: Any) -> dict[str, Any]:
+def rules(options: dict[str, Any], *arrays: Any) -> dict[str, Any]:
     window = masks.Causal() & masks.Window(left=20)
     if not arrays:
-        return {"mask": window, **given}
+        return {"mask": window, **options}
     *ids, bias = arrays
-    return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **given}
+    return {"mask": window & masks.Segments(*ids), "score": scores.Bias(bias), **options}
 
 
-WAYS = [
-    ("ring", "contiguous"),
-    ("all_to_all", "zigzag"),
-    ("gather", "zigzag"),
-    ("ring", "zigzag"),
-    ("all_to_all", "contiguous"),
-    ("gather", "contiguous"),
-]
+# Neighbours differ in both, so that every fourth combination has each scheme and each order.
+WAYS = [("ring", "contiguous"), ("all_to_all", "zigzag"), ("gather", "zigzag"), ("ring", "zigzag")]
+WAYS += [("all_to_all", "contiguous"), ("gather", "contiguous")]
 
 
 @pytest.mark.one_in(4)
@@ -72,29 +67,29 @@ WAYS = [
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize(("scheme", "order"), WAYS)
 def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_arrays):
-    """In zig-zag order each key head goes round by itself, and a quarter of a shard's keys."""
+    """Each key head goes round by itself in zig-zag order, in quarters of a shard's keys."""
     least = 1 if order == "zigzag" else 2**14
     row = tuning.sizes("cpu")._replace(ring_queries=least, ring_keys=least)
     with tuning.using(row=row, ring_rounds=1):
         check_formula({"scheme": scheme, "order": order}, backward, with_arrays)
 
 
-def check_formula(given: dict[str, Any], backward: bool, with_arrays: bool) -> None:
+def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) -> None:
     ids = np.zeros((2, T), np.int32) if with_arrays else None
     arrays = (ids, ids, jnp.zeros((1, N, T, T))) if with_arrays else ()
-    text = compiled(given, ids, backward).as_text()
-    found = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
+    text = compiled(options, ids, backward).as_text()
+    sent = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
     expected, shared = collections.Counter(), collections.Counter()
-    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(given, *arrays)):
+    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(options, *arrays)):
         if backward or not each.backward:
             expected[each.kind, each.bytes] += each.times
-        if backward and not each.backward and given["scheme"] == "ring":
-            # Outside of loops both passes send the same, and rounds send the same of what all heads
-            # share; some XLA versions make it one on CPUs.
+        if backward and not each.backward and options["scheme"] == "ring":
+            # Outside of loops both passes send the same arrays, and all rounds send the arrays that
+            # heads share; some XLA versions merge equal exchanges on CPUs.
             shared[each.kind, each.bytes] += each.times if each.times <= 2 else 1
-    assert found.keys() == expected.keys()
+    assert sent.keys() == expected.keys()
     for each, times in expected.items():
-        assert found[each] in (times, times - shared[each]), each
+        assert sent[each] in (times, times - shared[each]), each
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -111,7 +106,7 @@ def test_numbers_of_16_bits_go_round_as_such(dtype):
 
 
 def test_loops_count_as_often_as_they_run():
-    """Programs as XLA prints them: in loops, asynchronous, in groups of a mesh."""
+    """Programs as XLA prints them, with loops, asynchronous exchanges, and groups of a mesh."""
     text = """HloModule m
 %inside (x: bf16[8]) -> bf16[8] {
   %s.1 = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%x), pairs={{0,1},{1,0}}
@@ -134,13 +129,11 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
   %r = f32[6]{0} reduce-scatter(%a), replica_groups={{0,1,2,3}}, to_apply=%add
 }
 """
-    found = programs.exchanges(text)
-    assert found[:2] == [
-        programs.CompiledExchange("collective-permute", 16, 7, True),
-        programs.CompiledExchange("collective-permute", 16, 5, False),
-    ]
+    exchanges = programs.exchanges(text)
+    permute = functools.partial(programs.CompiledExchange, "collective-permute", 16)
+    assert exchanges[:2] == [permute(7, True), permute(5, False)]
     expected = {("collective-permute", 16): 12, ("all-gather", 72): 2, ("reduce-scatter", 72): 1}
-    assert programs.total(found) == expected
+    assert programs.total(exchanges) == expected
 
 
 @pytest.mark.one_in(6)
@@ -150,34 +143,36 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads):
-    case = Case(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
-    found = case.compiled(jax.devices()).memory_analysis()
-    sizes = found.temp_size_in_bytes, found.argument_size_in_bytes, found.output_size_in_bytes
+    case = ScalingCase(scheme, devices, 16_384, key_heads=key_heads, backward=backward)
+    memory = case.compiled(jax.devices()).memory_analysis()
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
     np.testing.assert_allclose(plan.memory(case), sum(sizes), rtol=0.2)
 
 
 def test_ten_million_tokens_on_a_thousand_devices(capsys):
     options = "--length 10000000 --devices 1024 --memory 80 --teraflops 400 --link 50".split()
-    more = "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
-    assert scaling.main(["plan", *options, *more, "--order", "contiguous"]) == 0
-    told, titles, *rows = capsys.readouterr().out.splitlines()
-    assert told.startswith("10,000,384 tokens") and titles.startswith("scheme")
+    model_options = (
+        "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
+    )
+    assert scaling.main(["plan", *options, *model_options, "--order", "contiguous"]) == 0
+    first_line, titles, *rows = capsys.readouterr().out.splitlines()
+    assert first_line.startswith("10,000,384 tokens") and titles.startswith("scheme")
     assert [row.split()[0] for row in rows] == ["ring", "all_to_all", "gather"]
     assert rows[0].endswith("fits") and rows[1].endswith("cannot share 64 heads")
     # To the neighbour, and gradients there and back: 9,766 tokens of eight heads.
-    case = Case("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
-    device = plan.Device(80e9, 400e12, 50e9)
-    found = plan.plan(case, device)
-    assert found.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
+    case = ScalingCase("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
+    device = plan.DeviceRates(80e9, 400e12, 50e9)
+    planned = plan.plan(case, device)
+    assert planned.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
     pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096
-    assert found.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
-    assert found.seconds == max(found.compute_seconds, found.send_seconds)
+    assert planned.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
+    assert planned.seconds == max(planned.compute_seconds, planned.send_seconds)
 
 
 def test_rows_and_plot(tmp_path, capsys):
     sizes = "--lengths 64 --devices 2 3 --schemes all_to_all --head-size 8".split()
-    more = "--documents 20 --seconds 0.01".split()
-    assert scaling.main(["measure", *sizes, *more, "--out", str(tmp_path)]) == 0
+    run_options = "--documents 20 --seconds 0.01".split()
+    assert scaling.main(["measure", *sizes, *run_options, "--out", str(tmp_path)]) == 0
     assert "3 devices cannot share 64 tokens, but 66" in capsys.readouterr().out
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert row["devices"] == 2 and row["milliseconds"] > 0 and row["sent_bytes"] > 0
@@ -185,21 +180,24 @@ def test_rows_and_plot(tmp_path, capsys):
     assert row["formula_bytes"] - row["sent_bytes"] in (0, 32 * 4)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert scaling.main(["measure", *sizes, "--key-heads", "3"]) == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        scaling.main(["mesure"])
+    assert capsys.readouterr().err.endswith("; nearest: measure\n")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_devices_that_are_not_here_send_what_the_formula_says(target, scheme):
-    """And keys and values are on their way while others are computed with."""
+    """Keys and values travel in a ring while devices compute with others."""
     if targets.missing(targets.TARGETS[target]):
         pytest.skip(str(targets.missing(targets.TARGETS[target])))
-    given = ["--target", target, "--scheme", scheme, "--length", "16384", "--head-size", "128"]
-    command = [sys.executable, "-m", "experiments.scaling", "ahead", *given, "--dtype", "bfloat16"]
-    # Before Hopper XLA hides what is under way only if it is told to.
+    options = ["--target", target, "--scheme", scheme, "--length", "16384", "--head-size", "128"]
+    # Before Hopper XLA overlaps exchanges with computation only if this flag is set.
     flags = "--xla_gpu_enable_latency_hiding_scheduler=true" if target == "a100" else ""
-    environment = os.environ | {"XLA_FLAGS": flags}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = ("-m", "experiments.scaling", "ahead", *options, "--dtype", "bfloat16")
+    said = run_python(*command, env=environment(XLA_FLAGS=flags), check=True)
     row = json.loads(said.stdout.splitlines()[-1])
     assert row["sent_bytes"] == row["formula_bytes"] > 0
     if scheme == "ring":

@@ -1,4 +1,4 @@
-"""Score functions: what the cases of the contract do not show of them."""
+"""Properties of score functions that the cases of the contract do not test."""
 
 import dataclasses
 from typing import Any
@@ -27,18 +27,15 @@ BIAS = RNG.normal(size=(B, N, T, S))
 
 
 def scored(score: Any, **arguments: Any) -> np.ndarray:
-    """What the library makes of RAW, at positions that are not places."""
-    arguments = {
-        "q_positions": jnp.asarray(Q_POSITIONS),
-        "kv_positions": jnp.asarray(KV_POSITIONS),
-        **arguments,
-    }
+    """The library's modified scores of RAW, at positions that differ from places."""
+    positions = {"q_positions": Q_POSITIONS, "kv_positions": KV_POSITIONS}
+    arguments = {name: jnp.asarray(x) for name, x in positions.items()} | arguments
     query, key = jnp.asarray(QUERY), jnp.asarray(KEY)
     return np.asarray(jattn.attention_scores(query, key, score=score, scale=SCALE, **arguments))
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    """Equal to float64 rounding, and nothing like the untouched scores."""
+    """Scores are equal to float64 rounding, and differ much from the unmodified scores."""
     np.testing.assert_allclose(got, np.broadcast_to(want, RAW.shape), rtol=0, atol=1e-13)
     assert np.abs(np.asarray(got) - RAW).max() > 0.1
 
@@ -62,10 +59,11 @@ def test_caps_of_heads_may_be_beyond_float32():
 def test_scores_may_be_counted_in_another_unit(score):
     unit = 0.17
     rows, columns = masks.span(5), masks.span(7)
-    given = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3)
     head = select_head(score, 0, 0), select_head(score.per(unit), 0, 0)
     plain, counted = (
-        f.evaluate(x, 0, 0, rows, columns) for f, x in zip(head, (given, given / unit), strict=True)
+        f.evaluate(x, 0, 0, rows, columns)
+        for f, x in zip(head, (logits, logits / unit), strict=True)
     )
     np.testing.assert_allclose(counted * unit, plain, rtol=1e-6)
 
@@ -119,8 +117,8 @@ def test_t5_buckets(buckets, bidirectional, max_distance):
 
 def test_t5_buckets_that_are_known():
     # 32 buckets to 128: 8 exact ones a side, then doubling distances every two buckets.
-    near = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -32: 12, -64: 14, -91: 15}
-    both = {**near, -128: 15, -10000: 15, 1: 17, 7: 23, 8: 24, 16: 26, 10000: 31}
+    behind = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -32: 12, -64: 14, -91: 15}
+    both = {**behind, -128: 15, -10000: 15, 1: 17, 7: 23, 8: 24, 16: 26, 10000: 31}
     for ahead, number in both.items():
         assert bucket(ahead, 32, True, 128) == number
         got = scores.relative_bucket(jnp.array([ahead]), 32, bidirectional=True, max_distance=128)
@@ -150,8 +148,8 @@ def test_score_equals_the_built_in_functions():
         (scores.Score(lambda s, b, h, q, kv: 2 * jnp.tanh(s / 2)), scores.SoftCap(2.0)),
         (scores.Score(lambda s, b, h, q, kv, t: s / t, jnp.asarray(3.0)), scores.Temperature(3.0)),
     ]
-    for own, built_in in pairs:
-        np.testing.assert_allclose(scored(own), scored(built_in), rtol=0, atol=1e-14)
+    for function, built_in in pairs:
+        np.testing.assert_allclose(scored(function), scored(built_in), rtol=0, atol=1e-14)
 
 
 def test_grouping_of_functions_does_not_matter():

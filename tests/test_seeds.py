@@ -1,8 +1,7 @@
-"""The figures printed in the documents that jattn grew from, out of the library.
+"""The numbers printed in the documents that jattn is based on, computed by the library.
 
-Five texts on attention, numbered 000 to 004, print numbers or say what must come out. The numbers
-stand in `experiments.walkthrough.printed`. Where a text draws random numbers, the draws are made in
-its order.
+Five texts on attention, numbered 000 to 004, print numbers or state results. The numbers are in
+`experiments.walkthrough.printed`. Random numbers are drawn in the order of the texts.
 """
 
 import math
@@ -14,32 +13,7 @@ import numpy as np
 import pytest
 
 import jattn
-from experiments.walkthrough.printed import (
-    MASKED,
-    MASKED_L,
-    MASKED_LV,
-    MASKED_SCORES,
-    MASKED_V,
-    MISPRINTS,
-    NORMALISED_L,
-    NORMALISED_L_X,
-    ONES_X,
-    RANDOM_L,
-    RANDOM_L_X,
-    RENORMALISED,
-    SIZES_L,
-    SIZES_LV,
-    SIZES_V,
-    SQUARE_L,
-    SQUARE_LV,
-    SQUARE_V,
-    TRIANGULAR,
-    TRIANGULAR_X,
-    WEIGHTS,
-    X_R,
-    R,
-    X,
-)
+from experiments.walkthrough import printed
 from jattn import masks
 
 
@@ -49,10 +23,10 @@ from jattn import masks
 T, E, H1, H2 = 4, 5, 6, 7
 
 
-def assert_prints(got: Any, printed: str) -> None:
+def assert_prints(got: Any, text: str) -> None:
     """Every digit is the printed one: eight decimals, or eight of a mantissa where it has an e."""
     got = np.asarray(got)
-    rows = [line.split() for line in printed.split("\n") if line.strip()]
+    rows = [line.split() for line in text.split("\n") if line.strip()]
     assert got.dtype == np.float64
     assert got.shape == (len(rows), len(rows[0]))
     for row, numbers in zip(rows, got, strict=True):
@@ -77,57 +51,38 @@ def drawn() -> dict[str, Any]:
     return {name: jnp.asarray(draw(*shape)) for name, shape in shapes.items()}
 
 
-def test_document_004_identity_interaction(drawn):
-    """Document 004: a diagonal L leaves every token as it is."""
-    assert_prints(drawn["x"], X)
-    assert_prints(jattn.interaction(drawn["x"], jnp.eye(T)), X)
-    assert_prints(jattn.interaction(drawn["x"]), X)
-
-
-def test_document_004_interaction_of_all_ones(drawn):
-    """Document 004: L of ones sums up all tokens, for each token."""
-    assert_prints(jattn.interaction(drawn["x"], jnp.ones((T, T))), ONES_X)
-
-
-def test_document_004_triangular_interaction(drawn):
-    """Document 004: a lower triangular L lets tokens see what came before."""
-    left = jattn.causal_interaction(T, jnp.float64)
-    assert_prints(left, TRIANGULAR)
-    assert_prints(jattn.interaction(drawn["x"], left), TRIANGULAR_X)
-
-
-def test_document_004_random_interaction(drawn):
-    """Document 004: L may be any matrix."""
-    assert_prints(drawn["L"], RANDOM_L)
-    assert_prints(jattn.interaction(drawn["x"], drawn["L"]), RANDOM_L_X)
-
-
-def test_document_004_normalised_interaction(drawn):
-    """Document 004: exponentials, then rows divided by their sums."""
-    left = jattn.normalised_interaction(drawn["L to normalise"])
-    assert_prints(left, NORMALISED_L)
-    assert_prints(jattn.interaction(drawn["x"], left), NORMALISED_L_X)
-
-
-def test_document_004_right_interaction(drawn):
-    """Document 004: R mixes channels and chooses the new size H1 = 6."""
-    assert_prints(drawn["R"], R)
-    assert_prints(jattn.interaction(drawn["x"], None, drawn["R"]), X_R)
+def test_document_004_interactions(drawn):
+    """Document 004: L mixes tokens, R mixes channels and chooses their new number, H1 = 6."""
+    x, triangle = drawn["x"], jattn.causal_interaction(T, jnp.float64)
+    normalised = jattn.normalised_interaction(drawn["L to normalise"])
+    for left, text in (
+        (None, printed.X),
+        (jnp.eye(T), printed.X),
+        (jnp.ones((T, T)), printed.ONES_X),
+        (triangle, printed.TRIANGULAR_X),
+        (drawn["L"], printed.RANDOM_L_X),
+        (normalised, printed.NORMALISED_L_X),
+    ):
+        assert_prints(jattn.interaction(x, left), text)
+    assert_prints(jattn.interaction(x, None, drawn["R"]), printed.X_R)
+    for drawn_or_made, text in (
+        (x, printed.X),
+        (triangle, printed.TRIANGULAR),
+        (drawn["L"], printed.RANDOM_L),
+        (normalised, printed.NORMALISED_L),
+        (drawn["R"], printed.R),
+    ):
+        assert_prints(drawn_or_made, text)
 
 
 @pytest.mark.parametrize(
-    "name, printed, mask",
-    [
-        ("sizes", (SIZES_L, SIZES_V, SIZES_LV), None),
-        ("square", (SQUARE_L, SQUARE_V, SQUARE_LV), None),
-        ("masked", (MASKED_L, MASKED_V, MASKED_LV), masks.Causal()),
-    ],
+    "name, mask", [("sizes", None), ("square", None), ("masked", masks.Causal())]
 )
-def test_document_004_attention(drawn, name, printed, mask):
+def test_document_004_attention(drawn, name, mask):
     """Document 004: softmax(Q Kᵀ) V, unscaled; E=5, H1=6, H2=7, then all 5, then masked."""
     x, w_query, w_key, w_value = (drawn[f"{name} {letter}"] for letter in "XQKV")
     query, key = (x @ w for w in (w_query, w_key))
-    weights, values, out = printed
+    weights, values, out = (getattr(printed, f"{name.upper()}_{x}") for x in ("L", "V", "LV"))
     got = jattn.attention_weights(query[:, None], key[:, None], mask=mask, scale=1.0)
     assert_prints(got[0], weights)
     assert_prints(jattn.interaction(x, None, w_value), values)
@@ -147,20 +102,20 @@ SIX = 6
 
 
 def squared(rows: list[list[float]], fill: float) -> np.ndarray:
-    """A printed table with each row at six entries: missing ones added, extra ones dropped."""
+    """A printed table with six entries in each row: missing entries added, extra ones dropped."""
     return np.array([(row + [fill] * SIX)[:SIX] for row in rows])
 
 
-def misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> dict:
-    """Where a printed table differs from what is right by more than the tolerance."""
-    found: dict[tuple[str, int, Any], tuple[Any, Any]] = {}
-    for i, row in enumerate(rows):
-        if len(row) != SIX:
-            found[name, i, "entries"] = (len(row), SIX)
+def assert_misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> None:
+    """A printed table differs from the right one by more than the tolerance only where a misprint
+    is known."""
+    differences: dict[tuple[str, int, Any], tuple[Any, Any]] = {
+        (name, i, "entries"): (len(row), SIX) for i, row in enumerate(rows) if len(row) != SIX
+    }
     off = np.abs(squared(rows, 0.0) - right) > np.broadcast_to(tolerance, right.shape)
     for i, j in np.argwhere(off).tolist():
-        found[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
-    return found
+        differences[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
+    assert differences == {x: value for x, value in printed.MISPRINTS.items() if x[0] == name}
 
 
 def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
@@ -173,8 +128,7 @@ def weights_of(scores: Any, **arguments: Any) -> np.ndarray:
 def test_document_001_masked_weights():
     """Document 001: weights times the triangle of ones; three rows are printed too short."""
     triangle = np.asarray(jattn.causal_interaction(SIX, jnp.float64))
-    found = misprints("masked", MASKED, np.array(WEIGHTS) * triangle, 0)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "masked"}
+    assert_misprints("masked", printed.MASKED, np.array(printed.WEIGHTS) * triangle, 0)
 
 
 def test_document_001_renormalised_weights():
@@ -183,13 +137,12 @@ def test_document_001_renormalised_weights():
     The weights are known to half a digit each, so a quotient p = w / Σ w of n of them is known
     to (1 + n p) half digits / Σ w, and it is printed to half a digit.
     """
-    got = np.asarray(jattn.renormalised_causal(jnp.asarray(WEIGHTS)))
-    kept = np.tril(np.ones((SIX, SIX)))
-    sums = np.sum(np.array(WEIGHTS) * kept, axis=1, keepdims=True)
-    counts = kept.sum(axis=1, keepdims=True)
-    tolerance = kept * HALF_A_DIGIT * (1 + (1 + counts * got) / sums)
-    found = misprints("renormalised", RENORMALISED, got, tolerance)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"}
+    got = np.asarray(jattn.renormalised_causal(jnp.asarray(printed.WEIGHTS)))
+    triangle = np.tril(np.ones((SIX, SIX)))
+    sums = np.sum(np.array(printed.WEIGHTS) * triangle, axis=1, keepdims=True)
+    counts = triangle.sum(axis=1, keepdims=True)
+    tolerance = triangle * HALF_A_DIGIT * (1 + (1 + counts * got) / sums)
+    assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
     np.testing.assert_allclose(got.sum(axis=1), 1, rtol=0, atol=1e-15)
 
 
@@ -199,38 +152,13 @@ def test_document_001_masking_by_minus_infinity():
     Scores are known to half a digit, weights change by at most p (1 − p) times the change of the
     difference of two scores, and are printed to half a digit.
     """
-    scores = np.array(MASKED_SCORES)
+    scores = np.array(printed.MASKED_SCORES)
     np.testing.assert_array_equal(np.isfinite(scores), np.tril(np.ones((SIX, SIX), bool)))
     got = weights_of(
         np.where(np.isfinite(scores), scores, 0.25), mask=masks.Causal(), scale=0.5**0.5
     )
     tolerance = HALF_A_DIGIT * (1 + 2 * got * (1 - got) / math.sqrt(2))
-    found = misprints("renormalised", RENORMALISED, got, tolerance)
-    assert found == {key: value for key, value in MISPRINTS.items() if key[0] == "renormalised"}
-
-
-def test_document_001_both_derivations_agree():
-    """Document 001: multiply and renormalise equals masking by −inf, to the last bits."""
-    scores = jnp.log(jnp.asarray(WEIGHTS))
-    by_infinity = weights_of(scores, mask=masks.Causal(), scale=1.0)
-    by_quotient = jattn.renormalised_causal(jnp.asarray(weights_of(scores, scale=1.0)))
-    np.testing.assert_allclose(by_quotient, by_infinity, rtol=0, atol=1e-15)
-    np.testing.assert_allclose(
-        by_quotient, jattn.renormalised_causal(jnp.asarray(WEIGHTS)), rtol=0, atol=1e-15
-    )
-
-
-def test_document_001_shapes_of_a_batch():
-    """Document 001: two texts of 6 tokens and 3 channels give context vectors [2, 6, 2]."""
-    rng = np.random.default_rng(1)
-    inputs = rng.random((6, 3))
-    batch = jnp.asarray(np.stack([inputs, inputs]))
-    projections = [jnp.asarray(rng.random((3, 2))) for _ in range(3)]
-    got = jattn.self_attention(batch, *projections, mask=masks.Causal())
-    assert got.shape == (2, 6, 2)
-    alone = jattn.self_attention(jnp.asarray(inputs), *projections, mask=masks.Causal())
-    for one in got:
-        np.testing.assert_allclose(one, alone, rtol=0, atol=1e-15)
+    assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
 
 
 @pytest.mark.parametrize("rate, factor", [(0.5, 2.0), (0.2, 1.25)])
@@ -240,43 +168,18 @@ def test_document_001_dropout_scales_what_is_left(rate, factor):
     query, key = (jnp.asarray(rng.normal(size=(60, 1, 8))) for _ in range(2))
     value = jnp.eye(60)[:, None, :]  # so that the output is the weights themselves
     weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]
-    dropped = jattn.attention(
-        query,
-        key,
-        value,
-        mask=masks.Causal(),
-        dropout_rate=rate,
-        dropout_key=jax.random.key(3),
-    )[:, 0]
-    kept = np.asarray(dropped != 0)
+    dropout: Any = {"dropout_rate": rate, "dropout_key": jax.random.key(3)}
+    dropped = jattn.attention(query, key, value, mask=masks.Causal(), **dropout)[:, 0]
+    survives = np.asarray(dropped != 0)
     causal = np.tril(np.ones((60, 60), bool))
-    np.testing.assert_allclose(dropped, factor * np.where(kept, weights, 0), rtol=1e-14)
-    assert not kept[~causal].any()
+    np.testing.assert_allclose(dropped, factor * np.where(survives, weights, 0), rtol=1e-14)
+    assert not survives[~causal].any()
     count, share = causal.sum(), 1 - rate
-    assert abs(kept.sum() - count * share) < 5 * math.sqrt(count * rate * share)
+    assert abs(survives.sum() - count * share) < 5 * math.sqrt(count * rate * share)
 
 
-# Document 000, "LLMs part 2: attention mechanism"
-
-
-def test_document_000_packed_heads_are_the_list_of_heads():
-    """Document 000: three causal heads side by side in one matrix equal three alone."""
-    batch, tokens, d_in, heads, size = 2, 6, 9, 3, 4
-    rng = np.random.default_rng(5)
-    x = jnp.asarray(rng.normal(size=(batch, tokens, d_in)))
-    projections = [jnp.asarray(rng.normal(size=(d_in, heads * size))) for _ in range(3)]
-    packed = [(x @ w).reshape(batch, tokens, heads, size) for w in projections]
-    together = jattn.attention(*packed, mask=masks.Causal()).reshape(batch, tokens, heads * size)
-    alone = [
-        jattn.self_attention(
-            x, *(w[:, n * size : (n + 1) * size] for w in projections), mask=masks.Causal()
-        )
-        for n in range(heads)
-    ]
-    np.testing.assert_allclose(together, jnp.concatenate(alone, axis=-1), rtol=0, atol=1e-13)
-
-
-# Document 002, "Mechanisms of attention and transformers": the sizes of the 2017 paper
+# Document 002, "Mechanisms of attention and transformers": the sizes of the 2017 paper. Heads that
+# are packed in one array equal a list of heads, as document 000, "LLMs part 2", says too.
 
 
 def test_document_002_eight_heads_of_64_in_a_width_of_512():

@@ -1,5 +1,6 @@
-"""Decoding with a cache that several devices share: under `jit` by rows and heads, and by
-`parallel.cached_attention` by places. Answers are those of one device, and no cache is gathered."""
+"""Decoding with a cache that is sharded: under `jit` over rows and heads, and by
+`parallel.cached_attention` over places. Results are those of one device, and no cache is
+gathered."""
 
 import dataclasses
 import functools
@@ -11,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, parallel, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.conftest import quick_jit
-from tests.test_parallel import learned, mesh_of
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+from tests.devices import mesh_of, place
+from tests.test_parallel import learned
 
 
 B, N, K, H, V, S, PAGE = 4, 8, 4, 4, 3, 16, 4
@@ -41,14 +42,13 @@ CUTS["paged"] |= {name: P("data") for name in ("table", "lengths", "overflowed")
 
 def tokens(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """float32 `query [B, T, N, H]`, `key [B, T, K, H]`, `value [B, T, K, V]`."""
-    rng = np.random.default_rng(T)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
-    query, key, value = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
+    query, key, value = normal_arrays(*shapes, seed=T, dtype=jnp.float32)
     return 2 * query, key, value
 
 
 def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """Tells rows and heads apart."""
+    """A causal mask that differs between rows and between heads."""
     return (kv <= q) & ((kv + b + h) % 3 > 0)
 
 
@@ -64,23 +64,34 @@ def filled(kind: str) -> Any:
     return CACHES[kind]().append(key, value, PROMPT)
 
 
-def place(mesh: Mesh, x: Any, spec: P) -> Any:
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
 def sizes_of(kinds: str, compiled: Any) -> list[int]:
-    """How many numbers each exchange of these kinds gives in a compiled program."""
+    """The size of the result of each exchange of these kinds in a compiled program."""
     lines = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", compiled.as_text())
-    found = [re.findall(r"\w+\[([\d,]*)\]", line) for line in lines]
-    return [math.prod(map(int, filter(None, x.split(",")))) for every in found for x in every]
+    shapes = [re.findall(r"\w+\[([\d,]*)\]", line) for line in lines]
+    return [math.prod(map(int, filter(None, x.split(",")))) for every in shapes for x in every]
 
 
 gathered = functools.partial(sizes_of, "all-gather|all-to-all|collective-permute")
 
 
-def agree(found: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+agree = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
+
+
+def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, list[int]]:
+    """Runs `decode(cache, q, k, v)` with all operands sharded over rows and heads. The results
+    are those of one device, and the cache in them is sharded as it was.
+
+    Returns the compiled program's text, its results, and the sizes of what it gathers.
+    """
+    mesh, cache = mesh_of(data=2, model=4), filled(kind)
+    want = quick_jit(decode)(cache, *tokens(T))
+    fields = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    sharded = dataclasses.replace(cache, **fields)
+    new = [place(mesh, x, P("data", None, "model")) for x in tokens(T)]
+    compiled = quick_jit(decode).lower(sharded, *new).compile()
+    results = compiled(sharded, *new)
+    agree(results, want)
+    return compiled.as_text(), results, sharded, gathered(compiled)
 
 
 @pytest.mark.one_in(2)
@@ -94,47 +105,29 @@ def agree(found: Any, want: Any) -> None:
     ],
 )
 def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
-    mesh, cache = mesh_of(data=2, model=4), filled(kind)
-
-    def step(cache: Any, *qkv: Any) -> Any:
+    def decode(cache: Any, q: Any, k: Any, v: Any) -> Any:
         options: Any = {**RULES[rule], "return_lse": True}
-        q, k, v = qkv
         return jattn.cached_attention(q, k, v, cache, **options)
 
-    want = quick_jit(step)(cache, *tokens(T))
-    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
-    own = dataclasses.replace(cache, **own)
-    new = [place(mesh, x, P("data", None, "model")) for x in tokens(T)]
-    compiled = quick_jit(step).lower(own, *new).compile()
-    # Of a pool for all rows, each row may copy the page that it goes on writing to.
-    assert max(gathered(compiled), default=0) <= (B * PAGE * H if kind == "paged" else 0)
-    if rule == "alibi":
-        assert "jattn_decode" in compiled.as_text()
-    found = compiled(own, *new)
-    agree(found, want)
-    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+    text, (_, cache), sharded, sizes = by_rows_and_heads(kind, T, decode)
+    # Each row may copy the page of the shared pool that it goes on writing to.
+    assert max(sizes, default=0) <= (B * PAGE * H if kind == "paged" else 0)
+    assert rule != "alibi" or "jattn_decode" in text
+    assert cache.keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("rolling", marks=pytest.mark.slow)])
 def test_gradients_through_a_cache_stay_cut(kind):
-    mesh, cache = mesh_of(data=2, model=4), filled(kind)
-
     def gradients(cache: Any, *qkv: Any) -> Any:
         def loss(keys: Any, q: Any, k: Any, v: Any) -> Any:
-            held = dataclasses.replace(cache, keys=keys)
-            return jnp.sum(jattn.cached_attention(q, k, v, held, **RULES["alibi"])[0] ** 2)
+            changed = dataclasses.replace(cache, keys=keys)
+            return jnp.sum(jattn.cached_attention(q, k, v, changed, **RULES["alibi"])[0] ** 2)
 
         return jax.grad(loss, (0, 1, 2, 3))(cache.keys, *qkv)
 
-    want = quick_jit(gradients)(cache, *tokens(4))
-    own = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
-    own = dataclasses.replace(cache, **own)
-    new = [place(mesh, x, P("data", None, "model")) for x in tokens(4)]
-    compiled = quick_jit(gradients).lower(own, *new).compile()
-    assert gathered(compiled) == []
-    found = compiled(own, *new)
-    agree(found, want)
-    assert found[0].sharding.is_equivalent_to(own.keys.sharding, 4)
+    _, (d_keys, *_), sharded, sizes = by_rows_and_heads(kind, 4, gradients)
+    assert sizes == []
+    assert d_keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -155,38 +148,37 @@ PLACES: dict[str, dict[str, Any]] = {
     [("none", 1), ("causal", 4), ("window", 1), ("alibi", 4), ("arrays", 1), ("window", 9)],
 )
 def test_a_cache_cut_by_places_stays_cut(rule, T):
-    """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new ones lie on both sides of an edge."""
+    """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new tokens go to two devices."""
     mesh, cache = mesh_of(data=2, context=4), filled("dense")
-    held, rows = P("data", None, "context"), P("data")
+    by_place, rows = P("data", None, "context"), P("data")
     options: Any = {**PLACES[rule], "return_lse": True}
 
-    def step(cache: DenseCache, *qkv: Any) -> Any:
+    def decode(cache: DenseCache, q: Any, k: Any, v: Any) -> Any:
         cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
-        q, k, v = qkv
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    own = jax.tree.map(
-        lambda x, cut: place(mesh, x, cut), cache, DenseCache(held, held, rows, rows)
+    sharded = jax.tree.map(
+        lambda x, cut: place(mesh, x, cut), cache, DenseCache(by_place, by_place, rows, rows)
     )
     new = [place(mesh, x, rows) for x in tokens(T)]
     with tuning.using(decode_block=2):  # a device's slots are read in two blocks
-        compiled = quick_jit(step).lower(own, *new).compile()
+        compiled = quick_jit(decode).lower(sharded, *new).compile()
     assert gathered(compiled) == []
     assert max(sizes_of("all-reduce", compiled)) <= B // 2 * T * N * V
-    found = compiled(own, *new)
-    agree(found, want(cache, *tokens(T)))
-    assert found[1].keys.sharding.is_equivalent_to(own.keys.sharding, 4)
+    results = compiled(sharded, *new)
+    agree(results, want(cache, *tokens(T)))
+    assert results[1].keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
 
 
 def test_a_cache_on_one_device_goes_to_a_mesh_whose_axes_are_part_of_types():
-    """`jax.make_mesh` makes such a one by default."""
+    """`jax.make_mesh` makes such a mesh by default."""
     mesh, cache = jax.make_mesh((2, 4), ("data", "context")), filled("dense")
     options: Any = {**PLACES["arrays"], "return_lse": True}
     cut: Any = {"mesh": mesh, "axis_name": "context", "batch_axis": "data"}
-    step = lambda q, k, v, cache: parallel.cached_attention(q, k, v, cache, **options, **cut)  # noqa: E731
+    decode = lambda q, k, v, cache: parallel.cached_attention(q, k, v, cache, **options, **cut)  # noqa: E731
     want = quick_jit(lambda q, k, v, cache: jattn.cached_attention(q, k, v, cache, **options))
-    agree(quick_jit(step)(*tokens(3), cache), want(*tokens(3), cache))
+    agree(quick_jit(decode)(*tokens(3), cache), want(*tokens(3), cache))
 
 
 def test_parts_of_equal_greatest_scores_count_by_their_tokens():
@@ -205,8 +197,8 @@ def test_what_is_not_cut_by_places_is_named():
             parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
     with pytest.raises(NotImplementedError, match=r"has no derivatives; parallel\.attention has"):
         options: Any = {"mesh": mesh, "axis_name": "context"}
-        one = DenseCache.create(B, S, K, H, V)
-        attend = lambda q: parallel.cached_attention(q, *new[1:], one, **options)  # noqa: E731
+        dense = DenseCache.create(B, S, K, H, V)
+        attend = lambda q: parallel.cached_attention(q, *new[1:], dense, **options)  # noqa: E731
         jax.grad(lambda q: jnp.sum(attend(q)[0]))(new[0])
     with pytest.raises(ValueError, match=r"a multiple of 8 slots .* got S = 12"):
         cache = DenseCache.create(B, 12, K, H, V)

@@ -1,7 +1,7 @@
-"""Under `shard_map` with its default checks: what is the same on several devices, and what differs.
+"""Attention under `shard_map` with its default checks, of arrays that devices share or not.
 
-The truth is a loop over the devices, without any mesh: an array that all share has the sum of the
-gradients that each finds.
+The truth is a loop over the devices, without any mesh. The gradient of an array that all devices
+share is the sum of their gradients.
 """
 
 import functools
@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, mechanisms, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.cases import CASES, Case, inputs
+from tests.cases import CASES, CallCase, inputs
 from tests.conftest import quick_jit
+from tests.devices import mesh_of
 from tests.test_contract import on_device, random_key
 
 
@@ -31,8 +31,8 @@ MESHES = {"one_axis": {"x": 8}, "two_axes": {"x": 4, "y": 2}}
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 
 
-class Problem(NamedTuple):
-    """A call, and by name its arrays for each device, `[8, ...]`."""
+class ShardedProblem(NamedTuple):
+    """A call, and its arrays `[8, ...]` by name, with an entry for each device."""
 
     call: Callable[..., Any]
     arrays: dict[str, np.ndarray]
@@ -42,37 +42,26 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal((DEVICES, *shape))
 
 
-def attention(implementation: str | None, T: int = 6) -> Problem:
-    """A mask and two scores with arrays."""
+def attention(implementation: str | None, T: int = 6) -> ShardedProblem:
+    """A mask and scores with arrays; the kernel in C++ has no table of relative biases."""
 
-    def call(q: Any, k: Any, v: Any, slopes: Any, table: Any, ids: Any, scale: Any) -> Any:
-        return jattn.attention(
-            q,
-            k,
-            v,
-            mask=masks.Segments(ids) & masks.Causal(),
-            score=scores.Alibi(slopes) >> scores.RelativeBias(table, max_distance=7),
-            scale=scale,
-            implementation=implementation,
-        )
+    def call(q: Any, k: Any, v: Any, slopes: Any, ids: Any, table: Any = None, **scale: Any) -> Any:
+        score, mask = scores.Alibi(slopes), masks.Segments(ids) & masks.Causal()
+        if table is not None:
+            score >>= scores.RelativeBias(table, max_distance=7)
+        options: Any = {"implementation": implementation, **scale}
+        return jattn.attention(q, k, v, mask=mask, score=score, **options)
 
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (DEVICES, T)))
     arrays = {name: normal(1, T, 2, 4) for name in "qkv"}
-    arrays |= {"slopes": normal(2), "table": normal(8, 2), "ids": ids, "scale": 1 + normal() ** 2}
-    if implementation is None or implementation == "native":
-        del arrays["table"]
-
-        def native(q: Any, k: Any, v: Any, slopes: Any, ids: Any, scale: Any) -> Any:
-            mask = masks.Segments(ids) & masks.Causal()
-            options = {"score": scores.Alibi(slopes), "scale": scale}
-            return jattn.attention(q, k, v, mask=mask, implementation=implementation, **options)
-
-        return Problem(native, arrays)
-    return Problem(call, arrays)
+    arrays |= {"slopes": normal(2), "ids": ids, "scale": 1 + normal() ** 2}
+    if implementation in ("blockwise", "reference"):
+        arrays["table"] = normal(8, 2)
+    return ShardedProblem(call, arrays)
 
 
-def additive(T: int) -> Problem:
-    """Bahdanau's attention, whose weights are usually the same everywhere."""
+def additive(T: int) -> ShardedProblem:
+    """Bahdanau's attention, whose weights devices usually share."""
 
     def call(q: Any, k: Any, v: Any, w_query: Any, w_key: Any, w_score: Any, lengths: Any) -> Any:
         mask = masks.Lengths(kv=lengths)
@@ -81,79 +70,70 @@ def additive(T: int) -> Problem:
     lengths = 1 + np.random.default_rng(0).integers(0, T, (DEVICES, 1))
     arrays = {"q": normal(1, T, 3), "k": normal(1, T, 4), "v": normal(1, T, 2)}
     weights = {"w_query": normal(3, 5), "w_key": normal(4, 5), "w_score": normal(5)}
-    return Problem(call, arrays | weights | {"lengths": lengths})
+    return ShardedProblem(call, arrays | weights | {"lengths": lengths})
 
 
-def cached(kind: Any, implementation: str | None) -> Problem:
+def cached(kind: Any, implementation: str | None) -> ShardedProblem:
     """Two steps on a cache."""
 
     def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         cache = kind.create(1, 12, 2, 4, dtype=q.dtype)
-        options = {"mask": masks.Causal(), "score": scores.Alibi(slopes)}
-        first, cache = jattn.cached_attention(
-            q, k, v, cache, implementation=implementation, **options
-        )
-        last, _ = jattn.cached_attention(
-            q[:, :1], k[:, :1], v[:, :1], cache, implementation=implementation, **options
-        )
+        options: Any = {"mask": masks.Causal(), "score": scores.Alibi(slopes)}
+        options["implementation"] = implementation
+        first, cache = jattn.cached_attention(q, k, v, cache, **options)
+        last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
         return jnp.concatenate([first, last], axis=1)
 
-    return Problem(call, {**{name: normal(1, 4, 2, 4) for name in "qkv"}, "slopes": normal(2)})
-
-
-def one_head(problem: str) -> Problem:
-    """Other functions of the library, by name."""
-    if problem == "self_attention":
-        call = lambda x, q, k, v: mechanisms.self_attention(x, q, k, v, mask=masks.Causal())  # noqa: E731
-        weights = {name: normal(3, 3) for name in "qkv"}
-        return Problem(call, {"x": normal(1, 5, 3), **weights})
-    return Problem(
-        _multiplicative, {**{name: normal(1, 5, 3) for name in "qkv"}, "w": normal(3, 3)}
+    return ShardedProblem(
+        call, {**{name: normal(1, 4, 2, 4) for name in "qkv"}, "slopes": normal(2)}
     )
 
 
-def _multiplicative(q: Any, k: Any, v: Any, w: Any) -> Any:
-    return mechanisms.multiplicative_attention(q, k, v, w)
+ONE_HEAD = {
+    "self_attention": ShardedProblem(
+        lambda x, q, k, v: mechanisms.self_attention(x, q, k, v, mask=masks.Causal()),
+        {"x": normal(1, 5, 3), **{name: normal(3, 3) for name in "qkv"}},
+    ),
+    "multiplicative": ShardedProblem(
+        lambda q, k, v, w: mechanisms.multiplicative_attention(q, k, v, w),  # noqa: PLW0108
+        {**{name: normal(1, 5, 3) for name in "qkv"}, "w": normal(3, 3)},
+    ),
+}
 
 
-def run_check(problem: Problem, mesh: str, shared: tuple[str, ...]) -> None:
-    """Values and gradients, taken within `shard_map` and around it, are those of a loop."""
+def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> None:
+    """Values and gradients, computed within `shard_map` and around it, are those of a loop."""
     arrays = {n: x[0] if n in shared else x for n, x in problem.arrays.items()}
     floats = [n for n, x in arrays.items() if x.dtype == np.float64]
-    shape = MESHES[mesh]
-    devices = Mesh(np.array(jax.devices()[:DEVICES]).reshape(*shape.values()), tuple(shape))
-    split = P(tuple(shape))
+    devices, split = mesh_of(**MESHES[mesh]), P(tuple(MESHES[mesh]))
     specs = {n: P() if n in shared else split for n in arrays}
 
     def with_gradients(call: Any, arrays: Any, cotangent: Any) -> Any:
         rest = {n: x for n, x in arrays.items() if n not in floats}
-        own = {n: arrays[n] for n in floats}
-        out, pull = jax.vjp(lambda own: call(**own, **rest), own)
+        local_arrays = {n: arrays[n] for n in floats}
+        out, pull = jax.vjp(lambda local_arrays: call(**local_arrays, **rest), local_arrays)
         return out, *pull(cotangent)
 
     def local(arrays: Any) -> Any:  # of one device: what is split has an axis of size 1
-        own = {n: x if n in shared else x[0] for n, x in arrays.items()}
-        return problem.call(**own)[None]
+        local_arrays = {n: x if n in shared else x[0] for n, x in arrays.items()}
+        return problem.call(**local_arrays)[None]
 
     each = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(DEVICES)]
-    shape_of_one = jax.eval_shape(lambda own: problem.call(**own), each[0]).shape
+    shape_of_one = jax.eval_shape(lambda local_arrays: problem.call(**local_arrays), each[0]).shape
     cotangent = np.random.default_rng(1).standard_normal((DEVICES, *shape_of_one))
     single = quick_jit(functools.partial(with_gradients, problem.call))
-    every = [single(own, d) for own, d in zip(each, cotangent, strict=True)]
+    every = [single(local_arrays, d) for local_arrays, d in zip(each, cotangent, strict=True)]
     want = np.stack([out for out, _ in every])
     wanted = {
         n: sum(d[n] for _, d in every) if n in shared else np.stack([d[n] for _, d in every])
         for n in floats
     }
     names = {n: specs[n] for n in floats}
-    within = jax.shard_map(
-        lambda arrays, d: with_gradients(lambda **own: local(own), arrays, d),
-        mesh=devices,
-        in_specs=(specs, split),
-        out_specs=(split, names),
-    )
+    run = functools.partial(with_gradients, lambda **local_arrays: local(local_arrays))
+    io: Any = {"in_specs": (specs, split), "out_specs": (split, names)}
+    within = jax.shard_map(run, mesh=devices, **io)
     mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
-    around = functools.partial(with_gradients, lambda **own: mapped(own))
+    around = functools.partial(with_gradients, lambda **local_arrays: mapped(local_arrays))
     both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
     for out, gradients in both:
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
@@ -162,17 +142,15 @@ def run_check(problem: Problem, mesh: str, shared: tuple[str, ...]) -> None:
 
 
 def one_shared(arrays: Any) -> list[tuple[str, ...]]:
-    """Each in turn the same on all devices; and each in turn the only one that is not."""
-    names = tuple(arrays)
-    alone = [(name,) for name in names]
-    return alone + [tuple(x for x in names if x != name) for name in names]
+    """Each array as the only one that devices share, and each as the only one that they do not."""
+    alone = [(name,) for name in arrays]
+    return alone + [tuple(x for x in arrays if x != name) for name in arrays]
 
 
 @pytest.mark.one_in(4)
 @every_mesh
 @every_implementation
 def test_keys_values_and_parameters_are_shared(implementation, mesh):
-    """Ordinary data parallelism; and the other way round."""
     problem = attention(implementation)
     run_check(problem, mesh, ("k", "v", "slopes", "table", "scale"))
     run_check(problem, mesh, ("q", "ids"))
@@ -198,23 +176,28 @@ def test_every_combination(implementation, mesh):
             run_check(problem, mesh, shared)
 
 
-def of_case(implementation: str, case: Case) -> Problem:
-    """A row of the table, with other queries, keys, values and parameters on each device."""
+def of_case(implementation: str, case: CallCase) -> ShardedProblem:
+    """A row of the table, with different queries, keys, values and parameters on each device."""
     x = [inputs(case, seed=seed) for seed in range(DEVICES)]
-    arrays = {name: np.stack([getattr(one, name) for one in x]) for name in "qkv"}
-    own = {name: x[0].parameters[name] for name in case.parameters}
-    arrays |= {n: np.stack([p * (1 + i / 16) for i in range(DEVICES)]) for n, p in own.items()}
+    arrays = {name: np.stack([getattr(x_of_device, name) for x_of_device in x]) for name in "qkv"}
+    parameters_of_one = {name: x[0].parameters[name] for name in case.parameters}
+    arrays |= {
+        n: np.stack([p * (1 + i / 16) for i in range(DEVICES)])
+        for n, p in parameters_of_one.items()
+    }
     arrays |= {n: np.stack([operand] * DEVICES) for n, operand in x[0].operands.items()}
 
     def call(q: Any, k: Any, v: Any, **rest: Any) -> Any:
-        parameters, operands = ({n: rest[n] for n in of} for of in (own, case.operands))
+        parameters, operands = (
+            {n: rest[n] for n in of} for of in (parameters_of_one, case.operands)
+        )
         options = {"dropout_key": random_key()} if case.rate else {}
         out, _ = case.attend(
             q, k, v, parameters, operands, implementation=implementation, **options
         )
         return out
 
-    return Problem(call, arrays)
+    return ShardedProblem(call, arrays)
 
 
 @pytest.mark.exhaustive
@@ -242,7 +225,6 @@ def test_with_several_tiles(implementation):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
 def test_additive_attention(T, mesh):
-    """Whole, and over several tiles."""
     problem = additive(T)
     run_check(problem, mesh, ("w_query", "w_key", "w_score"))
     run_check(problem, mesh, ("k", "v"))
@@ -268,8 +250,7 @@ def test_all_caches(kind, implementation, mesh):
         run_check(problem, mesh, shared)
 
 
-@pytest.mark.parametrize("name", ["self_attention", "multiplicative"])
+@pytest.mark.parametrize("name", ONE_HEAD)
 def test_mechanisms(name):
-    problem = one_head(name)
-    *_, last = problem.arrays
-    run_check(problem, "two_axes", (last,))
+    *_, last = ONE_HEAD[name].arrays
+    run_check(ONE_HEAD[name], "two_axes", (last,))

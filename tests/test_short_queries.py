@@ -1,7 +1,6 @@
-"""A few queries on many keys that are arrays: read by the kernel in C++ that is for caches too."""
+"""A few queries on many keys in arrays, which the decoding kernel in C++ reads like a cache."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,6 +11,8 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache, PagedCache
+from tests.arrays import assert_accurate, assert_equal
+from tests.conftest import normal_arrays
 from tests.oracle import error
 
 
@@ -28,9 +29,7 @@ SIZES = {  # T, N, K, H, V: heads that lie side by side, groups, many rows, odd 
 
 def arrays(size: str, dtype: str = "float32", B: int = 2) -> list[jax.Array]:
     T, N, K, H, V = SIZES[size]
-    rng = np.random.default_rng(5)
-    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
-    return [jnp.asarray(rng.normal(size=shape)).astype(dtype) for shape in shapes]
+    return normal_arrays((B, T, N, H), (B, S, K, H), (B, S, K, V), seed=5, dtype=dtype)
 
 
 def rules(name: str, T: int, N: int) -> dict[str, Any]:
@@ -60,26 +59,10 @@ RULES = ("full", "causal", "window", "rows of positions", "lengths", "dead row",
 RULES += ("relative", "alibi")
 
 
-def truth(q: Any, k: Any, v: Any, **rules: Any) -> Any:
-    """In float64 and as the formula stands, S keys at once."""
-    spelled = [np.asarray(x, np.float64) for x in (q, k, v)]
-    (B, T, N, H), K = spelled[0].shape, spelled[1].shape[2]
-    q, k, v = (np.moveaxis(x, 2, 1) for x in spelled)
-    k, v = (np.repeat(x, N // K, axis=1) for x in (k, v))
-    products = q @ np.swapaxes(k, -1, -2) * rules.pop("scale", 1 / math.sqrt(H))
-    if "score" in rules:
-        zeros = jnp.zeros((B, T, N, 1)), jnp.zeros((B, k.shape[2], N, 1))
-        products += jattn.attention_scores(*zeros, score=rules["score"])
-    wide = {name: x for name, x in rules.items() if name != "score"}
-    ones = jnp.zeros((B, T, N, 1)), jnp.zeros((B, k.shape[2], N, 1))
-    products = np.where(jattn.attention_scores(*ones, **wide) == 0, products, -np.inf)
-    top = np.max(products, axis=-1, keepdims=True)
-    weights = np.exp(products - np.where(np.isinf(top), 0, top))
-    total = weights.sum(axis=-1)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + np.where(np.isinf(top), 0, top)[..., 0]
-    out = weights @ v / np.where(total == 0, 1, total)[..., None]
-    return np.moveaxis(out, 1, 2), lse
+def truth(*qkv: Any, **rules: Any) -> Any:
+    """Output and lse of the reference in float64, which computes the formula on all pairs."""
+    wide = (x.astype("float64") for x in qkv)
+    return jattn.attention(*wide, implementation="reference", return_lse=True, **rules)
 
 
 def runs_short(call: Any, *operands: Any) -> bool:
@@ -92,11 +75,11 @@ def runs_short(call: Any, *operands: Any) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 def test_short_queries_are_what_the_formula_says(size, name, dtype):
     q, k, v = arrays(size, dtype)
-    given = rules(name, q.shape[1], q.shape[2])
-    call = functools.partial(jattn.attention, return_lse=True, **given)
+    options = rules(name, q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **options)
     assert runs_short(call, q, k, v)
     out, lse = call(q, k, v)
-    want_out, want_lse = truth(q, k, v, **given)
+    want_out, want_lse = truth(q, k, v, **options)
     sums = "float64" if dtype == "float64" else "float32"
     assert (out.dtype, lse.dtype) == (dtype, sums)
     rounding = float(jnp.finfo(dtype).eps) + 40 * float(jnp.finfo(sums).eps)
@@ -108,16 +91,17 @@ def test_short_queries_are_what_the_formula_says(size, name, dtype):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("given", [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "limit"), [("float32", 0.3, 2e-5), ("float64", 30, 1e-10)]
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
-    """Forward by one kernel and backward by another: what goes between them fits."""
-    dtype, scale, limit = given
+def test_gradients_of_short_queries_are_those_of_the_formula(size, dtype, scale, limit):
+    """Different kernels run forward and backward, and the residuals of one fit the other."""
     q, k, v = arrays(size, dtype)
-    given = rules("lengths", q.shape[1], q.shape[2])
+    options = rules("lengths", q.shape[1], q.shape[2])
 
     def loss(implementation: str | None, scale: Any, *qkv: Any) -> Any:
-        attend = functools.partial(jattn.attention, implementation=implementation, **given)
+        attend = functools.partial(jattn.attention, implementation=implementation, **options)
         out, lse = attend(*qkv, scale=scale, return_lse=True)
         return jnp.sum(jnp.sin(3 * out)) + jnp.sum(lse)
 
@@ -125,8 +109,7 @@ def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
         operands = [x.astype(dtype) for x in (jnp.asarray(scale, "float64"), q, k, v)]
         return jax.grad(functools.partial(loss, implementation), (0, 1, 2, 3))(*operands)
 
-    for x, y in zip(gradients(None, dtype), gradients("reference", "float64"), strict=True):
-        assert error(x, y) <= limit
+    assert_accurate(gradients(None, dtype), gradients("reference", "float64"), limit)
 
 
 @pytest.mark.one_in(6)
@@ -135,26 +118,23 @@ def test_gradients_of_short_queries_are_those_of_the_formula(size, given):
 @pytest.mark.parametrize("size", ["heads", "many rows", "odd sizes"])
 def test_masked_keys_do_not_reach_short_queries(size, dtype, poison):
     q, k, v = arrays(size, dtype)
-    given = rules("lengths", q.shape[1], q.shape[2])
-    call = functools.partial(jattn.attention, return_lse=True, **given)
+    options = rules("lengths", q.shape[1], q.shape[2])
+    call = functools.partial(jattn.attention, return_lse=True, **options)
     masked = (jnp.arange(S)[None] >= jnp.asarray([S // 2, 3])[:, None])[:, :, None, None]
-    bad = jnp.asarray(poison).astype(dtype)
-    for x, y in zip(
-        call(q, jnp.where(masked, bad, k), jnp.where(masked, bad, v)), call(q, k, v), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    bad_k, bad_v = (jnp.where(masked, jnp.asarray(poison).astype(dtype), x) for x in (k, v))
+    assert_equal(call(q, bad_k, bad_v), call(q, k, v))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
-    """Rows of one tile, of which some see it: the others stay as they are, bit for bit."""
+    """Rows of the same tile that do not attend to it are unchanged, bit for bit."""
     q, k, v = arrays("grouped")
     T = q.shape[1]
-    given = rules("causal", T, q.shape[2])
+    options = rules("causal", T, q.shape[2])
     place = S - T + 1  # seen from the second query on
     bad = v.at[0, place, 1, 3].set(poison)
-    out, lse = jattn.attention(q, k, bad, return_lse=True, **given)
-    want, want_lse = jattn.attention(q, k, v, return_lse=True, **given)
+    out, lse = jattn.attention(q, k, bad, return_lse=True, **options)
+    want, want_lse = jattn.attention(q, k, v, return_lse=True, **options)
     group = q.shape[2] // k.shape[2]
     lost = np.zeros(out.shape[:3], bool)
     lost[0, 1:, group:] = True
@@ -180,10 +160,8 @@ def test_large_logits_keep_their_digits():
 
 
 def test_many_parts_are_one():
-    """A single row of the batch is cut into parts for all threads."""
-    rng = np.random.default_rng(3)
-    q = jnp.asarray(rng.normal(size=(1, 2, 2, 64)), "float32")
-    k, v = (jnp.asarray(rng.normal(size=(1, 30_001, 2, 64)), "float32") for _ in range(2))
+    """A single row of the batch is split into parts for all threads."""
+    q, k, v = normal_arrays((1, 2, 2, 64), *[(1, 30_001, 2, 64)] * 2, seed=3, dtype="float32")
     k = k * (1 + jnp.cos(jnp.arange(30_001) / 700)).astype("float32")[None, :, None, None]
     out, lse = jattn.attention(q, k, v, return_lse=True)
     want = truth(q, k, v)
@@ -195,17 +173,16 @@ def test_many_parts_are_one():
 def test_vmap_of_short_queries_is_a_loop(axes):
     q, k, v = arrays("grouped", B=6)
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
-    given = [x if axis == 0 else x[0] for x, axis in zip(split, axes, strict=True)]
+    operands = [x if axis == 0 else x[0] for x, axis in zip(split, axes, strict=True)]
     call = functools.partial(jattn.attention, **rules("lengths", 4, 6))
-    got = jax.vmap(call, axes)(*given)
+    got = jax.vmap(call, axes)(*operands)
     for i in range(3):
-        one = [x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)]
-        np.testing.assert_array_equal(got[i], call(*one))
+        example = [x[i] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
+        np.testing.assert_array_equal(got[i], call(*example))
 
 
 @pytest.mark.slow
 def test_vmap_of_caches_is_a_loop():
-    """Also of pages, whose tables belong to each mapped cache."""
     q, k, v = arrays("grouped", B=6)
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k[:, :90], v[:, :90])]
     empty = PagedCache.create(2, 96, 2, 32, 16, page_size=8)

@@ -1,5 +1,6 @@
 """`sink`: a learned logit for each head joins the softmax without a value."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, parallel
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from tests.conftest import assert_trees_close
+from tests.devices import mesh_of
 
 
 B, T, N, K, H = 2, 6, 4, 2, 8
@@ -41,39 +44,31 @@ def test_a_sink_is_a_column_without_a_value(implementation, sink):
     want = formula(jnp.asarray(sink, jnp.float64))
     out, lse = jattn.attention(Q, KEY, VALUE, **call, return_lse=True)
     weights = jattn.attention_weights(Q, KEY, mask=MASK, sink=sink)
-    for got, right in zip((out, lse, weights), want, strict=True):
-        np.testing.assert_allclose(got, right, atol=1e-6)
+    assert_trees_close((out, lse, weights), want, atol=1e-6)
     np.testing.assert_allclose(jattn.attention(Q, KEY, VALUE, **call), out, atol=1e-14)
-    plain = jattn.attention(
-        Q, KEY, VALUE, mask=MASK, implementation=implementation, return_lse=True
-    )
-    apart = jattn.with_sink(*plain, sink)
-    for got, right in zip((out, lse), apart, strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-14, atol=1e-14)
+    del call["sink"]
+    plain = jattn.attention(Q, KEY, VALUE, **call, return_lse=True)
+    assert_trees_close((out, lse), jattn.with_sink(*plain, sink), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", [None, "reference", "blockwise"])
 def test_gradients_reach_the_sink(implementation):
+    call: Any = functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True)
+
     def loss(sink: Any, q: Any) -> Any:
-        out, lse = jattn.attention(
-            q, KEY, VALUE, mask=masks.Causal(), sink=sink, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
+        out, lse = call(q, KEY, VALUE, sink=sink, implementation=implementation)
         return (out**2).sum() + lse.sum()
 
     def want(sink: Any, q: Any) -> Any:
-        out, lse = jattn.attention(
-            q, KEY, VALUE, mask=masks.Causal(), return_lse=True, implementation="reference"
-        )
+        out, lse = call(q, KEY, VALUE, implementation="reference")
         total = jnp.logaddexp(lse, sink[None, :, None])
         share = jnp.swapaxes(jnp.exp(lse - total), 1, 2)[..., None]
         return ((out * share) ** 2).sum() + total.sum()
 
     sink = jnp.asarray([0.5, -1.0, 3.0, 0.0])
     both = [jax.jit(jax.grad(x, (0, 1)))(sink, Q) for x in (loss, want)]
-    for got, right in zip(*both, strict=True):
-        np.testing.assert_allclose(got, right, atol=1e-12)
+    assert_trees_close(*both, atol=1e-12)
     scalar = jax.grad(lambda sink: loss(sink, Q))(jnp.asarray(0.5))
     each = jax.grad(want)(jnp.full(N, 0.5), Q)
     np.testing.assert_allclose(scalar, each.sum(), atol=1e-12)
@@ -103,36 +98,29 @@ def test_through_caches(cache: Cache):
     want = jattn.attention(Q, KEY, VALUE, **call)
     rules: Any = {"mask": masks.Causal(), "sink": SINK}
     all_weights = jattn.attention_weights(Q, KEY, **rules)
-    results, grown = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
-    for got, right in zip(results, want, strict=True):
-        np.testing.assert_allclose(got, right, atol=1e-12)
-    out = jattn.attention(Q[:, -1:], grown, **rules)
-    weights = jattn.attention_weights(Q[:, -1:], grown, **rules)
+    results, new_cache = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
+    assert_trees_close(results, want, atol=1e-12)
+    out = jattn.attention(Q[:, -1:], new_cache, **rules)
+    weights = jattn.attention_weights(Q[:, -1:], new_cache, **rules)
     np.testing.assert_allclose(out, want[0][:, -1:], atol=1e-12)
     np.testing.assert_allclose(weights.sum(-1), all_weights[:, :, -1:].sum(-1), atol=1e-6)
 
 
 def test_over_several_devices():
-    mesh = jax.make_mesh((2, 2), ("t", "n"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    cut: Any = {"mesh": mesh, "axis_name": "t", "head_axis": "n"}
+    mesh = mesh_of(t=2, n=2)
+    axes: Any = {"axis_name": "t", "head_axis": "n", "mask": masks.Causal()}
+    options: Any = {"mesh": mesh, "sink": SINK, **axes}
     want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True)
-    got = parallel.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True, **cut)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-12)
-
-    def shard(q: Any, k: Any, v: Any, sink: Any) -> Any:
-        return parallel.attention_shard(
-            q, k, v, axis_name="t", head_axis="n", mask=masks.Causal(), sink=sink
-        )
-
+    got = parallel.attention(Q, KEY, VALUE, return_lse=True, **options)
+    assert_trees_close(got, want, atol=1e-12)
+    shard = lambda q, k, v, sink: parallel.attention_shard(q, k, v, sink=sink, **axes)  # noqa: E731
     tokens = P(None, "t", "n")
-    run = jax.shard_map(shard, mesh=mesh, in_specs=(tokens,) * 3 + (P("n"),), out_specs=tokens)
+    specs: Any = {"in_specs": (tokens,) * 3 + (P("n"),), "out_specs": tokens}
+    run = jax.shard_map(shard, mesh=mesh, **specs)
     np.testing.assert_allclose(run(Q, KEY, VALUE, SINK), want[0], atol=1e-12)
     cache = DenseCache.create(B, 8, K, H, 3, jnp.float64)
-    found, _ = parallel.cached_attention(
-        Q, KEY, VALUE, cache, mask=masks.Causal(), sink=SINK, **cut
-    )
-    np.testing.assert_allclose(found, want[0], atol=1e-12)
+    result, _ = parallel.cached_attention(Q, KEY, VALUE, cache, **options)
+    np.testing.assert_allclose(result, want[0], atol=1e-12)
 
 
 def test_other_functions_take_it():

@@ -1,6 +1,5 @@
 """The softmax as a monoid: parts of the keys, in any order and grouping, make the whole."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, softmax
+from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import quick_jit
 from tests.oracle import error
 
@@ -40,16 +40,15 @@ def some_mask(seed: int = 0) -> np.ndarray:
 def in_parts(q: Any, k: Any, v: Any, dense: Any, cuts: tuple[int, ...]) -> list[Any]:
     """Attention over the keys between the cuts, part by part."""
     edges = (0, *cuts, k.shape[1])
-    return [
-        jattn.attention(q, k[:, i:j], v[:, i:j], mask=masks.Dense(dense[..., i:j]), return_lse=True)
-        for i, j in itertools.pairwise(edges)
-    ]
+    pieces = [slice(*x) for x in itertools.pairwise(edges)]
+    kvs = [(k[:, x], v[:, x], masks.Dense(dense[..., x])) for x in pieces]
+    return [jattn.attention(q, k, v, mask=mask, return_lse=True) for k, v, mask in kvs]
 
 
-def a_part(seed: int, dtype: Any = jnp.float64, dead: float = 0.3) -> Any:
+def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
     """Some `(out, lse)`, with rows without keys."""
     rng = np.random.default_rng(seed)
-    gone = rng.random((2, N, T)) < dead
+    gone = rng.random((2, N, T)) < 0.3
     lse = np.where(gone, -np.inf, 5 * rng.standard_normal((2, N, T)))
     out = rng.standard_normal((2, T, N, V))
     out[np.swapaxes(gone, 1, 2)] = 0
@@ -58,7 +57,7 @@ def a_part(seed: int, dtype: Any = jnp.float64, dead: float = 0.3) -> Any:
 
 
 def no_keys(dtype: Any = jnp.float64) -> Any:
-    """The part that is not there."""
+    """The result of attention over no keys."""
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jnp.zeros((2, T, N, V), dtype), jnp.full((2, N, T), NEGATIVE, wide)
 
@@ -72,8 +71,7 @@ def test_no_keys_is_the_identity(dtype):
     for parts in ((part,), (part, nothing), (nothing, part), (nothing, part, nothing)):
         out, lse = merge(*parts)
         assert out.dtype == dtype
-        np.testing.assert_array_equal(out, part[0])
-        np.testing.assert_array_equal(lse, part[1])
+        assert_equal((out, lse), part)
 
 
 def test_nothing_and_nothing_is_nothing_and_has_no_gradient():
@@ -96,8 +94,7 @@ def test_any_order_and_any_grouping(seed, order):
         merge(a, merge(b, merge(c, d))),
         merge(merge(merge(a, b), c), d),
     ):
-        for got, want in zip(regrouped, whole, strict=True):
-            assert error(got, want) <= 1e-14
+        assert_accurate(regrouped, whole, 1e-14)
 
 
 CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
@@ -155,8 +152,7 @@ def test_a_sink_of_minus_infinity_changes_nothing():
     part = a_part(3)
     nowhere = jnp.full((N,), NEGATIVE)
     (out, lse), pull = jax.vjp(jattn.with_sink, *part, nowhere)
-    np.testing.assert_array_equal(out, part[0])
-    np.testing.assert_array_equal(lse, part[1])
+    assert_equal((out, lse), part)
     d_out, d_lse, d_sink = pull((jnp.ones_like(out), jnp.ones_like(lse)))
     live = np.isfinite(part[1])
     np.testing.assert_array_equal(d_out[np.swapaxes(live, 1, 2)], 1)
@@ -181,7 +177,6 @@ def partial_of(x: Any, v: Any) -> softmax.Partial:
     return softmax.of(x, lambda weights: weights @ v)
 
 
-@functools.cache
 def logits(seed: int) -> tuple[jax.Array, jax.Array]:
     """Scores `[T, S]` with masked ones and a dead row, and values `[S, V]`."""
     rng = np.random.default_rng(seed)
@@ -208,25 +203,23 @@ def _finished(x: Any, v: Any) -> Any:
         softmax.combine(a, softmax.combine(b, c)),
         softmax.combine(softmax.combine(c, nothing), softmax.combine(a, b)),
     )
-    kept = [(softmax.combine(a, nothing), a), (softmax.combine(nothing, a), a)]
-    return [finished(way) for way in ways], kept, finished(nothing)
+    with_nothing = [(softmax.combine(a, nothing), a), (softmax.combine(nothing, a), a)]
+    return [finished(part) for part in ways], with_nothing, finished(nothing)
 
 
 @given(st.integers(0, 10**6))
 def test_contributions_combine_in_any_way(seed):
     x, v = logits(seed)
-    ways, kept, nothing = _finished(x, v)
+    ways, with_nothing, nothing = _finished(x, v)
     with np.errstate(over="raise", invalid="raise"):
         weights = np.where(np.isinf(x), 0, np.exp(np.asarray(x)))
     total = weights.sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         want = (weights @ np.asarray(v) / np.where(total, total, 1), np.log(total[:, 0]))
-    for way in ways:
-        for got, expected in zip(way, want, strict=True):
-            assert error(got, expected) <= 1e-14
-    for changed, same in kept:
-        for got, expected in zip(changed, same, strict=True):
-            np.testing.assert_array_equal(got, expected)
+    for result in ways:
+        assert_accurate(result, want, 1e-14)
+    for changed, same in with_nothing:
+        assert_equal(changed, same)
     assert not np.any(nothing[0])
     assert np.all(nothing[1] == NEGATIVE)
 

@@ -1,4 +1,4 @@
-"""Numbers about weights, against the formulas on the dense weights of NumPy."""
+"""Statistics of weights, compared with their formulas on dense weights in NumPy."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import pytest
 import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.cpu import statistics as native
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import assert_trees_close, quick_jit, users_jit
 
 
 B, T, S, N, K, H = 2, 37, 53, 4, 2, 6
@@ -25,30 +25,29 @@ SLOPES = np.array([0.5, 0.1, 0.0, 0.02])
 IDS = np.sort(RNG.integers(0, 4, (B, S)))
 TOKENS = (np.arange(S) >= np.array([[0], [20]])) * 1
 THRESHOLD = 0.07
+DISTANCE = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
 
 
 def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray:
     """`[B, N, T, S]` by the formula, in float64."""
     repeated = np.repeat(key, N // K, axis=2)
-    found = np.einsum("btnh,bsnh->bnts", query, repeated) / np.sqrt(H)
-    apart = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
-    found = np.where(allowed, found - slopes[:, None, None] * apart, -np.inf)
-    top = found.max(axis=-1, keepdims=True)
-    exponential = np.exp(found - np.where(top == -np.inf, 0, top))
+    logits = np.einsum("btnh,bsnh->bnts", query, repeated) / np.sqrt(H)
+    logits = np.where(allowed, logits - slopes[:, None, None] * DISTANCE, -np.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    exponential = np.exp(logits - np.where(top == -np.inf, 0, top))
     total = exponential.sum(axis=-1, keepdims=True)
     return exponential / np.where(total == 0, 1, total)
 
 
 def wanted(weights: np.ndarray, on: np.ndarray) -> dict[str, np.ndarray]:
-    """The definitions."""
+    """The statistics by their definitions."""
     logs = np.log(np.where(weights > 0, weights, 1))
-    apart = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
     dead = weights.sum(axis=-1) == 0
     return {
         "entropy": -(weights * logs).sum(axis=-1),
         "greatest": weights.max(axis=-1),
         "place": np.where(dead, -1, weights.argmax(axis=-1)),
-        "distance": (weights * apart).sum(axis=-1),
+        "distance": (weights * DISTANCE).sum(axis=-1),
         "on_keys": (weights * on).sum(axis=-1),
         "above": np.where(weights > THRESHOLD, weights, 0).sum(axis=-1),
         "received": weights.sum(axis=-2),
@@ -66,13 +65,14 @@ MASKS: dict[str, tuple[Any, np.ndarray]] = {
 }
 
 
-def given(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
+def query_and_key(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(QUERY, dtype), jnp.asarray(KEY, dtype)
 
 
 @contextlib.contextmanager
 def computed(how: str) -> Iterator[None]:
-    """By the kernel in C++ with tiles of 16 queries, or in pure JAX by tiles of 16 or one."""
+    """A context that selects the kernel in C++ with tiles of 16 queries, or pure JAX with tiles of
+    16 or with one tile."""
     if how == "native":
         with tuning.using(cpu_tiles="16, 8, 16", generated_pairs=1):
             yield
@@ -94,19 +94,15 @@ def test_statistics_are_the_formulas(name, how):
     mask, allowed = MASKS[name]
     on = IDS[:, None, :T, None] == IDS[:, None, None, :]
     want = wanted(dense_weights(QUERY, KEY, allowed, SLOPES), on)
-    call = functools.partial(
-        jattn.statistics,
-        mask=mask,
-        score=scores.Alibi(jnp.asarray(SLOPES)),
-        keys=masks.Segments(IDS[:, :T], IDS),
-        threshold=THRESHOLD,
-    )
+    rules: Any = {"mask": mask, "score": scores.Alibi(jnp.asarray(SLOPES))}
+    keys = masks.Segments(IDS[:, :T], IDS)
+    call = functools.partial(jattn.statistics, keys=keys, threshold=THRESHOLD, **rules)
     single = jnp.float32, 2e-5
     for dtype, tolerance in ((jnp.float64, 1e-13), *[single] * (how == "native")):
         with computed(how):
-            found = quick_jit(call)(*given(dtype))
+            result = quick_jit(call)(*query_and_key(dtype))
         for field, value in want.items():
-            got = np.asarray(getattr(found, field))
+            got = np.asarray(getattr(result, field))
             if field == "above":  # near the threshold either is right
                 differs = np.abs(got - value) > tolerance
                 assert differs.mean() < (0 if dtype == jnp.float64 else 0.01) + 1e-9, field
@@ -114,21 +110,19 @@ def test_statistics_are_the_formulas(name, how):
                 np.testing.assert_allclose(
                     got, value, atol=tolerance, rtol=tolerance, err_msg=field
                 )
-        assert found.entropy.dtype == dtype and found.place.dtype == jnp.int32
+        assert result.entropy.dtype == dtype and result.place.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_statistics_are_differentiated(how):
-    """Against derivatives of the same sums of `attention_weights`."""
     mask = masks.Causal() | masks.Prefix(2)
     coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
-    apart = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)[None, :])
 
     def ours(query: Any, key: Any, slopes: Any) -> Any:
-        found = jattn.statistics(
+        result = jattn.statistics(
             query, key, mask=mask, score=scores.Alibi(slopes), keys=jnp.asarray(KEYS)
         )
-        parts = (found.entropy, found.greatest, found.distance, found.on_keys)
+        parts = (result.entropy, result.greatest, result.distance, result.on_keys)
         return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
 
     def dense(query: Any, key: Any, slopes: Any) -> Any:
@@ -138,34 +132,35 @@ def test_statistics_are_differentiated(how):
         parts = (
             -(w * logs).sum(-1),
             w.max(-1),
-            (w * apart[None, None].astype(w.dtype)).sum(-1),
+            (w * DISTANCE[None, None].astype(w.dtype)).sum(-1),
             jnp.where(on, w, 0).sum(-1),
         )
         return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
 
-    arguments = (*given(), jnp.asarray(SLOPES))
+    arguments = (*query_and_key(), jnp.asarray(SLOPES))
     want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
     with computed(how):
-        found = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
-    for got, value in zip(found, want, strict=True):
-        np.testing.assert_allclose(got, value, atol=1e-11, rtol=1e-11)
+        result = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
+    assert_trees_close(result, want, atol=1e-11, rtol=1e-11)
 
 
 def test_second_derivatives_raise():
     def squared(query: Any) -> Any:
-        return jnp.sum(jattn.statistics(query, given()[1], mask=masks.Causal()).entropy ** 2)
+        return jnp.sum(
+            jattn.statistics(query, query_and_key()[1], mask=masks.Causal()).entropy ** 2
+        )
 
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
-        jax.grad(lambda query: jnp.sum(jax.grad(squared)(query) ** 2))(given()[0])
+        jax.grad(lambda query: jnp.sum(jax.grad(squared)(query) ** 2))(query_and_key()[0])
 
 
 def test_what_has_no_derivative_is_constant():
     def constants(query: Any) -> Any:
-        found: Any = jattn.statistics(query, given()[1], threshold=0.1)
-        values, _ = jattn.top_weights(query, given()[1], 2)
-        return found.received.sum() + found.above.sum() + values.sum()
+        result: Any = jattn.statistics(query, query_and_key()[1], threshold=0.1)
+        values, _ = jattn.top_weights(query, query_and_key()[1], 2)
+        return result.received.sum() + result.above.sum() + values.sum()
 
-    assert not np.any(quick_jit(jax.grad(constants))(given()[0]))
+    assert not np.any(quick_jit(jax.grad(constants))(query_and_key()[0]))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -175,7 +170,7 @@ def test_top_weights_are_the_greatest(name):
     weights = dense_weights(QUERY, KEY, allowed, SLOPES)
     with computed("tiles"):
         call = functools.partial(jattn.top_weights, n=n, mask=mask, score=scores.Alibi(SLOPES))
-        values, places = quick_jit(call)(*given())
+        values, places = quick_jit(call)(*query_and_key())
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :n]
     want = np.take_along_axis(weights, order, axis=-1)
     np.testing.assert_allclose(values, want, atol=1e-13)
@@ -187,12 +182,12 @@ def test_the_first_of_equals_is_the_greatest(how):
     query, key = jnp.zeros((T, 1, H), jnp.float32), jnp.ones((S, 1, H), jnp.float32)
     mask = masks.Prefix(40) & ~masks.Prefix(3)
     with computed(how):
-        found: Any = jattn.statistics(query, key, mask=mask, keys=masks.Prefix(10))
-    np.testing.assert_array_equal(found.place, np.full((1, T), 3))
-    np.testing.assert_allclose(found.entropy, np.full((1, T), np.log(37)), rtol=1e-6)
-    np.testing.assert_allclose(found.on_keys, np.full((1, T), 7 / 37), rtol=1e-6)
+        result: Any = jattn.statistics(query, key, mask=mask, keys=masks.Prefix(10))
+    np.testing.assert_array_equal(result.place, np.full((1, T), 3))
+    np.testing.assert_allclose(result.entropy, np.full((1, T), np.log(37)), rtol=1e-6)
+    np.testing.assert_allclose(result.on_keys, np.full((1, T), 7 / 37), rtol=1e-6)
     attended = (np.arange(S) >= 3) & (np.arange(S) < 40)
-    np.testing.assert_allclose(found.received, attended[None] * T / 37, rtol=1e-5)
+    np.testing.assert_allclose(result.received, attended[None] * T / 37, rtol=1e-5)
 
 
 @pytest.mark.one_in(4)
@@ -200,9 +195,9 @@ def test_the_first_of_equals_is_the_greatest(how):
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("how", HOW[:2])
 def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
-    """Where one score is by far the largest, and where all are equal, so that the log of the sum
-    has no digits beside the maximum."""
-    query, key = given(dtype)
+    """One score is by far the largest, or all are equal, so that the log of the sum is below the
+    precision of the maximum."""
+    query, key = query_and_key(dtype)
     sharp = scores.Temperature(jnp.array([1e-12, 2e-12, 3e-12, 1e-11], jnp.float32))
     equal = scores.Score(lambda s, b, h, i, j: s * 0 + 1.1e12)
     attended = np.minimum(np.arange(T) + 1, S) if mask is not None else np.full(T, S)
@@ -210,32 +205,32 @@ def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
         call = functools.partial(jattn.statistics, mask=mask, score=score)
         gradient = jax.grad(lambda query: jnp.sum(call(query, key).entropy))  # noqa: B023
         with computed(how):
-            found = users_jit(call)(query, key)
+            result = users_jit(call)(query, key)
             d_query = np.asarray(users_jit(gradient)(query), np.float32)
             top, _ = users_jit(functools.partial(jattn.top_weights, n=1, mask=mask, score=score))(
                 query, key
             )
-        np.testing.assert_allclose(found.received.sum(axis=-1), T, rtol=1e-5)
-        np.testing.assert_allclose(top[..., 0], found.greatest, rtol=1e-5)
+        np.testing.assert_allclose(result.received.sum(axis=-1), T, rtol=1e-5)
+        np.testing.assert_allclose(top[..., 0], result.greatest, rtol=1e-5)
         assert np.all(np.isfinite(d_query))
         if score is equal:
-            want = np.broadcast_to(np.log(attended), found.entropy.shape)
-            np.testing.assert_allclose(found.entropy, want, rtol=1e-5, atol=1e-6)
+            want = np.broadcast_to(np.log(attended), result.entropy.shape)
+            np.testing.assert_allclose(result.entropy, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", HOW[:2])
 def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
-    query, key = given(jnp.float32)
+    query, key = query_and_key(jnp.float32)
     key = key.at[0, S - 1].set(jnp.nan).at[1, 0].set(jnp.nan)
 
     def entropy(query: Any, key: Any) -> Any:
-        found = jattn.statistics(query, key, mask=masks.Causal())
-        return jnp.sum(found.entropy[0]), found
+        values = jattn.statistics(query, key, mask=masks.Causal())
+        return jnp.sum(values.entropy[0]), values
 
     with computed(how):
         gradients, every = quick_jit(jax.grad(entropy, (0, 1), has_aux=True))(query, key)
-    for found in (every.entropy, every.greatest, every.distance):
-        assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+    for values in (every.entropy, every.greatest, every.distance):
+        assert np.isfinite(values[0]).all() and np.isnan(values[1]).all()
     assert np.isfinite(every.received[0]).all() and np.isnan(every.received[1, :, 0]).all()
     assert np.isfinite(gradients[0]).all() and np.isfinite(gradients[1]).all()
     assert not np.any(gradients[1][0, S - 1])
@@ -243,35 +238,35 @@ def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
 
 @pytest.mark.parametrize("how", HOW[:2])
 def test_positions_and_wide_distances(how):
-    query, key = given()
+    query, key = query_and_key()
     far = np.arange(S) * 10_000_000
     with computed(how):
-        found = jattn.statistics(
+        result = jattn.statistics(
             query, key, kv_positions=far, q_positions=-np.arange(T) * 50_000_000
         )
     weights = dense_weights(QUERY, KEY, np.ones((1, 1, T, S), bool), 0 * SLOPES)
-    apart = far[None, :] + 50_000_000 * np.arange(T)[:, None]
-    np.testing.assert_allclose(found.distance, (weights * apart).sum(-1), rtol=1e-12)
+    distance = far[None, :] + 50_000_000 * np.arange(T)[:, None]
+    np.testing.assert_allclose(result.distance, (weights * distance).sum(-1), rtol=1e-12)
 
 
 def test_functions_of_users_batches_and_few_bits():
-    """A mask and a score function that are compiled, keys [S] for all rows, `vmap`, bfloat16: what
-    both ways give is the same."""
-    query, key = given(jnp.bfloat16)
+    """The kernel and pure JAX agree on compiled functions, keys [S] for all rows, `vmap`, and
+    bfloat16."""
+    query, key = query_and_key(jnp.bfloat16)
     mask = lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 != 0  # noqa: E731
     bend = scores.Score(lambda score, b, h, q, kv, x: score * x, jnp.float32(1.5))
 
-    def one(query: Any, key: Any) -> Any:
+    def of_row(query: Any, key: Any) -> Any:
         call = functools.partial(jattn.statistics, query, key, mask=mask, score=bend)
         return call(keys=KEYS[0], threshold=THRESHOLD), call(keys=masks.Causal())
 
-    found = []
+    results = []
     for how in HOW[:2]:
         with computed(how):
-            program = quick_jit(jax.vmap(one)).lower(query, key).compile()
+            program = quick_jit(jax.vmap(of_row)).lower(query, key).compile()
             assert ("jattn_statistics" in program.as_text()) == (how == "native")
-            found.append(program(query, key))
-    for ours, plain in zip(*found, strict=True):
+            results.append(program(query, key))
+    for ours, plain in zip(*results, strict=True):
         for name, got, want in zip(ours._fields, ours, plain, strict=True):
             if name != "above" and want is not None:
                 np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=name)
@@ -279,11 +274,11 @@ def test_functions_of_users_batches_and_few_bits():
 
 @pytest.mark.default_tiles
 def test_memory_is_linear():
-    """Temporaries of a program for 8 times the length are at most 10 times as many."""
+    """A program for 8 times the length needs at most 10 times the temporary memory."""
 
     def loss(query: Any, key: Any) -> Any:
-        found = jattn.statistics(query, key, mask=masks.Causal(), threshold=0.1)
-        return found.entropy.sum(), (found, jattn.top_weights(query, key, 4, mask=masks.Causal()))
+        result = jattn.statistics(query, key, mask=masks.Causal(), threshold=0.1)
+        return result.entropy.sum(), (result, jattn.top_weights(query, key, 4, mask=masks.Causal()))
 
     def temporaries(size: int) -> float:
         x = jax.ShapeDtypeStruct((size, 2, 16), jnp.float32)
@@ -308,9 +303,9 @@ WRONG = {
 def test_mistakes_raise(name):
     changes, error, message = WRONG[name]
     with pytest.raises(error, match=message):
-        jattn.statistics(*given(), **changes)
+        jattn.statistics(*query_and_key(), **changes)
     with pytest.raises(ValueError, match="n: expected at most S = 53, got 54"):
-        jattn.top_weights(*given(), 54)
+        jattn.top_weights(*query_and_key(), 54)
 
 
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])
@@ -319,11 +314,11 @@ def test_without_rows_queries_or_keys(B, T, S):
     segments = masks.Segments(jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
     calls: Any = ({}, {"mask": masks.Causal(), "threshold": 0.1}, {"keys": segments})
     for options in calls:
-        found = jattn.statistics(q, k, **options)
-        assert found.received.shape == (B, 4, S)
-        rows = [x for name, x in found._asdict().items() if name != "received" and x is not None]
+        result = jattn.statistics(q, k, **options)
+        assert result.received.shape == (B, 4, S)
+        rows = [x for name, x in result._asdict().items() if name != "received" and x is not None]
         assert all(x.shape == (B, 4, T) for x in rows)
-        assert not found.greatest.any() and (found.place == -1).all()
+        assert not result.greatest.any() and (result.place == -1).all()
     d_q, d_k = jax.grad(lambda q, k: jattn.statistics(q, k).entropy.sum(), (0, 1))(q, k)
     assert (d_q.shape, d_k.shape) == (q.shape, k.shape) and not d_q.any()
     no_heads = jattn.statistics(q[:, :, :0], k)

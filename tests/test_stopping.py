@@ -1,4 +1,4 @@
-"""Early stopping, averaging, checkpoints: a run that was killed ends like one that was not."""
+"""Early stopping, averaging, checkpoints: a run that was killed ends like an uninterrupted run."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import evaluation, training
 from experiments.translation.batches import Batches
 from experiments.translation.presets import PRESETS, Config
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.text import encode_pairs
 from tests.test_translation import (
     Bench,
@@ -30,6 +30,7 @@ from tests.test_translation import (
     plain_jax,
     saved_run,
     small_tree,
+    timeless,
 )
 
 
@@ -38,7 +39,7 @@ TINY = PRESETS["tiny"]
 
 
 def records(*losses: float | None) -> list[dict[str, Any]]:
-    """Metrics of a run with these validation losses, three steps apart, and a report in between."""
+    """Metrics of a run with these validation losses every three steps, and two other reports."""
     validations = [
         {"step": 3 * n, "validation_loss": loss} for n, loss in enumerate(losses, start=1)
     ]
@@ -58,30 +59,30 @@ def records(*losses: float | None) -> list[dict[str, Any]]:
     ],
 )
 def test_what_is_best_and_how_long_ago(losses, best, waited):
-    found = stopping.best(records(*losses))
-    assert (found and found["step"]) == best
+    best_record = stopping.best(records(*losses))
+    assert (best_record and best_record["step"]) == best
     assert stopping.waited(records(*losses)) == waited
     assert not stopping.has_stopped(records(*losses), 0)
     assert stopping.has_stopped(records(*losses), 2) == (waited >= 2)
 
 
 PATIENCE = 3
-LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # the best of those that are seen is the third
+LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # training stops before the last; the third is best
 STOPS_AT = 6
 
 
 @functools.cache
 def small_bench() -> Bench:
-    """Three batches in an epoch, and a checkpoint now and then between their ends."""
+    """A bench with three batches in an epoch, and checkpoints also within epochs."""
     parts = bench()
     pairs, _ = encode_pairs(parts.texts.train[:40], parts.source, parts.target)
     batches = Batches(pairs, rows_per_batch=16, max_shapes=1)
     changes = ("steps=0", f"epochs={len(LOSSES)}", f"patience={PATIENCE}", "schedule=constant")
     config = TINY.changed([*changes, "checkpoint_every=4", "report_every=2"])
     optimiser = training.make_optimiser(config, 3 * len(LOSSES))
-    step = training.make_step(parts.model, optimiser, config)
+    train_step = training.make_step(parts.model, optimiser, config)
     return dataclasses.replace(
-        parts, config=config, batches=batches, optimiser=optimiser, step=step
+        parts, config=config, batches=batches, optimiser=optimiser, step=train_step
     )
 
 
@@ -92,22 +93,22 @@ def digest(params: Any) -> str:
 
 @functools.cache
 def losses_of_params() -> dict[str, float]:
-    """Which validation loss is that of which parameters: those at each epoch's end."""
+    """The validation loss of the parameters at the end of each epoch, by their digests."""
     parts, seen = small_bench(), []
     parts.loop(validate=lambda params: seen.append(digest(params)) or {}).run(parts.init_state())
     assert len(set(seen)) == len(LOSSES)
     return dict(zip(seen, LOSSES, strict=True))
 
 
-def train(run: Run, *, calls: int | None = None) -> None:
-    """Trains as the command does, from the last checkpoint, and is killed at a call to save or
-    report."""
+def train(run: TranslationRun, *, calls: int | None = None) -> None:
+    """Trains as the command does, from the last checkpoint. With `calls`, the training is killed
+    at that call to save or report."""
     parts = small_bench()
     state = parts.init_state()
     if run.steps():
-        saved, step = run.restore(jax.eval_shape(parts.init_state))
+        saved, last_step = run.restore(jax.eval_shape(parts.init_state))
         state = jax.tree.map(jnp.asarray, saved)
-        run.forget_metrics_after(step)
+        run.forget_metrics_after(last_step)
     else:
         run.forget_metrics_after(0)
     count = 0
@@ -131,20 +132,15 @@ def train(run: Run, *, calls: int | None = None) -> None:
     loop.run(state)
 
 
-def begun(directory: Path) -> Run:
+def begun(directory: Path) -> TranslationRun:
     parts = small_bench()
     run = parts.run(directory, parts.config)
     run.create()
     return run
 
 
-def told(run: Run) -> list[dict[str, Any]]:
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Run:
+def uninterrupted(tmp_path_factory) -> TranslationRun:
     with plain_jax():
         run = begun(tmp_path_factory.mktemp("runs") / "whole")
         train(run)
@@ -170,11 +166,11 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     with pytest.raises(Killed):
         train(run, calls=calls)
     train(run)
-    assert told(run) == told(uninterrupted)
+    assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert run.steps() == uninterrupted.steps()
     for part in (small_bench().init_state, lambda: small_bench().init_state().params):
         like = jax.eval_shape(part)
-        prefix = "" if isinstance(like, training.State) else "params/"
+        prefix = "" if isinstance(like, training.TrainingState) else "params/"
         assert_equal(run.restore(like, prefix=prefix), uninterrupted.restore(like, prefix=prefix))
     assert_equal(
         run.parameters(bench().model.shapes), uninterrupted.parameters(bench().model.shapes)
@@ -184,39 +180,40 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
 @pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
-    run = Run.open(tmp_path / "run")
+    run = TranslationRun.open(tmp_path / "run")
     like = jax.eval_shape(small_bench().init_state)
     state, step = run.restore(like)
     digests = run.directory / "digests" / f"{step}.json"
-    before = digests.read_text()
+    original = digests.read_text()
     for array in state.params.values():
         array.flat[0] += 1
     run.save(state, step)
-    digests.write_text(before)
+    digests.write_text(original)
     with pytest.warns(UserWarning, match=f"checkpoint {step} is incomplete or damaged"):
         train(run)
-    assert told(run) == told(uninterrupted)
+    assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert_equal(run.restore(like), uninterrupted.restore(like))
 
 
 @pytest.mark.slow
 def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
-    run = Run.open(tmp_path / "run")
+    run = TranslationRun.open(tmp_path / "run")
     one_bit_flipped(next((run.directory / "checkpoints" / "9").rglob("d/*")))
     with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
         assert run.parameters(bench().model.shapes)[1] == [18]
 
 
-def test_without_patience_nothing_is_kept_and_no_training_stops(tmp_path):
+def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
     run = saved_run(tmp_path / "run")
     for step in range(1, 6):
         run.report({"step": step, "validation_loss": float(step)})
         run.save(small_tree(float(step)), step)
     assert run.steps() == [3, 4, 5]
+    assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
 
 
-def averaged(directory: Path, average: int, *scales: float) -> Run:
+def averaged(directory: Path, average: int, *scales: float) -> TranslationRun:
     run = bench().run(directory, dataclasses.replace(TINY, averaged_checkpoints=average))
     run.create()
     for step, scale in enumerate(scales, start=1):

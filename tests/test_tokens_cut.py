@@ -1,5 +1,6 @@
-"""Under `jit`, queries that are cut along tokens stay cut: each device computes its own, with a
-copy of all keys. Results, gradients and dropout are those of one device."""
+"""Under `jit`, queries that are sharded along tokens stay sharded: each device computes the
+attention of its queries, with a copy of all keys. Results, gradients and dropout are those of one
+device."""
 
 import functools
 import warnings
@@ -9,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores, tuning
 from jattn.cache import DenseCache
-from tests.conftest import quick_jit
-from tests.test_parallel import RULES, B, H, K, N, T, V, mesh_of, random, with_gradients
-from tests.test_partitioning import collectives
+from tests.conftest import assert_trees_close, quick_jit
+from tests.devices import collectives, is_placed, mesh_of, place, placed
+from tests.test_parallel import RULES, B, H, K, N, T, operands_of, random, with_gradients
 
 
 CUTS = {
@@ -30,12 +31,11 @@ CUTS = {
 }
 
 
-def place(mesh: Any, x: Any, spec: P) -> Any:
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def is_cut(x: Any, mesh: Any, spec: P) -> bool:
-    return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+def specs_of_results(cuts: str) -> tuple[dict[str, P], P]:
+    """The sharding of queries, keys and values, and the sharding of lse that follows from it."""
+    of_queries, of_keys = CUTS[cuts]
+    rows, tokens, heads = (*of_queries, None, None, None)[:3]
+    return {"q": of_queries, "k": of_keys, "v": of_keys}, P(rows, heads, tokens)
 
 
 @pytest.mark.one_in(18)
@@ -43,64 +43,50 @@ def is_cut(x: Any, mesh: Any, spec: P) -> bool:
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
-    """Gradients of keys and values are cut like these."""
-    rule, mesh, (of_queries, of_keys) = RULES[name], mesh_of(a=2, b=2, c=2), CUTS[cuts]
-    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
-    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
-    rest = {n: x for n, x in rule.arrays.items() if n not in floats}
-    cotangents = random(B, T, N, V), random(B, N, T)
+    """Gradients of keys and values are sharded like the keys and values."""
+    rule, mesh, (specs, of_lse) = RULES[name], mesh_of(a=2, b=2, c=2), specs_of_results(cuts)
+    integers, floats, cotangents = operands_of(rule)
     attend = functools.partial(jattn.attention, implementation=implementation)
     run = functools.partial(with_gradients, attend, rule)
-    specs = {"q": of_queries, "k": of_keys, "v": of_keys}
-    placed = {n: place(mesh, x, specs.get(n, P())) for n, x in floats.items()}
     with tuning.using(generated_pairs=0), warnings.catch_warnings():
-        if implementation == "native" and "dropout_rate" in rule.of({**rest, **floats}):
+        if implementation == "native" and "dropout_rate" in rule.of({**integers, **floats}):
             warnings.filterwarnings("ignore", "tokens are cut along .* dropout of a piece")
-        want_out, want_lse, want = quick_jit(run)(rest, floats, cotangents)
-        out, lse, found = quick_jit(run)(rest, placed, cotangents)
-    np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-12, atol=1e-13)
-    for n, d in found.items():
-        np.testing.assert_allclose(d, want[n], rtol=1e-11, atol=1e-12, err_msg=n)
-    assert is_cut(out, mesh, of_queries)
+        *want, want_gradients = quick_jit(run)(integers, floats, cotangents)
+        sharded = placed(mesh, floats, specs)
+        out, lse, gradients = quick_jit(run)(integers, sharded, cotangents)
+    assert_trees_close((out, lse), want, rtol=1e-12, atol=1e-13)
+    for n, d in gradients.items():
+        np.testing.assert_allclose(d, want_gradients[n], rtol=1e-11, atol=1e-12, err_msg=n)
+    assert is_placed(out, mesh, specs["q"]) and is_placed(lse, mesh, of_lse)
     if implementation != "reference" or cuts != "crossed":  # which XLA then gathers
-        assert is_cut(found["q"], mesh, of_queries)
-    rows, tokens, heads = (*of_queries, None, None, None)[:3]
-    assert is_cut(lse, mesh, P(rows, heads, tokens))
+        assert is_placed(gradients["q"], mesh, specs["q"])
     if implementation != "reference" and cuts != "crossed":
-        assert is_cut(found["k"], mesh, of_keys) and is_cut(found["v"], mesh, of_keys)
+        assert all(is_placed(gradients[n], mesh, specs[n]) for n in "kv")
 
 
 @pytest.mark.parametrize("implementation", [None, "blockwise", "native"])
 def test_only_keys_are_gathered(implementation):
-    """Of queries and results nothing is; gradients of keys are summed where they are wanted."""
-    mesh = mesh_of(c=4)
-    q, k = random(B, T, N, H), random(B, T, K, H)
-
-    def run(q: Any, k: Any) -> Any:
-        call = lambda q, k: jattn.attention(  # noqa: E731
-            q, k, k, mask=masks.Causal(), implementation=implementation
-        )
-        return jnp.sum(call(q, k) ** 2)
-
-    cut = P(None, "c")
-    placed = [place(mesh, x, cut) for x in (q, k)]
-    compiled = quick_jit(jax.grad(run, (0, 1)), out_shardings=None).lower(*placed).compile()
+    """Neither queries nor results are; gradients of keys are summed on the devices that need
+    them."""
+    mesh, cut = mesh_of(c=4), P(None, "c")
+    attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation=implementation)
+    run = lambda q, k: jnp.sum(attend(q, k, k) ** 2)  # noqa: E731
+    sharded = [place(mesh, random(B, T, heads, H), cut) for heads in (N, K)]
+    compiled = quick_jit(jax.grad(run, (0, 1)), out_shardings=None).lower(*sharded).compile()
     kinds = collectives(compiled)
     assert "all-gather" in kinds
     assert "all-to-all" not in kinds and "collective-permute" not in kinds
     sizes = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
     assert not any(f"[{B},{T},{N},{H}]" in x.split(" all-gather(")[0] for x in sizes)
-    dq, dk = compiled(*placed)
-    assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
+    assert all(is_placed(d, mesh, cut) for d in compiled(*sharded))
 
 
-def in_every_mode(rule: Any, rest: Any, floats: Any, tangents: Any, cotangents: Any) -> Any:
-    """The tangents of the results, and those of these tangents and of the gradients."""
+def in_every_mode(rule: Any, integers: Any, floats: Any, tangents: Any, cotangents: Any) -> Any:
+    """The tangents of the results, the tangents of these tangents, and those of the gradients."""
 
     def call(floats: Any) -> Any:
-        given = rule.of({**rest, **floats})
-        return jattn.attention(floats["q"], floats["k"], floats["v"], return_lse=True, **given)
+        options = rule.of({**integers, **floats})
+        return jattn.attention(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
 
     jvp = lambda floats: jax.jvp(call, (floats,), (tangents,))[1]  # noqa: E731
     vjp = lambda floats: jax.vjp(call, floats)[1](cotangents)  # noqa: E731
@@ -112,29 +98,19 @@ def in_every_mode(rule: Any, rest: Any, floats: Any, tangents: Any, cotangents: 
 @pytest.mark.parametrize("name", RULES)
 def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
     """Only keys and values, with their tangents, are gathered."""
-    rule, mesh, (of_queries, of_keys) = RULES[name], mesh_of(a=2, b=2, c=2), CUTS[cuts]
-    floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
-    floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
-    rest = {n: x for n, x in rule.arrays.items() if n not in floats}
+    rule, mesh, (specs, of_lse) = RULES[name], mesh_of(a=2, b=2, c=2), specs_of_results(cuts)
+    integers, floats, cotangents = operands_of(rule)
     tangents = {n: np.cos(x) for n, x in floats.items()}
     run = functools.partial(in_every_mode, rule)
-    specs = {"q": of_queries, "k": of_keys, "v": of_keys}
-
-    def placed(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {n: place(mesh, x, specs.get(n, P())) for n, x in arrays.items()}
-
-    cotangents = random(B, T, N, V), random(B, N, T)
     with tuning.using(generated_pairs=0):
-        want = quick_jit(run)(rest, floats, tangents, cotangents)
-        operands = (rest, placed(floats), placed(tangents), cotangents)
+        want = quick_jit(run)(integers, floats, tangents, cotangents)
+        sharded = (placed(mesh, x, specs) for x in (floats, tangents))
+        operands = (integers, *sharded, cotangents)
         compiled = quick_jit(run).lower(*operands).compile()
-    (out, lse), (second, _), (gradients,) = found = compiled(*operands)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
-    rows, tokens, heads = (*of_queries, None, None, None)[:3]
-    for x in (out, second, gradients["q"]):
-        assert is_cut(x, mesh, of_queries)
-    assert is_cut(lse, mesh, P(rows, heads, tokens))
+    (out, lse), (second, _), (gradients,) = results = compiled(*operands)
+    assert_trees_close(results, want, rtol=1e-10, atol=1e-11)
+    assert all(is_placed(x, mesh, specs["q"]) for x in (out, second, gradients["q"]))
+    assert is_placed(lse, mesh, of_lse)
     if cuts == "tokens":
         lines = compiled.as_text().splitlines()
         gathers = [x.split(" all-gather(")[0] for x in lines if " all-gather(" in x]
@@ -151,20 +127,19 @@ def test_statistics_stay_cut_along_queries():
 
     def run(q: Any, k: Any) -> Any:
         def loss(q: Any, k: Any) -> Any:
-            found = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
-            return jnp.sum(found.entropy**2) + jnp.sum(found.distance), found
+            result = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
+            return jnp.sum(result.entropy**2) + jnp.sum(result.distance), result
 
-        (_, found), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
-        return found, d, jattn.top_weights(q, k, 3, **options)
+        (_, result), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
+        return result, d, jattn.top_weights(q, k, 3, **options)
 
     want = quick_jit(run)(q, k)
-    found = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-11)
-    statistics, (dq, dk), (top, _) = found
-    assert all(is_cut(x, mesh, P("a", None, "c")) for x in (statistics.entropy, top))
-    assert is_cut(statistics.received, mesh, P("a", None, "c"))
-    assert is_cut(dq, mesh, cut) and is_cut(dk, mesh, cut)
+    result = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
+    assert_trees_close(result, want, rtol=1e-10, atol=1e-11)
+    statistics, gradients, (top, _) = result
+    by_head = (statistics.entropy, top, statistics.received)
+    assert all(is_placed(x, mesh, P("a", None, "c")) for x in by_head)
+    assert all(is_placed(d, mesh, cut) for d in gradients)
 
 
 def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
@@ -175,12 +150,12 @@ def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
     want = quick_jit(call)(q, k)
     out = quick_jit(call)(place(mesh, q, P(None, "a", "c")), place(mesh, k, P(None, "a")))
     np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
-    assert is_cut(out, mesh, P(None, "a", "c"))
+    assert is_placed(out, mesh, P(None, "a", "c"))
 
 
 @pytest.fixture
 def newly_compiled():
-    """No program comes from the cache on the disk: warnings are given when one is compiled."""
+    """Switches the compilation cache off, because warnings are given during compilation."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_dir", None)
     yield
@@ -194,29 +169,29 @@ def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
     grad = jax.grad(lambda q, k: jnp.sum(jattn.attention(q, k, k) ** 2), (0, 1))
     cut = lambda q, k: grad(q[:, : T - 1], k)  # noqa: E731
     with pytest.warns(UserWarning, match=r"cut along 'c' .* jattn\.parallel\.attention") as record:
-        found = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
+        gradients = quick_jit(cut)(q, place(mesh, k, P(None, "c")))
     assert len(record) == 1
-    for x, y in zip(found, quick_jit(grad)(np.asarray(q)[:, : T - 1], k), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
+    want = quick_jit(grad)(np.asarray(q)[:, : T - 1], k)
+    assert_trees_close(gradients, want, rtol=1e-11, atol=1e-12)
 
 
 def test_an_explanation_says_how_tokens_are_shared():
     q, k = jnp.asarray(random(B, T, N, H)), jnp.asarray(random(B, T, K, H))
-    told: Any = lambda q, k: jattn.explain(q, k, k, mask=masks.Causal()).tokens  # noqa: E731
+    advice: Any = lambda q, k: jattn.explain(q, k, k, mask=masks.Causal()).tokens  # noqa: E731
     for kind in AxisType.Auto, AxisType.Explicit:
         mesh = jax.make_mesh((4,), ("c",), axis_types=(kind,))
-        whole, heads, own, keys = (
+        whole, heads, by_query, keys = (
             place(mesh, x, cut)
             for x, cut in ((q, P()), (q, P(None, None, "c")), (q, P(None, "c")), (k, P(None, "c")))
         )
-        assert told(whole, k) is told(heads, place(mesh, k, P())) is told(q, k) is None
-        assert "'c' of the mesh: each device computes its own queries" in told(own, k)
-        assert told(own, keys) == told(whole, keys) == told(own, k)
-        assert told(own, k) in str(jattn.explain(own, k, k))
-        assert "cannot share these queries evenly; jattn.parallel" in told(q[:, : T - 1], keys)
+        assert advice(whole, k) is advice(heads, place(mesh, k, P())) is advice(q, k) is None
+        assert "'c' of the mesh: each device computes its own queries" in advice(by_query, k)
+        assert advice(by_query, keys) == advice(whole, keys) == advice(by_query, k)
+        assert advice(by_query, k) in str(jattn.explain(by_query, k, k))
+        assert "cannot share these queries evenly; jattn.parallel" in advice(q[:, : T - 1], keys)
     traced = []
-    quick_jit(lambda x: traced.append(told(x, x)) or x)(own)
-    assert traced == [told(own, own)]
+    quick_jit(lambda x: traced.append(advice(x, x)) or x)(by_query)
+    assert traced == [advice(by_query, by_query)]
 
 
 def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):
@@ -233,8 +208,8 @@ def test_a_cache_cut_along_tokens_is_warned_about(newly_compiled):
     mesh = mesh_of(c=4)
     cache, q = DenseCache.create(B, T, K, H, dtype=jnp.float64), random(B, 1, N, H)
     cache = cache.append(random(B, 5, K, H), random(B, 5, K, H))
-    own = place(mesh, cache.keys, P(None, None, "c"))
+    sharded_keys = place(mesh, cache.keys, P(None, None, "c"))
     call = quick_jit(jattn.attention)
     with pytest.warns(UserWarning, match=r"jattn\.parallel\.cached_attention for a cache"):
-        out = call(q, DenseCache(own, cache.values, cache.lengths, cache.overflowed))
+        out = call(q, DenseCache(sharded_keys, cache.values, cache.lengths, cache.overflowed))
     np.testing.assert_allclose(out, call(q, cache), rtol=1e-12, atol=1e-13)

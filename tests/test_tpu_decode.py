@@ -1,7 +1,7 @@
-"""The kernel for TPUs that attends to caches where they lie, interpreted on a CPU.
+"""The kernel for TPUs that reads caches in place, interpreted on a CPU.
 
-What it should give is the oracle's formula over each row's tokens, which knows no slots and pages.
-Whatever no row holds is poisoned.
+Its results are compared with the oracle's formula over each row's tokens, which has no slots and
+pages. Slots that hold no token of any row are poisoned.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from experiments.offline import targets
@@ -23,7 +23,10 @@ from jattn.call import make
 from jattn.kernels import registry
 from jattn.kernels.tpu import decode
 from tests import cases, oracle
-from tests.conftest import quick_jit
+from tests.arrays import assert_equal
+from tests.conftest import assert_trees_close, quick_jit
+from tests.devices import mesh_of, place
+from tests.kernels import LYING
 from tests.oracle import At, Modifier
 
 
@@ -47,7 +50,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-class Held(NamedTuple):
+class FilledCache(NamedTuple):
     """A cache, and the tokens of its rows: keys `[B, L, K, H]`, values, and how many are real."""
 
     cache: Any
@@ -57,8 +60,8 @@ class Held(NamedTuple):
 
 
 @functools.cache
-def held(kind: str) -> Held:
-    """Rows of different lengths. Those of a pool lie in no order, and two rows share pages."""
+def filled(kind: str) -> FilledCache:
+    """Rows of different lengths. Pages of a pool are in random order, and two rows share some."""
     cache, lengths = CACHES[kind](), np.array(LENGTHS)
     keys, values = normal(1, B, 300, K, H) * 1.5, normal(2, B, 300, K, V)
     for start in range(0, 300, 100):
@@ -69,42 +72,44 @@ def held(kind: str) -> Held:
         rows = np.array([0, 1, 0])
         cache, keys, values = cache.reorder(jnp.asarray(rows)), keys[rows], values[rows]
         lengths = lengths[rows]
-        more = normal(3, B, 5, K, H), normal(4, B, 5, K, V)
-        cache = shuffled(cache.append(*more, jnp.asarray([[True] * 5, [False] * 5, [True] * 5])))
+        new = normal(3, B, 5, K, H), normal(4, B, 5, K, V)
+        cache = shuffled(cache.append(*new, jnp.asarray([[True] * 5, [False] * 5, [True] * 5])))
         for b in (0, 2):
-            at = slice(lengths[b], lengths[b] + 5)
-            keys[b, at], values[b, at] = more[0][b], more[1][b]
+            places = slice(lengths[b], lengths[b] + 5)
+            keys[b, places], values[b, places] = new[0][b], new[1][b]
         lengths = lengths + np.array([5, 0, 5])
-    return Held(poisoned(cache, np.nan), keys, values, lengths)
+    return FilledCache(poisoned(cache, np.nan), keys, values, lengths)
 
 
 def shuffled(cache: PagedCache) -> PagedCache:
-    """The same with its pages elsewhere."""
-    P = cache.num_pages
-    to = np.random.default_rng(5).permutation(P)
-    table = np.append(to, P)[np.asarray(cache.table)]
+    """The same cache with its pages in another order."""
+    to = np.random.default_rng(5).permutation(cache.num_pages)
+    table = np.append(to, cache.num_pages)[np.asarray(cache.table)]
     keys, values = (x[np.argsort(to)] for x in (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values, table=jnp.asarray(table, jnp.int32))
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """The same with this in all slots that no row holds."""
+    """The same cache with this number in all slots that hold no token of any row."""
     pool, _, table = map(np.asarray, cache.pages())
-    own = np.zeros((len(pool), pool.shape[2]), bool)
+    is_used = np.zeros((len(pool), pool.shape[2]), bool)
     for pages, length in zip(table, np.asarray(cache.lengths), strict=True):
-        for slot in range(min(int(length), len(pages) * own.shape[1])):
-            own[pages[slot // own.shape[1]], slot % own.shape[1]] = True
-    assert not own.all()
+        for slot in range(min(int(length), len(pages) * is_used.shape[1])):
+            is_used[pages[slot // is_used.shape[1]], slot % is_used.shape[1]] = True
+    assert not is_used.all()
     keys, values = (
-        jnp.where(own[:, None, :, None], x, jnp.asarray(poison, x.dtype))
+        jnp.where(is_used[:, None, :, None], x, jnp.asarray(poison, x.dtype))
         for x in (cache.keys, cache.values)
     )
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
-class Rule(NamedTuple):
-    """Arguments of a call, made with `along(x)`, which gives `x [..., positions]` along slots; and
-    what they mean. Arrays along queries start at `q [B, T]`, the queries' positions."""
+class CacheRule(NamedTuple):
+    """Arguments of a call and what they mean to the oracle.
+
+    `build(along, q, N)` makes the arguments for queries at positions `q [B, T]` and N heads, where
+    `along(x)` gathers `x [..., positions]` into the order of the cache's slots.
+    """
 
     build: Callable[[Any, np.ndarray, int], dict[str, Any]]
     allowed: Callable[[At], Any] = lambda at: True
@@ -126,22 +131,22 @@ def _score(build: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return lambda along, q, N: {"score": build(along, q, N)}
 
 
-def _own_window(b: Any, h: Any, i: Any, j: Any) -> Any:
+def _window_by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i - j <= 40 * h) & ((i + 3 * j + h) % 4 != 0)
 
 
-def _scored(make: Callable[[int], cases.ScoreRule]) -> Rule:
+def _scored(make: Callable[[int], cases.ScoreRule]) -> CacheRule:
     def build(along: Any, q: Any, N: int) -> dict[str, Any]:
         rule = make(N)
-        given = {name: jnp.asarray(x, jnp.float32) for name, x in rule.parameters.items()}
-        scale = {"scale": given["scale"]} if "scale" in given else {}
-        return {"mask": masks.Causal(), "score": rule.build(given), **scale}
+        parameters = {name: jnp.asarray(x, jnp.float32) for name, x in rule.parameters.items()}
+        scale = {"scale": parameters["scale"]} if "scale" in parameters else {}
+        return {"mask": masks.Causal(), "score": rule.build(parameters), **scale}
 
     def modifier(N: int) -> Modifier:
-        own = make(N).modifier(make(N).parameters)
-        return dataclasses.replace(own, by_parameter={})
+        oracle_rule = make(N).modifier(make(N).parameters)
+        return dataclasses.replace(oracle_rule, by_parameter={})
 
-    return Rule(build, lambda at: at.kv <= at.q, modifier)
+    return CacheRule(build, lambda at: at.kv <= at.q, modifier)
 
 
 def _segments(along: Any, q: np.ndarray, N: int) -> Any:
@@ -150,22 +155,22 @@ def _segments(along: Any, q: np.ndarray, N: int) -> Any:
 
 
 RULES = {
-    "none": Rule(lambda along, q, N: {}),
-    "window": Rule(
+    "none": CacheRule(lambda along, q, N: {}),
+    "window": CacheRule(
         _mask(lambda along, q, N: masks.Causal() & masks.Window(left=40)),
         lambda at: at.q - 40 <= at.kv <= at.q,
     ),
-    "segments": Rule(
+    "segments": CacheRule(
         _mask(_segments),
         lambda at: IDS[max(at.q, 0)] == IDS[at.kv],
     ),
-    "dense": Rule(
+    "dense": CacheRule(
         _mask(lambda along, q, N: masks.Dense(along(PAIRS[:, :N, : q.shape[1]]))),
         lambda at: PAIRS[at.b, at.h, at.i, at.kv],
     ),
-    "predicate": Rule(
-        _mask(lambda along, q, N: masks.Predicate(_own_window)),
-        lambda at: _own_window(at.b, at.h, at.q, at.kv),
+    "predicate": CacheRule(
+        _mask(lambda along, q, N: masks.Predicate(_window_by_head)),
+        lambda at: _window_by_head(at.b, at.h, at.q, at.kv),
     ),
     "alibi": _scored(lambda N: cases.alibi(SLOPES[:N])),
     "soft_cap_then_alibi": _scored(lambda N: cases.soft_cap(3.0) >> cases.alibi(SLOPES[:N])),
@@ -173,48 +178,49 @@ RULES = {
         lambda N: cases.relative_bias(8, N, bidirectional=False, max_distance=40)
     ),
     "scale_by_head": _scored(lambda N: cases.scale_by_head(BY_HEAD[:N])),
-    "bias": Rule(
+    "bias": CacheRule(
         _score(lambda along, q, N: scores.Bias(along(BIAS[:, :N, : q.shape[1]]))),
         modifier=lambda N: Modifier(value=lambda s, at: s + BIAS[at.b, at.h, at.i, at.kv]),
     ),
-    "bias_by_key": Rule(
+    "bias_by_key": CacheRule(
         _score(lambda along, q, N: scores.Bias(along(BIAS[:, :1, :1]))),
         modifier=lambda N: Modifier(value=lambda s, at: s + BIAS[at.b, 0, 0, at.kv]),
     ),
 }
 
 
-def arguments(rule: Rule, cache: Any, T: int, N: int) -> dict[str, Any]:
-    """Of a call with the rule, by slots."""
-    at = cache.kv_positions
-    at = np.broadcast_to(np.arange(cache.capacity), (B, cache.capacity)) if at is None else at
-    at = np.clip(np.asarray(at), 0, SPAN - 1)
+def arguments(rule: CacheRule, cache: Any, T: int, N: int) -> dict[str, Any]:
+    """The arguments of a call with the rule, whose arrays along keys are in the order of slots."""
+    positions = cache.kv_positions
+    if positions is None:
+        positions = np.broadcast_to(np.arange(cache.capacity), (B, cache.capacity))
+    positions = np.clip(np.asarray(positions), 0, SPAN - 1)
 
     def along(x: np.ndarray) -> Any:
-        index = at.reshape(B, *[1] * (x.ndim - 2), -1)
-        index = np.broadcast_to(index, (*x.shape[:-1], at.shape[1]))
+        index = positions.reshape(B, *[1] * (x.ndim - 2), -1)
+        index = np.broadcast_to(index, (*x.shape[:-1], positions.shape[1]))
         return jnp.asarray(np.take_along_axis(x, index, -1))
 
     return rule.build(along, np.asarray(cache.last_positions(T)), N)
 
 
-def truth(found: Held, rule: Rule, query: np.ndarray) -> oracle.Forward:
-    """By the oracle, in float64."""
+def truth(rows: FilledCache, rule: CacheRule, query: np.ndarray) -> oracle.OracleForward:
+    """The oracle's result, in float64."""
     T, N = query.shape[1:3]
-    window = getattr(found.cache, "window", None)
+    window = getattr(rows.cache, "window", None)
 
     def allowed(at: At) -> bool:
-        inside = at.j < found.lengths[at.b] and (window is None or at.q - window <= at.kv)
+        inside = at.j < rows.lengths[at.b] and (window is None or at.q - window <= at.kv)
         return bool(inside and rule.allowed(at))
 
-    problem = oracle.Problem(
+    problem = oracle.OracleProblem(
         query,
-        found.keys,
-        found.values,
+        rows.keys,
+        rows.values,
         allowed=allowed,
         modifier=lambda parameters: rule.modifier(N),
         scale=1.0 if rule is RULES["scale_by_head"] else None,
-        q_positions=found.lengths[:, None] + np.arange(-T, 0),
+        q_positions=rows.lengths[:, None] + np.arange(-T, 0),
     )
     zeros = np.zeros((*query.shape[:3], V)), np.zeros((B, N, T))
     with np.errstate(all="ignore"):
@@ -243,10 +249,10 @@ def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) ->
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("T", "G"), [(1, 4), (4, 1), (4, 4), (1, 1)])
 def test_values(kind, name, T, G):
-    found, rule, N = held(kind), RULES[name], K * G
+    rows, rule, N = filled(kind), RULES[name], K * G
     query = normal(8, B, T, N, H)
-    out, lse = attend(query, found.cache, **arguments(rule, found.cache, T, N))
-    want = truth(found, rule, query)
+    out, lse = attend(query, rows.cache, **arguments(rule, rows.cache, T, N))
+    want = truth(rows, rule, query)
     assert out.dtype == lse.dtype == jnp.float32
     assert oracle.error(out, want.out) < 4e-6
     assert oracle.error(lse, want.lse) < 4e-6
@@ -257,28 +263,27 @@ def test_values(kind, name, T, G):
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_what_no_row_holds_does_not_exist(kind, poison):
-    cache, query = held(kind).cache, normal(8, B, 4, 8, H)
+    cache, query = filled(kind).cache, normal(8, B, 4, 8, H)
     rules: Any = {"mask": masks.Causal(), "score": scores.SoftCap(5.0)}
     want = attend(query, cache, **rules)
-    for x, y in zip(attend(query, poisoned(cache, poison), **rules), want, strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_equal(attend(query, poisoned(cache, poison), **rules), want)
 
 
 @pytest.mark.one_in(3)
 @every_cache
 def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
-    """A value that the last query alone sees, and a key that the window leaves to none."""
-    cache, query = held(kind).cache, normal(8, B, 4, 4, H)
+    """A value that only the last query attends to, and a key outside of every window."""
+    cache, query = filled(kind).cache, normal(8, B, 4, 4, H)
     pool, values, table = map(np.asarray, cache.pages())
     keys, values, page = pool.copy(), values.copy(), pool.shape[2]
 
-    def at(token: int) -> tuple[int, Any, int]:
+    def slot_of(token: int) -> tuple[int, Any, int]:
         slot = token % cache.capacity
         return table[0, slot // page], slice(None), slot % page
 
     last = int(cache.lengths[0]) - 1
-    values[at(last)][..., 3] = np.inf
-    keys[at(last - 50)], values[at(last - 50)] = np.nan, np.nan
+    values[slot_of(last)][..., 3] = np.inf
+    keys[slot_of(last - 50)], values[slot_of(last - 50)] = np.nan, np.nan
     bad = dataclasses.replace(cache, keys=jnp.asarray(keys), values=jnp.asarray(values))
     mask = masks.Causal() & masks.Window(left=40)
     (out, lse), (want, lse_want) = (attend(query, x, mask=mask) for x in (bad, cache))
@@ -292,19 +297,10 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["dense_long", "paged", "paged_long"])
 def test_the_tile_map_decides(kind):
-    """A map that lies: what it calls empty is not visited, what it calls full is not masked."""
-
-    def lie(tile: Any) -> Any:
-        first = np.asarray(tile.columns.start) < 128
-        rows = np.ones_like(np.asarray(tile.rows.start), bool)
-        return rows & first, rows & first
-
-    cache, query = held(kind).cache, normal(8, B, 1, 4, H)
-    lied = attend(query, cache, mask=masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie))
-    want = attend(query, cache, mask=masks.Lengths(kv=128))
-    row = 0  # the others do not fill the first block
-    np.testing.assert_array_equal(lied[0][row], want[0][row])
-    np.testing.assert_array_equal(lied[1][row], want[1][row])
+    """A tile that a map wrongly calls empty is not visited, and one it calls full is not masked."""
+    cache, query = filled(kind).cache, normal(8, B, 1, 4, H)
+    lied, want = (attend(query, cache, mask=x) for x in (LYING, masks.Lengths(kv=128)))
+    assert_equal([x[0] for x in lied], [x[0] for x in want])  # other rows are shorter than a block
 
 
 def test_a_mean_is_finite_where_the_sum_is_not():
@@ -319,8 +315,8 @@ def test_a_mean_is_finite_where_the_sum_is_not():
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 @pytest.mark.parametrize("V", [128, 24])
 def test_16_bits(page_size, V):
-    """A cache in bfloat16, whose registers hold 16 rows, with head sizes of whole registers: with
-    long pages, slots of keys and of values lie along different axes."""
+    """A cache in bfloat16, whose registers hold 16 rows. With long pages and head sizes of whole
+    registers, slots of keys and of values are along different axes."""
     key, value = normal(1, 2, 200, 2, 128), normal(2, 2, 200, 2, V)
     query = normal(3, 2, 1, 4, 128)
     cache = PagedCache.create(2, 208, 2, 128, V, dtype=jnp.bfloat16, page_size=page_size)
@@ -334,18 +330,18 @@ def test_16_bits(page_size, V):
 
 
 def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
-    found, query = held("dense_long"), normal(8, B, 4, 8, H)
+    rows, query = filled("dense_long"), normal(8, B, 4, 8, H)
     rule = RULES["window"]
     with tuning.using(tpu_decode_block=1024):
-        out, _ = attend(query, found.cache, **arguments(rule, found.cache, 4, 8))
-    assert oracle.error(out, truth(found, rule, query).out) < 4e-6
+        out, _ = attend(query, rows.cache, **arguments(rule, rows.cache, 4, 8))
+    assert oracle.error(out, truth(rows, rule, query).out) < 4e-6
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
-    cache, query = held(kind).cache, jnp.asarray(normal(8, 2, B, 1, 4, H))
+    cache, query = filled(kind).cache, jnp.asarray(normal(8, 2, B, 1, 4, H))
     axis = 0 if mapped == "all" else None
     other = jax.tree.map(lambda x: x[::-1] if x.ndim < 3 else x, cache)
     if kind == "dense":
@@ -356,48 +352,40 @@ def test_mapped(kind, mapped):
         return jattn.attention(query, cache, mask=masks.Causal(), implementation="tpu")
 
     got = quick_jit(jax.vmap(call, (0, axis)))(query, caches)
-    for one, x, y in zip(got, query, (cache, other if mapped == "all" else cache), strict=True):
-        np.testing.assert_allclose(one, attend(x, y, mask=masks.Causal())[0], atol=1e-6)
+    for result, x, y in zip(got, query, (cache, other if mapped == "all" else cache), strict=True):
+        np.testing.assert_allclose(result, attend(x, y, mask=masks.Causal())[0], atol=1e-6)
 
 
 def test_on_several_devices():
-    """Rows and heads lie on devices of their own; and under `shard_map`."""
-    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("data", "model"))
-    cache, query = held("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
+    mesh, rows, heads = mesh_of(data=3, model=2), P("data"), P("data", "model")
+    cache, query = filled("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
     want = attend(query, cache, mask=masks.Causal())[0]
-
-    def put(x: Any, *axes: Any) -> Any:
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    cut = DenseCache(
-        put(cache.keys, "data", "model"),
-        put(cache.values, "data", "model"),
-        put(cache.lengths, "data"),
-        put(cache.overflowed, "data"),
-    )
-    got = attend(put(query, "data", None, "model"), cut, mask=masks.Causal())[0]
+    specs = DenseCache(heads, heads, rows, rows)
+    sharded = jax.tree.map(lambda x, spec: place(mesh, x, spec), cache, specs)
+    got = attend(place(mesh, query, P("data", None, "model")), sharded, mask=masks.Causal())[0]
     np.testing.assert_allclose(got, want, atol=1e-6)
 
     def call(query: Any, cache: Any) -> Any:
         return jattn.attention(query, cache, mask=masks.Causal(), implementation="tpu")
 
-    rows = PartitionSpec("data")
     by_row = jax.shard_map(call, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
     np.testing.assert_allclose(quick_jit(by_row)(query, cache), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_gradients(kind):
-    cache, query = poisoned(held(kind).cache, 0.0), jnp.asarray(normal(8, B, 1, 4, H))
+    cache, query = poisoned(filled(kind).cache, 0.0), jnp.asarray(normal(8, B, 1, 4, H))
 
     def gradients(implementation: str) -> Any:
         def total(query: Any, keys: Any, values: Any, bias: Any) -> Any:
-            own = dataclasses.replace(cache, keys=keys, values=values)
+            changed = dataclasses.replace(cache, keys=keys, values=values)
             rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(bias)}
-            return jnp.sum(jattn.attention(query, own, implementation=implementation, **rules) ** 2)
+            return jnp.sum(
+                jattn.attention(query, changed, implementation=implementation, **rules) ** 2
+            )
 
-        given = query, cache.keys, cache.values, jnp.asarray(SLOPES[:4], jnp.float32)
-        return quick_jit(jax.grad(total, (0, 1, 2, 3)))(*given)
+        operands = query, cache.keys, cache.values, jnp.asarray(SLOPES[:4], jnp.float32)
+        return quick_jit(jax.grad(total, (0, 1, 2, 3)))(*operands)
 
     for x, y in zip(gradients("tpu"), gradients("reference"), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * float(np.abs(y).max()))
@@ -423,13 +411,13 @@ def test_reasons():
     assert "expected at most 8 queries" in str(reason(many, cache))
     long = jax.eval_shape(lambda: PagedCache.create(64, 2**17, 2, 16, page_size=16))
     query = jax.ShapeDtypeStruct((64, 1, 4, 16), jnp.float32)
-    found: list[Any] = []
-    jax.eval_shape(lambda q, c: found.append(reason(q, c)), query, long)
-    assert "do not fit into scalar memory" in found[0]
+    reasons: list[Any] = []
+    jax.eval_shape(lambda q, c: reasons.append(reason(q, c)), query, long)
+    assert "do not fit into scalar memory" in reasons[0]
     wide = jax.eval_shape(lambda: DenseCache.create(1, 256, 256, 256))
     query = jax.ShapeDtypeStruct((1, 8, 256, 256), jnp.float32)
-    jax.eval_shape(lambda q, c: found.append(reason(q, c)), query, wide)
-    assert "8 queries of 256 heads do not fit into a core's memory" in found[1]
+    jax.eval_shape(lambda q, c: reasons.append(reason(q, c)), query, wide)
+    assert "8 queries of 256 heads do not fit into a core's memory" in reasons[1]
 
 
 @pytest.mark.parametrize("make", [
@@ -437,23 +425,22 @@ def test_reasons():
     lambda: DenseCache.create(2, 64, 2, 16, dtype=jnp.bfloat16),
 ])  # fmt: skip
 def test_caches_that_are_read_as_arrays(make):
-    """Where the kernel gives a reason, the one for arrays runs."""
+    """The kernel for arrays runs if the kernel for caches cannot read a cache in place."""
     cache = make().append(normal(1, 2, 40, 2, 16), normal(2, 2, 40, 2, 16))
     query = normal(3, 2, 1, 4, 16)
     got, want = (attend(query, cache, x, mask=masks.Causal()) for x in ("tpu", "reference"))
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6)
+    assert_trees_close(got, want, atol=2e-6)
 
 
 def test_another_platform_raises():
-    cache, query = held("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
+    cache, query = filled("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
     call = jax.jit(functools.partial(jattn.attention, implementation="tpu"))
     with pytest.raises(NotImplementedError, match=r"'tpu': is for tpu, .* for cuda"):
         call.trace(query, cache).lower(lowering_platforms=("cuda",))
 
 
 def test_none_does_not_take_it():
-    cache, query = held("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
+    cache, query = filled("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
 
     def reader(name: str | None) -> Any:
         return registry.reader(make(query, cache, implementation=name).prepared(), cache)
@@ -463,8 +450,8 @@ def test_none_does_not_take_it():
     assert reader("tpu") is not None
 
 
-def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
-    """A step of decoding: the cache with a token, and what it attends to."""
+def decode_token(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
+    """A step of decoding: the cache with one more token, and that token's output."""
     query, key, value = token
     cache = cache.append(key, value)
     rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(32))}
@@ -476,7 +463,7 @@ def step(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("page_size", "size"), [(None, 128), (None, 64), (16, 128), (128, 128)])
 @pytest.mark.parametrize("steps", [None, 4])
 def test_no_copy_of_the_cache(monkeypatch, target, page_size, size, steps):
-    """Neither where attention reads it, nor where tokens are written, also in a loop."""
+    """The cache is copied neither to be read nor to be written, also in a loop."""
     if targets.missing(target):
         pytest.skip("what compiles for it is not installed")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other tests' processes compile too
@@ -493,14 +480,14 @@ def test_no_copy_of_the_cache(monkeypatch, target, page_size, size, steps):
         return cache, tuple(token)
 
     def program(cache: Any, tokens: Any) -> Any:
-        one = functools.partial(step, "tpu")
+        decode = functools.partial(decode_token, "tpu")
         if steps is not None:
-            return jax.lax.scan(one, cache, tokens)
-        return one(cache, tokens)
+            return jax.lax.scan(decode, cache, tokens)
+        return decode(cache, tokens)
 
     with jax.enable_x64(False), tuning.using(tpu_decode_block=1024):
-        found = targets.compiled(target, program, *jax.eval_shape(operands), donated=(0,))
-    memory = found.memory_analysis()
+        compiled = targets.compiled(target, program, *jax.eval_shape(operands), donated=(0,))
+    memory = compiled.memory_analysis()
     assert memory.argument_size_in_bytes > size * 2**22
     assert memory.temp_size_in_bytes < 2**21
-    assert found.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1

@@ -1,4 +1,4 @@
-"""Under JAX's own tools, with functions as users write them."""
+"""Attention under JAX's transformations, with functions as users write them."""
 
 import functools
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from flax import nnx
 import jattn
 from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.conftest import assert_trees_close
 
 
 B = 4
@@ -22,8 +23,8 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape)
 
 
-class Problem(NamedTuple):
-    """A function of float arrays, of which some have the batch in front."""
+class TransformedCall(NamedTuple):
+    """A function of float arrays, some of which have a leading batch axis."""
 
     call: Callable[..., Any]
     batched: tuple[Any, ...]
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
         return (*self.batched, *self.shared)
 
     def gradients(self, *arrays: Any) -> Any:
-        """Of the sum of squares, so that they depend on the values."""
+        """The gradients of the sum of squares, which depend on the values."""
 
         def total(*arrays: Any) -> Any:
             return jnp.sum(self.call(*arrays) ** 2)
@@ -45,8 +46,8 @@ class Problem(NamedTuple):
         return self.call(*arrays), self.gradients(*arrays)
 
 
-def attention(implementation: str | None, T: int) -> Problem:
-    """With a row that sees nothing."""
+def attention(implementation: str | None, T: int) -> TransformedCall:
+    """Attention in which one row has no keys."""
 
     def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         rows = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -54,16 +55,16 @@ def attention(implementation: str | None, T: int) -> Problem:
         score = scores.Alibi(slopes)
         return jattn.attention(q, k, v, mask=mask, score=score, implementation=implementation)
 
-    return Problem(call, tuple(normal(B, T, 2, 8) for _ in range(3)), (normal(2),))
+    return TransformedCall(call, tuple(normal(B, T, 2, 8) for _ in range(3)), (normal(2),))
 
 
-def additive(T: int) -> Problem:
+def additive(T: int) -> TransformedCall:
     call = functools.partial(mechanisms.additive_attention, mask=masks.Causal())
     batched = (normal(B, T, 3), normal(B, T, 4), normal(B, T, 2))
-    return Problem(call, batched, (normal(3, 5), normal(4, 5), normal(5)))
+    return TransformedCall(call, batched, (normal(3, 5), normal(4, 5), normal(5)))
 
 
-def cached(kind: Any, implementation: str | None) -> Problem:
+def cached(kind: Any, implementation: str | None) -> TransformedCall:
     def call(q: Any, k: Any, v: Any) -> Any:
         cache = kind.create(q.shape[0], 16, 2, 4, dtype=q.dtype)
         options = {"mask": masks.Causal(), "implementation": implementation}
@@ -71,10 +72,10 @@ def cached(kind: Any, implementation: str | None) -> Problem:
         last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
         return jnp.concatenate([first, last], axis=1)
 
-    return Problem(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
+    return TransformedCall(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
 
 
-def module() -> Problem:
+def module() -> TransformedCall:
     from jattn import nn  # noqa: PLC0415
 
     layer = nn.MultiHeadAttention(
@@ -86,10 +87,10 @@ def module() -> Problem:
     def call(x: Any, *leaves: Any) -> Any:
         return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)
 
-    return Problem(call, (normal(B, 5, 8),), tuple(leaves))
+    return TransformedCall(call, (normal(B, 5, 8),), tuple(leaves))
 
 
-PROBLEMS: dict[str, Callable[[], Problem]] = {
+PROBLEMS: dict[str, Callable[[], TransformedCall]] = {
     **{
         f"{name}_{T}": functools.partial(attention, name, T)
         for name in (None, "native", "blockwise", "reference")
@@ -105,21 +106,14 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "module": module,
 }
 # One of each kind.
-SELECTED = (
-    "None_6",
-    "native_264",
-    "blockwise_264",
-    "reference_6",
-    "additive_tiles",
-    "DenseCache_None",
-    "module",
-)
-# Those that compile each operation for itself take long.
+SELECTED = ("None_6", "native_264", "blockwise_264", "reference_6")
+SELECTED += ("additive_tiles", "DenseCache_None", "module")
+# These take long because each operation is compiled separately.
 LONG = ("blockwise_264", "additive_tiles", "DenseCache_None")
 
 
 def problems(names: Any, slow: Any = ()) -> Any:
-    """The names as parameters, most of them exhaustive, some of them slow."""
+    """Parametrises a test with the names, most of which are exhaustive and some slow."""
 
     def marks(name: str) -> Any:
         if name not in SELECTED:
@@ -130,16 +124,14 @@ def problems(names: Any, slow: Any = ()) -> Any:
 
 
 @functools.cache
-def prepared(name: str) -> tuple[Problem, Any, Any]:
+def prepared(name: str) -> tuple[TransformedCall, Any, Any]:
     """A problem, its arrays, and what the compiled program gives."""
     problem = PROBLEMS[name]()
     arrays = tuple(map(jnp.asarray, problem.arrays))
     return problem, arrays, jax.jit(problem.both)(*arrays)
 
 
-def assert_same(got: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
+assert_same = functools.partial(assert_trees_close, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.one_in(8)
@@ -176,12 +168,8 @@ def test_dead_rows_make_no_nan(name):
 def test_exported(name, symbolic):
     problem, arrays, want = prepared(name)
     b = jax.export.symbolic_shape("b")[0] if symbolic else B
-    like = [
-        jax.ShapeDtypeStruct(
-            (b, *x.shape[1:]) if place < len(problem.batched) else x.shape, x.dtype
-        )
-        for place, x in enumerate(arrays)
-    ]
+    shapes = [(b, *x.shape[1:]) for x in problem.batched] + [x.shape for x in problem.shared]
+    like = [jax.ShapeDtypeStruct(y, x.dtype) for x, y in zip(arrays, shapes, strict=True)]
     for function, expected in zip((problem.call, problem.gradients), want, strict=True):
         exported = jax.export.export(jax.jit(lambda *x, f=function: f(*x)))(*like)
         assert_same(exported.call(*arrays), expected)
@@ -212,7 +200,7 @@ FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
 
 
 def assert_exported(function: Callable[..., Any], axes: str) -> None:
-    """Exports for any of the sizes in `axes`, of b, t and s, and runs that at several."""
+    """A function exported for any of the sizes in `axes`, of b, t and s, is right at several."""
     symbols = dict(zip(axes.split(","), jax.export.symbolic_shape(axes), strict=True))
 
     def shapes(**sizes: Any) -> list[tuple[Any, ...]]:
@@ -223,12 +211,7 @@ def assert_exported(function: Callable[..., Any], axes: str) -> None:
     exported = jax.export.export(jax.jit(function))(*like)
     for b, t, s in ((2, 4, 5), (1, 1, 3), (3, 70, 300)):
         arrays = [jnp.asarray(normal(*x), jnp.float32) for x in shapes(b=b, t=t, s=s)]
-        assert_close(exported.call(*arrays), function(*arrays))
-
-
-def assert_close(found: Any, want: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+        assert_trees_close(exported.call(*arrays), function(*arrays), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.one_in(4)
@@ -258,7 +241,7 @@ def test_what_needs_lengths_says_so():
 
 
 def written_out(x: Any, table: Any, gate: Any) -> Any:
-    """The formula for `closures`, by NumPy's rules."""
+    """The formula for `closures` on all pairs at once."""
     q, k, v = (x * (i + 1) for i in range(3))
     place = jnp.arange(x.shape[1])
     score = jnp.einsum("btnh,bsnh->bnts", q, k) * gate + table[None, None, None, :]
@@ -269,21 +252,14 @@ def written_out(x: Any, table: Any, gate: Any) -> Any:
 
 def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
     """Both functions close over traced arrays, NumPy's, and Python's numbers."""
-    one, steps = 1, np.arange(x.shape[1], dtype=np.int32)
+    margin, steps = 1, np.arange(x.shape[1], dtype=np.int32)
 
     def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + one)
+        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
 
     score = scores.Score(lambda s, b, h, q, kv: s * gate + table[kv])
-    return jattn.attention(
-        x,
-        2 * x,
-        3 * x,
-        mask=masks.Predicate(allowed),
-        score=score,
-        scale=1.0,
-        implementation=implementation,
-    )
+    rules = {"mask": masks.Predicate(allowed), "score": score, "scale": 1.0}
+    return jattn.attention(x, 2 * x, 3 * x, implementation=implementation, **rules)
 
 
 def checkpointed(f: Any) -> Any:
@@ -310,28 +286,27 @@ WRAPPED = {
     for T in (6, 33)
     for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
 }
-WRAPPED_MARKS = {
-    "None-6-mapped": pytest.mark.slow,
-    "reference-6-checkpointed": pytest.mark.slow,
-}
+SLOW = ("None-6-mapped", "reference-6-checkpointed")
 
 
 @pytest.mark.parametrize(
     ("implementation", "T", "wrap"),
     [
-        pytest.param(*how, id=name, marks=WRAPPED_MARKS.get(name, pytest.mark.exhaustive))
+        pytest.param(
+            *how, id=name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
+        )
         for name, how in WRAPPED.items()
     ],
 )
 def test_functions_close_over_what_they_like(implementation, T, wrap):
     arrays = tuple(map(jnp.asarray, (normal(2, T, 2, 4), normal(T), normal())))
-    want = Problem(written_out, arrays).both(*arrays)
+    want = TransformedCall(written_out, arrays).both(*arrays)
     call = wrap(functools.partial(closures, implementation))
     with jax.checking_leaks():
-        assert_same(Problem(call, arrays).both(*arrays), want)
-        assert_same(jax.jit(Problem(call, arrays).both)(*arrays), want)
+        assert_same(TransformedCall(call, arrays).both(*arrays), want)
+        assert_same(jax.jit(TransformedCall(call, arrays).both)(*arrays), want)
     with jax.disable_jit():
-        assert_same(Problem(call, arrays).both(*arrays), want)
+        assert_same(TransformedCall(call, arrays).both(*arrays), want)
 
 
 @pytest.mark.one_in(2)
@@ -352,7 +327,10 @@ def test_functions_written_in_a_loop_over_traced_layers(implementation):
         return x
 
     arrays = (x, tables)
-    assert_same(jax.jit(Problem(stack, arrays).both)(*arrays), Problem(want, arrays).both(*arrays))
+    assert_same(
+        jax.jit(TransformedCall(stack, arrays).both)(*arrays),
+        TransformedCall(want, arrays).both(*arrays),
+    )
 
 
 @pytest.mark.slow

@@ -7,12 +7,11 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import scipy.special
 from matplotlib.image import imread
 from pydantic import TypeAdapter
 
-from experiments.language.settings import Settings as LanguageSettings
+from experiments.language.settings import LanguageSettings
 from experiments.runs.ending import Failure
 from experiments.runs.folder import free_directory
 from experiments.translation import __main__ as cli
@@ -37,13 +36,13 @@ from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.runs import Run, TextOrigin, fingerprint, remove
+from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint, remove
 from experiments.translation.text import encode_pairs
-from experiments.translation.training import State
+from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
+from tests.commands import environment, run_python
 
 
-ROOT = Path(__file__).parents[1]
 TINY = PRESETS["tiny"]
 
 
@@ -73,7 +72,7 @@ class Bench:
     """A tiny model with its text, and one compiled step that the tests share."""
 
     config: Config
-    texts: training.Texts
+    texts: training.TrainingTexts
     source: Vocabulary
     target: Vocabulary
     batches: Batches
@@ -81,10 +80,10 @@ class Bench:
     optimiser: Any
     step: training.Step
 
-    def init_state(self) -> State:
+    def init_state(self) -> TrainingState:
         return training.init_state(self.model, self.optimiser, self.config.seed)
 
-    def loop(self, **changes) -> training.Loop:
+    def loop(self, **changes) -> training.TrainingLoop:
         parts = {
             "config": self.config,
             "batches": self.batches,
@@ -94,11 +93,11 @@ class Bench:
             "validate": lambda params: {},
             "save": lambda state: None,
         }
-        return training.Loop(**(parts | changes))
+        return training.TrainingLoop(**(parts | changes))
 
-    def run(self, directory: Path, config: Config | None = None) -> Run:
+    def run(self, directory: Path, config: Config | None = None) -> TranslationRun:
         origin = TextOrigin(None, ("de", "en"), fingerprint(self.batches.pairs))
-        return Run(directory, config or self.config, self.source, self.target, origin)
+        return TranslationRun(directory, config or self.config, self.source, self.target, origin)
 
 
 def make_bench(config: Config = TINY) -> Bench:
@@ -109,8 +108,8 @@ def make_bench(config: Config = TINY) -> Bench:
     batches = Batches(pairs, tokens_per_batch=config.tokens_per_batch, max_shapes=1)
     model = Model(config, len(source), len(target))
     optimiser = training.make_optimiser(config, config.steps)
-    step = training.make_step(model, optimiser, config)
-    return Bench(config, texts, source, target, batches, model, optimiser, step)
+    train_step = training.make_step(model, optimiser, config)
+    return Bench(config, texts, source, target, batches, model, optimiser, train_step)
 
 
 @functools.cache
@@ -118,7 +117,7 @@ def bench() -> Bench:
     return make_bench()
 
 
-def copied(state: State) -> State:
+def copied(state: TrainingState) -> TrainingState:
     """A state that survives the step it is given to."""
     return jax.tree.map(lambda array: jnp.array(array, copy=True), state)
 
@@ -126,8 +125,8 @@ def copied(state: State) -> State:
 def assert_equal(left, right) -> None:
     left, right = jax.device_get((left, right))
     assert jax.tree.structure(left) == jax.tree.structure(right)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def first_batch() -> Batch:
@@ -150,9 +149,10 @@ def widened(batch: Batch, places: int) -> Batch:
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal, rotary"])
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
-    """Of the same sentences; and not so if what keeps the pairs apart is left out."""
-    first, *more = positions.split(", ")
-    config = dataclasses.replace(TINY, positions=first, rotary=bool(more), dropout_rate=0.0)
+    """They are those of the same sentences, but not if the arrays that separate the pairs are
+    left out."""
+    first, *rotary = positions.split(", ")
+    config = dataclasses.replace(TINY, positions=first, rotary=bool(rotary), dropout_rate=0.0)
     part = bench()
     model = Model(config, part.model.source_size, part.model.target_size)
     params = model.init(3)
@@ -160,37 +160,28 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones(positions):
     pairs, _ = encode_pairs(some, part.source, part.target)
     padded = next(Batches(pairs, rows_per_batch=8, max_shapes=1).epoch(0))
     packed = next(PackedBatches(pairs, width=48, rows_per_batch=4).epoch(0))
-    assert (
-        packed.target_segment_ids.max() > 0 and loss_mask(packed).sum() == loss_mask(padded).sum()
-    )
-
-    @jax.jit
-    def run(params, batch):
-        return jax.value_and_grad(lambda p: training.total_loss(model, p, batch, smoothing=0.1))(
-            params
-        )
+    assert packed.target_segment_ids.max() > 0
+    assert loss_mask(packed).sum() == loss_mask(padded).sum()
+    total_loss = functools.partial(training.total_loss, model, smoothing=0.1)
+    run = jax.jit(jax.value_and_grad(total_loss))
 
     expected, gradients = run(params, padded)
-    found, grads = run(params, packed)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    packed_loss, grads = run(params, packed)
+    np.testing.assert_allclose(packed_loss, expected, rtol=1e-6)
     for name in gradients:
         np.testing.assert_allclose(grads[name], gradients[name], rtol=1e-4, atol=2e-5)
-    one = np.where(packed.target_segment_ids >= 0, 0, -1)
-    changes = {
-        "target_segment_ids": packed._replace(target_segment_ids=one),
-        "source_segment_ids": packed._replace(
-            source_segment_ids=np.where(packed.source_segment_ids >= 0, 0, -1)
-        ),
-        "target_positions": packed._replace(
-            target_positions=np.broadcast_to(np.arange(48, dtype=np.int32) % 31, one.shape)
-        ),
-    }
-    for name, changed in changes.items():
-        assert abs(float(run(params, changed)[0]) / float(expected) - 1) > 1e-5, name
+    positions_of_row = np.arange(48, dtype=np.int32) % 31
+    for name, changed in (
+        ("target_segment_ids", np.minimum(packed.target_segment_ids, 0)),
+        ("source_segment_ids", np.minimum(packed.source_segment_ids, 0)),
+        ("target_positions", np.broadcast_to(positions_of_row, packed.target_positions.shape)),
+    ):
+        loss, _ = run(params, packed._replace(**{name: changed}))
+        assert abs(float(loss) / float(expected) - 1) > 1e-5, name
 
 
 class TwoTables:
-    """As little of a model as a step needs. It tells which features it drops."""
+    """The smallest model that a training step accepts. It records which features it drops."""
 
     def __init__(self) -> None:
         self.dropped: list[bytes] = []
@@ -204,13 +195,15 @@ class TwoTables:
     def features(self, params, batch, *, dropout_key=None):
         features = params["embedding"][batch.target_in]
         if dropout_key is not None:
-            kept = jax.random.bernoulli(dropout_key, 0.5, features.shape)
-            jax.debug.callback(lambda kept: self.dropped.append(np.asarray(kept).tobytes()), kept)
-            features = jnp.where(kept, features * 2, 0)
+            keep = jax.random.bernoulli(dropout_key, 0.5, features.shape)
+            jax.debug.callback(lambda keep: self.dropped.append(np.asarray(keep).tobytes()), keep)
+            features = jnp.where(keep, features * 2, 0)
         return features, Projection(params["output"], None)
 
 
-def in_parts(model: Any, parts: int, *, dropout_rate: float = 0.0) -> tuple[State, training.Step]:
+def in_parts(
+    model: Any, parts: int, *, dropout_rate: float = 0.0
+) -> tuple[TrainingState, training.Step]:
     config = dataclasses.replace(TINY, accumulation_steps=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
     state = training.init_state(model, optimiser, 0)
@@ -226,22 +219,21 @@ def uneven_batch() -> Batch:
 
 
 def test_a_batch_accumulated_gives_the_update_of_the_whole():
-    """Whatever tokens fall to each part."""
-    found = []
+    updates = []
     for parts in (1, 4):
-        state, step = in_parts(TwoTables(), parts)
-        after, measured = jax.device_get(step(state, uneven_batch()))
-        found.append((after.opt_state[1][0].mu, measured.gradient_norm))
-    for whole, accumulated in zip(*map(jax.tree.leaves, found), strict=True):
+        state, train_step = in_parts(TwoTables(), parts)
+        new_state, measured = jax.device_get(train_step(state, uneven_batch()))
+        updates.append((new_state.opt_state[1][0].mu, measured.gradient_norm))
+    for whole, accumulated in zip(*map(jax.tree.leaves, updates), strict=True):
         np.testing.assert_allclose(accumulated, whole, rtol=1e-4, atol=1e-7)
-    assert max(np.abs(moment).max() for moment in found[0][0].values()) > 1e-3
+    assert max(np.abs(moment).max() for moment in updates[0][0].values()) > 1e-3
 
 
 def test_every_part_of_every_batch_draws_its_own_dropout():
     model = TwoTables()
-    state, step = in_parts(model, 4, dropout_rate=0.5)
+    state, train_step = in_parts(model, 4, dropout_rate=0.5)
     for _ in range(2):
-        state, _ = step(state, uneven_batch())
+        state, _ = train_step(state, uneven_batch())
     jax.effects_barrier()
     assert len(model.dropped) == len(set(model.dropped)) == 8
 
@@ -276,24 +268,23 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
 def test_a_batch_of_padding_alone_changes_no_parameter():
     empty = Batch(*(np.zeros_like(array) for array in first_batch()))
     state = bench().init_state()
-    before = jax.device_get(state.params)
-    after, measured = bench().step(state, empty)
+    params = jax.device_get(state.params)
+    new_state, measured = bench().step(state, empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
-    assert_equal(after.params, before)
+    assert_equal(new_state.params, params)
 
 
 def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
     batch = a_batch()
-    for name, wrong in (
-        ("target_out", -1),
-        ("target_out", bench().model.target_size),
-        ("target_in", bench().model.target_size),
-        ("source", bench().model.source_size),
+    for name, words, wrong in (
+        ("target_out", "target labels", -1),
+        ("target_out", "target labels", bench().model.target_size),
+        ("target_in", "target ids", bench().model.target_size),
+        ("source", "source ids", bench().model.source_size),
     ):
         ids = getattr(batch, name).copy()
         ids[0, 0] = wrong
-        words = {"target_out": "target labels", "target_in": "target ids", "source": "source ids"}
-        with pytest.raises(ValueError, match=f"{words[name]} must be in .* got {wrong}"):
+        with pytest.raises(ValueError, match=f"{words} must be in .* got {wrong}"):
             training.check_batch(batch._replace(**{name: ids}), bench().model)
     training.check_batch(batch, bench().model)
 
@@ -309,9 +300,9 @@ def test_ids_to_translate_that_the_model_has_not_got_are_refused(wrong):
 
 def test_a_vocabulary_larger_than_the_models_is_noticed():
     parts = bench()
-    more = Vocabulary((*parts.source.words, "ufo"))
+    larger = Vocabulary((*parts.source.words, "ufo"))
     pairs = [Pair("ufo", "the", "")]
-    evaluator = evaluation.Evaluator(parts.model, pairs, more, parts.target)
+    evaluator = evaluation.Evaluator(parts.model, pairs, larger, parts.target)
     with pytest.raises(ValueError, match="source ids must be in"):
         evaluator.token_loss({})
 
@@ -347,20 +338,25 @@ def test_learning_rate_of_every_schedule():
 
 def test_the_first_step_moves_every_parameter_that_it_should():
     state = bench().init_state()
-    before = jax.device_get(state.params)
-    after, _ = bench().step(state, first_batch())
-    still = [name for name in before if np.array_equal(before[name], after.params[name])]
+    params = jax.device_get(state.params)
+    new_state, _ = bench().step(state, first_batch())
+    still = [name for name in params if np.array_equal(params[name], new_state.params[name])]
     # Moving all keys by one vector moves no weight of a softmax.
     assert all(name.endswith("/key/bias") for name in still)
 
 
-def trained(bench: Bench, first: State | None = None, **changes):
-    """The state at the end and the records, without what the clock says."""
+def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of metrics without the measured times."""
+    clock = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in clock} for record in records]
+
+
+def trained(bench: Bench, first: TrainingState | None = None, **changes):
+    """The state at the end and the records."""
     records = []
     loop = bench.loop(report=records.append, **changes)
     state = loop.run(bench.init_state() if first is None else first)
-    clock = ("seconds", "tokens_per_second")
-    return state, [{k: v for k, v in record.items() if k not in clock} for record in records]
+    return state, timeless(records)
 
 
 def test_loss_falls_and_the_same_seed_gives_the_same_numbers():
@@ -396,10 +392,10 @@ def test_validation_at_the_end_of_each_epoch_and_of_training():
 
 
 class Killed(Exception):
-    """What a power cut is to a process."""
+    """Ends a training as suddenly as a power cut would."""
 
 
-def saved_halfway(directory: Path) -> Run:
+def saved_halfway(directory: Path) -> TranslationRun:
     """A run killed after its first checkpoint."""
     run = bench().run(directory)
     run.create()
@@ -418,7 +414,7 @@ def saved_halfway(directory: Path) -> Run:
 def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     expected, records = trained(bench())
     run = saved_halfway(tmp_path / "run")
-    opened = Run.open(tmp_path / "run")
+    opened = TranslationRun.open(tmp_path / "run")
     assert opened == run
     saved, step = opened.restore(jax.eval_shape(bench().init_state))
     assert step == TINY.checkpoint_every < TINY.steps
@@ -435,7 +431,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
     run.create()
     poisoned_at = TINY.checkpoint_every + 2
 
-    def step(state, batch):
+    def poisoned_step(state, batch):
         number = int(state.step) + 1
         state, measured = bench().step(state, batch)
         if number == poisoned_at:
@@ -443,7 +439,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
             return state._replace(params=params), measured._replace(loss=measured.loss * jnp.nan)
         return state, measured
 
-    loop = bench().loop(step=step, save=lambda state: run.save(state, int(state.step)))
+    loop = bench().loop(step=poisoned_step, save=lambda state: run.save(state, int(state.step)))
     with pytest.raises(training.NonFiniteLoss, match=f"step {poisoned_at}: .* nan"):
         loop.run(bench().init_state())
     assert run.steps() == [TINY.checkpoint_every]
@@ -452,14 +448,14 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
 
 
 def small_tree(scale=1.0):
-    return State(
+    return TrainingState(
         params={"a/kernel": jnp.full((2, 3), scale), "b": jnp.ones((4,), jnp.bfloat16)},
         opt_state=({"count": jnp.zeros((), jnp.int32)},),
         step=jnp.asarray(7, jnp.int32),
     )
 
 
-def saved_run(directory: Path, *steps: int) -> Run:
+def saved_run(directory: Path, *steps: int) -> TranslationRun:
     run = bench().run(directory)
     run.create()
     for step in steps:
@@ -479,12 +475,6 @@ def test_a_checkpoint_gives_back_every_array_and_its_dtype(tmp_path):
     assert_equal(state, small_tree().opt_state)
 
 
-def test_the_latest_checkpoints_are_kept(tmp_path):
-    run = saved_run(tmp_path / "run", 1, 2, 3, 4, 5)
-    assert run.steps() == [3, 4, 5]
-    assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
-
-
 def one_bit_flipped(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -500,9 +490,9 @@ def test_the_arrays_of_another_model_are_refused_by_name(tmp_path):
     wider = small_tree()._replace(params={"a/kernel": jnp.ones((2, 4)), "c": jnp.ones(4)})
     with pytest.raises(ValueError) as error:
         run.restore(wider)
-    assert "params/a/kernel: float32[2, 3], not float32[2, 4]" in str(error.value)
-    assert "params/b: bfloat16[4], not nothing" in str(error.value)
-    assert "params/c: nothing, not float32[4]" in str(error.value)
+    differs = "a/kernel: float32[2, 3], not float32[2, 4]", "b: bfloat16[4], not nothing"
+    for message in (*differs, "c: nothing, not float32[4]"):
+        assert f"params/{message}" in str(error.value)
 
 
 def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
@@ -517,7 +507,7 @@ def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
     elsewhere = dataclasses.replace(run.origin, fingerprint="0")
     with pytest.raises(ValueError, match="the training text"):
         run.check_same(dataclasses.replace(run, origin=elsewhere))
-    run.check_same(Run.open(run.directory))
+    run.check_same(TranslationRun.open(run.directory))
 
 
 def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
@@ -550,7 +540,7 @@ def test_a_run_directory_with_other_content_is_refused(tmp_path, content):
     run = saved_run(tmp_path / "run")
     (run.directory / "config.json").write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match="expected"):
-        Run.open(run.directory)
+        TranslationRun.open(run.directory)
 
 
 def test_settings_are_read_by_type_and_checked():
@@ -600,14 +590,9 @@ def test_configurations_survive_json_and_nothing_else_is_read():
     for config in PRESETS.values():
         assert Config.from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     fields = dataclasses.asdict(TINY)
-    for wrong in (
-        [],
-        {**fields, "__class__": "os.system"},
-        {name: value for name, value in fields.items() if name != "seed"},
-        {**fields, "seed": "0"},
-        {**fields, "features": True},
-        {**fields, "dropout_rate": None},
-    ):
+    changes = ({"__class__": "os.system"}, {"seed": "0"}, {"features": True})
+    without_seed = {name: value for name, value in fields.items() if name != "seed"}
+    for wrong in ([], without_seed, *(fields | x for x in (*changes, {"dropout_rate": None}))):
         with pytest.raises(ValueError, match=r"configuration|expected") as error:
             Config.from_json(wrong)
         assert "\n" not in str(error.value)
@@ -627,7 +612,7 @@ def test_every_preset_describes_a_model():
 
 @functools.cache
 def decided_params():
-    """Random parameters, so large that what is generated depends much on what was read."""
+    """Random parameters, so large that the translation depends much on the source."""
     return {name: 3 * array for name, array in bench().model.init(4).items()}
 
 
@@ -635,13 +620,18 @@ def padded(rows, width: int) -> np.ndarray:
     return np.array([[*row, *[PAD] * (width - len(row))] for row in rows], np.int32)
 
 
+def batch_of(sources, targets, width: int) -> Batch:
+    """A batch of rows of ids, with targets padded to the width."""
+    read, labels = padded([[BOS, *row[:-1]] for row in targets], width), padded(targets, width)
+    lengths = np.array([len(row) for row in sources], np.int32)
+    return Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
+
+
 def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     parts, params = bench(), decided_params()
     rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
     generated = decoding.translated(parts.model, params, rows)
-    read = padded([[BOS, *row[:-1]] for row in generated], TINY.max_length)
-    lengths = np.array([len(row) for row in rows], np.int32)
-    batch = Batch(padded(rows, 24), lengths, read, read, lengths)
+    batch = batch_of(rows, generated, TINY.max_length)
     logits = np.array(jax.jit(parts.model.logits)(params, batch))
     logits[..., [PAD, BOS]] = -np.inf
     for row, scores in zip(generated, logits, strict=True):
@@ -655,7 +645,6 @@ def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
 @pytest.mark.parametrize("architecture", ["transformer", "rnnsearch"])
 @pytest.mark.parametrize("kind", ["greedy", "beam", "sample"])
 def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture, kind):
-    """Short sentences alone, and with long ones, which end in batches of other widths."""
     config = TINY.changed([f"architecture={architecture}", "hidden=16", "max_length=64"])
     model = Model(config, 40, 40)
     params = {name: 3 * array for name, array in model.init(1).items()}
@@ -663,13 +652,13 @@ def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture,
     rows = [[*random.integers(4, 40, n).tolist(), EOS] for n in (2, 3, 5, 1, 4, 25, 30)]
     search = decoding.Search(kind=kind, beams=2)
 
-    def found(rows: list[list[int]]) -> list[list[int]]:
+    def translated(rows: list[list[int]]) -> list[list[int]]:
         return [ids.tolist() for ids in decoding.translated(model, params, rows, search)]
 
-    short = found(rows[:5])
-    together = found(rows)
+    short = translated(rows[:5])
+    together = translated(rows)
     assert short == together[:5]
-    assert kind == "sample" or found(rows[::-1]) == together[::-1]
+    assert kind == "sample" or translated(rows[::-1]) == together[::-1]
     limits = [decoding.longest_translation(len(row)) for row in rows]
     assert all(len(ids) <= limit for ids, limit in zip(together, limits, strict=True))
     assert any(len(ids) == limit for ids, limit in zip(short, limits, strict=False))
@@ -677,7 +666,7 @@ def test_what_stands_beside_a_sentence_in_the_list_changes_nothing(architecture,
 
 @pytest.mark.parametrize("settings", [Config, LanguageSettings])
 def test_every_number_of_the_settings_has_two_bounds(settings):
-    """And what is stored fits the 32 bits in which a device counts and computes."""
+    """The bounds fit the 32 bits in which a device counts and computes."""
     schema: Any = TypeAdapter(settings).core_schema
     fields = {field["name"]: field["schema"]["schema"] for field in schema["schema"]["fields"]}
     numbers = {name: each for name, each in fields.items() if each["type"] in ("int", "float")}
@@ -699,11 +688,10 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path, cap
     changes = [part for text in large for part in ("--set", text)]
     run = tmp_path / "run"
     assert cli.main(["train", "--preset", "tiny", "--run", str(run), *changes]) == 2
-    assert re.fullmatch(
-        r"error: a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are "
-        r"[\d,]+ GB\n",
-        capsys.readouterr().err,
+    message = (
+        r"a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are [\d,]+ GB"
     )
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
     assert not run.exists()
 
 
@@ -734,9 +722,9 @@ def test_scores_want_a_reference_for_each_translation(score):
             function(translations, references, **options)
     with pytest.raises(ValueError, match="translations: expected at least one, got none"):
         function([], [], **options)
-    for given in (("a b", [text] * 3), ([text], "a")):
+    for arguments in (("a b", [text] * 3), ([text], "a")):
         with pytest.raises(TypeError, match="expected several texts, got the text 'a"):
-            function(*given, **options)
+            function(*arguments, **options)
 
 
 def test_scores_of_identical_and_of_other_text():
@@ -759,7 +747,7 @@ def bleu_by_hand(generated: list[list[str]], wanted: list[list[str]]) -> float:
         right = total = 0
         for words, reference in zip(generated, wanted, strict=True):
             ours, theirs = (
-                [tuple(side[at : at + order]) for at in range(len(side) - order + 1)]
+                [tuple(side[start : start + order]) for start in range(len(side) - order + 1)]
                 for side in (words, reference)
             )
             right += sum(min(ours.count(gram), theirs.count(gram)) for gram in set(ours))
@@ -810,9 +798,7 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     )
     sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
     targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
-    lengths = np.array([len(row) for row in sources], np.int32)
-    read, labels = padded([[BOS, *row[:-1]] for row in targets], 24), padded(targets, 24)
-    batch = Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
+    batch, labels = batch_of(sources, targets, 24), padded(targets, 24)
     logits = jax.jit(parts.model.logits)(params, batch)
     log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
     loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
@@ -823,11 +809,8 @@ def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
 
 
 def test_exact_match_is_counted_by_construction():
-    pairs = [
-        Pair("a", "The dog sleeps .", "x"),
-        Pair("b", "a cat", "y"),
-        Pair("c", "the dog sleeps.", "x"),
-    ]
+    pairs = [Pair("a", "The dog sleeps .", "x"), Pair("b", "a cat", "y")]
+    pairs.append(Pair("c", "the dog sleeps.", "x"))
     parts = bench()
     evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target)
     generated = ["the dog sleeps.", "a dog", "the dog sleeps."]
@@ -840,26 +823,19 @@ def test_exact_match_is_counted_by_construction():
 def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
     rng = np.random.default_rng(0)
     tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]
-    weights = {
-        **{f"encoder/layers/{n}/self_attention": rng.dirichlet(np.ones(7), (4, 9)) for n in (0, 1)},
-        **{
-            f"decoder/layers/{n}/cross_attention": rng.dirichlet(np.ones(7), (4, 8)) for n in (1, 0)
-        },
-    }
+    layers = [f"encoder/layers/{n}/self_attention" for n in (0, 1)]
+    weights = {name: rng.dirichlet(np.ones(7), (4, 9)) for name in layers}
+    layers = [f"decoder/layers/{n}/cross_attention" for n in (1, 0)]
+    weights |= {name: rng.dirichlet(np.ones(7), (4, 8)) for name in layers}
     seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
-    found = seen.attentions()
-    assert {name: array.shape for name, array in found.items()} == {
-        "encoder self-attention": (2, 4, 5, 5),
-        "cross-attention": (2, 4, 4, 5),
-    }
+    attentions = seen.attentions()
+    shapes = {"encoder self-attention": (2, 4, 5, 5), "cross-attention": (2, 4, 4, 5)}
+    assert {name: array.shape for name, array in attentions.items()} == shapes
     layer = weights["decoder/layers/1/cross_attention"]
-    np.testing.assert_array_equal(found["cross-attention"][1], layer[:, :4, :5])
+    np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
     files = pictures.draw_sentence(seen, tmp_path)
-    assert [file.stem for file in files] == [
-        "attention",
-        "encoder-self-attention",
-        "cross-attention",
-    ]
+    names = ["attention", "encoder-self-attention", "cross-attention"]
+    assert [file.stem for file in files] == names
     for file in files:
         image = imread(file)
         assert np.unique(image.reshape(-1, image.shape[-1]), axis=0).shape[0] > 20
@@ -874,9 +850,15 @@ def test_the_head_in_the_picture_is_sharp_and_leaves_no_key_out():
     assert pictures.clearest_head(weights) == (1, 1)
 
 
-def test_pictures_say_what_each_word_reads(tmp_path, monkeypatch):
+@pytest.fixture
+def figures(monkeypatch) -> list[Any]:
+    """Figures that are drawn, instead of files."""
     figures = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+    return figures
+
+
+def test_pictures_say_what_each_word_reads(tmp_path, figures):
     weights = {
         "encoder/layers/0/self_attention": np.full((1, 2, 2), 0.5),
         "decoder/layers/0/self_attention": np.tril(np.full((1, 3, 3), 0.3)),
@@ -889,9 +871,7 @@ def test_pictures_say_what_each_word_reads(tmp_path, monkeypatch):
     assert "decoder self-attention: each word attends to itself and the words before it" in titles
 
 
-def test_losses_are_named_as_they_are_spoken(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
     records = [
         {"step": 1, "loss": 3.5, "unsmoothed_loss": 3.0},
         {"step": 2, "loss": 1.2, "unsmoothed_loss": 0.17, "validation_loss": 0.2},
@@ -936,27 +916,12 @@ def png_files(directory: Path) -> list[Path]:
 
 def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     directory, printed = demonstration
-    assert {path.name for path in directory.iterdir()} == {
-        "config.json",
-        "source.json",
-        "target.json",
-        "metrics.jsonl",
-        "evaluation.json",
-        "lock",
-        "checkpoints",
-        "digests",
-        "pictures",
-    }
-    assert Run.open(directory).steps() == [6, 12]
-    names = [file.name for file in png_files(directory)]
-    assert names == [
-        "attention.png",
-        "bleu.png",
-        "cross-attention.png",
-        "decoder-self-attention.png",
-        "encoder-self-attention.png",
-        "loss.png",
-    ]
+    files = "config.json source.json target.json metrics.jsonl evaluation.json lock"
+    folders = "checkpoints digests pictures"
+    assert {path.name for path in directory.iterdir()} == {*files.split(), *folders.split()}
+    assert TranslationRun.open(directory).steps() == [6, 12]
+    names = "attention bleu cross-attention decoder-self-attention encoder-self-attention loss"
+    assert [file.stem for file in png_files(directory)] == names.split()
     page = directory / "pictures" / "attention.html"
     assert str(page) in printed
     (about,) = re.findall(r'id="about">([^<]*)<', page.read_text(encoding="utf-8"))
@@ -972,6 +937,13 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
         height, width = imread(file).shape[:2]
         assert 200 < height < 3000 and 300 < width < 3000
     assert printed.split("\ntranslations:\n")[1].count("  -> ") == 5
+    *_, summary, deeper, _, _, _, _, _, advice, path, _ = printed.split("\n")
+    assert re.fullmatch(r"held-out sentences, test: [\d.]+% of 20 exactly right", summary)
+    expected = (
+        r"clauses nested deeper than .*: [\d.]+% of 20 exactly right \(BLEU .*\), which is hard"
+    )
+    assert re.match(expected, deeper)
+    assert (advice, path) == ("to see what each word attends to, open", f"  {page}")
     assert "test: 20 sentences" in printed and "deeper: 20 sentences" in printed
     assert "validation: loss" in printed and str(directory) in printed
     scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
@@ -990,8 +962,8 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(png_files(directory)) == 6
     assert str(directory / "pictures" / "attention.html") in printed
-    assert cli.main(["plot", "--run", str(directory), "--sentence", " \u200b"]) == 2
-    assert "--sentence: expected words, got none" in capsys.readouterr().err
+    blank = ["plot", "--run", str(directory), "--sentence", " \u200b"]
+    assert_refused(blank, "--sentence: expected words, got none", capsys)
     assert all(str(file) in printed for file in png_files(directory))
 
 
@@ -1010,8 +982,8 @@ def test_evaluate_with_beams_says_so(demonstration, tmp_path, capsys):
     assert beam["test"]["search"] == {"kind": "beam", "beams": 3, "length_penalty": 1.0}
     assert beam["test"].keys() == greedy["test"].keys() >= {"bleu", "word_bleu", "constructions"}
     assert beam["test"]["loss"] == greedy["test"]["loss"]
-    assert cli.main([*run, "--length-penalty", "1"]) == 2
-    assert "--length-penalty: expected --beam with it" in capsys.readouterr().err
+    without_beam = [*run, "--length-penalty", "1"]
+    assert_refused(without_beam, "--length-penalty: expected --beam with it", capsys)
 
 
 @pytest.mark.slow
@@ -1022,13 +994,11 @@ def test_beams_are_what_is_scored():
     evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target, search)
     rows = [parts.source.encode(pair.source) for pair in pairs]
     generated = decoding.translated(parts.model, params, rows, search)
+    id_rows = generated, decoding.translated(parts.model, params, rows)
+    by_beam, greedy = ([*map(parts.target.decode, ids)] for ids in id_rows)
     counts = []
-    assert evaluator(params, report=counts.append).translations == list(
-        map(parts.target.decode, generated)
-    )
+    assert evaluator(params, report=counts.append).translations == by_beam != greedy
     assert sum(counts) == len(pairs)
-    greedy = [parts.target.decode(ids) for ids in decoding.translated(parts.model, params, rows)]
-    assert greedy != list(map(parts.target.decode, generated))
 
 
 def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
@@ -1056,34 +1026,27 @@ def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
     assert cli.main(["train", "--preset", "tiny", *data, "--run", run, "--set", "steps=2"]) == 0
     printed = capsys.readouterr().out
     assert "read 300 pairs, kept 300" in printed and "validation: loss" in printed
-    assert cli.main(["train", "--run", run, "--resume"]) == 2
-    assert "has already run all its 2 steps" in capsys.readouterr().err
-    assert cli.main(["train", "--run", run, "--resume", "--set", "features=32"]) == 2
-    assert "was started differently: features: 16, not 32" in capsys.readouterr().err
+    resume = ["train", "--run", run, "--resume"]
+    assert_refused(resume, "has already run all its 2 steps", capsys)
+    message = "was started differently: features: 16, not 32"
+    assert_refused([*resume, "--set", "features=32"], message, capsys)
     with (tmp_path / "train.de").open("a", encoding="utf-8") as file:
         file.write("der hund schläft .\n")
-    assert cli.main(["train", "--run", run, "--resume"]) == 2
-    error = capsys.readouterr().err
-    assert "same number of lines" in error and error.count("\n") == 1
+    assert_refused(resume, "same number of lines", capsys)
 
 
-def assert_same_run(one: Run, other: Run) -> None:
+def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
     like = jax.eval_shape(bench().init_state)
-    (state, step), (also, last) = one.restore(like), other.restore(like)
+    (state, step), (also, last) = expected.restore(like), other.restore(like)
     assert step == last == TINY.steps
     assert_equal(state, also)
-    clock = ("seconds", "tokens_per_second")
-    told = [
-        [{k: v for k, v in record.items() if k not in clock} for record in run.metrics()]
-        for run in (one, other)
-    ]
-    assert told[0] == told[1]
+    assert timeless(expected.metrics()) == timeless(other.metrics())
 
 
 @pytest.mark.slow
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
-    """As if its digests were not written yet; and what is a bit different at the end is noticed."""
+    """Its digests were not written yet. A difference of one bit at the end would be noticed."""
     directory, _ = demonstration
     shutil.copytree(directory, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
@@ -1092,7 +1055,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
         file.write('{"step": 7, "lo')
     assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
     assert "starting from the beginning: there is no checkpoint yet" in capsys.readouterr().out
-    whole, again = Run.open(directory), Run.open(tmp_path / "run")
+    whole, again = TranslationRun.open(directory), TranslationRun.open(tmp_path / "run")
     assert_same_run(whole, again)
     state, step = again.restore(jax.eval_shape(bench().init_state))
     rate = state.opt_state[1][0].nu["output/kernel"]
@@ -1118,20 +1081,14 @@ main(["train", "--preset", "tiny", "--run", "killed"])
 @pytest.mark.slow
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_path, capsys):
-    """By another process, and ends like one that was never interrupted."""
-    changes = {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING],
-        cwd=tmp_path,
-        env=os.environ | changes,
-        capture_output=True,
-        check=False,
-    )
+    """Another process resumes it, and it ends like a run that was never interrupted."""
+    variables = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    killed = run_python("-c", KILLED_WHILE_SAVING, cwd=tmp_path, env=variables)
     assert killed.returncode == -signal.SIGKILL
-    assert Run.open(tmp_path / "killed").steps() == [6]
+    assert TranslationRun.open(tmp_path / "killed").steps() == [6]
     assert cli.main(["train", "--run", str(tmp_path / "killed"), "--resume"]) == 0
     assert "resuming from the checkpoint after step 6" in capsys.readouterr().out
-    assert_same_run(Run.open(demonstration[0]), Run.open(tmp_path / "killed"))
+    assert_same_run(TranslationRun.open(demonstration[0]), TranslationRun.open(tmp_path / "killed"))
 
 
 @pytest.mark.parametrize(
@@ -1164,7 +1121,7 @@ def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeyp
 
 
 def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
-    """The command ends with 2 and one line that says this."""
+    """The command ends with status 2 and one line that contains the message."""
     try:
         status = cli.main(arguments)
     except SystemExit as end:
@@ -1176,21 +1133,19 @@ def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
 
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
     directory, origin = tmp_path / "demo", TextOrigin(None, ("de", "en"), "0")
-    Run(directory, TINY, bench().source, bench().target, origin).create()
-    before = (directory / "config.json").stat().st_mtime_ns
-    assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 2
-    assert "exists already: expected another --run, --resume or --overwrite" in (
-        capsys.readouterr().err
-    )
-    assert cli.main(["train", "--overwrite", "--run", str(directory), "--data", "nowhere"]) == 2
-    assert (directory / "config.json").stat().st_mtime_ns == before
-    (directory.parent / "other").mkdir()
-    (directory.parent / "other" / "file").touch()
-    arguments = ["--preset", "tiny", "--run", str(directory.parent / "other"), "--overwrite"]
-    assert cli.main(arguments) == 2
-    assert "is not a run's directory" in capsys.readouterr().err
-    assert (directory.parent / "other" / "file").exists()
-    monkeypatch.chdir(directory.parent)
+    TranslationRun(directory, TINY, bench().source, bench().target, origin).create()
+    written = (directory / "config.json").stat().st_mtime_ns
+    message = "exists already: expected another --run, --resume or --overwrite"
+    assert_refused(["--preset", "tiny", "--run", str(directory)], message, capsys)
+    arguments = ["train", "--overwrite", "--run", str(directory), "--data", "nowhere"]
+    assert_refused(arguments, "found nothing at nowhere", capsys)
+    assert (directory / "config.json").stat().st_mtime_ns == written
+    (other := tmp_path / "other").mkdir()
+    (other / "file").touch()
+    arguments = ["--preset", "tiny", "--run", str(other), "--overwrite"]
+    assert_refused(arguments, "is not a run's directory", capsys)
+    assert (other / "file").exists()
+    monkeypatch.chdir(tmp_path)
     options = make_parser("").parse_args(["demo", "--preset", "tiny"])
     assert new_directory(options) == Path("runs/tiny")
     Path("runs/tiny").mkdir(parents=True)

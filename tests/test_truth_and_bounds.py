@@ -1,4 +1,4 @@
-"""What users write about masks that looks right and is not: `and` between them, and bounds."""
+"""Mistakes in users' code about masks: `and` between masks, and wrong bounds."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tiles about which bounds say nothing certain, and whose pairs are looked at."""
+"""Tiles whose kind bounds leave undecided, and whose pairs are therefore evaluated."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ import jattn
 from jattn import masks, tuning
 from jattn.functions import undecided
 from jattn.masks import Predicate
+from tests.devices import mesh_of
 from tests.oracle import error
 
 
@@ -21,7 +22,7 @@ EXACT = {"min_exact_pairs": 0, "max_exact_pairs": 2**20}
 
 
 def hidden(x: Any) -> Any:
-    """The same number, of which bounds know nothing."""
+    """The number `x`, for which no bounds are known."""
     return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x)
 
 
@@ -30,12 +31,12 @@ def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 
 def tile_map(mask: masks.Mask, **options: Any) -> np.ndarray:
-    found = masks.tile_map(mask, T, T - 10, 16, 32, **options)
-    assert isinstance(found, np.ndarray)
-    return found
+    kinds = masks.tile_map(mask, T, T - 10, 16, 32, **options)
+    assert isinstance(kinds, np.ndarray)
+    return kinds
 
 
-def test_they_are_what_their_pairs_are():
+def test_undecided_tiles_have_the_kinds_of_their_pairs():
     want = tile_map(masks.Causal())
     assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
     with tuning.using(**EXACT):
@@ -46,7 +47,7 @@ def test_they_are_what_their_pairs_are():
 
 
 @pytest.mark.parametrize("read", ["number", "list"])
-def test_they_are_looked_at_once(read):
+def test_pairs_are_evaluated_once(read):
     box = [0]
     rules = {
         "number": causal,
@@ -64,14 +65,13 @@ def test_they_are_looked_at_once(read):
         assert np.array_equal(tile_map(mask), want)
 
 
-def test_not_where_they_are_many_or_few():
+def test_pairs_are_not_evaluated_where_they_are_many_or_few():
     for least, most in ((0, T * T // 2), (2 * T * T, 2**20)):
         with tuning.using(min_exact_pairs=least, max_exact_pairs=most):
             assert np.unique(tile_map(Predicate(causal))).tolist() == [masks.MIXED]
 
 
-def test_heads_are_told_apart():
-    """What is asked about any head is not answered with the first; about one, with that one."""
+def test_tiles_of_one_head_and_of_any_head_differ():
     mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
     grid = masks.extents(T, 16), masks.extents(T, 16)
     with tuning.using(**EXACT):
@@ -95,15 +95,17 @@ def test_positions_in_any_order(other):
         masks.check_bounds(mask, T, T, block_q=16, block_kv=32, heads=1)
 
 
-def test_tables_that_are_traced_are_not_looked_at():
-    def found(table: Any) -> Any:
+def test_pairs_are_not_evaluated_with_traced_tables():
+    def kinds_of(table: Any) -> Any:
         mask = Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv)
         return masks.tile_map(mask, T, T, 16, 16)
 
     with tuning.using(**EXACT):
-        assert np.unique(jax.jit(found)(jnp.arange(T, dtype=jnp.int32))).tolist() == [masks.MIXED]
+        assert np.unique(jax.jit(kinds_of)(jnp.arange(T, dtype=jnp.int32))).tolist() == [
+            masks.MIXED
+        ]
         want = masks.tile_map(masks.Causal(), T, T, 16, 16)
-        assert np.array_equal(found(jnp.arange(T, dtype=jnp.int32)), want)
+        assert np.array_equal(kinds_of(jnp.arange(T, dtype=jnp.int32)), want)
 
 
 def _within(width: int, rows: int, columns: int) -> tuple[Any, Any]:
@@ -122,7 +124,7 @@ def _within(width: int, rows: int, columns: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("blocks", [(64, 64), (32, 128), (48, 16)])
 @pytest.mark.parametrize("image", [(48, 17, 24, 16), (20, 20, 3, 20), (9, 31, 9, 5)])
 def test_windows_over_images_are_cut_at_their_rows(image, blocks):
-    """Small calls, in which no pair is looked at."""
+    """The calls are small, so that no pair is evaluated."""
     height, width, rows, columns = image
     of_rows, of_columns = _within(width, rows, columns)
     both = Predicate(lambda *x: of_rows(*x) & of_columns(*x))
@@ -156,27 +158,24 @@ def test_a_user_s_bounds_are_not_asked_about_parts():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_attention_is_the_same(implementation):
-    """Compiled, differentiated, mapped and sharded."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 600, 2, 8)) * 3, jnp.float32) for _ in range(3))
 
     def loss(mask: masks.Mask, x: Any) -> Any:
         return (jattn.attention(*x, mask=mask, implementation=implementation) ** 2).sum()
 
-    # The kernel knows no loops; a square is not looked into either.
+    # The kernel has no loops, and bounds of a power are not known either.
     rule = causal if implementation == "blockwise" else lambda b, h, q, kv: (q - kv) ** 3 >= 0
 
-    def own(x: Any) -> Any:
+    def undecided_loss(x: Any) -> Any:
         return jax.value_and_grad(lambda x: loss(Predicate(rule), x))(x)
 
     want = jax.value_and_grad(lambda x: loss(masks.Causal(), x))((q, k, v))
     each = jax.tree.map(lambda x: x[:, None], (q, k, v))
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.shard_map(
-        lambda x: own(x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True
-    )
+    gradients = lambda x: undecided_loss(x)[1]  # noqa: E731
+    sharded = jax.shard_map(gradients, mesh=mesh_of(x=2), in_specs=P("x"), out_specs=P("x"))
     with tuning.using(**EXACT):
-        for got in (jax.jit(own)((q, k, v)), jax.vmap(own)(each)):
+        for got in (jax.jit(undecided_loss)((q, k, v)), jax.vmap(undecided_loss)(each)):
             np.testing.assert_allclose(np.sum(got[0]), want[0], rtol=1e-5)
             for x, y in zip(got[1], want[1], strict=True):
                 assert error(x.reshape(y.shape), np.asarray(y, np.float64)) < 1e-4

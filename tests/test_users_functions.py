@@ -1,4 +1,4 @@
-"""Functions as users write them, against the plain formula: values and every gradient.
+"""Functions as users write them, compared with the plain formula: values and every gradient.
 
 They close over NumPy arrays, lists and attributes, have derivative rules of their own, and look
 numbers up by small integers. The plain formula is JAX's own: `vmap` of the function over all pairs,
@@ -29,7 +29,7 @@ from tests.conftest import users_jit
 pytestmark = [pytest.mark.default_tiles, pytest.mark.usefixtures("standard_promotion")]
 
 B, T, S, N, H = 2, 70, 90, 2, 16
-LARGE = 1024  # enough for None to take the generated kernel
+LARGE = 1024  # large enough that None selects the generated kernel
 IMPLEMENTATIONS = (None, "blockwise", "native")
 
 
@@ -40,70 +40,44 @@ def standard_promotion():
         yield
 
 
-@jax.custom_jvp
-def straight_through(x: Any) -> Any:
-    return jnp.round(x)
-
-
+straight_through: Any = jax.custom_jvp(lambda x: jnp.round(x))  # noqa: PLW0108
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
-
-@jax.custom_vjp
-def clipped_gradient(x: Any) -> Any:
-    return x
-
-
+clipped_gradient: Any = jax.custom_vjp(lambda x: x)
 clipped_gradient.defvjp(
     lambda x: (x, x), lambda x, cotangent: (jnp.clip(cotangent, -0.01, 0.01) * (1 + x * x),)
 )
 
-
-@jax.custom_vjp
-def scaled_gradients(x: Any, y: Any) -> Any:
-    return x + y
-
-
+scaled_gradients: Any = jax.custom_vjp(lambda x, y: x + y)
 scaled_gradients.defvjp(
     lambda x, y: (x + y, (x, y)),
-    lambda given, c: ((3 * c).astype(given[0].dtype), (5 * c).astype(given[1].dtype)),
+    lambda residuals, c: ((3 * c).astype(residuals[0].dtype), (5 * c).astype(residuals[1].dtype)),
 )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def rule_with_a_number(factor: float, x: Any) -> Any:
-    return jax.nn.relu(x) * factor
-
-
+rule_with_a_number: Any = jax.custom_jvp(
+    lambda factor, x: jax.nn.relu(x) * factor, nondiff_argnums=(0,)
+)
 rule_with_a_number.defjvp(
     lambda factor, x, t: (rule_with_a_number(factor, *x), jax.nn.relu6(x[0]) * t[0])
 )
 
-
-@jax.custom_jvp
-def two_results(x: Any, y: Any) -> Any:
-    return x * y, x + y
-
-
+two_results: Any = jax.custom_jvp(lambda x, y: (x * y, x + y))
 two_results.defjvp(lambda x, t: (two_results(*x), (2 * t[0], 3 * t[1])))
 
-
-@jax.custom_vjp
-def own_look_up(x: Any, table: Any, place: Any) -> Any:
-    return x + table[place]
-
-
+own_look_up: Any = jax.custom_vjp(lambda x, table, place: x + table[place])
 own_look_up.defvjp(
     lambda x, table, place: (x + table[place], (table, place)),
     lambda rest, c: (2 * c, jnp.zeros_like(rest[0]).at[rest[1]].add(5 * c), None),
 )
 
 
-class Settings(types.SimpleNamespace):
-    """An object that a function reads."""
+class Readable(types.SimpleNamespace):
+    """An object whose attributes a function reads."""
 
 
 BYTES = np.arange(1100) * 7 % 250
-SETTINGS = Settings(slope=0.25, steps=[3, 5], table=np.linspace(-1, 1, 300))
+SETTINGS = Readable(slope=0.25, steps=[3, 5], table=np.linspace(-1, 1, 300))
 
 
 def table(size: int = 64) -> Any:
@@ -114,9 +88,13 @@ def by_loop(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return lax.fori_loop(0, 3, lambda n, x: x * 0.5 + n * (i > j), s)
 
 
-class Row(NamedTuple):
-    """A score function with its operands; `query` is what queries are multiplied with, and
-    `refuses` whether the generated kernel may say that it cannot."""
+class UserScore(NamedTuple):
+    """A score function with its operands.
+
+    Attributes:
+        query: the factor of the queries.
+        refuses: whether the generated kernel may give a reason instead of running.
+    """
 
     function: Callable[..., Any]
     operands: tuple[Any, ...] = ()
@@ -125,65 +103,69 @@ class Row(NamedTuple):
 
 
 SCORES = {
-    "relu at 0": Row(lambda s, b, h, i, j: jax.nn.relu(s), query=0.0),
-    "relu": Row(lambda s, b, h, i, j: jax.nn.relu(s) + 0.5 * jax.nn.relu6(2 * s)),
-    "activations": Row(
+    "relu at 0": UserScore(lambda s, b, h, i, j: jax.nn.relu(s), query=0.0),
+    "relu": UserScore(lambda s, b, h, i, j: jax.nn.relu(s) + 0.5 * jax.nn.relu6(2 * s)),
+    "activations": UserScore(
         lambda s, b, h, i, j: jax.nn.silu(s) + jax.nn.log_sigmoid(s) + jnp.logaddexp(s, 0.0)
     ),
-    "round, straight through": Row(lambda s, b, h, i, j: straight_through(s)),
-    "by stop_gradient": Row(lambda s, b, h, i, j: s + lax.stop_gradient(jnp.round(s) - s)),
-    "clipped gradient": Row(lambda s, b, h, i, j: clipped_gradient(s)),
-    "gradients of operands": Row(
+    "round, straight through": UserScore(lambda s, b, h, i, j: straight_through(s)),
+    "by stop_gradient": UserScore(lambda s, b, h, i, j: s + lax.stop_gradient(jnp.round(s) - s)),
+    "clipped gradient": UserScore(lambda s, b, h, i, j: clipped_gradient(s)),
+    "gradients of operands": UserScore(
         lambda s, b, h, i, j, t: scaled_gradients(s, t[h]), (jnp.array([0.5, 1.0]),)
     ),
-    "of entries": Row(lambda s, b, h, i, j, t: scaled_gradients(s, t[i * j % 64]), (table(),)),
-    "of what a query reads": Row(
+    "of entries": UserScore(
+        lambda s, b, h, i, j, t: scaled_gradients(s, t[i * j % 64]), (table(),)
+    ),
+    "of what a query reads": UserScore(
         lambda s, b, h, i, j, t: s * scaled_gradients(t[i % 64], 0.5 * t[b]), (table(),)
     ),
-    "of a table": Row(lambda s, b, h, i, j, t: s + jax.nn.relu(t)[i * j % 64], (table(),)),
-    "a rule with a number": Row(lambda s, b, h, i, j: rule_with_a_number(2.0, s)),
-    "two results": Row(lambda s, b, h, i, j, t: sum(two_results(s, t[i % 8])), (table(8),)),
-    "a look-up with a rule": Row(
+    "of a table": UserScore(lambda s, b, h, i, j, t: s + jax.nn.relu(t)[i * j % 64], (table(),)),
+    "a rule with a number": UserScore(lambda s, b, h, i, j: rule_with_a_number(2.0, s)),
+    "two results": UserScore(lambda s, b, h, i, j, t: sum(two_results(s, t[i % 8])), (table(8),)),
+    "a look-up with a rule": UserScore(
         lambda s, b, h, i, j, t: own_look_up(s, t, i % 8), (table(8),), refuses=True
     ),
-    "a long look-up with a rule": Row(
+    "a long look-up with a rule": UserScore(
         lambda s, b, h, i, j, t: own_look_up(s, t, i % 90), (table(90),), refuses=True
     ),
-    "within jit and checkpoint": Row(
+    "within jit and checkpoint": UserScore(
         lambda s, b, h, i, j: jax.jit(jax.checkpoint(jax.nn.hard_swish))(s)
     ),
-    "within cond": Row(lambda s, b, h, i, j: lax.cond(i > j, jax.nn.relu, lambda x: 2 * x, s)),
-    "greatest of equals": Row(
+    "within cond": UserScore(
+        lambda s, b, h, i, j: lax.cond(i > j, jax.nn.relu, lambda x: 2 * x, s)
+    ),
+    "greatest of equals": UserScore(
         lambda s, b, h, i, j: jnp.max(jnp.stack([s, 0 * s, 0 * s])), query=0.0
     ),
-    "least and product": Row(
+    "least and product": UserScore(
         lambda s, b, h, i, j: (
             jnp.min(jnp.array([s, 0.25 * s, 0.0])) + 0.1 * jnp.prod(jnp.stack([s, s + 1, s]))
         )
     ),
-    "fewer bits": Row(lambda s, b, h, i, j: lax.reduce_precision(s, 8, 2), refuses=True),
-    "all bits": Row(lambda s, b, h, i, j: lax.reduce_precision(s, 11, 52)),
-    "a clamp by an array": Row(
+    "fewer bits": UserScore(lambda s, b, h, i, j: lax.reduce_precision(s, 8, 2), refuses=True),
+    "all bits": UserScore(lambda s, b, h, i, j: lax.reduce_precision(s, 11, 52)),
+    "a clamp by an array": UserScore(
         lambda s, b, h, i, j, low, t: (
             s + jnp.take(t, lax.clamp(low, i - j, jnp.int32(63)), mode="clip")
         ),
         (jnp.int32(-5), table()),
     ),
-    "a clamp by arrays": Row(
+    "a clamp by arrays": UserScore(
         lambda s, b, h, i, j, ends, t: s + t[jnp.clip(i - j, ends[0], ends[1])],
         (jnp.array([-7, 900]), table()),
     ),
-    "bytes": Row(lambda s, b, h, i, j: s + jnp.asarray(SETTINGS.table)[_bytes(np.uint8)[j]]),
-    "signed bytes": Row(lambda s, b, h, i, j, t: s + t[_bytes(np.int8)[i]], (table(300),)),
-    "bytes as starts": Row(
+    "bytes": UserScore(lambda s, b, h, i, j: s + jnp.asarray(SETTINGS.table)[_bytes(np.uint8)[j]]),
+    "signed bytes": UserScore(lambda s, b, h, i, j, t: s + t[_bytes(np.int8)[i]], (table(300),)),
+    "bytes as starts": UserScore(
         lambda s, b, h, i, j, t: s + lax.dynamic_slice(t, (_bytes(np.uint8)[j],), (1,))[0],
         (table(300),),
     ),
-    "two bytes": Row(lambda s, b, h, i, j: s + table(300)[_bytes(np.int16)[j] - np.int16(9)]),
-    "attributes and lists": Row(
+    "two bytes": UserScore(lambda s, b, h, i, j: s + table(300)[_bytes(np.int16)[j] - np.int16(9)]),
+    "attributes and lists": UserScore(
         lambda s, b, h, i, j: s - SETTINGS.slope * abs(i - j) / SETTINGS.steps[1]
     ),
-    "a loop": Row(by_loop, refuses=True),
+    "a loop": UserScore(by_loop, refuses=True),
 }
 
 
@@ -215,8 +197,10 @@ def drawn(T: int = T, S: int = S) -> tuple[Any, ...]:
 def plain(score: Any, mask: Any, q: Any, k: Any, v: Any, operands: Any) -> Any:
     """The formula on T × S scores."""
     places = [
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
-        for own, n in enumerate((q.shape[0], N, q.shape[1], k.shape[1]))
+        jnp.arange(n, dtype=jnp.int32).reshape(
+            [-1 if axis == axis_of_place else 1 for axis in range(4)]
+        )
+        for axis_of_place, n in enumerate((q.shape[0], N, q.shape[1], k.shape[1]))
     ]
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
     if score is not None:
@@ -260,7 +244,11 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 
 def assert_like_plain(
-    implementation: Any, row: Row, mask: Any = None, dtype: str = "float64", inputs: Any = None
+    implementation: Any,
+    row: UserScore,
+    mask: Any = None,
+    dtype: str = "float64",
+    inputs: Any = None,
 ) -> None:
     q, k, v, d_out = drawn() if inputs is None else inputs
     q = q * row.query
@@ -276,8 +264,8 @@ def assert_like_plain(
         np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(1.0, np.abs(y).max(initial=0)))
 
 
-def or_refuse(implementation: Any, row: Row, **options: Any) -> None:
-    """As `assert_like_plain`; the generated kernel may give its reason where the row allows it."""
+def or_refuse(implementation: Any, row: UserScore, **options: Any) -> None:
+    """Calls `assert_like_plain`, but the generated kernel may refuse where the row allows it."""
     try:
         assert_like_plain(implementation, row, **options)
     except NotImplementedError as reason:
@@ -296,7 +284,7 @@ def test_a_score_function_and_its_gradients(name, implementation, dtype):
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_and_the_tiles_that_it_empties(name, implementation):
-    row = Row(lambda s, b, h, i, j: s, refuses=True)
+    row = UserScore(lambda s, b, h, i, j: s, refuses=True)
     inputs = drawn(200, 300)
     or_refuse(implementation, row, mask=MASKS[name], dtype="float32", inputs=inputs)
 
@@ -324,7 +312,7 @@ DOUBLED = {name: primitive_named(name, lambda x: 2 * x) for name in ("cos", "cop
 @pytest.mark.parametrize("name", DOUBLED)
 def test_a_users_primitive_is_not_known_by_its_name(name, implementation):
     double: Any = DOUBLED[name].bind
-    row = Row(lambda s, b, h, i, j: double(s), refuses=True)
+    row = UserScore(lambda s, b, h, i, j: double(s), refuses=True)
     mask = lambda b, h, i, j: double(1.0 * j) <= i + 64  # noqa: E731
     or_refuse(implementation, row, mask=mask)
     with pytest.raises(NotImplementedError, match=f"{name!r} .not a primitive of JAX"):
@@ -349,18 +337,18 @@ def test_what_has_effects_is_not_generated():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_reduction_is_no_call(implementation):
-    """`lax.reduce` holds a program as calls do: how two entries are put together."""
+    """The equation of `lax.reduce` contains a program, as calls do, which combines two entries."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         places = jnp.stack([i, j, jnp.int32(3)])
         return lax.reduce(places, np.int32(0), lambda x, y: (x + y) % 7, (0,)) > 2
 
-    row = Row(lambda s, b, h, i, j: s, refuses=True)
+    row = UserScore(lambda s, b, h, i, j: s, refuses=True)
     or_refuse(implementation, row, mask=mask, inputs=drawn(200, 300))
 
 
-# Steps of a score function that reads `of`, whose operand is `t`. The first are exact for
-# multiples of 1/4, so that those after them decide alike in both dtypes.
+# Steps of a score function that reads `of`, whose operand is `t`. Those in EXACT come first: they
+# are exact for multiples of 1/4, so that comparisons have the same outcome in both dtypes.
 EXACT: list[Callable[..., Any]] = [
     lambda s, b, h, i, j, of, t: jax.nn.relu(s),
     lambda s, b, h, i, j, of, t: straight_through(s),
@@ -390,8 +378,8 @@ ALLOWED: list[Callable[..., Any]] = [
 ]
 
 
-def filled(of: Settings, rng: np.random.Generator) -> Settings:
-    """Changes, in place, what a function reads."""
+def filled(of: Readable, rng: np.random.Generator) -> Readable:
+    """Changes the attributes in place."""
     of.array[:] = rng.integers(-4, 9, of.array.shape) / 4
     of.bytes[:] = rng.integers(0, 120, of.bytes.shape)
     of.numbers[:] = [int(x) for x in rng.integers(1, 9, 2)]
@@ -400,11 +388,11 @@ def filled(of: Settings, rng: np.random.Generator) -> Settings:
     return of
 
 
-def random_functions(seed: int) -> tuple[Row, Callable[..., Any], Callable[[], Any]]:
-    """A score function, a mask function, and how to change what both read."""
+def random_functions(seed: int) -> tuple[UserScore, Callable[..., Any], Callable[[], Any]]:
+    """A score function, a mask function, and a function that changes the object that both read."""
     rng = np.random.default_rng(seed)
     dtype = [np.uint8, np.int8, np.int16][seed % 3]
-    of = Settings(array=np.zeros(300), bytes=np.zeros(300, dtype), numbers=[0, 0], by_name={})
+    of = Readable(array=np.zeros(300), bytes=np.zeros(300, dtype), numbers=[0, 0], by_name={})
     of.low = jnp.int32(-5)
     filled(of, rng)
     exact = [EXACT[n] for n in rng.integers(len(EXACT), size=2)]
@@ -412,14 +400,14 @@ def random_functions(seed: int) -> tuple[Row, Callable[..., Any], Callable[[], A
     allows = ALLOWED[rng.integers(len(ALLOWED))]
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-        for step in (*exact, *smooth):
-            s = step(s, b, h, i, j, of, t)
+        for change in (*exact, *smooth):
+            s = change(s, b, h, i, j, of, t)
         return s
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         return allows(b, h, i, j, of)
 
-    return Row(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
+    return UserScore(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
 
 
 @pytest.mark.one_in(16)
@@ -437,7 +425,7 @@ def test_random_functions_before_and_after_what_they_read_changes(implementation
 
 
 def calls_of(functions: dict[str, Callable[..., Any]], run: Callable[[], Any]) -> dict[str, int]:
-    """How often `run()` calls these functions, or copies of them."""
+    """The number of times that `run()` calls each of these functions, or copies of them."""
     calls = dict.fromkeys(functions, 0)
     names = {function.__code__: name for name, function in functions.items()}
 
@@ -445,19 +433,19 @@ def calls_of(functions: dict[str, Callable[..., Any]], run: Callable[[], Any]) -
         if event == "call" and frame.f_code in names:
             calls[names[frame.f_code]] += 1
 
-    before = sys.getprofile()
+    profiler = sys.getprofile()
     sys.setprofile(count)
     try:
         run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler)
     return calls
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("snapshots", [True, False])
 def test_functions_are_called_once_for_values_and_gradients(implementation, snapshots):
-    """Also those that read what may change, such as a list."""
+    """This holds also for functions that read something mutable, such as a list."""
     number = 300 + 2 * IMPLEMENTATIONS.index(implementation) + snapshots  # another in each case
     numbers = [number]
     mask = lambda b, h, i, j: (j <= i) & (i - j < number)  # noqa: E731

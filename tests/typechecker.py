@@ -1,8 +1,8 @@
 """beartype for jaxtyping's import hook, once for all functions of the same name and types.
 
-The hook also wraps functions within functions, which are made anew each time the function around
-them runs: a tenth of the suite's time went into wrapping. What it hands over is not the function
-but a stand-in for its signature, so that one wrapper serves all that have the same.
+The hook also wraps inner functions, which are created anew in each call of the outer function:
+wrapping took a tenth of the suite's time. It passes a stand-in for the function's signature rather
+than the function, so that one wrapper serves all functions with the same signature.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,7 +15,7 @@ _wrapped: dict[Hashable, Any] = {}
 
 
 def check(function: Callable[..., Any]) -> Any:
-    """As `beartype.beartype`, for a stand-in of jaxtyping's."""
+    """Wraps jaxtyping's stand-in of a function by `beartype.beartype`."""
     # Python 3.11 cannot hash `P.args` of a ParamSpec.
     types = (
         (name, kind if isinstance(kind, Hashable) else repr(kind))

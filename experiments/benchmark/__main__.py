@@ -33,6 +33,7 @@ from experiments.benchmark import cases, device, gym, peers, timing, training, t
 from experiments.benchmark.rules import RULES
 from experiments.offline import command as offline
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser, nearest
 from experiments.runs.ending import UserError, exit_status, interruptible
 from experiments.runs.files import append, replace
 
@@ -57,7 +58,7 @@ def available(names: list[str] | None) -> dict[str, peers.Peer]:
 
 
 def measure(
-    case: cases.Case,
+    case: cases.BenchmarkCase,
     backward: bool,
     competitors: dict[str, peers.Peer],
     seconds: float,
@@ -152,7 +153,7 @@ def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -189,10 +190,12 @@ _COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
-    command = _COMMANDS.get(words[0]) if words else None
-    if command:
-        return exit_status(lambda: command(words[1:]))
-    return exit_status(lambda: _measure_all(_arguments(words)))
+    if not words or words[0].startswith("-"):
+        return exit_status(lambda: _measure_all(_arguments(words)))
+    if words[0] in _COMMANDS:
+        return exit_status(lambda: _COMMANDS[words[0]](words[1:]))
+    print(f"error: unknown command {words[0]!r}{nearest(words[0], _COMMANDS)}", file=sys.stderr)
+    return 2
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
@@ -213,9 +216,12 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     replace(results, "")
     names = list(competitors)
     peer_titles = " ".join(f"{name:>11}" for name in names if name != "jattn")
+    peak = matrix_peak()
+    print(
+        f"peak: {peak:,.0f} GFLOP/s, measured as one product of float32 matrices of 2,048 x 2,048"
+    )
     titles = f"{'jattn ms':>9} {'GFLOP/s':>8} {'of peak':>7} {'temp MiB':>8}"
     print(f"{'case':<16} {'pass':<17} {titles} {peer_titles}")
-    peak = matrix_peak()
     rows = []
     work = [(case, backward) for case in chosen for backward in passes if not (case.S and backward)]
     bandwidth = copy_bandwidth()

@@ -13,7 +13,7 @@ from jattn import masks, scores
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """Self-attention of `B` sequences of `T` positions, with `N` heads, `K` key heads and head size
     `H`. With `S`, T queries attend to S other keys in a cache or, if `plain`, in arrays, as in
     decoding."""
@@ -106,25 +106,25 @@ class Case:
 
 
 CASES = (
-    Case("short", 32, 8, 32, 32, pattern="causal"),
-    Case("sentence", 8, 8, 128, 64),
-    Case("sentences", 32, 8, 128, 64, pattern="causal"),
-    Case("page", 1, 8, 2048, 64),
-    Case("page-causal", 1, 8, 2048, 64, pattern="causal"),
-    Case("long-causal", 1, 8, 8192, 64, pattern="causal"),
-    Case("long-window", 1, 8, 8192, 64, pattern="window"),
-    Case("long-documents", 1, 8, 8192, 64, pattern="documents"),
-    Case("grouped-causal", 1, 32, 2048, 64, K=8, pattern="causal"),
-    Case("alibi", 1, 8, 4096, 64, pattern="causal", modifier="alibi"),
-    Case("softcap", 1, 8, 4096, 64, pattern="causal", modifier="softcap"),
-    Case("t5", 1, 8, 4096, 64, modifier="t5"),
-    Case("decode", 8, 8, 1, 64, S=4096),
-    Case("decode-grouped", 8, 8, 1, 64, K=1, S=4096),
-    Case("query-arrays", 8, 8, 1, 64, S=4096, plain=True),
-    Case("queries-arrays", 8, 8, 8, 64, S=4096, plain=True),
+    BenchmarkCase("short", 32, 8, 32, 32, pattern="causal"),
+    BenchmarkCase("sentence", 8, 8, 128, 64),
+    BenchmarkCase("sentences", 32, 8, 128, 64, pattern="causal"),
+    BenchmarkCase("page", 1, 8, 2048, 64),
+    BenchmarkCase("page-causal", 1, 8, 2048, 64, pattern="causal"),
+    BenchmarkCase("long-causal", 1, 8, 8192, 64, pattern="causal"),
+    BenchmarkCase("long-window", 1, 8, 8192, 64, pattern="window"),
+    BenchmarkCase("long-documents", 1, 8, 8192, 64, pattern="documents"),
+    BenchmarkCase("grouped-causal", 1, 32, 2048, 64, K=8, pattern="causal"),
+    BenchmarkCase("alibi", 1, 8, 4096, 64, pattern="causal", modifier="alibi"),
+    BenchmarkCase("softcap", 1, 8, 4096, 64, pattern="causal", modifier="softcap"),
+    BenchmarkCase("t5", 1, 8, 4096, 64, modifier="t5"),
+    BenchmarkCase("decode", 8, 8, 1, 64, S=4096),
+    BenchmarkCase("decode-grouped", 8, 8, 1, 64, K=1, S=4096),
+    BenchmarkCase("query-arrays", 8, 8, 1, 64, S=4096, plain=True),
+    BenchmarkCase("queries-arrays", 8, 8, 8, 64, S=4096, plain=True),
 )
 
 
-def growing(lengths: tuple[int, ...]) -> tuple[Case, ...]:
+def growing(lengths: tuple[int, ...]) -> tuple[BenchmarkCase, ...]:
     """Returns one causal case for each length, for the plots of time and memory over T."""
-    return tuple(Case(f"causal-{T}", 1, 8, T, 64, pattern="causal") for T in lengths)
+    return tuple(BenchmarkCase(f"causal-{T}", 1, 8, T, 64, pattern="causal") for T in lengths)

@@ -35,11 +35,12 @@ from tqdm import tqdm
 
 import jattn
 from experiments.benchmark import timing
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS, Calls, Peer, Task, ours
 from experiments.benchmark.peers import Runnable
 from experiments.benchmark.predictions import predicted
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import UserError, interruptible, one_line
 from experiments.runs.files import append, replace
 
@@ -123,10 +124,10 @@ def floor_lines(rows: list[dict[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------------------------------------
 
 
-def cases_of(arguments: argparse.Namespace) -> list[Case]:
+def cases_of(arguments: argparse.Namespace) -> list[BenchmarkCase]:
     """Builds the cases: `tokens` tokens in a batch, `width` features in all heads of a token."""
     return [
-        Case(
+        BenchmarkCase(
             f"{pattern}-{T}-{H}",
             max(1, arguments.tokens // T),
             max(1, arguments.width // H),
@@ -251,7 +252,7 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark device",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.offline import peers
 
 
@@ -21,7 +21,7 @@ class Task(NamedTuple):
     """A case, one of its two passes, and its inputs in float32: query, key, value and the gradient
     of the output."""
 
-    case: Case
+    case: BenchmarkCase
     backward: bool
     dtype: str
     inputs: tuple[np.ndarray, ...]

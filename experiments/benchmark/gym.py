@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 import jattn
 from experiments.benchmark import peers, timing
-from experiments.benchmark.cases import Case
-from experiments.benchmark.rules import HEADS, RULES, Rule
+from experiments.benchmark.cases import BenchmarkCase
+from experiments.benchmark.rules import HEADS, RULES, BenchmarkRule
 from experiments.runs.ending import interruptible
 from experiments.runs.files import append, replace
 from jattn import masks, scores
 
 
-class Row(NamedTuple):
+class GymRow(NamedTuple):
     """The measurements of a rule: milliseconds, shares and ratios; None if FlexAttention cannot
     run it."""
 
@@ -47,12 +47,12 @@ class Row(NamedTuple):
     rounds: int
 
 
-def inputs_of(rule: Rule, T: int) -> Case:
+def inputs_of(rule: BenchmarkRule, T: int) -> BenchmarkCase:
     """Returns the case that has a rule's sizes."""
-    return Case(rule.name, 1, HEADS, T, 64)
+    return BenchmarkCase(rule.name, 1, HEADS, T, 64)
 
 
-def in_jattn(rule: Rule, T: int) -> Any:
+def in_jattn(rule: BenchmarkRule, T: int) -> Any:
     """Returns a function from operands to the mask and score arguments of `jattn.attention`."""
     function = rule.make(jnp, T)
     if not rule.is_score:
@@ -62,7 +62,7 @@ def in_jattn(rule: Rule, T: int) -> Any:
     return lambda *operands: {"mask": mask, "score": scores.Score(function, *operands)}
 
 
-def ours(case: Case, rules: Any, operands: list[Any], backward: bool) -> peers.Runnable:
+def ours(case: BenchmarkCase, rules: Any, operands: list[Any], backward: bool) -> peers.Runnable:
     """Builds `jattn.attention` with the arguments `rules(*operands)`; jattn chooses the kernel."""
 
     def attend(q: Any, k: Any, v: Any, *operands: Any) -> Any:
@@ -74,7 +74,7 @@ def ours(case: Case, rules: Any, operands: list[Any], backward: bool) -> peers.R
     return peers.with_gradients(case, attend, arguments, tuple(range(len(arguments))))
 
 
-def measure(rule: Rule, T: int, with_torch: bool, seconds: float) -> Row:
+def measure(rule: BenchmarkRule, T: int, with_torch: bool, seconds: float) -> GymRow:
     """Measures a rule at a length, for about `seconds` in each of two passes."""
     case, rules = inputs_of(rule, T), in_jattn(rule, T)
     operands = [jnp.asarray(x) for x in rule.operands(T)]
@@ -93,7 +93,7 @@ def measure(rule: Rule, T: int, with_torch: bool, seconds: float) -> Row:
     tiles: Any = explained.tiles  # not None: the mask is known here
     blocks = -(-T // tiles.block)
     visited, causal = (1 - tiles.empty) * blocks**2, blocks * (blocks + 1) / 2
-    return Row(
+    return GymRow(
         name=rule.name,
         T=T,
         runs=explained.runs,
@@ -118,7 +118,7 @@ _TITLES = (
 )
 
 
-def line(row: Row) -> str:
+def line(row: GymRow) -> str:
     """Formats a row of the printed table."""
     formatted = lambda x, text: "-" if x is None else format(x, text)  # noqa: E731
     runs = "" if row.runs == "native" else f"  {row.runs}"

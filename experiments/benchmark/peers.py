@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jattn
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 
 
 class Runnable(NamedTuple):
@@ -23,7 +23,7 @@ class Runnable(NamedTuple):
     temporary_bytes: int | None = None
 
 
-Peer = Callable[[Case, bool], Runnable | None]
+Peer = Callable[[BenchmarkCase, bool], Runnable | None]
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
@@ -36,7 +36,7 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Runnable:
     return Runnable(lambda: jax.block_until_ready(program(*arguments)), seconds, memory)
 
 
-def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
+def _jax_runnable(case: BenchmarkCase, backward: bool, attend: Callable[..., Any]) -> Runnable:
     """Builds `attend(q, k, v, ids, parameter)` forward, or with all gradients of a weighted
     sum."""
     arguments = [jnp.asarray(x) for x in (*case.inputs(), case.ids())]
@@ -49,7 +49,7 @@ def _jax_runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Run
 
 
 def with_gradients(
-    case: Case, attend: Callable[..., Any], arguments: list[Any], argnums: tuple[int, ...]
+    case: BenchmarkCase, attend: Callable[..., Any], arguments: list[Any], argnums: tuple[int, ...]
 ) -> Runnable:
     """Builds a weighted sum of `attend(*arguments)` and its gradients by `argnums`."""
     weights = jnp.asarray(case.inputs(seed=1)[0])
@@ -60,7 +60,7 @@ def with_gradients(
     return compiled(jax.value_and_grad(loss, argnums), *arguments, weights)
 
 
-def ours(case: Case, backward: bool, implementation: str | None = None) -> Runnable:
+def ours(case: BenchmarkCase, backward: bool, implementation: str | None = None) -> Runnable:
     """Builds `jattn.attention`; by default it chooses the implementation. Decoding uses a cache."""
     if case.S and not case.plain:
         query, *keys_and_values = map(jnp.asarray, case.inputs())
@@ -74,12 +74,12 @@ def ours(case: Case, backward: bool, implementation: str | None = None) -> Runna
     return _jax_runnable(case, backward, attend)
 
 
-def blockwise(case: Case, backward: bool) -> Runnable | None:
+def blockwise(case: BenchmarkCase, backward: bool) -> Runnable | None:
     """Builds `jattn.attention` by XLA alone, which does not read caches."""
     return None if case.S and not case.plain else ours(case, backward, "blockwise")
 
 
-def dense_bias(case: Case, parameter: Any) -> Any:
+def dense_bias(case: BenchmarkCase, parameter: Any) -> Any:
     """Returns the bias of ALiBi or T5, `[1, N, T, S]`, for peers without score functions."""
     distance = jnp.arange(case.T)[None, :] - jnp.arange(case.T)[:, None]
     if case.modifier == "alibi":
@@ -89,7 +89,7 @@ def dense_bias(case: Case, parameter: Any) -> Any:
     return jnp.moveaxis(parameter[bucket], -1, 0)[None]
 
 
-def jax_nn(case: Case, backward: bool) -> Runnable | None:
+def jax_nn(case: BenchmarkCase, backward: bool) -> Runnable | None:
     """Builds `jax.nn.dot_product_attention`."""
     if case.modifier == "softcap":
         return None
@@ -107,7 +107,7 @@ def jax_nn(case: Case, backward: bool) -> Runnable | None:
     return _jax_runnable(case, backward, attend)
 
 
-def flax_nnx(case: Case, backward: bool) -> Runnable | None:
+def flax_nnx(case: BenchmarkCase, backward: bool) -> Runnable | None:
     """Builds `flax.nnx.dot_product_attention`, for the cases that it supports directly."""
     if case.modifier or case.key_heads != case.N or case.pattern not in ("full", "causal"):
         return None

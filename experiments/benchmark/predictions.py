@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.offline import kept, machine_code, targets
 from experiments.offline.job import Job
 
@@ -13,7 +13,9 @@ _LIKE_H100 = "H100", "H200", "GH200"  # devices with the same multiprocessors
 _THREADS, _EACH = 128, 8  # threads of a warpgroup; cycles of a power of two in each warp
 
 
-def predicted(implementation: str, kind: str, case: Case, backward: bool) -> list[float] | None:
+def predicted(
+    implementation: str, kind: str, case: BenchmarkCase, backward: bool
+) -> list[float] | None:
     """Returns the least and the greatest TFLOP/s of a pass's necessary products, on tiles without a
     mask; None if there is no prediction for this kernel on this kind of device."""
     if not any(name in kind for name in _LIKE_H100):
@@ -35,7 +37,7 @@ def _of_row(row: dict[str, Any], head: int, backward: bool) -> list[float]:
     """Predicts a pass from its kernels, which recompute products; 2 are needed forward, 5
     backward."""
     loops = [
-        machine_code.Loop(**kernel["main_loop"])
+        machine_code.MachineLoop(**kernel["main_loop"])
         for kernel in row["kernels"]
         if kernel["kernel"].endswith("_forward") is not backward
     ]
@@ -47,7 +49,7 @@ def _of_row(row: dict[str, Any], head: int, backward: bool) -> list[float]:
     return bounds
 
 
-def _products(loop: machine_code.Loop, head: int) -> int:
+def _products(loop: machine_code.MachineLoop, head: int) -> int:
     """Returns the products of a loop for each query-key pair; a pair takes one power of two."""
     pairs = loop.special_cycles / _EACH * _THREADS
     return round(loop.products / (pairs * head))

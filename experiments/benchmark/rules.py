@@ -18,14 +18,13 @@ HEADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class BenchmarkRule:
     """A mask or a score function.
 
     make: `make(xp, T)` returns `fn(b, h, q, kv) -> bool`, or with `is_score`
         `fn(score, b, h, q, kv, *operands) -> score`.
     operands: maps T to a score function's float32 operands, whose gradients are computed too.
     causal: whether a score function is measured with the causal mask, or without a mask.
-    own: whether a score function computes a tanh or an exponential for each pair.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Rule:
     lengths: tuple[int, ...] = (2048, 8192)
     operands: Callable[[int], tuple[np.ndarray, ...]] = lambda T: ()
     causal: bool = True
-    own: bool = False
 
 
 # --- masks --------------------------------------------------------------------------------------
@@ -213,44 +211,46 @@ def _stick_breaking(xp: Any, T: int) -> Callable[..., Any]:
 
 
 PICTURE = (4096,)
-CAUSAL = Rule("causal", "kv ≤ q", _causal)
+CAUSAL = BenchmarkRule("causal", "kv ≤ q", _causal)
 
 RULES = (
     CAUSAL,
-    Rule("window", "the last 256", _window),
-    Rule("prefix", "causal, or in the first quarter", _prefix),
-    Rule("documents", "causal within eight", _documents),
-    Rule("neighbourhood-7", "7 × 7 of a 64 × 64 picture", _neighbourhood(7), lengths=PICTURE),
-    Rule("neighbourhood-13", "13 × 13", _neighbourhood(13), lengths=PICTURE),
-    Rule("dilated", "every fourth of the last 512", _dilated),
-    Rule("tree", "ancestors in a tree of branches", _tree),
-    Rule("shared-prefix", "a prompt and one of eight answers", _shared_prefix),
-    Rule("jagged", "causal within sixteen sequences", _jagged),
-    Rule("global-window", "128 to each side, 16 global tokens", _global_window),
-    Rule("alibi", "s + slope[h] · (kv − q)", _alibi, is_score=True),
-    Rule(
+    BenchmarkRule("window", "the last 256", _window),
+    BenchmarkRule("prefix", "causal, or in the first quarter", _prefix),
+    BenchmarkRule("documents", "causal within eight", _documents),
+    BenchmarkRule(
+        "neighbourhood-7", "7 × 7 of a 64 × 64 picture", _neighbourhood(7), lengths=PICTURE
+    ),
+    BenchmarkRule("neighbourhood-13", "13 × 13", _neighbourhood(13), lengths=PICTURE),
+    BenchmarkRule("dilated", "every fourth of the last 512", _dilated),
+    BenchmarkRule("tree", "ancestors in a tree of branches", _tree),
+    BenchmarkRule("shared-prefix", "a prompt and one of eight answers", _shared_prefix),
+    BenchmarkRule("jagged", "causal within sixteen sequences", _jagged),
+    BenchmarkRule("global-window", "128 to each side, 16 global tokens", _global_window),
+    BenchmarkRule("alibi", "s + slope[h] · (kv − q)", _alibi, is_score=True),
+    BenchmarkRule(
         "t5",
         "s + table[bucket[|q − kv|], h]",
         _t5,
         is_score=True,
         operands=lambda T: (_normal(3, 32, HEADS),),
     ),
-    Rule(
+    BenchmarkRule(
         "relative",
         "s + table[h, clip(q − kv)]",
         _relative,
         is_score=True,
         operands=lambda T: (_normal(4, HEADS, 257),),
     ),
-    Rule("soft-cap", "30 · tanh(s / 30)", _soft_cap, is_score=True, own=True),
-    Rule(
+    BenchmarkRule("soft-cap", "30 · tanh(s / 30)", _soft_cap, is_score=True),
+    BenchmarkRule(
         "temperature",
         "s · t[h]",
         _temperature,
         is_score=True,
         operands=lambda T: (1 + 0.1 * abs(_normal(5, HEADS)),),
     ),
-    Rule(
+    BenchmarkRule(
         "swin",
         "s + table[h, Δrow, Δcolumn]",
         _swin,
@@ -259,6 +259,6 @@ RULES = (
         operands=lambda T: (_normal(6, HEADS, *[2 * math.isqrt(T) - 1] * 2),),
         causal=False,
     ),
-    Rule("product", "s · (½ + ½ · same page)", _product, is_score=True),
-    Rule("stick-breaking", "log σ(s)", _stick_breaking, is_score=True, own=True),
+    BenchmarkRule("product", "s · (½ + ½ · same page)", _product, is_score=True),
+    BenchmarkRule("stick-breaking", "log σ(s)", _stick_breaking, is_score=True),
 )

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissing
     flex_attention,
 )
 
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import Calls, Task
 
 
@@ -42,7 +42,7 @@ def _on_device(dtype: str) -> Callable[[Any], Any]:
     return lambda x: torch.from_numpy(x).to("cuda", kind).transpose(1, 2).contiguous()
 
 
-def _block_mask(case: Case) -> Any:
+def _block_mask(case: BenchmarkCase) -> Any:
     if case.pattern == "full":
         return None
     ids, window = torch.from_numpy(case.ids()[0]).to("cuda"), case.window

@@ -14,12 +14,12 @@ from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissing
 )
 
 import jattn
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.peers import Runnable, dense_bias
-from experiments.benchmark.rules import CAUSAL, Rule
+from experiments.benchmark.rules import CAUSAL, BenchmarkRule
 
 
-def _runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnable:
+def _runnable(case: BenchmarkCase, backward: bool, attend: Callable[..., Any]) -> Runnable:
     tensors = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in case.inputs()]
     weights = torch.from_numpy(case.inputs(seed=1)[0]).transpose(1, 2).contiguous()
 
@@ -36,7 +36,7 @@ def _runnable(case: Case, backward: bool, attend: Callable[..., Any]) -> Runnabl
     return Runnable(run, time.perf_counter() - start)
 
 
-def sdpa(case: Case, backward: bool) -> Runnable | None:
+def sdpa(case: BenchmarkCase, backward: bool) -> Runnable | None:
     """Builds `torch.nn.functional.scaled_dot_product_attention`, in its own layout."""
     if case.modifier == "softcap" or (case.modifier == "t5" and backward):
         return None
@@ -49,7 +49,7 @@ def sdpa(case: Case, backward: bool) -> Runnable | None:
     return _runnable(case, backward, lambda *qkv: attend(*qkv, **options))
 
 
-def _mask(case: Case) -> np.ndarray:
+def _mask(case: BenchmarkCase) -> np.ndarray:
     mask = case.mask(jnp.asarray(case.ids()[:1]))
     allowed = None if mask is None else np.asarray(mask.dense(case.T, case.T))
     if not case.modifier:
@@ -58,7 +58,7 @@ def _mask(case: Case) -> np.ndarray:
     return bias if allowed is None else np.where(allowed, bias, -np.inf).astype(np.float32)
 
 
-def flex(case: Case, backward: bool) -> Runnable | None:
+def flex(case: BenchmarkCase, backward: bool) -> Runnable | None:
     """Builds compiled FlexAttention, which cannot train on a CPU; its block mask is made
     beforehand."""
     if backward or (case.pattern == "full" and not case.modifier):
@@ -80,7 +80,7 @@ def flex(case: Case, backward: bool) -> Runnable | None:
     return _compiled(case, options)
 
 
-def _compiled(case: Case, options: dict[str, Any]) -> Runnable | None:
+def _compiled(case: BenchmarkCase, options: dict[str, Any]) -> Runnable | None:
     torch._dynamo.reset()  # otherwise it stops compiling at the eighth rule
     attend = torch.compile(flex_attention)
     try:
@@ -106,7 +106,7 @@ def _closed_over(function: Callable[..., Any], operands: list[Any]) -> Callable[
     return score_mod
 
 
-def flex_with(rule: Rule, case: Case) -> Flex:
+def flex_with(rule: BenchmarkRule, case: BenchmarkCase) -> Flex:
     """Builds FlexAttention with a rule, on the inputs of a case."""
     function = rule.make(torch, case.T)
     options: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def flex_with(rule: Rule, case: Case) -> Flex:
     return Flex(runnable, mask.sparsity() / 100, milliseconds)
 
 
-def _score(case: Case) -> Callable[..., Any]:
+def _score(case: BenchmarkCase) -> Callable[..., Any]:
     slopes = torch.from_numpy(np.array(jattn.scores.alibi_slopes(case.N)))
     if case.modifier == "alibi":
         return lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()

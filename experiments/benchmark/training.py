@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
 from experiments.runs.files import replace
 from experiments.runs.memory import keep_freed_memory
@@ -48,10 +49,10 @@ SETTLE = 0.3  # seconds for idle threads of the previous competitor to stop spin
 
 
 class Trainer(NamedTuple):
-    """A competitor: `step()` makes a step and returns when it is done; `tokens` is the number of
-    target tokens in a step, without padding."""
+    """A competitor: `run_step()` makes a step and returns when it is done; `tokens` is the number
+    of target tokens in a step, without padding."""
 
-    step: Callable[[], Any]
+    run_step: Callable[[], Any]
     tokens: int
 
 
@@ -119,7 +120,7 @@ def _in_subprocess(config: Config, batch: Batch) -> Trainer:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints milliseconds per step, target tokens per second, and the ratios."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -143,14 +144,14 @@ def _in_turn(trainers: dict[str, Trainer], rounds: int) -> dict[str, float]:
     the previous competitor has left caches and memory in another state."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
-        trainer.step()
+        trainer.run_step()
     for _ in interruptible(range(rounds)):
         for name, trainer in trainers.items():
             time.sleep(SETTLE)
-            trainer.step()
+            trainer.run_step()
             for _ in range(2):
                 start = time.perf_counter()
-                trainer.step()
+                trainer.run_step()
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(taken) for name, taken in times.items()}
 

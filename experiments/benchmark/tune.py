@@ -17,50 +17,55 @@ import jax
 from tqdm import tqdm
 
 from experiments.benchmark import peers, timing
-from experiments.benchmark.cases import Case
+from experiments.benchmark.cases import BenchmarkCase
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
 from jattn import tuning
 from jattn.tuning import Sizes
 
 
-class Question(NamedTuple):
+class TuningQuestion(NamedTuple):
     """One number of `Sizes`, its candidate values, and the cases in which it matters."""
 
     name: str
     values: tuple[int, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[BenchmarkCase, ...]
 
 
-def _window(T: int, window: int) -> Case:
-    return Case(f"window-{window}", 1, 8, T, 64, pattern="window", window=window)
+def _window(T: int, window: int) -> BenchmarkCase:
+    return BenchmarkCase(f"window-{window}", 1, 8, T, 64, pattern="window", window=window)
 
 
-def _causal(T: int, B: int = 1) -> Case:
-    return Case(f"causal-{T}", B, 8, T, 64, pattern="causal")
+def _causal(T: int, B: int = 1) -> BenchmarkCase:
+    return BenchmarkCase(f"causal-{T}", B, 8, T, 64, pattern="causal")
 
 
 QUESTIONS = (
-    Question("large", (128, 256, 512, 1024), (_causal(2048), Case("full", 1, 8, 1024, 64))),
-    Question("largest", (512, 1024, 2048), (_causal(8192), Case("full", 1, 8, 2048, 64))),
-    Question(
+    TuningQuestion(
+        "large", (128, 256, 512, 1024), (_causal(2048), BenchmarkCase("full", 1, 8, 1024, 64))
+    ),
+    TuningQuestion(
+        "largest", (512, 1024, 2048), (_causal(8192), BenchmarkCase("full", 1, 8, 2048, 64))
+    ),
+    TuningQuestion(
         "wide",
         (1024, 2048, 4096),
-        (*(_causal(T) for T in (2048, 4096, 8192)), Case("full", 1, 8, 2048, 64)),
+        (*(_causal(T) for T in (2048, 4096, 8192)), BenchmarkCase("full", 1, 8, 2048, 64)),
     ),
-    Question("small", (64, 128, 256), tuple(_window(8192, w) for w in (128, 256, 512))),
+    TuningQuestion("small", (64, 128, 256), tuple(_window(8192, w) for w in (128, 256, 512))),
     # The causal mask is wider than all windows: without it, the largest value would seem free.
-    Question(
+    TuningQuestion(
         "narrow",
         (256, 512, 1024, 2048),
         (*(_window(8192, w) for w in (256, 512, 1024)), _causal(2048)),
     ),
-    Question(
+    TuningQuestion(
         "max_untiled",
         tuple(T * T for T in (128, 256, 512, 1024)),
         tuple(_causal(T, B=2) for T in (256, 512, 1024)),
     ),
-    Question(
+    TuningQuestion(
         "together",
         (800_000, 1_600_000, 3_200_000, 6_400_000, 2**28),
         (_causal(32, B=256), _causal(64, B=64), _causal(128, B=8), _causal(128, B=32)),
@@ -68,12 +73,12 @@ QUESTIONS = (
 )
 
 
-def _compiled(row: Sizes, case: Case, backward: bool) -> peers.Runnable:
+def _compiled(row: Sizes, case: BenchmarkCase, backward: bool) -> peers.Runnable:
     with tuning.using(row=row):
         return peers.ours(case, backward, "blockwise")
 
 
-def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[int, float]]:
+def answer(question: TuningQuestion, row: Sizes, seconds: float) -> tuple[Sizes, dict[int, float]]:
     """Returns the row with the fastest value, and each value's mean time relative to the
     fastest."""
     candidates = {str(value): row._replace(**{question.name: value}) for value in question.values}
@@ -94,7 +99,7 @@ def answer(question: Question, row: Sizes, seconds: float) -> tuple[Sizes, dict[
 
 def main(argv: list[str]) -> int:
     """Tunes all numbers and prints the row."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

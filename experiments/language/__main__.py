@@ -22,9 +22,10 @@ from flax import nnx
 import jattn
 from experiments.language import model as models
 from experiments.language import text, training
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
+from experiments.language.runs import LanguageRun
+from experiments.language.settings import LanguageSettings
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.console import speak_utf8, visible_controls
 from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
 from experiments.runs.folder import free_directory
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.language",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,30 +53,34 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a model, or go on with --resume")
     train.set_defaults(command=_train)
-    train.add_argument("--text", type=Path, help="a file in UTF-8 (generated sentences)")
-    train.add_argument("--run", type=Path, help="the run's directory (a new one in runs/)")
+    train.add_argument("--text", type=Path, help="a file in UTF-8 (default: generated sentences)")
+    train.add_argument("--run", type=Path, help="the run's directory (default: a new one in runs/)")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     train.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=_named())
 
     write = commands.add_parser("write", help="write text with a trained model")
     write.set_defaults(command=_write)
-    write.add_argument("--run", type=Path, help="the run's directory (the newest in runs/)")
-    write.add_argument("--prompt", default="\n", help="the text to continue (a new line)")
+    write.add_argument(
+        "--run", type=Path, help="the run's directory (default: the newest in runs/)"
+    )
+    write.add_argument("--prompt", default="\n", help="the text to continue (default: a new line)")
     write.add_argument(
         "--characters",
         type=bounds.whole(1, 10**7),
         default=500,
-        help="the number of characters (500)",
+        help="the number of characters (default: 500)",
     )
-    write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
+    write.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: 0.7)")
     write.add_argument("--top-k", type=int, help="draw from this many characters")
     write.add_argument("--top-p", type=float, help="draw from the nucleus of this probability")
-    write.add_argument("--seed", type=bounds.seed, default=0, help="the seed of the draws (0)")
+    write.add_argument(
+        "--seed", type=bounds.seed, default=0, help="the seed of the draws (default: 0)"
+    )
     return parser
 
 
 def _named() -> str:
-    return "a setting: " + ", ".join(vars(Settings()))
+    return "a setting: " + ", ".join(vars(LanguageSettings()))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -105,22 +110,22 @@ def _train(options: argparse.Namespace) -> None:
     print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")
 
 
-def _prepared(options: argparse.Namespace) -> tuple[Run, text.Texts]:
+def _prepared(options: argparse.Namespace) -> tuple[LanguageRun, text.LanguageTexts]:
     """Creates the run, or opens it to resume, and returns it with its text."""
     if options.resume:
         if options.run is None:
             raise ValueError("--resume: expected --run DIR with it")
-        run = Run.open(options.run)
+        run = LanguageRun.open(options.run)
         if options.set or options.text:
             raise ValueError("--resume: expected no --set and no --text with it")
         content = text.read(_checked_text(run))
     else:
         path = None if options.text is None else options.text.resolve()
         content = text.read(path)
-        settings = Settings().changed(options.set)
+        settings = LanguageSettings().changed(options.set)
         directory = options.run or free_directory(_USUAL)
         characters = text.Characters.of(content)
-        run = Run(directory, settings, characters, None if path is None else str(path))
+        run = LanguageRun(directory, settings, characters, None if path is None else str(path))
     check_fits(models.size(run.settings, len(run.characters.alphabet)))
     texts = text.split(run.characters.encode(content), run.settings.length)
     if not options.resume:
@@ -128,7 +133,7 @@ def _prepared(options: argparse.Namespace) -> tuple[Run, text.Texts]:
     return run, texts
 
 
-def _checked_text(run: Run) -> Path | None:
+def _checked_text(run: LanguageRun) -> Path | None:
     """Returns the path of a run's text, which must be a file: a foreign run may name any path."""
     if run.text is not None and not Path(run.text).is_file():
         raise ValueError(f"{run.directory}: expected its text in a file, found none at {run.text}")
@@ -145,7 +150,7 @@ def _tell(record: dict[str, Any]) -> None:
 
 def _write(options: argparse.Namespace) -> None:
     with users_part():
-        run = Run.open(options.run or _newest())
+        run = LanguageRun.open(options.run or _newest())
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
         prompt = run.characters.encode(options.prompt)

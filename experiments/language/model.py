@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from experiments.language.settings import Settings
+from experiments.language.settings import LanguageSettings
 from experiments.translation.losses import Projection, cross_entropy
 from jattn import cache, masks
 from jattn.nn import DecoderOnly, MultiHeadAttention
 
 
-def make(settings: Settings, vocabulary: int) -> DecoderOnly:
+def make(settings: LanguageSettings, vocabulary: int) -> DecoderOnly:
     """Builds a new model with a vocabulary of `vocabulary` characters.
 
     Each position attends to itself and the `length` − 1 positions before it, in training and in
@@ -38,7 +38,7 @@ def make(settings: Settings, vocabulary: int) -> DecoderOnly:
     )
 
 
-def size(settings: Settings, vocabulary: int) -> int:
+def size(settings: LanguageSettings, vocabulary: int) -> int:
     """Returns the number of parameters.
 
     Raises:
@@ -48,7 +48,7 @@ def size(settings: Settings, vocabulary: int) -> int:
     return sum(x.size for x in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
 
 
-def start(model: DecoderOnly, settings: Settings) -> Any:
+def start(model: DecoderOnly, settings: LanguageSettings) -> Any:
     """Returns caches with which `jattn.generate` writes one text of any length."""
     return model.start(1, settings.length, cache.RollingCache)
 

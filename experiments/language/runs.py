@@ -18,7 +18,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
-from experiments.language.settings import Settings
+from experiments.language.settings import LanguageSettings
 from experiments.language.text import Characters
 from experiments.runs.files import check_plain, inside, parsed, replace, writing
 from experiments.runs.folder import Folder
@@ -28,16 +28,16 @@ _FORMAT = "jattn-language-run"
 
 
 @dataclass(frozen=True)
-class Run(Folder):
+class LanguageRun(Folder):
     """A run in `directory`; `text` is the path of its training text, or None for generated
     sentences."""
 
-    settings: Settings
+    settings: LanguageSettings
     characters: Characters
     text: str | None
 
     @classmethod
-    def open(cls, directory: Path) -> "Run":
+    def open(cls, directory: Path) -> "LanguageRun":
         """Reads a run's directory.
 
         Raises:
@@ -57,7 +57,9 @@ class Run(Folder):
                 "alphabet": str(alphabet),
                 "text": (str() | None) as text,
             }:
-                return cls(directory, Settings.from_json(settings), Characters(alphabet), text)
+                return cls(
+                    directory, LanguageSettings.from_json(settings), Characters(alphabet), text
+                )
         raise ValueError(f"{path}: expected what training writes there")
 
     def create(self) -> None:

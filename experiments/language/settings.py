@@ -6,7 +6,7 @@ from experiments.runs import settings
 
 
 @dataclass(frozen=True, config=settings.CHECKED)
-class Settings(settings.Settings):
+class LanguageSettings(settings.RunSettings):
     """The settings of a run; the defaults take about three minutes on two cores.
 
     Attributes:

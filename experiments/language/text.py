@@ -46,7 +46,7 @@ class Characters:
 
 
 @dataclass(frozen=True)
-class Texts:
+class LanguageTexts:
     """Tokens for training and for validation."""
 
     train: np.ndarray
@@ -69,7 +69,7 @@ def read(path: Path | None) -> str:
         raise ValueError(f"{path}: expected text in UTF-8: {error}") from None
 
 
-def split(tokens: np.ndarray, length: int) -> Texts:
+def split(tokens: np.ndarray, length: int) -> LanguageTexts:
     """Splits off the end of a text for validation; each part has at least `length` + 1 tokens.
 
     Raises:
@@ -81,7 +81,7 @@ def split(tokens: np.ndarray, length: int) -> Texts:
             f"text: expected at least {2 * (length + 1)} characters, got {len(tokens)}; "
             "a smaller --set length=… needs fewer"
         )
-    return Texts(tokens[:-held_out], tokens[-held_out:])
+    return LanguageTexts(tokens[:-held_out], tokens[-held_out:])
 
 
 def batch(tokens: np.ndarray, rows: int, length: int, seed: tuple[int, ...]) -> np.ndarray:

@@ -17,9 +17,9 @@ from flax import nnx
 from jax import Array
 
 from experiments.language import model as models
-from experiments.language.runs import Run
-from experiments.language.settings import Settings
-from experiments.language.text import Texts, batch, in_order
+from experiments.language.runs import LanguageRun
+from experiments.language.settings import LanguageSettings
+from experiments.language.text import LanguageTexts, batch, in_order
 from experiments.runs.console import progress
 from experiments.runs.ending import Failure, interruptible
 
@@ -28,14 +28,14 @@ _VALIDATION_ROWS = 64
 Report = Callable[[dict[str, Any]], None]
 
 
-class State(NamedTuple):
+class LanguageState(NamedTuple):
     """The state of training that a step updates."""
 
     variables: Any
     opt_state: Any
 
 
-def optimiser(settings: Settings) -> optax.GradientTransformation:
+def optimiser(settings: LanguageSettings) -> optax.GradientTransformation:
     """Builds AdamW (Loshchilov and Hutter 2019) with warm-up, cosine decay and gradient
     clipping."""
     warmup, steps = min(settings.warmup, settings.steps - 1), settings.steps
@@ -45,18 +45,18 @@ def optimiser(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=decay))
 
 
-def init_state(run: Run) -> tuple[Any, State]:
+def init_state(run: LanguageRun) -> tuple[Any, LanguageState]:
     """Returns the model's definition, and the state before the first step."""
     model = models.make(run.settings, len(run.characters.alphabet))
     definition, variables = nnx.split(model)
     params = nnx.filter_state(variables, nnx.Param)
-    return definition, State(variables, optimiser(run.settings).init(params))
+    return definition, LanguageState(variables, optimiser(run.settings).init(params))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _step(
-    settings: Settings, definition: Any, state: State, rows: Array, number: Array
-) -> tuple[State, Array]:
+    settings: LanguageSettings, definition: Any, state: LanguageState, rows: Array, number: Array
+) -> tuple[LanguageState, Array]:
     """Makes one update; returns the new state, and the loss before the update."""
     params, rest = nnx.split_state(state.variables, nnx.Param, ...)
     key = jax.random.fold_in(jax.random.key(settings.seed), number)
@@ -68,10 +68,10 @@ def _step(
     value, gradients = jax.value_and_grad(loss)(params)
     updates, opt_state = optimiser(settings).update(gradients, state.opt_state, params)
     params: Any = optax.apply_updates(params, updates)
-    return State(nnx.merge_state(params, rest), opt_state), value
+    return LanguageState(nnx.merge_state(params, rest), opt_state), value
 
 
-def resumed(run: Run, state: State) -> tuple[State, int]:
+def resumed(run: LanguageRun, state: LanguageState) -> tuple[LanguageState, int]:
     """Returns the state and step of the last checkpoint, or the given state and 0 if there is none.
     Removes the metrics of later steps.
 
@@ -86,7 +86,12 @@ def resumed(run: Run, state: State) -> tuple[State, int]:
 
 
 def train(
-    run: Run, texts: Texts, tell: Report, definition: Any, state: State, first: int = 0
+    run: LanguageRun,
+    texts: LanguageTexts,
+    tell: Report,
+    definition: Any,
+    state: LanguageState,
+    first: int = 0,
 ) -> None:
     """Trains from the state after `first` steps to the end, with reports and checkpoints in the
     run's directory.
@@ -119,7 +124,9 @@ def train(
             losses, start = [], time.perf_counter()
 
 
-def _record(number: int, losses: list[Array], seconds: float, settings: Settings) -> dict[str, Any]:
+def _record(
+    number: int, losses: list[Array], seconds: float, settings: LanguageSettings
+) -> dict[str, Any]:
     """Summarizes the steps since the last report: mean loss, time and speed."""
     loss = float(np.mean(jax.device_get(losses)))
     if not np.isfinite(loss):

@@ -94,7 +94,7 @@ class OfflineCall:
         return output_and_gradients
 
 
-def _of_benchmark(case: cases.Case) -> OfflineCall:
+def _of_benchmark(case: cases.BenchmarkCase) -> OfflineCall:
     """Converts a case of the benchmark; a step of decoding attends to arrays, without a cache."""
     parameter = case.parameter()
 

@@ -32,8 +32,9 @@ from tqdm import tqdm
 
 from experiments.offline import calls, job, kept, targets
 from experiments.offline.job import Job
-from experiments.offline.machine_code import Loop
+from experiments.offline.machine_code import MachineLoop
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import Failure, UserError, interruptible
 from experiments.runs.files import append, replace
 
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command's arguments; argparse ends the process with status 2 on errors."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.benchmark offline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +99,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     kernels = "; ".join(f"{x.name}: {', '.join(x.implementations)}" for x in _targets())
     usual = "; ".join(f"{x.name}: {' '.join(x.usual)}" for x in _targets())
     parser.add_argument(
-        "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default {usual})"
+        "--implementation", nargs="+", metavar="NAME", help=f"{kernels} (default: {usual})"
     )
     parser.add_argument("--head", nargs="+", type=bounds.count, default=[128], metavar="H")
     parser.add_argument(
@@ -184,14 +185,14 @@ def lines(row: dict[str, Any]) -> list[str]:
 
 
 def _of_kernel(kernel: dict[str, Any], target: targets.Target) -> str:
-    loop = kernel["main_loop"] and Loop(**kernel["main_loop"])
+    loop = kernel["main_loop"] and MachineLoop(**kernel["main_loop"])
     counts = ["-" if loop is None else getattr(loop, name) for name in _COUNTS]
     used = (kernel["kernel"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"])
     warned = "".join(f" warning: {x}" for x in kernel["warnings"])
     return _KERNEL.format(*used, *counts, _predicted(loop, target)) + warned
 
 
-def _predicted(loop: Loop | None, target: targets.Target) -> str:
+def _predicted(loop: MachineLoop | None, target: targets.Target) -> str:
     """Formats the TFLOP/s of a loop that the model of `machine_code` predicts."""
     if loop is None or target.peak is None:
         return "-"

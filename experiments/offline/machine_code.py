@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
         return self.name.split(".")[0]
 
 
-class Loop(NamedTuple):
+class MachineLoop(NamedTuple):
     """The figures of one iteration of an innermost loop over tiles. For Blackwell's matrix units,
     sizes and cycles are unknown. `sometimes` counts the instructions that warps may skip by a vote,
     such as the rescaling of sums after a large change of the maximum; no other figure counts
@@ -193,7 +193,7 @@ def instructions(sass: str) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
-def loops(sass: str) -> list[Loop]:
+def loops(sass: str) -> list[MachineLoop]:
     """Returns the innermost loops over tiles, in the code's order: loops with matrix products or,
     if other warps start the products (Blackwell), loops that store weights in tensor memory.
 
@@ -220,8 +220,8 @@ def loops(sass: str) -> list[Loop]:
 
 def _jumps(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
     """Returns the jumps as pairs of indices: the jump, and its target."""
-    found = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
-    return [(i, labels[x[1]]) for i, x in found if x and x[1] in labels]
+    targets = ((i, _TARGET.search(x.operands)) for i, x in enumerate(code) if x.root == "BRA")
+    return [(i, labels[x[1]]) for i, x in targets if x and x[1] in labels]
 
 
 def _is_of_tile(instruction: Instruction, in_other_warps: bool) -> bool:
@@ -236,7 +236,9 @@ def _is_voted(preceding: list[Instruction], predicate: str) -> bool:
     return bool(predicate) and next(setters, _NOTHING).root in ("VOTE", "B2R")
 
 
-def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, int]]) -> Loop:
+def _loop(
+    code: list[Instruction], start: int, end: int, jumps: list[tuple[int, int]]
+) -> MachineLoop:
     skipped = {
         index
         for jump, target in jumps
@@ -245,7 +247,7 @@ def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, 
     }
     body = [code[index] for index in range(start, end + 1) if index not in skipped]
     by_kind = collections.Counter(map(kind, body))
-    return Loop(
+    return MachineLoop(
         instructions=len(body),
         matrix_cycles=round(sum(map(matrix_cycles, body))),
         special_cycles=_SPECIAL_CYCLES * by_kind["special"],
@@ -256,6 +258,6 @@ def _loop(code: list[Instruction], start: int, end: int, jumps: list[tuple[int, 
     )
 
 
-def main_loop(candidates: list[Loop]) -> Loop | None:
+def main_loop(candidates: list[MachineLoop]) -> MachineLoop | None:
     """Returns the loop over tiles without a mask: most products, then fewest instructions."""
     return max(candidates, key=lambda x: (x.matrix_cycles, -x.instructions), default=None)

@@ -114,7 +114,8 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 class _Bar(tqdm):
-    """A progress bar that shows fewer fields on narrow terminals, so that none is cut off."""
+    """A progress bar that says how much time is left. It shows fewer fields on narrow terminals, so
+    that none is cut off."""
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -123,9 +124,10 @@ class _Bar(tqdm):
         columns = fields["ncols"]
         if columns is not None and columns < _WIDE:
             first, _, _ = (fields["postfix"] or "").partition(", ")
-            short = "{percentage:3.0f}%|{bar}| {remaining}{postfix}"
-            fields |= {"bar_format": short, "postfix": first}
-        return fields
+            short = "{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
+            return fields | {"bar_format": short, "postfix": first}
+        times = "{elapsed}, {remaining} left, {rate_fmt}{postfix}"
+        return fields | {"bar_format": "{l_bar}{bar}| {n_fmt}/{total_fmt} [" + times + "]"}
 
 
 def progress(total: int, *, unit: str, initial: int = 0) -> tqdm:

@@ -25,7 +25,7 @@ Limit = Annotated[float, Field(ge=0, le=1e30)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Settings:
+class RunSettings:
     """The base class of settings, for pydantic dataclasses with `config=CHECKED`."""
 
     def changed(self, texts: Iterable[str]) -> Self:

@@ -29,10 +29,11 @@ from tqdm import tqdm
 
 from experiments.offline import targets
 from experiments.runs import bounds
+from experiments.runs.command_line import Parser
 from experiments.runs.ending import UserError, exit_status, interruptible
 from experiments.runs.files import append, replace
 from experiments.scaling import job, plan
-from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, Case
+from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, ScalingCase
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments.scaling",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _case(arguments: argparse.Namespace, **fields: Any) -> Case:
+def _case(arguments: argparse.Namespace, **fields: Any) -> ScalingCase:
     """Builds a case from the options that the commands share and the fields of one command.
 
     Raises:
@@ -101,7 +102,7 @@ def _case(arguments: argparse.Namespace, **fields: Any) -> Case:
     key_heads = arguments.key_heads or arguments.heads
     if arguments.heads % key_heads:
         raise UserError(f"--key-heads {key_heads}: expected a divisor of --heads {arguments.heads}")
-    return Case(
+    return ScalingCase(
         heads=arguments.heads,
         key_heads=key_heads,
         head_size=arguments.head_size,
@@ -201,7 +202,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if length != arguments.length:
         print(f"{length:,} tokens, so that {arguments.devices} devices can share them evenly")
     case = _case(arguments, devices=arguments.devices, length=length)
-    device = plan.Device(arguments.memory * 1e9, arguments.teraflops * 1e12, arguments.link * 1e9)
+    device = plan.DeviceRates(
+        arguments.memory * 1e9, arguments.teraflops * 1e12, arguments.link * 1e9
+    )
     print(_PLAN.format(*_PLAN_TITLES).rstrip())
     for scheme_plan in plan.plans(case, device):
         figures = (scheme_plan.memory / 1e9, scheme_plan.sent / 1e9, *scheme_plan[3:6])

@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ScalingCase:
     """Causal self-attention of one sequence. `window` limits the keys of a query, and `documents`
     is the average number of tokens of a document; None: no such limit."""
 

@@ -19,10 +19,10 @@ import jax
 
 from experiments.runs.ending import Failure
 from experiments.scaling import programs
-from experiments.scaling.cases import Case
+from experiments.scaling.cases import ScalingCase
 
 
-def row(case: Case, seconds: float) -> dict[str, Any]:
+def row(case: ScalingCase, seconds: float) -> dict[str, Any]:
     """Measures the memory and exchanges of a case's program and, if `seconds` > 0, its time."""
     devices = jax.devices()
     if len(devices) < case.devices:
@@ -35,7 +35,7 @@ def row(case: Case, seconds: float) -> dict[str, Any]:
     return figures
 
 
-def described(case: Case, devices: Any) -> tuple[Any, dict[str, Any]]:
+def described(case: ScalingCase, devices: Any) -> tuple[Any, dict[str, Any]]:
     """Compiles a case; returns the program, and its memory and exchanges."""
     start = time.perf_counter()
     program = case.compiled(devices)
@@ -75,7 +75,7 @@ def _peak() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def run(case: Case, seconds: float, platform: str | None) -> dict[str, Any]:
+def run(case: ScalingCase, seconds: float, platform: str | None) -> dict[str, Any]:
     """Runs `row` in a separate process; on the platform "cpu", with virtual devices.
 
     Raises:
@@ -102,4 +102,4 @@ def run(case: Case, seconds: float, platform: str | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(row(Case(**json.loads(sys.argv[2])), float(sys.argv[1]))))
+    print(json.dumps(row(ScalingCase(**json.loads(sys.argv[2])), float(sys.argv[1]))))

@@ -10,10 +10,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from experiments.scaling.cases import SCHEMES, Case
+from experiments.scaling.cases import SCHEMES, ScalingCase
 
 
-class Device(NamedTuple):
+class DeviceRates(NamedTuple):
     """A device: its bytes of memory, the operations per second that attention reaches, and the
     bytes per second that it can send while it receives as many."""
 
@@ -22,7 +22,7 @@ class Device(NamedTuple):
     link: float
 
 
-class Plan(NamedTuple):
+class ScalingPlan(NamedTuple):
     """The estimated cost of one scheme: memory and bytes sent of each device, and the seconds until
     all devices are done; `reason` says why the scheme cannot be used, or is None."""
 
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
         return math.isnan(self.memory)
 
 
-class _Sizes(NamedTuple):
+class _ScalingSizes(NamedTuple):
     """Bytes of a device's shard of the queries, and of keys and values together, in the inputs'
     dtype and in float32 for sums; `copies` is the extra share that zig-zag order copies."""
 
@@ -51,7 +51,7 @@ class _Sizes(NamedTuple):
     copies: float
 
     @classmethod
-    def of(cls, case: Case) -> "_Sizes":
+    def of(cls, case: ScalingCase) -> "_ScalingSizes":
         narrow, wide = 4 if case.dtype == "float32" else 2, 4
         share = case.length * case.head_size / case.devices
         q, kv = share * case.heads, 2 * share * case.key_heads
@@ -59,10 +59,10 @@ class _Sizes(NamedTuple):
         return cls(narrow * q, narrow * kv, wide * q, wide * kv, copies)
 
 
-def memory(case: Case) -> float:
+def memory(case: ScalingCase) -> float:
     """Returns the bytes on each device: inputs, the output's gradient, results and temporaries.
     Buffers that XLA reuses are counted once."""
-    sizes = _Sizes.of(case)
+    sizes = _ScalingSizes.of(case)
     temporaries = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}[case.scheme](
         case, sizes
     )
@@ -72,7 +72,7 @@ def memory(case: Case) -> float:
     return q + kv + (q if case.backward else 0.0) + results + float32_results + temporaries
 
 
-def _ring(case: Case, sizes: _Sizes) -> float:
+def _ring(case: ScalingCase, sizes: _ScalingSizes) -> float:
     """Returns the ring's temporaries: the shard of keys and values that is read and the one in
     transit (with two devices, one of them is the input), the output so far and, backward, the
     gradients in transit. Rounds take some of the heads, with copies of their queries and gradients;
@@ -92,7 +92,7 @@ def _ring(case: Case, sizes: _Sizes) -> float:
     return (bytes_held + copies) / rounds
 
 
-def _all_to_all(case: Case, sizes: _Sizes) -> float:
+def _all_to_all(case: ScalingCase, sizes: _ScalingSizes) -> float:
     """Returns the temporaries of all-to-all: whole sequences of some heads, for query, output,
     keys, values and their gradients."""
     repeated = math.lcm(case.key_heads, case.devices) / case.key_heads
@@ -102,18 +102,18 @@ def _all_to_all(case: Case, sizes: _Sizes) -> float:
     return sizes.q_sums + kv * (1 + sizes.copies)
 
 
-def _gather(case: Case, sizes: _Sizes) -> float:
+def _gather(case: ScalingCase, sizes: _ScalingSizes) -> float:
     """Returns the temporaries of gather: all devices' keys and values and, backward, their
     gradients."""
     shards = case.devices * (1 + sizes.copies)
     return shards * (sizes.kv + (sizes.kv_sums if case.backward else 0.0))
 
 
-def plan(case: Case, device: Device) -> Plan:
+def plan(case: ScalingCase, device: DeviceRates) -> ScalingPlan:
     """Estimates the cost of a case on a device."""
     reason = impossible(case)
     if reason:
-        return Plan(case.scheme, math.nan, 0, math.nan, math.nan, math.nan, reason)
+        return ScalingPlan(case.scheme, math.nan, 0, math.nan, math.nan, math.nan, reason)
     sent = sum(x.bytes * x.times for x in case.exchanges())
     balanced = case.order == "zigzag" or case.window is not None or case.devices == 1
     busiest = 1.0 if balanced or case.scheme == "all_to_all" else 2 - 1 / case.devices
@@ -122,7 +122,7 @@ def plan(case: Case, device: Device) -> Plan:
     seconds = max(compute, send) if case.scheme == "ring" else compute + send
     needed = memory(case)
     reason = "does not fit" if needed > device.memory else None
-    return Plan(case.scheme, needed, sent, compute, send, seconds, reason)
+    return ScalingPlan(case.scheme, needed, sent, compute, send, seconds, reason)
 
 
 def padded(length: int, devices: int, order: str) -> int:
@@ -131,7 +131,7 @@ def padded(length: int, devices: int, order: str) -> int:
     return -(-length // pieces) * pieces
 
 
-def impossible(case: Case) -> str | None:
+def impossible(case: ScalingCase) -> str | None:
     """Returns the reason why a case cannot run at all, or None."""
     length = padded(case.length, case.devices, case.order)
     if length != case.length:
@@ -141,7 +141,7 @@ def impossible(case: Case) -> str | None:
     return None
 
 
-def plans(case: Case, device: Device) -> list[Plan]:
+def plans(case: ScalingCase, device: DeviceRates) -> list[ScalingPlan]:
     """Returns the plans of all schemes, with the fastest that fits first."""
     all_plans = [plan(dataclasses.replace(case, scheme=scheme), device) for scheme in SCHEMES]
     return sorted(all_plans, key=lambda x: (x.reason is not None, x.seconds))

@@ -48,7 +48,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="the preset to use (toy)")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), help="the preset to use (default: toy)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -63,10 +65,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=SIZE,...",
         help="the device mesh: data=4,model=2 shards batches over four devices and heads, "
         "feed-forward networks and vocabularies over two, context=2 shards sentences over two "
-        "(by default batches over all accelerators)",
+        "(default: batches over all accelerators)",
     )
     parser.add_argument(
-        "--run", type=Path, help="a new directory (runs/PRESET, runs/PRESET-2, ...)"
+        "--run", type=Path, help="a new directory (default: runs/PRESET, runs/PRESET-2, ...)"
     )
     parser.add_argument("--overwrite", action="store_true", help="delete an existing run")
 
@@ -76,11 +78,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         help="a folder with train and val (and test) as .de and .en or .tsv, each plain or .gz, "
-        "or one TSV file (the built-in corpus)",
+        "or one TSV file (default: the built-in corpus)",
     )
     _add_limit(parser)
     parser.add_argument(
-        "--languages", nargs=2, metavar=("SOURCE", "TARGET"), help="suffixes of the files (de en)"
+        "--languages",
+        nargs=2,
+        metavar=("SOURCE", "TARGET"),
+        help="suffixes of the files (default: de en)",
     )
 
 
@@ -90,7 +95,7 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
         type=bounds.whole(1, 2**50),
         default=MOST_UNPACKED,
         metavar="BYTES",
-        help=f"the greatest size of an unpacked .gz file ({MOST_UNPACKED})",
+        help=f"the greatest size of an unpacked .gz file (default: {MOST_UNPACKED})",
     )
 
 
@@ -98,7 +103,7 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", type=utf8)
     parser.add_argument("--file", type=Path, metavar="PATH", help="translate the lines of a file")
     _add_limit(parser)
-    parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (stdout)")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="a new file (default: stdout)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument(
         "--scores",
@@ -116,12 +121,14 @@ def _add_translation(parser: argparse.ArgumentParser) -> None:
 def _add_beam(parser: argparse.ArgumentParser) -> Any:
     """Adds the options of a beam search, and returns the group of mutually exclusive searches."""
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--beam", type=int, metavar="N", help="search with N beams (greedy)")
+    kinds.add_argument(
+        "--beam", type=int, metavar="N", help="search with N beams (default: greedy)"
+    )
     parser.add_argument(
         "--length-penalty",
         type=float,
         metavar="A",
-        help="with --beam: rank by log probability / ((5 + length) / 6)^A (0.6)",
+        help="with --beam: rank by log probability / ((5 + length) / 6)^A (default: 0.6)",
     )
     return kinds
 
@@ -142,7 +149,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="with --sample: sample from the likeliest tokens whose probabilities sum to P",
     )
-    parser.add_argument("--seed", type=int, help="with --sample: the seed (0)")
+    parser.add_argument("--seed", type=int, help="with --sample: the seed (default: 0)")
 
 
 _ONLY_WITH = {

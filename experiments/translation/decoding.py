@@ -135,8 +135,8 @@ def search_batch(
         search: the settings of the search, except its seed.
     """
     state = model.start(params, source, source_lengths, length, copies=search.rows)
-    step = functools.partial(model.step, params)
-    arguments = step, state, source_lengths > 0, length
+    decode_step = functools.partial(model.step, params)
+    arguments = decode_step, state, source_lengths > 0, length
     limits = longest_translation(source_lengths)
     if search.kind == "beam":
         return searches.beam(

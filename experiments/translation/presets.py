@@ -27,7 +27,7 @@ from experiments.runs import settings
 
 
 @dataclass(frozen=True, kw_only=True, config=settings.CHECKED)
-class Config(settings.Settings):
+class Config(settings.RunSettings):
     """A configuration: with the text, it decides everything that a run computes.
 
     RNNsearch has one recurrent layer on each side; it ignores `tie_embeddings` and the fields from

@@ -12,9 +12,9 @@ from experiments.translation import pictures
 from experiments.translation.data import ReadReport
 from experiments.translation.evaluation import Evaluator, Scores
 from experiments.translation.model import Model, Params
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.text import EncodeReport
-from experiments.translation.training import Loop
+from experiments.translation.training import TrainingLoop
 
 
 _SAMPLES = 3  # sentences translated at each validation, always the same ones
@@ -29,7 +29,7 @@ def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeRe
     console.emit("encoded", **asdict(encoded))
 
 
-def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
+def announce(console: Console, run: TranslationRun, model: Model, loop: TrainingLoop) -> None:
     """Reports the model to be trained and the length of the training."""
     parameters = model.size
     shapes = ", ".join(f"{rows} x ({source}, {target})" for rows, source, target in loop.shapes)
@@ -50,7 +50,7 @@ def announce(console: Console, run: Run, model: Model, loop: Loop) -> None:
     )
 
 
-def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
+def keep(console: Console, run: TranslationRun) -> Callable[[dict[str, Any]], None]:
     """Returns a function that adds records of training to the run's metrics and emits them."""
 
     def report(record: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def keep(console: Console, run: Run) -> Callable[[dict[str, Any]], None]:
     return report
 
 
-def validated(run: Run, evaluator: Evaluator, params: Params) -> dict[str, Any]:
+def validated(run: TranslationRun, evaluator: Evaluator, params: Params) -> dict[str, Any]:
     """Evaluates on the validation pairs, prints the scores and some translations, and returns them
     as a record."""
     result = evaluator(params)
@@ -82,7 +82,7 @@ def validated(run: Run, evaluator: Evaluator, params: Params) -> dict[str, Any]:
     return {f"validation_{name}": value for name, value in figures.items()}
 
 
-def sum_up(console: Console, run: Run, steps: Sequence[int]) -> None:
+def sum_up(console: Console, run: TranslationRun, steps: Sequence[int]) -> None:
     """Reports how training went and where its results are.
 
     Args:
@@ -127,7 +127,7 @@ def used(steps: Sequence[int]) -> str:
     return f"the mean of the parameters after steps {', '.join(map(str, steps))}"
 
 
-def draw_curves(run: Run) -> list[Path]:
+def draw_curves(run: TranslationRun) -> list[Path]:
     """Draws loss and BLEU of a run over its steps, and returns the files."""
     folder = run.path("pictures")
     files = [folder / "loss.png", folder / "bleu.png"]

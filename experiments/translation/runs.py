@@ -1,4 +1,4 @@
-"""The directory of a run, which `Run` reads and writes:
+"""The directory of a run, which `TranslationRun` reads and writes:
 
 config.json      the configuration and the origin of the training text
 source.json      the vocabularies
@@ -59,7 +59,7 @@ def fingerprint(pairs: EncodedPairs) -> str:
 
 
 @dataclass(frozen=True)
-class Run(Checkpoints):
+class TranslationRun(Checkpoints):
     """A run, whose files are in `directory`."""
 
     config: Config
@@ -68,7 +68,7 @@ class Run(Checkpoints):
     origin: TextOrigin
 
     @classmethod
-    def open(cls, directory: str | Path) -> "Run":
+    def open(cls, directory: str | Path) -> "TranslationRun":
         """Reads a run's directory.
 
         Raises:
@@ -102,7 +102,7 @@ class Run(Checkpoints):
         saved = {"format": _FORMAT, "config": asdict(self.config), "text": asdict(self.origin)}
         self.write("config.json", json.dumps(saved, indent=2) + "\n")
 
-    def check_same(self, other: "Run") -> None:
+    def check_same(self, other: "TranslationRun") -> None:
         """Checks that another run has the configuration and the text of this one.
 
         Raises:

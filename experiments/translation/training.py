@@ -1,5 +1,5 @@
 """Trains a model: reads the text, builds the batches, the loss, the optimiser and the training
-step, and runs the training loop (`Loop`).
+step, and runs the training loop (`TrainingLoop`).
 
 The order of the data and the dropout masks depend only on the configuration's seed and the step
 number. A checkpoint therefore needs only parameters, optimiser state and step number, and a run
@@ -46,7 +46,7 @@ _MOST_STEPS = 2**31 - 1  # steps are counted in int32
 
 
 @dataclass(frozen=True)
-class Texts:
+class TrainingTexts:
     """Sentence pairs for training, for validation during training, and for evaluation afterwards.
 
     Attributes:
@@ -69,7 +69,7 @@ def read_texts(
     *,
     training: bool = True,
     most_unpacked: int = data.MOST_UNPACKED,
-) -> Texts:
+) -> TrainingTexts:
     """Reads the text of a folder or file, or generates the built-in corpus if `path` is None.
 
     Without `training`, the corpus has no training pairs and is generated faster; its held-out
@@ -87,10 +87,12 @@ def read_texts(
             deeper=held_out,
             seed=config.seed,
         )
-        return Texts(parts.train, parts.validation, {"test": parts.test, "deeper": parts.deeper})
+        return TrainingTexts(
+            parts.train, parts.validation, {"test": parts.test, "deeper": parts.deeper}
+        )
     dataset = data.read_dataset(path, languages=languages, most_unpacked=most_unpacked)
     tests = {"test": dataset.test} if dataset.test else {"validation": dataset.validation}
-    return Texts(dataset.train, dataset.validation, tests, list(dataset.reports.values()))
+    return TrainingTexts(dataset.train, dataset.validation, tests, list(dataset.reports.values()))
 
 
 def make_batches(config: Config, pairs: EncodedPairs) -> Epochs:
@@ -163,11 +165,11 @@ def learning_rate(config: Config, total_steps: int) -> Callable[[Any], Any]:
     decays: dict[str, optax.Schedule] = {
         "constant": optax.constant_schedule(peak),
         "cosine": optax.cosine_decay_schedule(peak, max(total_steps + 1 - warmup, 1)),
-        "inverse_sqrt": lambda step: peak * jnp.sqrt(warmup / (warmup + step)),
+        "inverse_sqrt": lambda count: peak * jnp.sqrt(warmup / (warmup + count)),
     }
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1)
     rate = optax.join_schedules([rise, decays[config.schedule]], [warmup - 1])
-    return lambda step: rate(jnp.asarray(step, jnp.float32))
+    return lambda count: rate(jnp.asarray(count, jnp.float32))
 
 
 def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransformation:
@@ -181,7 +183,7 @@ def make_optimiser(config: Config, total_steps: int) -> optax.GradientTransforma
 # ------------------------------------------------------------------------------------------- step
 
 
-class State(NamedTuple):
+class TrainingState(NamedTuple):
     """The training state, which each step updates.
 
     Attributes:
@@ -209,13 +211,13 @@ class StepMetrics(NamedTuple):
     gradient_norm: Array
 
 
-Step = Callable[[State, AnyBatch], tuple[State, StepMetrics]]
+Step = Callable[[TrainingState, AnyBatch], tuple[TrainingState, StepMetrics]]
 
 
-def init_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> State:
+def init_state(model: Model, optimiser: optax.GradientTransformation, seed: int) -> TrainingState:
     """Creates the state before the first step."""
     params = model.init(seed)
-    return State(params, optimiser.init(params), jnp.zeros((), jnp.int32))
+    return TrainingState(params, optimiser.init(params), jnp.zeros((), jnp.int32))
 
 
 def make_step(
@@ -250,7 +252,7 @@ def make_step(
         return jax.grad(loss_fn, has_aux=True)(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state: State, batch: AnyBatch) -> tuple[State, StepMetrics]:
+    def train_step(state: TrainingState, batch: AnyBatch) -> tuple[TrainingState, StepMetrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         tokens = jnp.maximum(jnp.sum(loss_mask(batch)), 1)
         if config.accumulation_steps == 1:
@@ -261,7 +263,7 @@ def make_step(
         updates, opt_state = optimiser.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         metrics = StepMetrics(totals[0], totals[1], _global_norm(grads))
-        new_state = State(params, opt_state, state.step + 1)
+        new_state = TrainingState(params, opt_state, state.step + 1)
         return placement.constrained(new_state), metrics
 
     return train_step
@@ -303,7 +305,7 @@ class NonFiniteLoss(Failure):
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     """A training loop, which runs the steps and at intervals reports, validates and saves.
 
     Attributes:
@@ -327,7 +329,7 @@ class Loop:
     check: Callable[[AnyBatch], None]
     report: Callable[[dict[str, Any]], None]
     validate: Callable[[Params], dict[str, Any]]
-    save: Callable[[State], None]
+    save: Callable[[TrainingState], None]
     put_on_devices: Callable[[AnyBatch], AnyBatch] = lambda batch: batch
     stops: Callable[[], bool] = lambda: False
 
@@ -346,7 +348,7 @@ class Loop:
         """The shapes (rows, source width, target width) for which a step is compiled."""
         return self.batches.shapes
 
-    def run(self, state: State) -> State:
+    def run(self, state: TrainingState) -> TrainingState:
         """Trains from a state to the last step, or until `stops` returns true.
 
         Raises:
@@ -388,7 +390,7 @@ class Loop:
         reports = number % self.config.report_every == 0
         return reports or self._saves(number) or self._ends_epoch(number)
 
-    def _pause(self, number: int, state: State, bar: tqdm) -> None:
+    def _pause(self, number: int, state: TrainingState, bar: tqdm) -> None:
         if self._ends_epoch(number):
             bar.clear()
             progress_fields = {"step": number, "epoch": number / len(self.batches)}

@@ -1,5 +1,5 @@
-// The kernel without XLA, on random shapes, masks and score functions, beside the plain formula in
-// double precision: for the sanitizers.
+// Compares the kernel, without XLA, with the plain formula in double precision, on random shapes,
+// masks and score functions, under a sanitizer.
 
 #include "../../jattn/kernels/cpu/src/attention.cc"
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-struct Problem {
+struct RandomProblem {
   Index B, t, S, K, group, N, H, V;
   double scale, cap, dropout_scale = 1;
   uint32_t threshold = 0;
@@ -19,8 +19,8 @@ struct Problem {
   // An operand has a row for each of the batch, or one for all.
   static Index rows(Index B) { return once_in(2) ? B : 1; }
 
-  Problem(Index B, Index t, Index S, Index K, Index group, Index H, Index V, Index diagonals,
-          bool ids, bool drops)
+  RandomProblem(Index B, Index t, Index S, Index K, Index group, Index H, Index V, Index diagonals,
+                bool ids, bool drops)
       : B(B), t(t), S(S), K(K), group(group), N(K * group), H(H), V(V),
         scale(1 / std::sqrt(H)), cap(diagonals || once_in(2) ? 0 : 1.5),
         q({B, t, N, H}, 2), k({B, S, K, H}, 2), v({B, S, K, V}, 1),
@@ -63,7 +63,7 @@ struct Problem {
     return !q_ids.count() || at(q_ids, t, i) == at(kv_ids, S, j);
   }
 
-  // What nobody sees is NaN.
+  // Keys and values that no query attends to are NaN.
   void poison() {
     for (Index b = 0; b < B; ++b)
       for (Index j = 0; j < S; ++j) {
@@ -79,7 +79,7 @@ struct Problem {
     x ^= x >> 16, x *= 0x7FEB352Du, x ^= x >> 15, x *= 0x846CA68Bu;
     return x ^ x >> 16;
   }
-  // What a weight is multiplied with.
+  // The factor of a weight in dropout.
   double kept(Index b, Index n, Index i, Index j) const {
     if (!threshold) return 1;
     const uint32_t row = hash(seeds[b * N + n] ^ hash(i & ~8)), column = hash(j + 0x85EBCA6Bu);
@@ -95,7 +95,7 @@ struct Answer {
 };
 
 // The formula, and its derivative.
-Answer formula(const Problem& p, const Array<T>& d_out, const std::vector<double>& d_lse,
+Answer formula(const RandomProblem& p, const Array<T>& d_out, const std::vector<double>& d_lse,
                Index diagonals) {
   const Index B = p.B, t = p.t, S = p.S, K = p.K, N = p.N, H = p.H, V = p.V;
   const std::vector<double> nothing(B * t * N);
@@ -153,13 +153,13 @@ Answer formula(const Problem& p, const Array<T>& d_out, const std::vector<double
   return a;
 }
 
-// The numbers of statistics, each of [B, t, N], and [B, N, S].
+// Statistics [B, t, N], and the received weights [B, N, S].
 struct Numbers {
   std::vector<double> entropy, greatest, distance, on_keys, above, received;
 };
 
 // Their definitions, with `drawn` keys counted and weights above `least`.
-Numbers definitions(const Problem& p, const std::vector<double>& lse, Index diagonals,
+Numbers definitions(const RandomProblem& p, const std::vector<double>& lse, Index diagonals,
                     const Array<T>& drawn, const Array<int32_t>& q_at, const Array<int32_t>& kv_at,
                     double least) {
   const Index B = p.B, t = p.t, S = p.S, K = p.K, N = p.N, H = p.H;
@@ -187,9 +187,10 @@ Numbers definitions(const Problem& p, const std::vector<double>& lse, Index diag
   return a;
 }
 
-// Weights before dropout, whose sums are e^lse.
-bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const ffi::AnyBuffer& q,
-                    const ffi::AnyBuffer& k, const Answer& answer, Index diagonals) {
+// Statistics are those of weights before dropout, whose sums are e^lse.
+bool one_statistics(ffi::ThreadPool& pool, bool limited, const RandomProblem& p,
+                    const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const Answer& answer,
+                    Index diagonals) {
   const Sizes rows = {p.B, p.t, p.N}, nobody = {0, p.t, p.N};
   const bool asks = once_in(2), placed = once_in(2);
   Array<T> marks({1, 1, asks ? p.S : 0});
@@ -231,12 +232,12 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const Problem& p, const
 }
 
 bool one_call(ffi::ThreadPool& pool, bool limited) {
-  const bool large = once_in(40);  // results that go past the caches
+  const bool large = once_in(40);  // results that bypass the caches
   const Index t = large ? 1100 : between(1, 3 * kQueries);
   const Index S = large ? 20 : between(1, 3 * kRun), N = large ? 6 : between(1, 4);
   const Index H = between(1, 40), V = large ? 64 : between(1, 40);
   const Index diagonals = once_in(3) ? (t + S) / 64 * 64 + 128 : 0;
-  Problem p(large ? 1 : between(1, 3), t, S, N, large ? 1 : between(1, 3), H, V, diagonals,
+  RandomProblem p(large ? 1 : between(1, 3), t, S, N, large ? 1 : between(1, 3), H, V, diagonals,
             once_in(2), once_in(3));
   // Sums of values overflow, their means do not.
   const bool huge = once_in(8);
@@ -245,7 +246,7 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
 
   const Sizes rows = {p.B, p.t, p.N};
   Array<T> d_out({p.B, p.t, p.N, p.V}, 1);
-  // Queries, keys and values may be of 16 bits; the cotangent is then, too, but stands in 32.
+  // Queries, keys and values may have 16 bits; so does then the cotangent, in an array of 32 bits.
   const Index some = sizeof(T) == 4 && once_in(2) ? p.B : 0;
   Array<uint16_t> half_q({some, t, p.N, H}), half_k({some, S, p.K, H}), half_v({some, S, p.K, V});
   Array<uint16_t> half_d_out({some, t, p.N, V});
@@ -290,7 +291,7 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   expect("d_q", d_q, want.d_q);
   expect("d_k", d_k, want.d_k);
   expect("d_v", d_v, want.d_v);
-  // Beyond the diagonals that there are stands what nobody looks at.
+  // Entries beyond the last diagonal are arbitrary.
   for (Index head = 0; head < p.B * p.N; ++head)
     for (Index x = p.t + p.S - 1; x < diagonals; ++x) d_bias[head * diagonals + x] = 0;
   expect("d_bias", d_bias, want.d_bias);

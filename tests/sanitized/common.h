@@ -1,5 +1,5 @@
-// What the programs share that run the kernels without XLA: random shapes, arrays of exactly their
-// size, memory that runs out, and what they compare with.
+// Helpers of the programs that run the kernels without XLA: random shapes, arrays without slack,
+// limited memory, and comparisons.
 
 #pragma once
 
@@ -42,7 +42,7 @@ class Array {
     const size_t before = once_in(4) ? sizeof(E) : 0;
     if (posix_memalign(&memory_, 64, count_ * sizeof(E) + before)) std::abort();
     data_ = reinterpret_cast<E*>(static_cast<char*>(memory_) + before);
-    // What nobody writes is found.
+    // So that entries that are never written are noticed.
     for (Index i = 0; i < count_; ++i) data_[i] = static_cast<E>(1e30);
   }
   Array(Sizes sizes, double scale) : Array(std::move(sizes)) {
@@ -84,7 +84,7 @@ void halve(Array<T>& x, Array<uint16_t>& to) {
   }
 }
 
-// Ends the program where a result is not what it should be.
+// Ends the program if a result is not close to the expected one.
 void expect(const char* what, const Array<T>& got, const std::vector<double>& want) {
   const double close = sizeof(T) == 4 ? 1e-4 : 1e-12;
   for (Index i = 0; i < got.count(); ++i) {
@@ -95,7 +95,7 @@ void expect(const char* what, const Array<T>& got, const std::vector<double>& wa
   }
 }
 
-// Whether a call went well. It may have run out of memory, and only where that was limited.
+// Whether a call succeeded. It may run out of memory, but only if memory is limited.
 bool went_well(const xla::ffi::Error& error, bool limited) {
   if (error.success()) return true;
   if (limited && error.code() == xla::ffi::ErrorCode::kResourceExhausted) return false;
@@ -103,7 +103,7 @@ bool went_well(const xla::ffi::Error& error, bool limited) {
   std::exit(1);
 }
 
-// Runs `rounds` random calls from a seed; a round is told whether memory is short.
+// Runs random calls from a seed. The argument of a round is whether memory is limited.
 template <typename Round>
 int rounds(int argc, char** argv, const Round& round) {
   const int count = argc > 1 ? std::atoi(argv[1]) : 100, seed = argc > 2 ? std::atoi(argv[2]) : 0;
@@ -118,7 +118,7 @@ int rounds(int argc, char** argv, const Round& round) {
   return 0;
 }
 
-// While it lives, memory is short.
+// Limits the memory during its lifetime.
 class Shortage {
  public:
   explicit Shortage(bool limited) { memory_limit = limited ? between(200, 60000) : SIZE_MAX; }

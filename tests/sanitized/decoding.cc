@@ -1,5 +1,5 @@
-// The kernel for decoding without XLA, on random caches, beside the plain formula in double
-// precision: for the sanitizers.
+// Compares the kernel for decoding, without XLA, with the plain formula in double precision, on
+// random caches, under a sanitizer.
 
 #include "../../jattn/kernels/cpu/src/decode.cc"
 

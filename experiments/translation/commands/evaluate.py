@@ -12,7 +12,7 @@ from experiments.translation.commands.trained_run import TrainedRun, open_run
 from experiments.translation.corpus import Pair
 from experiments.translation.decoding import Search
 from experiments.translation.evaluation import Evaluation, Evaluator, read_tests, table
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 from experiments.translation.training import read_texts
 
 
@@ -25,7 +25,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> None:
 
 
 @users_part()
-def tests_of(options: argparse.Namespace, run: Run) -> dict[str, list[Pair]]:
+def tests_of(options: argparse.Namespace, run: TranslationRun) -> dict[str, list[Pair]]:
     """Reads the pairs to evaluate on: those that the options name, or else the run's held-out
     pairs."""
     max_unpacked = options.max_unpacked

@@ -17,18 +17,24 @@ from experiments.translation.data import LANGUAGES
 from experiments.translation.meshes import Placement, check_mesh, parse_mesh, usual_mesh
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import Run, TextOrigin, check_removable, fingerprint, is_vacant
+from experiments.translation.runs import (
+    TextOrigin,
+    TranslationRun,
+    check_removable,
+    fingerprint,
+    is_vacant,
+)
 from experiments.translation.text import encode_pairs
-from experiments.translation.training import Texts, make_batches, read_texts
+from experiments.translation.training import TrainingTexts, make_batches, read_texts
 from experiments.translation.vocabulary import learn_vocabularies
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The inputs of training, all read and checked."""
 
-    run: Run
-    texts: Texts
+    run: TranslationRun
+    texts: TrainingTexts
     batches: Epochs
     model: Model
     placement: Placement
@@ -43,7 +49,9 @@ class Plan:
         }
 
 
-def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) -> Plan:
+def make_plan(
+    options: argparse.Namespace, saved: TranslationRun | None, console: Console
+) -> TrainingPlan:
     """Reads and checks the inputs that the options name, for a new run or for a saved one.
 
     Raises:
@@ -64,12 +72,12 @@ def make_plan(options: argparse.Namespace, saved: Run | None, console: Console) 
     reporting.tell_of_text(console, texts.reports, report)
     origin = TextOrigin(path and str(Path(path).resolve()), languages, fingerprint(pairs))
     batches = make_batches(config, pairs)
-    run = Run(directory, config, source, target, origin)
+    run = TranslationRun(directory, config, source, target, origin)
     model = Model(config, len(source), len(target))
     check_fits(model.size)
     placement = Placement.of(mesh, model)
     placement.check_shapes(batches.shapes)
-    return Plan(run, texts, batches, model, placement)
+    return TrainingPlan(run, texts, batches, model, placement)
 
 
 def new_directory(options: argparse.Namespace) -> Path:

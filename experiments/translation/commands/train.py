@@ -11,10 +11,10 @@ from experiments.runs.files import Unwritten
 from experiments.runs.locking import locked
 from experiments.runs.memory import keep_freed_memory
 from experiments.translation import reporting, training
-from experiments.translation.commands.plan import Plan, make_plan
+from experiments.translation.commands.plan import TrainingPlan, make_plan
 from experiments.translation.commands.trained_run import TrainedRun
 from experiments.translation.evaluation import Evaluator
-from experiments.translation.runs import Run, check_is_run, is_vacant, remove
+from experiments.translation.runs import TranslationRun, check_is_run, is_vacant, remove
 
 
 def train(options: argparse.Namespace, console: Console) -> None:
@@ -40,16 +40,16 @@ def train_run(options: argparse.Namespace, console: Console) -> Iterator[Trained
         yield _fit(plan, console, resume=saved is not None)
 
 
-def _to_resume(options: argparse.Namespace, locks: contextlib.ExitStack) -> Run:
+def _to_resume(options: argparse.Namespace, locks: contextlib.ExitStack) -> TranslationRun:
     if options.run is None or options.overwrite:
         raise ValueError("--resume: expected --run DIR with it, and no --overwrite")
     check_is_run(options.run)
     if processes.leads():
         locks.enter_context(locked(options.run))
-    return Run.open(options.run)
+    return TranslationRun.open(options.run)
 
 
-def _begin(run: Run, locks: contextlib.ExitStack, *, overwrite: bool) -> None:
+def _begin(run: TranslationRun, locks: contextlib.ExitStack, *, overwrite: bool) -> None:
     """Creates the run's directory, after deleting the run to overwrite."""
     if not processes.leads():
         return
@@ -59,11 +59,11 @@ def _begin(run: Run, locks: contextlib.ExitStack, *, overwrite: bool) -> None:
     run.create()
 
 
-def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
+def _fit(plan: TrainingPlan, console: Console, *, resume: bool) -> TrainedRun:
     run, model, config, placement = plan.run, plan.model, plan.run.config, plan.placement
     evaluator = Evaluator(model, plan.texts.validation, run.source, run.target)
     optimiser = training.make_optimiser(config, training.total_steps(config, plan.batches))
-    loop = training.Loop(
+    loop = training.TrainingLoop(
         config,
         plan.batches,
         step=training.make_step(model, optimiser, config, placement),
@@ -91,20 +91,20 @@ def _fit(plan: Plan, console: Console, *, resume: bool) -> TrainedRun:
     return TrainedRun(run, model, params, steps)
 
 
-def _save(run: Run, state: training.State) -> None:
+def _save(run: TranslationRun, state: training.TrainingState) -> None:
     """Writes a checkpoint in the leading process; every process has the whole state."""
     if processes.leads():
         run.save(state, int(state.step))
 
 
-def _has_stopped(run: Run) -> bool:
+def _has_stopped(run: TranslationRun) -> bool:
     """Returns whether training ends early; the leading process reads the metrics and tells all."""
     stopped = processes.leads() and stopping.has_stopped(run.metrics(), run.config.patience)
     return bool(processes.agreed(stopped))
 
 
 @contextlib.contextmanager
-def _advising_to_resume(run: Run) -> Iterator[None]:
+def _advising_to_resume(run: TranslationRun) -> Iterator[None]:
     """Adds the last checkpoint, and how to resume from it, to errors raised during training."""
     try:
         yield
@@ -127,11 +127,13 @@ def _advising_to_resume(run: Run) -> Iterator[None]:
         raise type(end)(_how_to_go_on(run)) from None
 
 
-def _how_to_go_on(run: Run) -> str:
+def _how_to_go_on(run: TranslationRun) -> str:
     return f"training goes on with: train --run {run.directory} --resume"
 
 
-def _resumed(run: Run, state: training.State, total: int) -> training.State:
+def _resumed(
+    run: TranslationRun, state: training.TrainingState, total: int
+) -> training.TrainingState:
     saved_step = 0
     if run.has_checkpoint():
         state, saved_step = run.restore(state)
@@ -148,7 +150,7 @@ def _resumed(run: Run, state: training.State, total: int) -> training.State:
     return state
 
 
-def advise(run: Run) -> None:
+def advise(run: TranslationRun) -> None:
     """Prints commands to try on a run."""
     print("now try:")
     for command in ("evaluate", "translate", "plot"):

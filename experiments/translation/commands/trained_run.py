@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from experiments.runs.ending import users_part
 from experiments.translation.data import clean
 from experiments.translation.model import Model, Params
-from experiments.translation.runs import Run
+from experiments.translation.runs import TranslationRun
 
 
 @dataclass(frozen=True)
 class TrainedRun:
     """A run with its model, its parameters, and the steps after which these were saved."""
 
-    run: Run
+    run: TranslationRun
     model: Model
     params: Params
     steps: list[int]
@@ -22,18 +22,18 @@ class TrainedRun:
 @users_part()
 def open_run(options: argparse.Namespace) -> TrainedRun:
     """Opens the run that the options name, with the parameters trained so far."""
-    run = Run.open(options.run)
+    run = TranslationRun.open(options.run)
     model = Model(run.config, len(run.source), len(run.target))
     params, steps = run.parameters(model.shapes)
     return TrainedRun(run, model, params, steps)
 
 
-def has_words(run: Run, sentence: str) -> bool:
+def has_words(run: TranslationRun, sentence: str) -> bool:
     """Returns whether a sentence has any words to translate."""
     return bool(run.source.split_words(sentence))
 
 
 @users_part()
-def encode(run: Run, sentence: str) -> list[int]:
+def encode(run: TranslationRun, sentence: str) -> list[int]:
     """Returns the ids of a sentence; a sentence that is too long for the model is a `UserError`."""
     return run.source.encode(clean(sentence), max_length=run.config.max_length)

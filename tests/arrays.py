@@ -1,0 +1,24 @@
+"""Comparisons of trees of arrays."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.oracle import error
+
+
+def _pairs(got: Any, want: Any) -> Any:
+    return zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    """All arrays of two trees are equal; NaN equals NaN."""
+    for x, y in _pairs(got, want):
+        np.testing.assert_array_equal(x, y)
+
+
+def assert_accurate(got: Any, want: Any, limit: float) -> None:
+    """The `error` of every array of a tree is at most the limit."""
+    for x, y in _pairs(got, want):
+        assert error(x, y) <= limit

@@ -1,0 +1,28 @@
+"""Other processes: Python with this checkout on its path, and what they print."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The variables of this process, with this checkout on Python's path, and some changes."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def run(*command: Any, check: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end and captures what it prints as text."""
+    words = list(map(str, command))
+    return subprocess.run(words, capture_output=True, text=True, check=check, **options)
+
+
+def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs this Python to its end, with this checkout on its path, and captures what it prints."""
+    options.setdefault("env", environment())
+    return run(sys.executable, *arguments, **options)
