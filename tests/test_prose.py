@@ -1,0 +1,89 @@
+"""The words of docstrings and comments: sentences, the field's terms, and names that say something.
+
+A failure lists file, line, words, and what to write. `prose: kept` in a line permits its words.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    path.relative_to(ROOT): path.read_text(encoding="utf-8")
+    for folder in ("jattn", "tests", "experiments")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+FRAGMENT = re.compile(
+    "(Of|Those|That|As|What|Which|Where|How|Why|Around|From|With|By|For|In|Like|One that)\\b"
+)
+IDIOMS = {
+    "so many": "the number of",
+    "goes? by": "uses, follows",
+    "(?:by|in) turns": "alternately",
+    "(?:is|are) asked": "is requested, or who calls what",
+    "(?:is|are) looked at": "is inspected, is evaluated",
+    "(?:is|are) told": "is passed, is known",
+    "comes? by": "is streamed",
+    "as they are": "unchanged",
+    "laid out as others": "the name of the layout",
+    "put together": "merged, concatenated",
+    "taken one by one": "enumerated",
+    "what is left": "the remainder",
+    "makes its query NaN": "makes that query's output NaN",
+    "where (?:it lies|they lie)": "in place",
+    "the first that can": "the first supported one",
+    "cut over|(?:is|are) cut along": "sharded over",
+    "do(?:es)? not go up evenly": "does not divide evenly",
+    "fifth matrix units": "fifth-generation tensor cores",
+    "(?:second|third) cache": "L2 cache, L3 cache",
+}
+VAGUE = (
+    "found own kept asked told beside apart held one here near before after now step at where way "
+    "grown given more others"
+).split()
+
+
+def test_docstrings_and_comments_are_plain_english():
+    failures = []
+    for path, source in FILES.items():
+        texts = [
+            (token.start[0], token.string)
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        ]
+        for node in ast.walk(ast.parse(source)):
+            kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                line = node.body[0].lineno
+                texts.append((line, text))
+                if not isinstance(node, ast.Module) and (match := FRAGMENT.match(text)):
+                    failures.append(
+                        (path, line, match[0], "begin with a verb or the result's noun")
+                    )
+        for line, text in texts:
+            for idiom, better in IDIOMS.items():
+                for match in re.finditer(rf"\b(?:{idiom})\b", text):
+                    row = line + text[: match.start()].count("\n")
+                    failures.append((path, row, match[0], better))
+    report = [
+        f"{path}:{line}: {words!r}: {better}"
+        for path, line, words, better in failures
+        if "prose: kept" not in FILES[path].split("\n")[line - 1]
+    ]
+    assert not report, "\n".join(report)
+
+
+def test_names_say_something():
+    """At most 200 variables, arguments and functions have names that say nothing."""
+    report = []
+    for path, source in FILES.items():
+        for node in ast.walk(ast.parse(source)):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = getattr(node, "id" if stored else "arg", None)
+            name = node.name if isinstance(node, ast.FunctionDef) else name
+            if name in VAGUE and (stored or isinstance(node, ast.arg | ast.FunctionDef)):
+                report.append(f"{path}:{node.lineno}: {name!r}: say what it holds or does")  # pyright: ignore
+    assert len(report) <= 200, "\n".join([f"{len(report)} names:", *report])
