@@ -141,7 +141,7 @@ OF_THE_TYPE_OF_QUERIES = {
 CALLS |= {name: (call, [(*OUT, None)]) for name, call in OF_THE_TYPE_OF_QUERIES.items()}
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(("jit", "in_context"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients_have_types(name, jit, in_context, mesh):

@@ -188,7 +188,7 @@ def test_values(call, implementation, read_in_place):
     assert_right(call, got)
 
 
-@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "paged"])
 def test_slots_never_written_have_no_effect(kind):
     """NaN in slots after the last token, and in pages that no row holds, has no effect."""
     call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan)
@@ -226,6 +226,7 @@ def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
     assert_right(call, got)
 
 
+@pytest.mark.slow
 def test_vmap_is_more_programs(read_in_place):
     call, cache = DecodeCall("paged", 1, causal), filled("paged")
     queries = jnp.stack([normal(B, 1, N, H), -normal(B, 1, N, H)])
@@ -236,6 +237,7 @@ def test_vmap_is_more_programs(read_in_place):
     assert error(mapped[1], single) > 0.1
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_arrays():
     call, cache = DecodeCall("paged", 2, arrays), filled("paged")
     original: Any = cache
@@ -252,6 +254,7 @@ def test_gradients_are_those_of_arrays():
         assert error(x, y) <= 1e-2
 
 
+@pytest.mark.slow
 def test_it_is_translated_for_cuda():
     for kind, T in (("dense_odd", 3), ("paged", 1)):
         call = DecodeCall(kind, T, functions)

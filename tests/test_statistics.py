@@ -190,7 +190,7 @@ def test_the_first_of_equals_is_the_greatest(how):
     np.testing.assert_allclose(result.received, attended[None] * T / 37, rtol=1e-5)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("how", HOW[:2])
@@ -249,6 +249,7 @@ def test_positions_and_wide_distances(how):
     np.testing.assert_allclose(result.distance, (weights * distance).sum(-1), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_functions_of_users_batches_and_few_bits():
     """The kernel and pure JAX agree on compiled functions, keys [S] for all rows, `vmap`, and
     bfloat16."""

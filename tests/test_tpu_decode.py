@@ -244,7 +244,7 @@ def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) ->
     return quick_jit(call)(jnp.asarray(query), cache, rules)
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @every_cache
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("T", "G"), [(1, 4), (4, 1), (4, 4), (1, 1)])
@@ -311,7 +311,7 @@ def test_a_mean_is_finite_where_the_sum_is_not():
     np.testing.assert_allclose(lse, np.log(256), rtol=1e-6)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6, slow=True)
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 @pytest.mark.parametrize("V", [128, 24])
 def test_16_bits(page_size, V):
@@ -329,6 +329,7 @@ def test_16_bits(page_size, V):
     np.testing.assert_allclose(lse, lse_want, atol=0.02)
 
 
+@pytest.mark.slow
 def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
     rows, query = filled("dense_long"), normal(8, B, 4, 8, H)
     rule = RULES["window"]
@@ -337,7 +338,7 @@ def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
     assert oracle.error(out, truth(rows, rule, query).out) < 4e-6
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
@@ -356,6 +357,7 @@ def test_mapped(kind, mapped):
         np.testing.assert_allclose(result, attend(x, y, mask=masks.Causal())[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_several_devices():
     mesh, rows, heads = mesh_of(data=3, model=2), P("data"), P("data", "model")
     cache, query = filled("dense").cache, jnp.asarray(normal(8, B, 1, 4, H))
@@ -372,7 +374,7 @@ def test_on_several_devices():
     np.testing.assert_allclose(quick_jit(by_row)(query, cache), want, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "paged"])
 def test_gradients(kind):
     cache, query = poisoned(filled(kind).cache, 0.0), jnp.asarray(normal(8, B, 1, 4, H))
 

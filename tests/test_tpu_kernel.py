@@ -55,6 +55,7 @@ def assert_like_reference(run: Callable[[str], Any]) -> Any:
     return got
 
 
+@pytest.mark.slow
 def test_several_tiles():
     """Empty, full and mixed tiles, also for a group of heads; with dropout, and a last tile that
     is not whole."""
@@ -75,7 +76,7 @@ def test_several_tiles():
     assert_like_reference(both)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("lead", [(1, 2), (2, 1)])
 def test_the_gradient_of_a_bias_in_several_tiles(lead):
     """Gradients of batch rows or heads that share a bias are summed, and are 0 in tiles without
