@@ -159,39 +159,12 @@ def launch(
             *(x for x, _ in arrays),
         ]
     )
-    n_leaves, n_arrays = len(call.spec_operands.arrays), len(arrays)
 
     def tile_at(*indices: Ref) -> TileIndex:
         *place, order, ends = indices
         return traversal.tile(Visits(order, ends), *place)
 
-    def body(order: Ref, ends: Ref, *refs: Ref) -> None:
-        visits, place = Visits(order, ends), list(map(pl.program_id, range(len(traversal.grid))))
-        tile_index = traversal.tile(visits, *place)
-        leaves, refs = refs[:n_leaves], refs[n_leaves:]
-        array_refs, refs = refs[:n_arrays], refs[n_arrays:]
-        result_refs, state_refs = refs[: len(results)], refs[len(results) :]
-        run = functools.partial(call.spec_operands.run, leaves, tile_index)
-
-        @pl.when(place[-1] == 0)
-        def _start() -> None:
-            for ref, (shape, value) in zip(state_refs, state, strict=True):
-                ref[...] = jnp.full(shape, value, jnp.float32)
-
-        for kind, condition in traversal.kinds(visits, *place).items():
-
-            @pl.when(condition)
-            def _visit(masked: bool = kind == masks.MIXED) -> None:
-                blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
-                for ref, value in zip(state_refs, visit(masked, run, blocks, parts), strict=True):
-                    ref[...] = value
-
-        @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
-        def _finish() -> None:
-            values = finish(*(x[...] for x in state_refs))
-            for ref, value in zip(result_refs, values, strict=True):
-                ref[...] = value.astype(ref.dtype)
-
+    body = _Step(call, traversal, visit, finish, len(arrays), len(results), state)
     blocks = functools.partial(_block, call, tile_at)
     parallel = ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3)
     run_kernel = pl.pallas_call(
@@ -211,6 +184,47 @@ def launch(
         interpret=call.interpret,
     )
     return list(run_kernel(*flat))
+
+
+class _Step(NamedTuple):
+    """The program of one step of the grid; the fields are as in `launch`."""
+
+    call: TiledCall
+    traversal: Traversal
+    visit: Callable[..., Any]
+    finish: Callable[..., Any]
+    n_arrays: int
+    n_results: int
+    state: Sequence[tuple[tuple[int, int], float]]
+
+    def __call__(self, order: Ref, ends: Ref, *refs: Ref) -> None:
+        grid, operands = self.traversal.grid, self.call.spec_operands
+        visits, place = Visits(order, ends), list(map(pl.program_id, range(len(grid))))
+        tile_index = self.traversal.tile(visits, *place)
+        leaves, refs = refs[: len(operands.arrays)], refs[len(operands.arrays) :]
+        array_refs, refs = refs[: self.n_arrays], refs[self.n_arrays :]
+        result_refs, state_refs = refs[: self.n_results], refs[self.n_results :]
+        run = functools.partial(operands.run, leaves, tile_index)
+
+        @pl.when(place[-1] == 0)
+        def _start() -> None:
+            for ref, (shape, value) in zip(state_refs, self.state, strict=True):
+                ref[...] = jnp.full(shape, value, jnp.float32)
+
+        for kind, condition in self.traversal.kinds(visits, *place).items():
+
+            @pl.when(condition)
+            def _visit(masked: bool = kind == masks.MIXED) -> None:
+                blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
+                new_parts = self.visit(masked, run, blocks, parts)
+                for ref, value in zip(state_refs, new_parts, strict=True):
+                    ref[...] = value
+
+        @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
+        def _finish() -> None:
+            values = self.finish(*(x[...] for x in state_refs))
+            for ref, value in zip(result_refs, values, strict=True):
+                ref[...] = value.astype(ref.dtype)
 
 
 def _block(
