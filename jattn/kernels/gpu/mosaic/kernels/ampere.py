@@ -33,10 +33,11 @@ from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
-from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.gradients import Rows, add_gradients, finished
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling
@@ -62,7 +63,7 @@ def old() -> str | None:
 OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 64 queries, or for each
     of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
@@ -74,7 +75,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         row, first = i * rows, jnp.int32(0)
         own = pl.ds(row, rows)
         queries.fill(first, query.at[b, h, own])
-        numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
+        numbers, (q,) = problem.constants(leaves, b, h), queries.wait(first)
 
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
@@ -83,7 +84,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             turn, before = state
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
-            here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
+            here = problem.tile(leaves, TileIndex(b, h, row, j * columns), numbers)
             (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
             weights, found = online(problem, masked, here, products, before)
             (v,) = values.wait(turn)
@@ -92,7 +93,10 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
-        state = first, softmax.Partial(*map(unit.lay, nothing(rows, shapes.V), ("t", "t", "ts")))
+        state = (
+            first,
+            softmax.Partial(*map(unit.to_layout, nothing(rows, shapes.V), ("t", "t", "ts"))),
+        )
         at, share = (b, h, i), (part, parts)
         _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
@@ -100,7 +104,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         for result, x in zip(results, (out, *normalizer), strict=True):
             put(problem.unit, result.at[part, b, h, own], x)
 
-    operands = *heads_first(query, key, value), problem.rules.arrays, visits.arrays
+    operands = *heads_first(query, key, value), problem.refs.arrays, visits.arrays
     results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
     scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
@@ -119,7 +123,7 @@ class _Backward(backward.Program):
         kept.fill(first, *[x.at[own] for x in self.kept])
         mine = None if self.problem.by_key else Rows.read(unit, self.rows, *self.at)
         add_head = functools.partial(self.add_head, stream, kept.wait(first), mine)
-        zeros = [unit.lay(jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32), "ts")] * len(
+        zeros = [unit.to_layout(jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32), "ts")] * len(
             results
         )
         _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
@@ -132,7 +136,7 @@ class _Backward(backward.Program):
         shared memory, and `mine` the rows of the queries that it keeps."""
         problem, (b, _, i) = self.problem, self.at
         h = self.at[1] * problem.heads + g
-        numbers = problem.numbers(self.leaves, b, h)
+        numbers = problem.constants(self.leaves, b, h)
 
         def fetch(x: Any, turn: Any) -> None:
             stream.fill(turn, *self.tiles(h, x))
@@ -152,7 +156,12 @@ class _Backward(backward.Program):
 
 
 def _gradients(
-    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
+    problem: GPUProblem,
+    spec: Spec,
+    per_query: Any,
+    key: Array,
+    value: Array,
+    which: tuple[int, ...],
 ) -> list[Array]:
     """Returns the gradient of queries or, with `problem.by_key`, the gradients of keys and values
     named in `which`; a program for every 64."""

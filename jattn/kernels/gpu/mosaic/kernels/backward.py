@@ -19,8 +19,8 @@ from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
 from jattn.kernels.gpu.mosaic.machine.streams import heads_first
 from jattn.kernels.gpu.mosaic.tile.gradients import Rows
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.spec import Spec
 
 
@@ -29,7 +29,7 @@ class Program(NamedTuple):
     `per_key` key and value, `rows` what `Rows` stacks. `which` gradients are asked for: 0 is that
     of queries or keys, 1 that of values."""
 
-    problem: Problem
+    problem: GPUProblem
     which: tuple[int, ...]
     visits: block_mask.BlockMask
     at: Any
@@ -84,7 +84,7 @@ class Program(NamedTuple):
 def launched(
     name: str,
     kind: Any,
-    call: tuple[Problem, Spec, Any, Array, Array, tuple[int, ...]],
+    call: tuple[GPUProblem, Spec, Any, Array, Array, tuple[int, ...]],
     size: int,
     run: Callable[..., None],
     scratch: Tree,
@@ -103,7 +103,7 @@ def launched(
 
     laid = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
     per_query, per_key = laid(query, d_out), laid(key, value)
-    operands = per_query, per_key, rows, problem.rules.arrays, visits.arrays
+    operands = per_query, per_key, rows, problem.refs.arrays, visits.arrays
     kept = per_key if by_key else per_query
     results = [(kept[i].shape, shapes.dtype) for i in which]
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)

@@ -38,10 +38,10 @@ from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish_apart, nothing, soften
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -84,14 +84,14 @@ class _Memory(NamedTuple):
     done: Ref
 
     @classmethod
-    def scratch(cls, problem: Problem) -> "_Memory":
+    def scratch(cls, problem: GPUProblem) -> "_Memory":
         shapes, columns, unit = problem.shapes, problem.tiling.block_kv, problem.unit
         groups, ahead = problem.groups, 2 if shapes.H > 64 else 4
         tensors = functools.partial(tensor_memory.scratch, unit)
         barrier = functools.partial(tensor_memory.barrier, unit)
         tiles = tiles_in_memory(ahead, columns, shapes.H, shapes.dtype)
         arrays, rows = (
-            problem.scratch_beside(ahead),
+            problem.streamed_scratch(ahead),
             mosaic().SMEM((groups, TENSOR_ROWS), "float32"),
         )
         used = mosaic().Barrier(num_barriers=ahead, num_arrivals=groups)
@@ -135,7 +135,7 @@ class _Program(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
     keys (Dao et al. 2023, "Flash-Decoding")."""
 
-    problem: Problem
+    problem: GPUProblem
     visits: block_mask.BlockMask
     memory: _Memory
     place: Any  # reads part, b, h, i
@@ -167,7 +167,7 @@ class _Program(NamedTuple):
         def step(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             memory.keys.fill(turn, key.at[b, run, kv])
-            parts = self.problem.parts_beside(leaves, TileIndex(b, h, 0, j * columns))
+            parts = self.problem.streamed_parts(leaves, TileIndex(b, h, 0, j * columns))
             for ring in memory.beside:
                 ring.fill(turn, *parts)
             memory.values.fill(turn, value.at[b, run, kv])
@@ -229,10 +229,10 @@ class _Program(NamedTuple):
         """What a warpgroup does that computes weights."""
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
         (_, b, h, _), columns = self.at, self.problem.tiling.block_kv
-        row, numbers = self.rows(group), self.problem.numbers(leaves, b, h)
+        row, numbers = self.rows(group), self.problem.constants(leaves, b, h)
         # One group has registers for what follows from rows; dropout's hashes take long to compute.
         scarce = self.problem.groups > 1 and not self.problem.drops
-        zeros = unit.lay(jnp.zeros((TENSOR_ROWS, _CHUNK), jnp.float32), "ts")
+        zeros = unit.to_layout(jnp.zeros((TENSOR_ROWS, _CHUNK), jnp.float32), "ts")
         for start in range(0, self.problem.shapes.V, _CHUNK):
             tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
         tensor_memory.wait_for_stores(unit)
@@ -256,7 +256,7 @@ class _Program(NamedTuple):
             return turn + 1, *sums
 
         shift, total, _ = nothing(TENSOR_ROWS, 1)
-        state = jnp.int32(0), unit.lay(shift, "t"), unit.lay(total, "t")
+        state = jnp.int32(0), unit.to_layout(shift, "t"), unit.to_layout(total, "t")
         _, shift, total = self.fold(step, state)
         mosaic().barrier_wait(memory.done.at[group])
         self.leave(group, row, shift, total, results)
@@ -323,7 +323,7 @@ class _Program(NamedTuple):
         tensor_memory.by_role(unit, groups, self.copy, self.multiply, compute)
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`."""
     visits, parts = problem.visits(spec), problem.parts()
 
@@ -331,7 +331,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         memory = _Memory(*scratch)
         _Program(problem, visits, memory, place, parts, operands).run(results)
 
-    operands = query, key, value, problem.rules.arrays, visits.arrays
+    operands = query, key, value, problem.refs.arrays, visits.arrays
     results = forward_results(problem.shapes, parts)
     order = Order.of(problem, visits, problem.shapes.N, parts)
     warpgroups = tensor_memory.warpgroups(problem.unit, problem.groups)

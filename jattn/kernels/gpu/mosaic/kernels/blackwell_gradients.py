@@ -32,7 +32,7 @@ from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import Rows, d_products_then, finished, weights_first
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import Spec
 
@@ -71,7 +71,7 @@ class _Memory(NamedTuple):
     done: Ref
 
     @classmethod
-    def scratch(cls, problem: Problem, which: tuple[int, ...]) -> "_Memory":
+    def scratch(cls, problem: GPUProblem, which: tuple[int, ...]) -> "_Memory":
         shapes, size, unit = problem.shapes, problem.streamed, problem.unit
         barrier = functools.partial(tensor_memory.barrier, unit)
         tensors = functools.partial(tensor_memory.scratch, unit)
@@ -108,19 +108,19 @@ class _Memory(NamedTuple):
         return self.sums.at[:, pl.ds(which.index(gradient) * width + start, size)]
 
 
-def _is_apart(problem: Problem) -> bool:
+def _is_apart(problem: GPUProblem) -> bool:
     """Whether a tile of 16 bits has a place of its own, where a product takes the columns of two
     warpgroups. Else it is in that of a tile in float32. Those of a warpgroup begin where its wide
     ones do, so that no other's are overwritten."""
     return problem.streamed // _groups(problem) < _ROWS
 
 
-def _narrow(problem: Problem, tile: Any, start: Any, size: int) -> Any:
+def _narrow(problem: GPUProblem, tile: Any, start: Any, size: int) -> Any:
     """Columns of a tile of 16 bits."""
     return tile.at[:, pl.ds(start if _is_apart(problem) else 2 * start, size)]
 
 
-def _groups(problem: Problem) -> int:
+def _groups(problem: GPUProblem) -> int:
     """Warpgroups that compute, each as many of a tile's columns as any other."""
     return min(2, problem.shares)
 
@@ -130,10 +130,10 @@ def _kept(which: tuple[int, ...]) -> int:
     return 2 if _KEYS in which else 1
 
 
-def _beside(problem: Problem, places: int) -> tuple[Ring, ...]:
+def _beside(problem: GPUProblem, places: int) -> tuple[Ring, ...]:
     """A ring of what belongs to the columns of tiles, by shares; none if there is nothing."""
     shares = problem.shares
-    arrays = problem.scratch_beside(places, shares)
+    arrays = problem.streamed_scratch(places, shares)
     copies = len(arrays) * shares
     if problem.by_key:
         arrays, copies = (
@@ -168,7 +168,7 @@ class _Program(backward.Program):
             first, second = self.tiles(h, x)
             memory.first.fill(turn, first)
             places = [self.share(h, x, number) for number in numbers]
-            shares = [self.problem.parts_beside(self.leaves, place) for place in places]
+            shares = [self.problem.streamed_parts(self.leaves, place) for place in places]
             blocks = pl.ds(x * len(numbers), len(numbers))
             rows = [self.rows.at[self.at[0], h, blocks]] if self.problem.by_key else []
             for ring in memory.beside:
@@ -256,7 +256,7 @@ class _Program(backward.Program):
         tensor_memory.wait_for_stores(self.problem.unit)
 
         def of_head(h: Array) -> Callable[..., Any]:
-            numbers = self.problem.numbers(self.leaves, self.at[0], h)
+            numbers = self.problem.constants(self.leaves, self.at[0], h)
 
             def step(x: Array, masked: bool, turn: Index) -> Array:
                 own = self.own_shares(group)
@@ -392,14 +392,14 @@ class _Program(backward.Program):
 
     def clear(self, memory: _Memory, gradient: int) -> None:
         unit = self.problem.unit
-        zeros = unit.lay(jnp.zeros((TENSOR_ROWS, WIDTH), jnp.float32), "ts")
+        zeros = unit.to_layout(jnp.zeros((TENSOR_ROWS, WIDTH), jnp.float32), "ts")
         for start in range(0, self.problem.shapes.H, WIDTH):
             part = memory.sum_of(self.which, gradient, start, WIDTH)
             tensor_memory.store(unit, part, zeros)
 
     def leave(self, memory: _Memory, results: Ref, gradient: int) -> None:
         """A gradient, as shared memory takes it without conflicts between its banks."""
-        place, unit = self.which.index(gradient), self.problem.unit._replace(apart=True)
+        place, unit = self.which.index(gradient), self.problem.unit._replace(splits_rows=True)
         problem, kept = self.problem._replace(unit=unit), memory.kept.at[place]
         rows = None if problem.by_key else self.mine(unit)
         for start in range(0, problem.shapes.H, WIDTH):
@@ -415,7 +415,7 @@ def _joined(parts: list[Array]) -> Array:
 
 
 def _gradients(
-    problem: Problem,
+    problem: GPUProblem,
     spec: Spec,
     per_query: tuple[Array, ...],
     key: Array,
@@ -425,7 +425,7 @@ def _gradients(
     """Those of queries, or `which` of keys and values where `problem.by_key`."""
     unit, groups, by_key = problem.unit, _groups(problem), problem.by_key
     if problem.shapes.H > _WIDE:  # what is left of shared memory
-        problem = problem._replace(most_beside=1 if by_key else 2)
+        problem = problem._replace(max_streamed_arrays=1 if by_key else 2)
 
     def run(program: _Program, results: Ref, scratch: Ref) -> None:
         memory = _Memory(*scratch)

@@ -32,10 +32,11 @@ from jattn.kernels.gpu.mosaic.machine import matrix_units, streams
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, put
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
-from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.grouped_rows import GroupedRefs, Grouping
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.xla import decode as xla_decode
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
@@ -81,8 +82,7 @@ def unreadable(kernel: mosaic_call.Forward, platform: str, call: Call, cache: Ca
         return f"expected pages of a multiple of {least} tokens, got {keys.shape[2]}"
     if spec.dropout_rate:
         return "dropout is for training"
-    leaves, structure = jax.tree.flatten(spec)
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, sizes)
+    return mosaic_call.reason(_one_tile, shapes, sizes, spec=spec)
 
 
 def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:
@@ -97,18 +97,11 @@ def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _unsupported_reason(
-    structure: Any, avals: tuple[Any, ...], shapes: Shapes, sizes: _Sizes
-) -> str | None:
-    """What mask or score function do that registers cannot for rows of several heads."""
-
-    def one_tile(leaves: list[Array]) -> Tree:
-        spec = kernel_refs.padded(structure, leaves, shapes, Tiling(1, sizes.columns))
-        refs = GroupedRefs(sizes.grouping, shapes.N, spec, sizes.tiling)
-        return refs.run_example(*refs.example())
-
-    return mosaic_call.reason(one_tile, structure, avals, shapes, sizes.tiling)
+def _one_tile(shapes: Shapes, sizes: _Sizes, spec: Spec) -> Tree:
+    """Computes scores of rows of several heads, for one tile of zeros."""
+    spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
+    refs = GroupedRefs(sizes.grouping, shapes.N, spec, sizes.tiling)
+    return refs.run_example(*refs.example())
 
 
 def attend(
@@ -146,14 +139,14 @@ def _kinds(spec: Spec, shapes: Shapes, sizes: _Sizes) -> Array:
     return xp.where(least == masks.FULL, masks.FULL, some)
 
 
-def _problem(spec: Spec, query: Array, shapes: Shapes, sizes: _Sizes, unit: Unit) -> Problem:
+def _problem(spec: Spec, query: Array, shapes: Shapes, sizes: _Sizes, unit: Unit) -> GPUProblem:
     """The call as one of so many heads with 64 queries each."""
     grouped = shapes._replace(T=ROWS, S=sizes.capacity, N=query.shape[1])
     refs = functools.partial(GroupedRefs, sizes.grouping, shapes.N)
-    return Problem.of(spec, grouped, sizes.tiling, unit, refs)
+    return GPUProblem.of(spec, grouped, sizes.tiling, unit, refs)
 
 
-def _parts(problem: Problem) -> int:
+def _parts(problem: GPUProblem) -> int:
     """Into how many parts the keys of a batch row are split."""
     programs, (_, tiles) = problem.shapes.B * problem.shapes.N, problem.blocks
     return block_mask.parts(programs, tiles // _TILES_EACH)
@@ -181,7 +174,7 @@ class _Pages(NamedTuple):
 
 
 def _launch(
-    problem: Problem,
+    problem: GPUProblem,
     sizes: _Sizes,
     parts: int,
     visits: block_mask.BlockMask,
@@ -197,12 +190,12 @@ def _launch(
         (part, b, h, _), kv = place, lax.div(place[2], np.int32(shapes.G))
         first = jnp.int32(0)
         queries.fill(first, query.at[b, h])
-        numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
-        at = lambda j: kernel_refs.TileIndex(b, h, 0, j * columns)  # noqa: E731
+        numbers, (q,) = problem.constants(leaves, b, h), queries.wait(first)
+        at = lambda j: TileIndex(b, h, 0, j * columns)  # noqa: E731
 
         def fetch(j: Index, turn: Index) -> None:
             runs = pages.runs(sizes, b, kv, j)
-            stream.fill(turn, *runs, *problem.parts_beside(leaves, at(j)))
+            stream.fill(turn, *runs, *problem.streamed_parts(leaves, at(j)))
 
         def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, before = state
@@ -215,7 +208,10 @@ def _launch(
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[found.weighted])
             return turn + 1, found._replace(weighted=weighted)
 
-        state = first, softmax.Partial(*map(unit.lay, nothing(ROWS, shapes.V), ("t", "t", "ts")))
+        state = (
+            first,
+            softmax.Partial(*map(unit.to_layout, nothing(ROWS, shapes.V), ("t", "t", "ts"))),
+        )
         block, share = (b, h, 0), (part, parts)
         _, found = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
@@ -223,17 +219,17 @@ def _launch(
             put(problem.unit, result.at[part, b, h], x)
 
     results = forward_results(shapes, parts, heads_first=True)
-    operands = query, pages, problem.rules.arrays, visits.arrays
+    operands = query, pages, problem.refs.arrays, visits.arrays
     order = Order.of(problem, visits, shapes.N, parts)
     return launch(_NAME, problem, order, kernel, operands, results, _scratch(problem, sizes), 1)
 
 
-def _scratch(problem: Problem, sizes: _Sizes) -> list[Stream]:
+def _scratch(problem: GPUProblem, sizes: _Sizes) -> list[Stream]:
     """Shared memory for the queries, and for two tiles of keys and values."""
     shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
     tile = functools.partial(tiles_in_memory, dtype=shapes.dtype)
     tiles = [tile(2, columns, size, least=columns) for size in (shapes.H, shapes.V)]
-    beside, queries = problem.scratch_beside(2), tile(1, ROWS, shapes.H)
+    beside, queries = problem.streamed_scratch(2), tile(1, ROWS, shapes.H)
     copies = 2 * (columns // sizes.run) + len(beside)
     return [
         Stream.scratch(unit, 1, queries),

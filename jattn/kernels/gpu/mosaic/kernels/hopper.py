@@ -44,12 +44,13 @@ from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     store,
     tiles_in_memory,
 )
-from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs, mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile import hoisted, mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.factors import Factors
 from jattn.kernels.gpu.mosaic.tile.gradients import Rows, add_gradients, finished
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -111,7 +112,7 @@ class _Forward(NamedTuple):
     one after another; `place(count)` reads (part, b, h, i), see `launch_in_rounds`.
     """
 
-    problem: Problem
+    problem: GPUProblem
     visits: block_mask.BlockMask
     parts: int
     each: Callable[[Any, Any], Any]
@@ -139,8 +140,8 @@ class _Forward(NamedTuple):
 
         def step(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
-            tile = kernel_refs.TileIndex(b, h, i * rows, j * columns)
-            beside = self.problem.parts_beside(self.leaves, tile)
+            tile = TileIndex(b, h, i * rows, j * columns)
+            beside = self.problem.streamed_parts(self.leaves, tile)
             self.memory.streams[0].fill(turn, self.key.at[b, run, kv], *beside)
             self.memory.streams[1].fill(turn, self.value.at[b, run, kv])
             return turn + 1
@@ -158,17 +159,17 @@ class _Forward(NamedTuple):
         own = lambda i: pl.ds(i * rows + group * ROWS, ROWS)  # noqa: E731
         part, b, h, i = place(0)
         memory.load(0, group, self.query.at[b, own(i), h])
-        numbers = problem.numbers(self.leaves, b, h)
+        numbers = problem.constants(self.leaves, b, h)
 
         def step(j: Array, masked: bool, state: Tree) -> Tree:
             turn, before = state
             near = _near(group, turn, _has_much_to_keep(problem, masked))
             _, b, h, i = place(turn)
-            index = kernel_refs.TileIndex(b, h, i * rows + near * ROWS, j * columns)
+            index = TileIndex(b, h, i * rows + near * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, numbers)
             return turn + 1, _online(problem, memory, near, masked, read, turn, before)
 
-        laid = map(unit.lay, nothing(ROWS, problem.shapes.V), ("t", "t", "ts"))
+        laid = map(unit.to_layout, nothing(ROWS, problem.shapes.V), ("t", "t", "ts"))
         pl.when(group == 1)(memory.change_turns)
         turn, part_sums = self.fold((part, b, h, i), step, (turn, softmax.Partial(*laid)))
         pl.when(group == 0)(memory.change_turns)
@@ -177,7 +178,7 @@ class _Forward(NamedTuple):
         return turn
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 128 queries, or for
     each of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
     shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
@@ -186,7 +187,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
         program = _Forward(problem, visits, parts, each, Memory(*scratch), *operands)
         by_group(problem.groups, program.produce, functools.partial(program.consume, results))
 
-    operands = query, key, value, problem.rules.arrays, visits.arrays
+    operands = query, key, value, problem.refs.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     results, scratch = forward_results(shapes, parts), _forward_scratch(problem)
     rounds = order.rounds(device.multiprocessors()) if _has_registers(spec, visits) else None
@@ -195,7 +196,7 @@ def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Arra
 
 
 def _online(
-    problem: Problem,
+    problem: GPUProblem,
     memory: Memory,
     near: Array,
     masked: bool,
@@ -228,9 +229,9 @@ def _has_registers(spec: Spec, visits: block_mask.BlockMask) -> bool:
     return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
-def _has_much_to_keep(problem: Problem, masked: bool) -> bool:
+def _has_much_to_keep(problem: GPUProblem, masked: bool) -> bool:
     """Whether a tile needs about all registers there are."""
-    return masked or problem.shapes.H > 128 or bool(problem.rules.varying)
+    return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
 
 
 def _near(group: Array, turn: Array, scarce: bool) -> Array:
@@ -239,13 +240,13 @@ def _near(group: Array, turn: Array, scarce: bool) -> Array:
     return group + later(turn) if scarce else group
 
 
-def _forward_scratch(problem: Problem) -> Memory:
+def _forward_scratch(problem: GPUProblem) -> Memory:
     shapes, columns = problem.shapes, problem.tiling.block_kv
     groups = problem.groups
     queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
     kept = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
     tiles = tiles_in_memory(_AHEAD, columns, shapes.H, shapes.dtype)
-    return Memory.scratch(groups, kept, (tiles, *problem.scratch_beside(_AHEAD)), (tiles,))
+    return Memory.scratch(groups, kept, (tiles, *problem.streamed_scratch(_AHEAD)), (tiles,))
 
 
 def _leave(
@@ -278,7 +279,7 @@ class _Backward(backward.Program):
                 h, self.at[2] * self.problem.groups * ROWS, x * self.problem.streamed
             )
             rows = [self.rows.at[self.at[0], h, x]] if self.problem.by_key else []
-            beside = self.problem.parts_beside(self.leaves, place)
+            beside = self.problem.streamed_parts(self.leaves, place)
             memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *beside)
             return turn + 1
 
@@ -293,7 +294,7 @@ class _Backward(backward.Program):
         mine = None if by_key else Rows.read(unit, self.rows, *self.at[:2], block)
 
         def of_head(h: Any) -> Callable[..., Any]:
-            numbers = self.problem.numbers(self.leaves, self.at[0], h)
+            numbers = self.problem.constants(self.leaves, self.at[0], h)
 
             def step(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 turn, *totals = state
@@ -309,7 +310,9 @@ class _Backward(backward.Program):
             return step
 
         zeros = [jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32) for _ in results]
-        _, *found = self.fold_heads(of_head, (jnp.int32(0), *(unit.lay(x, "ts") for x in zeros)))
+        _, *found = self.fold_heads(
+            of_head, (jnp.int32(0), *(unit.to_layout(x, "ts") for x in zeros))
+        )
         found = finished(self.problem, dict(zip(self.which, found, strict=True)), mine)
         for place, total in zip(kept, found, strict=False):
             place[...] = total.astype(place.dtype)
@@ -327,7 +330,7 @@ class _Backward(backward.Program):
 
 
 def _gradients(
-    problem: Problem,
+    problem: GPUProblem,
     spec: Spec,
     per_query: tuple[Array, ...],
     key: Array,
@@ -349,7 +352,7 @@ def _gradients(
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     kept = [tiles(groups, ROWS) for _ in range(2)]
     beside = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
-    stream = *[tiles(_AHEAD, size)] * 2, *beside, *problem.scratch_beside(_AHEAD)
+    stream = *[tiles(_AHEAD, size)] * 2, *beside, *problem.streamed_scratch(_AHEAD)
     scratch = Memory.scratch(groups, tuple(kept), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     call = problem, spec, per_query, key, value, which

@@ -17,7 +17,7 @@ from jattn._types import AnyArray, Index, Ref, Tree
 from jattn.kernels.common import block_mask, reverse_mode, tile_schedule
 from jattn.kernels.gpu.mosaic.machine.versions import interpreter, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import later
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.spec import Shapes
 
 
@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of(
-        cls, problem: Problem, visits: block_mask.BlockMask, heads: int, parts: int = 1
+        cls, problem: GPUProblem, visits: block_mask.BlockMask, heads: int, parts: int = 1
     ) -> "Order":
         """`parts` of what each block visits have programs of their own."""
         shapes, longest_first = problem.shapes, visits.longest_first(heads)
@@ -87,7 +87,7 @@ def _rounds(tiles: AnyArray, programs: int) -> AnyArray:
 
 
 def launch(
-    name: str, problem: Problem, order: Order, kernel: Callable[..., Any], *rest: Tree
+    name: str, problem: GPUProblem, order: Order, kernel: Callable[..., Any], *rest: Tree
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)` in programs (part, b, h, i), otherwise as
     `launch_by_role`."""
@@ -99,7 +99,7 @@ def launch(
 
 
 def launch_by_role(
-    name: str, problem: Problem, order: Order, kernel: Callable[..., Any], *rest: Tree
+    name: str, problem: GPUProblem, order: Order, kernel: Callable[..., Any], *rest: Tree
 ) -> list[Array]:
     """`kernel(place, operands, results, scratch)`, where `place()` reads (part, b, h, i): what all
     warpgroups share takes up registers in each of them. Otherwise as `launch_in_rounds`."""
@@ -112,7 +112,7 @@ def launch_by_role(
 
 
 def launch_in_rounds(
-    name: str, problem: Problem, order: Order, rounds: Any, kernel: Any, *rest: Any
+    name: str, problem: GPUProblem, order: Order, rounds: Any, kernel: Any, *rest: Any
 ) -> list[Array]:
     """`kernel(each, operands, results, scratch)`, where `each(step, state)` folds
     `step(place, state)` over the places of a program. `place(count)` reads (part, b, h, i) where it
@@ -160,7 +160,7 @@ def _split(n: AnyArray, size: int) -> tuple[Any, Any]:
 
 def _launch(
     name: str,
-    problem: Problem,
+    problem: GPUProblem,
     known: Any,
     grid: Iterable[tuple[str, int]],
     kernel: Callable[..., Any],

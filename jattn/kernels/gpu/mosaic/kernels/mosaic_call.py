@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,15 @@ from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
-from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs
+from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import with_slope
 from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
+
+
+_MAX_HEAD_SIZE = 256
 
 
 class Forward(NamedTuple):
@@ -74,61 +77,55 @@ class Backward(NamedTuple):
 
 
 def unsupported(kernel: Forward, call: Call) -> str | None:
-    """Why a kernel cannot compute a prepared call, but for the machine."""
+    """Returns why a kernel cannot compute a prepared call on any machine; None if it can."""
     spec, shapes = call.spec, call.shapes
-    tiling = kernel.tiling(spec, shapes)
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    too_wide = kernel_refs.too_wide(shapes)
-    if too_wide or 0 in (shapes.B, shapes.T, shapes.S):
-        return too_wide
+    width = max(shapes.H, shapes.V)
+    if width > _MAX_HEAD_SIZE:  # registers hold no wider ones
+        return f"expected head sizes up to {_MAX_HEAD_SIZE}, got {width}"
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return None
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    return reason(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
+
+
+def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
+    """Computes scores and all their derivatives for one tile of zeros."""
+    T, S = slicing.round_up(shapes.T, shapes.S, tiling)
+    spec = slicing.pad_spec(spec, shapes.T, shapes.S, T, S)
+    spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
+    refs = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
+    modify, operands = refs.example()
+
+    def scores_and_slopes(*operands: Tree) -> Tree:
+        *parts, products = operands
+        tile = refs.tile(*parts)
+        kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
+        summed = [x.which for x in kinds if x.by_distance or not x.looked_up]
+        return modify(*operands), [with_slope(tile, x, products, True) for x in summed]
+
+    return refs.run_example(scores_and_slopes, operands)
+
+
+def reason(one_tile: Callable[..., Tree], *sizes: Hashable, spec: Spec) -> str | None:
+    """Returns why registers cannot run `one_tile(*sizes, spec)`, which is traced; None if they can.
+
+    It is traced once for specs of one structure whose arrays have the same shapes and dtypes.
+    """
     leaves, structure = jax.tree.flatten(spec)
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
+    return _reason(one_tile, sizes, structure, tuple((x.shape, x.dtype) for x in leaves))
 
 
 @functools.lru_cache(maxsize=1024)
-def _unsupported_reason(
-    structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
+def _reason(
+    one_tile: Callable[..., Tree], sizes: tuple[Any, ...], structure: Any, avals: tuple[Any, ...]
 ) -> str | None:
-    """What mask or score function do that registers cannot, found by tracing them for one tile."""
-
-    def one_tile(leaves: list[Array]) -> Tree:
-        spec = kernel_refs.padded(structure, leaves, shapes, tiling)
-        T, S = slicing.round_up(shapes.T, shapes.S, tiling)
-        spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
-        rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
-        modify, operands = rules.example()
-
-        def all_of_it(*operands: Tree) -> Tree:
-            *at, products = operands
-            here = rules.at(*at)
-            kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
-            each = [x.which for x in kinds if x.by_distance or not x.looked_up]
-            return modify(*operands), [with_slope(here, x, products, True) for x in each]
-
-        return rules.run_example(all_of_it, operands)
-
-    return reason(one_tile, structure, avals, shapes, tiling)
-
-
-def reason(
-    one_tile: Callable[[Any], Any],
-    structure: Any,
-    avals: tuple[Any, ...],
-    shapes: Shapes,
-    tiling: Tiling,
-) -> str | None:
-    """Why registers cannot run `one_tile(leaves)`, which is traced for a spec of this structure
-    whose arrays have these shapes and dtypes."""
-    operands = [jax.ShapeDtypeStruct(*x) for x in avals]
+    spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in avals])
     try:
-        jax.eval_shape(one_tile, operands)
+        jax.eval_shape(functools.partial(one_tile, *sizes), spec)
     except NotImplementedError as error:
         return f"a function of mask or score needs {error}"
-    except (TypeError, ValueError) as error:
-        kernel_refs.raise_if_wrong_everywhere(structure, operands, shapes, tiling)
-        return kernel_refs.ONLY_INDEXED.format(error)
     return None
 
 
@@ -158,7 +155,7 @@ def _forward_pass(
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
     own = hoisted.replaced(spec, shapes)
-    problem = Problem.of(own, shapes, tiling, kernel.unit(platform))
+    problem = GPUProblem.of(own, shapes, tiling, kernel.unit(platform))
     out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
     normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
@@ -183,12 +180,12 @@ def _backward_pass(
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
     operands, own = ((query, d_out, *rows), *keys), hoisted.replaced(call.spec, call.shapes)
 
-    def problem(kernels: Backward, rows: int, by_key: bool) -> Problem:
+    def problem(kernels: Backward, rows: int, by_key: bool) -> GPUProblem:
         keys_each, queries_each = kernels.streamed(spec, width)
         tiling = Tiling(queries_each, rows) if by_key else Tiling(rows, keys_each)
         unit = kernels.unit(platform, transposed=by_key)
         columns = kernels.columns(spec, by_key)
-        return Problem.of(own, call.shapes, tiling, unit, columns=columns)
+        return GPUProblem.of(own, call.shapes, tiling, unit, columns=columns)
 
     d_params = []
     if parameters(spec):

@@ -35,9 +35,9 @@ from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.factors import Factors
 from jattn.kernels.gpu.mosaic.tile.gradients import Rows, d_parameter, of_tile
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
 from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
 
@@ -48,7 +48,7 @@ _MOST_BYTES = {False: 200 * 1024, True: 96 * 1024}
 
 
 def of(
-    by_query: Problem, by_key: Problem, spec: Spec, per_query: Any, key: Array, value: Array
+    by_query: GPUProblem, by_key: GPUProblem, spec: Spec, per_query: Any, key: Array, value: Array
 ) -> list[Array]:
     """Those of all parameters of a padded call, in float32, each in its own shape."""
 
@@ -86,8 +86,8 @@ def _scattered(parameter: Parameter) -> bool:
 
 
 def _kernel(
-    parameter: Parameter, by_query: Problem, by_key: Problem
-) -> tuple[Callable[..., Array], Problem]:
+    parameter: Parameter, by_query: GPUProblem, by_key: GPUProblem
+) -> tuple[Callable[..., Array], GPUProblem]:
     """What finds its gradient, in a call by queries or by keys."""
     if parameter.by_distance:
         return _by_diagonal, by_query
@@ -101,7 +101,7 @@ class _Program(NamedTuple):
     """What a program works with: which parameter, references to all that it reads, and a place in
     shared memory for the tiles of some queries and some keys."""
 
-    problem: Problem
+    problem: GPUProblem
     parameter: Parameter
     tensors: Any  # query, d_out, key and value, heads first for products by warps
     rows: Any  # what `Rows` stacks
@@ -110,18 +110,18 @@ class _Program(NamedTuple):
 
     def at(self, b: Index, h: Index, i: Index, j: Index) -> TileIndex:
         """The tile of blocks i of queries and j of keys."""
-        rows, columns = self.problem.rules.sizes.values()
+        rows, columns = self.problem.refs.sizes.values()
         return TileIndex(b, h, i * rows, j * columns)
 
     def fetch(self, turn: Index, at: TileIndex) -> None:
         """Starts to copy what a tile needs."""
-        rows, columns = self.problem.rules.sizes.values()
+        rows, columns = self.problem.refs.sizes.values()
         query, d_out, key, value = self.tensors
         own = self._index(at.b, at.h, pl.ds(at.row, rows))
         group = lax.div(at.h, np.int32(self.problem.shapes.G))
         seen = self._index(at.b, group, pl.ds(at.column, columns))
         tiles = query.at[own], d_out.at[own], key.at[seen], value.at[seen]
-        self.stream.fill(turn, *tiles, *self.problem.parts_beside(self.leaves, at))
+        self.stream.fill(turn, *tiles, *self.problem.streamed_parts(self.leaves, at))
 
     def _index(self, b: Index, h: Index, run: Any) -> tuple[Any, Any, Any]:
         return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
@@ -160,7 +160,7 @@ class _Program(NamedTuple):
             fetch_next()
         here = problem.tile(self.leaves, at, {})
         kept, others = tensors[::-1] if problem.by_key else tensors
-        block = lax.div(at.row, np.int32(problem.rules.sizes["T"]))
+        block = lax.div(at.row, np.int32(problem.refs.sizes["T"]))
         rows = functools.partial(Rows.read, unit, self.rows, at.b, at.h, block)
         derive = functools.partial(d_parameter, parameter.which, parameter.axes)
         found = of_tile(problem, masked, rows, kept, others, here, beside, derive)
@@ -175,7 +175,7 @@ class _Program(NamedTuple):
 
 
 def _run(
-    problem: Problem,
+    problem: GPUProblem,
     parameter: Parameter,
     order: Order,
     body: Callable[[_Program, Any, Any, Any], None],
@@ -191,7 +191,7 @@ def _run(
         program = _Program(problem, parameter, tensors, rows, leaves, scratch[0])
         body(program, place, index, results[0])
 
-    sizes = problem.rules.sizes
+    sizes = problem.refs.sizes
     rows, _ = Rows.stacked(problem.factors, rows, sizes["T"])
     tensors = query, d_out, key, value
     tensors = heads_first(*tensors) if problem.unit.by_warp else tensors
@@ -199,17 +199,17 @@ def _run(
     each = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
     places = 2 if 2 * each <= _MOST_BYTES[problem.unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
-    scratch = [Stream.scratch(problem.unit, places, *tiles, *problem.scratch_beside(places))]
-    operands, results = (tensors, rows, problem.rules.arrays, index), [(result, jnp.float32)]
+    scratch = [Stream.scratch(problem.unit, places, *tiles, *problem.streamed_scratch(places))]
+    operands, results = (tensors, rows, problem.refs.arrays, index), [(result, jnp.float32)]
     return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)[0]
 
 
-def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
+def _by_block(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter that does not run along both T and S, for each head `[B, N, ...]`; a program
     for every 64 queries, or keys where `problem.by_key`."""
     shapes, by_key = problem.shapes, problem.by_key
     visits = problem.visits(spec)
-    _, far = Rows.stacked(problem.factors, arrays[0][2:], problem.rules.sizes["T"])
+    _, far = Rows.stacked(problem.factors, arrays[0][2:], problem.refs.sizes["T"])
     visits = visits.without_full(far)
 
     def body(program: _Program, place: tuple[Array, ...], visits_ref: Ref, result: Ref) -> None:
@@ -218,7 +218,7 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) 
         def at(y: Array) -> TileIndex:
             return program.at(b, h, *((y, x) if by_key else (x, y)))
 
-        zeros = problem.unit.lay(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
+        zeros = problem.unit.to_layout(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
         total = program.fold(visits, visits_ref, (b, h, x), at, zeros)
         put(problem.unit, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
 
@@ -227,7 +227,7 @@ def _by_block(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) 
     return parameter.of_heads(_run(problem, parameter, order, body, arrays, visits.arrays, result))
 
 
-def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
+def _by_tile(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter along T and S, `[B or 1, N or 1, T, S]`; a program for each of its tiles."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     heads, shared = parameter.own, parameter.shared(shapes.B, shapes.N)
@@ -241,7 +241,7 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -
             first, second = (f(index, np.int32(shared[1])) for f in (lax.div, lax.rem))
             return program.at(b + first, h + second, i, j)
 
-        zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
+        zeros = problem.unit.to_layout(jnp.zeros((rows, columns), jnp.float32), "ts")
         total = program.fold(visits, visits_ref, (b, h, tile_index), at, zeros)
         own = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
         put(problem.unit, result.at[b, h, *own], total)
@@ -251,7 +251,7 @@ def _by_tile(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -
     return _run(problem, parameter, order, body, arrays, visits.arrays, result)
 
 
-def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
+def _by_diagonal(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
     """Of a parameter by distance, for each head `[1, N, distances]`; a program for each diagonal of
     tiles, which adds them up, and leaves its 64 rows to XLA."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
@@ -266,7 +266,7 @@ def _by_diagonal(problem: Problem, spec: Spec, parameter: Parameter, arrays: Tre
             b, i = (f(index, np.int32(n)) for f in (lax.div, lax.rem))
             return program.at(b, h, i, d + (i - (n - 1)) * step)
 
-        zeros = problem.unit.lay(jnp.zeros((rows, columns), jnp.float32), "ts")
+        zeros = problem.unit.to_layout(jnp.zeros((rows, columns), jnp.float32), "ts")
         put(problem.unit, result.at[h, d], program.fold(visits, visits_ref, (0, h, d), at, zeros))
 
     longest = visits.longest_first(visits.ends.shape[1])

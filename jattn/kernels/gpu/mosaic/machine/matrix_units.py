@@ -1,6 +1,5 @@
 """Products of tiles in shared memory and registers, by a warpgroup or by its warps."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import Array
 
 from jattn._types import Tree
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
-from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import lowering, mosaic
 
 
 def multiply(
@@ -52,7 +51,7 @@ def multiply(
 
 def _by_warp(unit: Unit, a: Any, b: Any, total: Array | None) -> Array:
     zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
-    found = unit.lay(zeros, "ts") if total is None else total
+    found = unit.to_layout(zeros, "ts") if total is None else total
     runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
     # What is in memory comes to registers by parts.
     pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]
@@ -67,7 +66,6 @@ def _as_left(x: Any) -> Array:
     layout = mosaic().Layout.MMA_LHS(x.dtype)
     if not isinstance(x, jax.Array):
         return mosaic().load(x, layout=layout)
-    lower = importlib.import_module("jax.experimental.mosaic.gpu")
     result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     @mosaic().inline_mgpu(arg_types=(mosaic().Layout.WGMMA,), return_type=result)
@@ -77,6 +75,6 @@ def _as_left(x: Any) -> Array:
         pairs = x.registers.reshape(-1, 2, 2).swapaxes(1, 2)
         to = layout.to_mgpu()
         registers = pairs.reshape(to.registers_shape(x.shape))
-        return lower.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
+        return lowering().FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
 
     return renamed(x)

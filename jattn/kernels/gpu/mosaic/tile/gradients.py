@@ -15,9 +15,8 @@ from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.factors import Factors, is_unmodified
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import GatherRef
 from jattn.kernels.gpu.mosaic.tile.online_softmax import _LOG2E, times
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import has_mask, parameters, with_parameters
 
@@ -172,21 +171,20 @@ def d_parameter(
 
 
 def with_slope(
-    here: slicing.Tile, which: int, products: Array, masked: bool
+    tile: slicing.Tile, which: int, products: Array, masked: bool
 ) -> tuple[Array, Array]:
-    """Scores, and the derivative of each by the entry of a parameter that it depends on. It is one
-    at most: so forward mode finds all of them at once, with ones in all directions."""
-    values = parameters(here.spec)
-    own = values[which]
+    """Returns scores, and the derivative of each by the entry of a parameter that it depends on.
 
-    def scores(x: Array) -> Array:
-        more = own.wrapped(lambda entry, _: entry + x) if isinstance(own, GatherRef) else x
-        replaced = with_parameters(here.spec, [*values[:which], more, *values[which + 1 :]])
-        return here._replace(spec=replaced).modify(products, masked)
+    A score depends on at most one entry. So forward mode computes all derivatives at once, with
+    ones in all directions.
+    """
+    values = parameters(tile.spec)
 
-    # What is looked up has no array here: all its entries grow alike.
-    at = jnp.zeros((), own.dtype) if isinstance(own, GatherRef) else own
-    return jax.jvp(scores, (at,), (jnp.ones_like(at),))
+    def scores(value: Array) -> Array:
+        replaced = with_parameters(tile.spec, [*values[:which], value, *values[which + 1 :]])
+        return tile._replace(spec=replaced).modify(products, masked)
+
+    return jax.jvp(scores, (values[which],), (jnp.ones_like(values[which]),))
 
 
 def _unmodified_weights(
@@ -236,7 +234,7 @@ def _weights(masked: bool, factors: Factors, score: Array, rows: Rows) -> Array:
 
 
 def add_gradients(
-    problem: Problem,
+    problem: GPUProblem,
     masked: bool,
     rows: Rows | Callable[[], Rows],
     kept: Ref,
@@ -254,7 +252,7 @@ def add_gradients(
 
 
 def of_tile(
-    problem: Problem,
+    problem: GPUProblem,
     masked: bool,
     rows: Rows | Callable[[], Rows],
     kept: Ref,
@@ -281,7 +279,7 @@ def of_tile(
     if between:
         at = at or _read(here).completed(beside)
         products = at.run(functools.partial(signed, masked, problem.factors), products, rows)
-    onto = None if problem.drops else [unit.spread(rows.minus_delta, problem.rules.sizes["S"])]
+    onto = None if problem.drops else [unit.spread(rows.minus_delta, problem.refs.sizes["S"])]
     (d_weights,) = matrix_units.multiply(unit, [d_weights], transposed=True, onto=onto)
     rows, at = rows if problem.unmodified else read(), at or _read(here).completed(beside)
     derive = derive or (d_signed if between else d_products)
@@ -292,7 +290,7 @@ def _read(here: RegisterTile | Callable[[], RegisterTile]) -> RegisterTile:
     return here() if callable(here) else here
 
 
-def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
+def finished(problem: GPUProblem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
     """The gradients from the totals; `rows` are those of queries that are kept."""
     factor, kept = problem.factors.gradient, problem.factors.kept
     if rows is None:
@@ -301,9 +299,9 @@ def finished(problem: Problem, totals: dict[int, Array], rows: Rows | None) -> l
     def normalized(total: Array, log_total: Array) -> Array:
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
-    lay = functools.partial(problem.unit.lay, axes="ts")
+    lay = functools.partial(problem.unit.to_layout, axes="ts")
     return [
         mosaic_interpreter.run(
-            normalized, totals[0], rows.log_total, held=mosaic_interpreter.Held(lay)
+            normalized, totals[0], rows.log_total, layout=mosaic_interpreter.RegisterLayout(lay)
         )
     ]

@@ -78,7 +78,7 @@ class GroupedRefs(SpecRefs):
         self.arrays[i] = self.grouping.apart(x, N, len(before))
         self.letters[i] = [*before, "N", "T", *after]
 
-    def at(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> Any:
+    def tile(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> Any:
         """The tile of these rows of the h-th heads that are together."""
         each, queries = self.grouping.heads, jnp.full_like(rows, self.grouping.T)
         head = jnp.minimum(lax.div(rows, queries), each - 1)  # of rows that mean nothing, the last
@@ -90,7 +90,7 @@ class GroupedRefs(SpecRefs):
             jnp.expand_dims(x, 0) if i in self.grouped and self.by_query[i] else x
             for i, x in enumerate(leaves)
         ]
-        return super().at(leaves, b, h, query[None], columns)
+        return super().tile(leaves, b, h, query[None], columns)
 
 
 class _Tile(NamedTuple):

@@ -28,6 +28,7 @@ from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
 from jattn.functions.read import read
 from jattn.kernels.gpu.mosaic.tile import by_distance
+from jattn.kernels.gpu.mosaic.tile.spec_refs import entries_of
 from jattn.spec import Shapes, Spec
 
 
@@ -65,7 +66,7 @@ class Hoisted(scores.ScoreFunction):
     by_head: Any = array_field("*B N")
     by_query: Any = array_field("*B N T")
     by_key: Any = array_field("*B N S")
-    by_distance: Any = array_field("#N distances")  # `GatherRef`s in kernels
+    by_distance: Any = array_field("#N distances")
     result: Node = static_field()
     sites: tuple[tuple[str, int], ...] = static_field()
     before: int = static_field()  # the distance kv − q of the first values is −before
@@ -83,7 +84,7 @@ class Hoisted(scores.ScoreFunction):
 
         def value(kind: str, which: int) -> Any:
             if kind == "distance":
-                return self.by_distance[which].inside(distance)
+                return entries_of(self.by_distance[which], distance)
             return along[kind][which]
 
         inputs = score, b, h, q, kv, *(value(*site) for site in self.sites)

@@ -15,7 +15,7 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import votes
 from jattn.kernels.gpu.mosaic.tile.factors import Factors
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 
 
@@ -31,7 +31,7 @@ _SLACK = 8.0
 
 
 def online(
-    problem: Problem, masked: bool, here: RegisterTile, products: Array, before: softmax.Partial
+    problem: GPUProblem, masked: bool, here: RegisterTile, products: Array, before: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
     """The weights of more keys, and what there is so far, both relative to a new shift; weighted
     values are yet to be added."""
@@ -56,7 +56,12 @@ class Softened(NamedTuple):
 
 
 def soften(
-    problem: Problem, masked: bool, here: RegisterTile, products: Array, shift: Array, total: Array
+    problem: GPUProblem,
+    masked: bool,
+    here: RegisterTile,
+    products: Array,
+    shift: Array,
+    total: Array,
 ) -> Softened:
     """The softmax of more keys.
 
