@@ -1,4 +1,4 @@
-"""The cotangents of a tile's products in registers, from its weights, which are computed again."""
+"""The cotangents of a tile's products in registers, from its weights, which are recomputed."""
 
 import functools
 from collections.abc import Callable
@@ -15,19 +15,22 @@ from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.factors import Factors, is_unmodified
-from jattn.kernels.gpu.mosaic.tile.online_softmax import _LOG2E, times
+from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import RegisterLayout
+from jattn.kernels.gpu.mosaic.tile.online_softmax import LOG2E, times
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import has_mask, parameters, with_parameters
 
 
-_NEAR = 256.0  # numbers below have 15 digits behind the binary point, and more
+_MAX_SUM = 256.0  # numbers below have at least 15 binary digits behind the point
 
 
-class Rows(NamedTuple):
-    """What the backward pass knows of a row of queries: the softmax's shift and the log of its
-    total, both to the base 2; and minus delta, the sum of output times its cotangent, of what
-    dropout keeps unscaled."""
+class RowStatistics(NamedTuple):
+    """Numbers of each query for the backward pass.
+
+    The softmax's shift and the log of its total, both to the base 2; and minus delta, the sum of
+    output times its cotangent, without the scale of dropout.
+    """
 
     shift: Array
     log_total: Any
@@ -35,25 +38,28 @@ class Rows(NamedTuple):
 
     @classmethod
     def stacked(cls, factors: Factors, per_query: Tree, size: int) -> tuple[Array, Array]:
-        """`[B, N, blocks, 3 · size]`, of maximum, log_total and delta `[B, T, N]`; and the heads
-        `[B, N]` in which shift and log of the total cannot be one number, which would have
-        too few digits. In others it is the shift, and the log is 0."""
+        """Stacks maximum, log_total and delta `[B, T, N]` to `[B, N, blocks, 3 · size]`.
+
+        Shift and log of the total are added up in the shift, and the log is 0, except in heads
+        whose sums would have too few digits: the second result `[B, N]` says which.
+        """
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
-        shift, log_total = maximum * _LOG2E, log_total * _LOG2E
-        near = jnp.abs(shift + log_total) < _NEAR
-        far = jnp.any(~near, axis=2)
-        apart = far[..., None]
+        shift, log_total = maximum * LOG2E, log_total * LOG2E
+        fits = jnp.abs(shift + log_total) < _MAX_SUM
+        is_large = jnp.any(~fits, axis=2)
+        separate = is_large[..., None]
         shift, log_total = (
-            jnp.where(apart, shift, shift + log_total),
-            jnp.where(apart, log_total, 0),
+            jnp.where(separate, shift, shift + log_total),
+            jnp.where(separate, log_total, 0),
         )
-        rows = jnp.stack(cls(shift, log_total, delta * (-1 / factors.kept)), axis=2)
+        stacked = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
+        rows = jnp.stack(stacked, axis=2)
         blocks = rows.reshape(*rows.shape[:3], -1, size).swapaxes(2, 3)
-        return blocks.reshape(*blocks.shape[:3], 3 * size), far
+        return blocks.reshape(*blocks.shape[:3], 3 * size), is_large
 
     @classmethod
-    def read(cls, unit: Unit, memory: Ref, *block: Index) -> "Rows":
-        """Of a block of queries, from shared or global memory."""
+    def read(cls, unit: Unit, memory: Ref, *block: Index) -> "RowStatistics":
+        """Reads the numbers of a block of queries from shared or global memory."""
         letters = [""] * len(block) + ["t"]
         size = memory.shape[-1] // 3
         runs = [pl.ds(i * size, size) for i in range(3)]
@@ -63,90 +69,98 @@ class Rows(NamedTuple):
 def d_products(
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    tile: slicing.Tile,
     products: Array,
     d_weights: Array,
-    rows: Rows,
+    rows: RowStatistics,
 ) -> tuple[Array, Array]:
-    """The cotangent of q kᵀ from that of the weights, d_out vᵀ, less `factors.gradient`; and the
-    weights after dropout, less `factors.kept`."""
+    """Returns the cotangent of q kᵀ, without `factors.gradient`, and the weights after dropout,
+    without its scale.
+
+    `d_weights` are the cotangents of the weights, d_out vᵀ.
+    """
     products = times(products, factors.before)
-    if is_unmodified(here.spec):
-        weights = _unmodified_weights(masked, factors, here, products, rows)
-        kept = here.drop_unscaled(weights)
-        return _d_unmodified(masked, here, weights, kept, d_weights, rows), kept
-    score, pull = _score_and_pull(masked, here, products)
+    if is_unmodified(tile.spec):
+        weights = _unmodified_weights(masked, factors, tile, products, rows)
+        dropped = tile.drop_unscaled(weights)
+        return _d_unmodified(masked, tile, weights, dropped, d_weights, rows), dropped
+    score, pull = _score_and_pull(masked, tile, products)
     weights = _weights(masked, factors, score, rows)
-    kept = here.drop_unscaled(weights)
-    (found,) = pull(_d_scores(here.spec, weights, kept, d_weights, rows))
+    dropped = tile.drop_unscaled(weights)
+    (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, rows))
     if masked:  # after all else, which may be NaN, also in all of a row
         hidden = score == -jnp.inf
-        kept, found = jnp.where(hidden, 0, kept), jnp.where(hidden, 0, found)
-    return found, kept
+        dropped, gradient = jnp.where(hidden, 0, dropped), jnp.where(hidden, 0, gradient)
+    return gradient, dropped
 
 
-def _d_scores(spec: Tree, weights: Array, kept: Array, d_weights: Array, rows: Rows) -> Array:
-    """The cotangent of scores: weights × (d_weights − delta), where d_weights are of the weights
-    after dropout. Without dropout they come with −delta, from which their sum started."""
+def _d_scores(
+    spec: Tree, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
+) -> Array:
+    """The cotangent of scores: weights × (d_weights − delta), where `d_weights` are of `dropped`,
+    the weights after dropout. Without dropout, −delta is already in the sum `d_weights`."""
     if not spec.dropout_rate:
         return weights * d_weights
-    return kept * d_weights + weights * rows.minus_delta[:, None]
+    return dropped * d_weights + weights * rows.minus_delta[:, None]
 
 
-def _score_and_pull(masked: bool, here: slicing.Tile, products: Array) -> tuple[Array, Any]:
-    """Scores, and their derivative without the mask."""
-    score, pull = jax.vjp(lambda x: here.modify(x, False), products)
-    if masked and has_mask(here.spec):
-        allowed = here.spec.mask.evaluate(here.b, here.h, here.rows, here.columns)
-        score = jnp.where(allowed, score, -jnp.inf)
+def _score_and_pull(masked: bool, tile: slicing.Tile, products: Array) -> tuple[Array, Any]:
+    """Returns scores, and their derivative without the mask."""
+    score, pull = jax.vjp(lambda x: tile.modify(x, False), products)
+    if masked and has_mask(tile.spec):
+        score = jnp.where(_allowed(tile), score, -jnp.inf)
     return score, pull
 
 
+def _allowed(tile: slicing.Tile) -> Array:
+    return tile.spec.mask.evaluate(tile.b, tile.h, tile.rows, tile.columns)
+
+
 def weights_first(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, tile: slicing.Tile, products: Array, rows: RowStatistics
 ) -> tuple[Array, Array, Any]:
-    """What products of queries and keys say alone: weights after dropout, and for
-    `d_products_then` those before it, in their sign whether it drops them, and the derivative of
-    the scores, or None where these are the products."""
+    """Returns what products of queries and keys determine alone.
+
+    The weights after dropout; for `d_products_then` those before dropout, with a negative sign if
+    it drops them; and the derivative of the scores, or None if scores are the products.
+    """
     products, pull = times(products, factors.before), None
-    if is_unmodified(here.spec):
-        weights = _unmodified_weights(masked, factors, here, products, rows)
+    if is_unmodified(tile.spec):
+        weights = _unmodified_weights(masked, factors, tile, products, rows)
     else:
-        score, pull = _score_and_pull(masked, here, products)
+        score, pull = _score_and_pull(masked, tile, products)
         weights = _weights(masked, factors, score, rows)
         weights = jnp.where(score == -jnp.inf, 0, weights) if masked else weights
-    signed = _signed(here, weights)
-    return _kept(here, signed), signed, pull
+    # One number in registers for a weight and for whether dropout keeps it.
+    signed = jnp.where(tile.keeps(), weights, -weights) if tile.spec.dropout_rate else weights
+    return _unsigned(tile, signed)[1], signed, pull
+
+
+def _unsigned(tile: slicing.Tile, signed: Array) -> tuple[Array, Array]:
+    """Returns the weights before dropout, and after it, without its scale."""
+    if not tile.spec.dropout_rate:
+        return signed, signed
+    return jnp.abs(signed), jnp.maximum(signed, 0)
 
 
 def d_products_then(
-    masked: bool, here: slicing.Tile, signed: Array, pull: Any, d_weights: Array, rows: Rows
+    masked: bool,
+    tile: slicing.Tile,
+    signed: Array,
+    pull: Any,
+    d_weights: Array,
+    rows: RowStatistics,
 ) -> Array:
-    """The cotangent of q kᵀ, less `factors.gradient`, from that of the weights and what
-    `weights_first` found."""
-    weights, kept = _before(here, signed), _kept(here, signed)
-    if not here.spec.dropout_rate:
+    """Returns the cotangent of q kᵀ, without `factors.gradient`, from that of the weights and the
+    results of `weights_first`."""
+    weights, dropped = _unsigned(tile, signed)
+    if not tile.spec.dropout_rate:
         d_weights = d_weights + rows.minus_delta[:, None]
-    found = _d_scores(here.spec, weights, kept, d_weights, rows)
+    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
     if pull is not None:
-        (found,) = pull(found)
-    # What is masked has no weight; what its products would give may be NaN.
-    return jnp.where(weights == 0, 0, found) if masked else found
-
-
-def _signed(here: slicing.Tile, weights: Array) -> Array:
-    """Weights, and in their sign whether dropout drops them: one number each in registers."""
-    return jnp.where(here.keeps(), weights, -weights) if here.spec.dropout_rate else weights
-
-
-def _before(here: slicing.Tile, signed: Array) -> Array:
-    """Weights before dropout."""
-    return jnp.abs(signed) if here.spec.dropout_rate else signed
-
-
-def _kept(here: slicing.Tile, signed: Array) -> Array:
-    """Weights after dropout, less `factors.kept`."""
-    return jnp.maximum(signed, 0) if here.spec.dropout_rate else signed
+        (gradient,) = pull(gradient)
+    # What is masked has no weight; its products may be NaN.
+    return jnp.where(weights == 0, 0, gradient) if masked else gradient
 
 
 def d_parameter(
@@ -154,20 +168,20 @@ def d_parameter(
     along: tuple[int, ...],
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    tile: slicing.Tile,
     products: Array,
     d_weights: Array,
-    rows: Rows,
+    rows: RowStatistics,
 ) -> Array:
-    """What a tile adds to the gradient of one of its parameters, summed over axes but `along`, less
-    `factors.after` and `factors.kept`."""
-    score, slope = with_slope(here, which, times(products, factors.before), masked)
+    """Returns a tile's contribution to the gradient of a parameter, summed over axes but `along`,
+    without the factors `after` and `dropout_scale`."""
+    score, slope = with_slope(tile, which, times(products, factors.before), masked)
     weights = _weights(masked, factors, score, rows)
-    kept = here.drop_unscaled(weights)
-    found = _d_scores(here.spec, weights, kept, d_weights, rows) * slope
+    dropped = tile.drop_unscaled(weights)
+    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
     if masked:  # also in a row that is NaN
-        found = jnp.where(score == -jnp.inf, 0, found)
-    return jnp.sum(found, axis=tuple({0, 1} - set(along)))
+        gradient = jnp.where(score == -jnp.inf, 0, gradient)
+    return jnp.sum(gradient, axis=tuple({0, 1} - set(along)))
 
 
 def with_slope(
@@ -188,46 +202,42 @@ def with_slope(
 
 
 def _unmodified_weights(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
+    masked: bool, factors: Factors, tile: slicing.Tile, products: Array, rows: RowStatistics
 ) -> Array:
-    """Those of products, 0 where masked also in a row that is NaN."""
-    spec, weights = here.spec, _weights(masked, factors, products, rows)
-    if not masked or not has_mask(spec):
-        return weights
-    return jnp.where(spec.mask.evaluate(here.b, here.h, here.rows, here.columns), weights, 0)
+    """The weights of products, 0 where masked, also in a row that is NaN."""
+    weights = _weights(masked, factors, products, rows)
+    return jnp.where(_allowed(tile), weights, 0) if masked and has_mask(tile.spec) else weights
 
 
 def _d_unmodified(
-    masked: bool, here: slicing.Tile, weights: Array, kept: Array, d_weights: Array, rows: Rows
+    masked: bool,
+    tile: slicing.Tile,
+    weights: Array,
+    dropped: Array,
+    d_weights: Array,
+    rows: RowStatistics,
 ) -> Array:
-    found = _d_scores(here.spec, weights, kept, d_weights, rows)
-    return jnp.where(weights == 0, 0, found) if masked and has_mask(here.spec) else found
+    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
+    return jnp.where(weights == 0, 0, gradient) if masked and has_mask(tile.spec) else gradient
 
 
-def signed(
-    masked: bool, factors: Factors, here: slicing.Tile, products: Array, rows: Rows
-) -> Array:
-    """Of products weights, and in their sign whether dropout drops them."""
-    return _signed(here, _unmodified_weights(masked, factors, here, products, rows))
-
-
-def d_signed(
+def _d_signed(
     masked: bool,
     factors: Factors,
-    here: slicing.Tile,
+    tile: slicing.Tile,
     signed: Array,
     d_weights: Array,
-    rows: Rows,
+    rows: RowStatistics,
 ) -> tuple[Array, Array]:
-    """`d_products` from what `signed` gives."""
-    weights, kept = _before(here, signed), _kept(here, signed)
-    return _d_unmodified(masked, here, weights, kept, d_weights, rows), kept
+    """Returns the same as `d_products`, from the signed weights of `weights_first`."""
+    weights, dropped = _unsigned(tile, signed)
+    return _d_unmodified(masked, tile, weights, dropped, d_weights, rows), dropped
 
 
-def _weights(masked: bool, factors: Factors, score: Array, rows: Rows) -> Array:
-    """Those of a tile. Where no mask is needed, a log of the total is part of the shift, or left to
-    the end."""
-    exponent = score * (factors.after * _LOG2E) - rows.shift[:, None]
+def _weights(masked: bool, factors: Factors, score: Array, rows: RowStatistics) -> Array:
+    """The weights of a tile. If no mask is needed, the log of the total is part of the shift, or
+    applied at the end."""
+    exponent = score * (factors.after * LOG2E) - rows.shift[:, None]
     if masked and rows.log_total is not None:
         exponent = exponent - rows.log_total[:, None]
     return jnp.exp2(exponent)
@@ -236,72 +246,78 @@ def _weights(masked: bool, factors: Factors, score: Array, rows: Rows) -> Array:
 def add_gradients(
     problem: GPUProblem,
     masked: bool,
-    rows: Rows | Callable[[], Rows],
+    rows: RowStatistics | Callable[[], RowStatistics],
     kept: Ref,
     streamed: Ref,
     totals: dict[int, Array],
-    here: RegisterTile | Callable[[], RegisterTile],
-    beside: Tree = (),
+    tile: RegisterTile | Callable[[], RegisterTile],
+    streamed_arrays: Tree = (),
 ) -> list[Array]:
-    """The gradients with what a tile adds to them: 0 is that of queries or keys, 1 of values. The
-    others are as `of_tile` takes them."""
+    """Adds a tile to the gradients: number 0 is of queries or keys, 1 of values.
+
+    The other arguments are as in `of_tile`.
+    """
     derive = None if 0 in totals else d_products
-    found = of_tile(problem, masked, rows, kept, streamed, here, beside, derive)
-    factors = [(found[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
+    gradients = of_tile(problem, masked, rows, kept, streamed, tile, streamed_arrays, derive)
+    factors = [(gradients[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
     return matrix_units.multiply(problem.unit, factors, onto=[*totals.values()])
 
 
 def of_tile(
     problem: GPUProblem,
     masked: bool,
-    rows: Rows | Callable[[], Rows],
+    rows: RowStatistics | Callable[[], RowStatistics],
     kept: Ref,
     streamed: Ref,
-    here: RegisterTile | Callable[[], RegisterTile],
-    beside: Tree = (),
+    tile: RegisterTile | Callable[[], RegisterTile],
+    streamed_arrays: Tree = (),
     derive: Callable[..., Any] | None = None,
 ) -> Tree:
-    """What `derive` makes of a tile's products and d_out vᵀ; None is `d_products`, computed where
-    registers are free.
+    """Computes `derive` of a tile's products and d_out vᵀ; by default `d_products`, where registers
+    are free.
 
-    What is kept and what comes by are query and d_out, or key and value; `rows` those of the
-    queries that are kept, or how to read them while products are under way; `here` is a tile, or
-    how to read it where it is needed, which takes longer and leaves more registers.
+    `kept` and `streamed` are query and d_out, and key and value, or the other way round. `rows` are
+    the statistics of kept queries, or a function that reads them while products are computed.
+    `tile` is a tile, or a function that reads it when it is needed: that takes longer, but leaves
+    more registers.
     """
     unit = problem.unit
     (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
     (products,) = matrix_units.multiply(unit, [products], transposed=True)
     read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
-    rows, at = read(), None if callable(here) else here.completed(beside)
-    # Registers are scarce while products are under way: what has many to keep is computed between
-    # them, or read behind them, maybe again.
+
+    def completed() -> RegisterTile:
+        return (tile() if callable(tile) else tile).completed(streamed_arrays)
+
+    statistics, known = read(), None if callable(tile) else completed()
+    # Registers are scarce while products are computed: what takes many is computed between two
+    # products, or read after them, possibly a second time.
     between = derive is None and problem.unmodified and (masked or problem.drops)
     if between:
-        at = at or _read(here).completed(beside)
-        products = at.run(functools.partial(signed, masked, problem.factors), products, rows)
-    onto = None if problem.drops else [unit.spread(rows.minus_delta, problem.refs.sizes["S"])]
+        known = known or completed()
+        signed = lambda *operands: weights_first(masked, problem.factors, *operands)[1]  # noqa: E731
+        products = known.run(signed, products, statistics)
+    drops, columns = problem.drops, problem.refs.sizes["S"]
+    onto = None if drops else [unit.spread(statistics.minus_delta, columns)]
     (d_weights,) = matrix_units.multiply(unit, [d_weights], transposed=True, onto=onto)
-    rows, at = rows if problem.unmodified else read(), at or _read(here).completed(beside)
-    derive = derive or (d_signed if between else d_products)
-    return at.run(functools.partial(derive, masked, problem.factors), products, d_weights, rows)
+    statistics = statistics if problem.unmodified else read()
+    derive = functools.partial(
+        derive or (_d_signed if between else d_products), masked, problem.factors
+    )
+    return (known or completed()).run(derive, products, d_weights, statistics)
 
 
-def _read(here: RegisterTile | Callable[[], RegisterTile]) -> RegisterTile:
-    return here() if callable(here) else here
-
-
-def finished(problem: GPUProblem, totals: dict[int, Array], rows: Rows | None) -> list[Array]:
-    """The gradients from the totals; `rows` are those of queries that are kept."""
-    factor, kept = problem.factors.gradient, problem.factors.kept
+def finished(
+    problem: GPUProblem, totals: dict[int, Array], rows: RowStatistics | None
+) -> list[Array]:
+    """Returns the gradients from the totals; `rows` are the statistics of queries that are kept."""
+    factor = problem.factors.gradient
     if rows is None:
-        return [times(x, kept if which else factor) for which, x in totals.items()]
+        dropout_scale = problem.factors.dropout_scale
+        return [times(x, dropout_scale if which else factor) for which, x in totals.items()]
 
     def normalized(total: Array, log_total: Array) -> Array:
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
-    lay = functools.partial(problem.unit.to_layout, axes="ts")
-    return [
-        mosaic_interpreter.run(
-            normalized, totals[0], rows.log_total, layout=mosaic_interpreter.RegisterLayout(lay)
-        )
-    ]
+    layout = RegisterLayout(functools.partial(problem.unit.to_layout, axes="ts"))
+    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total, layout=layout)]
