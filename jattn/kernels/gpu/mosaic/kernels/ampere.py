@@ -79,7 +79,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
 
-        def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
+        def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, sums = state
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
@@ -94,7 +94,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
         state = first, initial(unit, rows, shapes.V)
         share = part, parts
-        _, sums = visits.fold_ahead(visits_ref, (b, h, i), fetch, first, step, state, share)
+        _, sums = visits.fold_ahead(visits_ref, (b, h, i), fetch, first, visit, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
@@ -116,19 +116,19 @@ class _AmpereGradients(backward.GradientProgram):
 
     def run(self, results: Tree, scratch: Tree) -> None:
         """Sums the gradients of what the program keeps, and writes them."""
-        (kept, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
+        (resident, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
         part = self.part(self.place[2] * ROWS, ROWS, self.place[1])
-        kept.fill(first, *[x.at[part] for x in self.kept])
+        resident.fill(first, *[x.at[part] for x in self.resident])
         rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
-        add_head = functools.partial(self.add_head, stream, kept.wait(first), rows)
+        add_head = functools.partial(self.add_head, stream, resident.wait(first), rows)
         zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(results)
         _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
         gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
         for result, gradient in zip(results, gradients, strict=True):
             put(unit, result.at[part], gradient.astype(result.dtype))
 
-    def add_head(self, stream: Stream, kept: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
-        """Adds all tiles of a head to the state. `kept` are arrays in shared memory, and
+    def add_head(self, stream: Stream, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
+        """Adds all tiles of a head to the state. `resident` are arrays in shared memory, and
         `kept_rows` the statistics of queries that the program keeps."""
         problem, (b, key_head, i) = self.problem, self.place
         h = key_head * problem.heads + g
@@ -137,7 +137,7 @@ class _AmpereGradients(backward.GradientProgram):
         def fetch(x: Any, turn: Any) -> None:
             stream.fill(turn, *self.tiles(h, x))
 
-        def step(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
+        def visit(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
             turn, *totals = state
             arrays = stream.wait(turn)
             fetch_next(turn + 1)
@@ -146,9 +146,9 @@ class _AmpereGradients(backward.GradientProgram):
             read = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
             rows = read if kept_rows is None else kept_rows
             totals = dict(zip(self.which, totals, strict=True))
-            return turn + 1, *add_gradients(problem, masked, rows, kept, arrays, totals, tile)
+            return turn + 1, *add_gradients(problem, masked, rows, resident, arrays, totals, tile)
 
-        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], step, state)
+        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], visit, state)
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:

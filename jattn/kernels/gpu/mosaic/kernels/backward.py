@@ -42,21 +42,21 @@ class GradientProgram(NamedTuple):
     visits_ref: Tree
 
     @property
-    def kept(self) -> Ref:
+    def resident(self) -> Ref:
         return self.per_key if self.problem.by_key else self.per_query
 
     @property
     def streamed(self) -> Ref:
         return self.per_query if self.problem.by_key else self.per_key
 
-    def fold(self, step: Callable[..., Any], state: Array) -> Array:
-        """Folds `step(h, x, masked, state)` over the query heads that share what is kept, and the
+    def fold(self, visit: Callable[..., Any], state: Array) -> Array:
+        """Folds `visit(h, x, masked, state)` over the query heads that share what is kept, and the
         blocks x that each of them visits."""
-        return self.fold_heads(lambda h: functools.partial(step, h), state)
+        return self.fold_heads(lambda h: functools.partial(visit, h), state)
 
     def fold_heads(self, of_head: Callable[[Any], Callable[..., Any]], state: Tree) -> Tree:
         """Folds in the same way, where `of_head(h)` does the work that a head needs once, and
-        returns `step(x, masked, state)`."""
+        returns `visit(x, masked, state)`."""
         b, h, i = self.place
 
         def fold_head(g: Array, state: Tree) -> Tree:
@@ -110,7 +110,7 @@ def launched(
     ordered = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
     per_query, per_key = ordered(query, d_out), ordered(key, value)
     operands = per_query, per_key, rows, problem.refs.arrays, visits.arrays
-    kept = per_key if by_key else per_query
-    results = [(kept[i].shape, shapes.dtype) for i in which]
+    resident = per_key if by_key else per_query
+    results = [(resident[i].shape, shapes.dtype) for i in which]
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)
     return ordered(*launch(name, problem, order, kernel, operands, results, scratch, warpgroups))

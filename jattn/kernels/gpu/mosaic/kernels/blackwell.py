@@ -142,9 +142,9 @@ class _ForwardProgram(NamedTuple):
     parts: int
     operands: Tree
 
-    def fold(self, step: Any, state: Any) -> Any:
+    def fold(self, visit: Any, state: Any) -> Any:
         (part, *block), visits_ref = self.place(), self.operands[-1]
-        return self.visits.fold(visits_ref, tuple(block), step, state, part=(part, self.parts))
+        return self.visits.fold(visits_ref, tuple(block), visit, state, part=(part, self.parts))
 
     def first_row(self, group: Index) -> Array:
         """The first query of a group."""
@@ -159,7 +159,7 @@ class _ForwardProgram(NamedTuple):
             part = query.at[b, pl.ds(self.first_row(group), TENSOR_ROWS), h]
             mosaic().copy_gmem_to_smem(part, memory.queries.at[group], memory.loaded.at[group])
 
-        def step(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             memory.keys.fill(turn, key.at[b, run, kv])
             parts = self.problem.streamed_parts(leaves, TileIndex(b, h, 0, j * columns))
@@ -168,7 +168,7 @@ class _ForwardProgram(NamedTuple):
             memory.values.fill(turn, value.at[b, run, kv])
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
+        turns = self.fold(visit, jnp.int32(0))
         for ring in (memory.keys, memory.values, *memory.arrays):
             ring.drain(turns)
 
@@ -179,7 +179,7 @@ class _ForwardProgram(NamedTuple):
         for group in groups:
             mosaic().barrier_wait(memory.loaded.at[group])
 
-        def step(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, turn: Array) -> Array:
             for group in groups:
 
                 @pl.when(turn > 0)
@@ -192,7 +192,7 @@ class _ForwardProgram(NamedTuple):
                 self.score(group, turn)
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
+        turns = self.fold(visit, jnp.int32(0))
         for group in groups:
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
             tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
@@ -232,7 +232,7 @@ class _ForwardProgram(NamedTuple):
             tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
         tensor_memory.wait_for_stores(unit)
 
-        def step(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def visit(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *sums = state
             hidden = _hidden(group, turn)
             first = _hidden(row, turn) if masked and scarce else row
@@ -255,7 +255,7 @@ class _ForwardProgram(NamedTuple):
             jnp.full(TENSOR_ROWS, LOWEST, jnp.float32),
         )
         state = jnp.int32(0), unit.to_layout(shift, "t"), unit.to_layout(total, "t")
-        _, shift, total = self.fold(step, state)
+        _, shift, total = self.fold(visit, state)
         mosaic().barrier_wait(memory.done.at[group])
         self.write_results(group, row, shift, total, results)
 
@@ -264,11 +264,11 @@ class _ForwardProgram(NamedTuple):
     ) -> tuple[Array, Array]:
         """Writes a tile's weights in the place of its scores; returns the new shift and total."""
         unit, problem = self.problem.unit, self.problem
-        step = online_softmax_step(problem, masked, tile, products, *sums)
+        new = online_softmax_step(problem, masked, tile, products, *sums)
         place = self.memory.weights_of(group, problem.tiling.block_kv)
-        tensor_memory.store_by_parts(unit, place, step.weights.astype(problem.shapes.dtype))
-        pl.when(step.rescales)(functools.partial(self.rescale, group, step.factor))
-        return step.shift, step.total
+        tensor_memory.store_by_parts(unit, place, new.weights.astype(problem.shapes.dtype))
+        pl.when(new.rescales)(functools.partial(self.rescale, group, new.factor))
+        return new.shift, new.total
 
     def rescale(self, group: Array, factor: Array) -> None:
         """Multiplies the rows of a group's weighted sum by factors."""

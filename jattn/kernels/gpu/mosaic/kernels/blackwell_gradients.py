@@ -53,17 +53,17 @@ _WIDE = 128
 class _GradientMemory(NamedTuple):
     """The memory of a program.
 
-    In shared memory: the `kept` rows, which results also pass through; streamed tiles, `first` of
-    queries (keys) and `second` of d_out (values), and the spec's `arrays` and numbers of rows for
-    these. In tensor memory: `scores`, in float32, and weights, in 16 bits; `pulled`, likewise the
-    cotangents of weights, and those of scores; and gradients, the `sums`.
+    In shared memory: the `resident` rows, which results also pass through; streamed tiles, `first`
+    of queries (keys) and `second` of d_out (values), and the spec's `arrays` and numbers of rows
+    for these. In tensor memory: `scores`, in float32, and weights, in 16 bits; `pulled`, likewise
+    the cotangents of weights, and those of scores; and gradients, the `sums`.
 
     Barriers: rows are `loaded`; the tensor cores have `scored` a tile and pulled its cotangents
     `back`, `added` a product to each gradient, and are `done` with all; computing warpgroups have
     `weighed` the scores of a tile and `derived` the cotangents of these.
     """
 
-    kept: Ref
+    resident: Ref
     first: TileRing
     second: TileRing
     arrays: tuple[TileRing, ...]
@@ -93,16 +93,20 @@ class _GradientMemory(NamedTuple):
             tiles = tiles_in_memory(places, size, shapes.H, shapes.dtype)
             return TileRing.scratch(tiles, free=barrier(places))
 
-        groups, places, kept = _groups(problem), 2 if shapes.H <= _WIDE else 1, _kept_tiles(which)
+        groups, places, resident = (
+            _groups(problem),
+            2 if shapes.H <= _WIDE else 1,
+            _kept_tiles(which),
+        )
         return cls(
-            kept=tiles_in_memory(kept, TENSOR_ROWS, shapes.H, shapes.dtype),
+            resident=tiles_in_memory(resident, TENSOR_ROWS, shapes.H, shapes.dtype),
             first=ring(2),
             second=ring(places),
             arrays=_streamed_arrays(problem, places),
             scores=tile(),
             pulled=tile(),
             sums=tensors(len(which) * shapes.H),
-            loaded=mosaic().Barrier(num_arrivals=kept),
+            loaded=mosaic().Barrier(num_arrivals=resident),
             scored=barrier(1),
             weighed=barrier(1, groups),
             back=barrier(1),
@@ -112,7 +116,7 @@ class _GradientMemory(NamedTuple):
         )
 
     def sum_of(self, which: tuple[int, ...], gradient: int, start: int, size: int) -> Ref:
-        width = self.kept.shape[2]
+        width = self.resident.shape[2]
         return self.sums.at[:, pl.ds(which.index(gradient) * width + start, size)]
 
 
@@ -167,11 +171,11 @@ class _BlackwellGradients(backward.GradientProgram):
     def copy(self, memory: _GradientMemory) -> None:
         """Copies kept rows and streamed tiles, in one warp."""
         numbers = range(self.problem.shares)
-        for i in range(memory.kept.shape[0]):
-            source = self.kept[i].at[self.block]
-            mosaic().copy_gmem_to_smem(source, memory.kept.at[i], memory.loaded)
+        for i in range(memory.resident.shape[0]):
+            source = self.resident[i].at[self.block]
+            mosaic().copy_gmem_to_smem(source, memory.resident.at[i], memory.loaded)
 
-        def step(h: Array, x: Array, masked: bool, turn: Index) -> Array:
+        def visit(h: Array, x: Array, masked: bool, turn: Index) -> Array:
             first, second = self.tiles(h, x)
             memory.first.fill(turn, first)
             indices = [self.share(h, x, number) for number in numbers]
@@ -183,7 +187,7 @@ class _BlackwellGradients(backward.GradientProgram):
             memory.second.fill(turn, second)
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
+        turns = self.fold(visit, jnp.int32(0))
         for ring in (memory.first, memory.second, *memory.arrays):
             ring.drain(turns)
 
@@ -193,14 +197,14 @@ class _BlackwellGradients(backward.GradientProgram):
         """Starts all products, in one warp."""
         mosaic().barrier_wait(memory.loaded)
 
-        def step(h: Array, x: Array, masked: bool, turn: Index) -> Array:
+        def visit(h: Array, x: Array, masked: bool, turn: Index) -> Array:
             pl.when(turn > 0)(functools.partial(self.add_values, memory, turn - 1))
             self.score(memory, turn)
             pl.when(turn > 0)(functools.partial(self.add_keys, memory, turn - 1))
             self.pull(memory, turn)
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
+        turns = self.fold(visit, jnp.int32(0))
 
         @pl.when(turns > 0)
         def _() -> None:
@@ -213,7 +217,7 @@ class _BlackwellGradients(backward.GradientProgram):
         """Starts the products of queries and keys of a turn."""
         memory.first.wait(turn)
         (tile,), unit = memory.first.of_turn(turn), self.problem.unit
-        tensor_memory.multiply(unit, memory.scores[0], memory.kept.at[0], tile, transposed=True)
+        tensor_memory.multiply(unit, memory.scores[0], memory.resident.at[0], tile, transposed=True)
         free = [] if _KEYS in self.which else [memory.first.freed(turn)]
         tensor_memory.commit(unit, *free, memory.scored)
 
@@ -223,7 +227,7 @@ class _BlackwellGradients(backward.GradientProgram):
         if _KEYS not in self.which:
             return
         (tile,), unit = memory.second.of_turn(turn), self.problem.unit
-        tensor_memory.multiply(unit, memory.pulled[0], memory.kept.at[1], tile, transposed=True)
+        tensor_memory.multiply(unit, memory.pulled[0], memory.resident.at[1], tile, transposed=True)
         free = [] if _VALUES in self.which else [memory.second.freed(turn)]
         tensor_memory.commit(unit, *free, memory.back)
 
@@ -265,10 +269,10 @@ class _BlackwellGradients(backward.GradientProgram):
         def of_head(h: Array) -> Callable[..., Any]:
             constants = self.problem.constants(self.leaves, self.place[0], h)
 
-            def step(x: Array, masked: bool, turn: Index) -> Array:
+            def visit(x: Array, masked: bool, turn: Index) -> Array:
                 numbers = self.shares_of(group)
-                indices = [self.share(h, x, i) for i in numbers]
-                tiles = [self.problem.tile(self.leaves, index, constants) for index in indices]
+                share = functools.partial(self.share, h, x)
+                tiles = [self.problem.tile(self.leaves, share(i), constants) for i in numbers]
                 tiles, read = self.completed(memory, turn, numbers, tiles, rows)
                 weighed = self.weigh(memory, group, tiles, masked, read)
                 again = [x() for x in read]  # weights leave no registers for delta
@@ -279,7 +283,7 @@ class _BlackwellGradients(backward.GradientProgram):
                     self.derive(memory, group, tiles, masked, again, weighed)
                 return turn + 1
 
-            return step
+            return visit
 
         self.fold_heads(of_head, jnp.int32(0))
         mosaic().barrier_wait(memory.done)
@@ -320,9 +324,9 @@ class _BlackwellGradients(backward.GradientProgram):
         for tile, part, read_rows in zip(tiles, self.split(products), read, strict=True):
             rows = read_rows()
             rows = rows if self.problem.by_key else rows._replace(log_total=None)
-            dropped, *others = tile.run_typed(first, part, rows)
+            dropped, *rest = tile.run_typed(first, part, rows)
             weights.append(dropped.value.astype(self.problem.shapes.dtype))
-            weighed.append(others)
+            weighed.append(rest)
         if _VALUES in self.which:
             tensor_memory.store(unit, self.narrow(scores[1], group), _joined(weights))
             tensor_memory.wait_for_stores(unit)
@@ -401,14 +405,14 @@ class _BlackwellGradients(backward.GradientProgram):
     def write_result(self, memory: _GradientMemory, results: Ref, gradient: int) -> None:
         """Writes a gradient, in a layout without bank conflicts in shared memory."""
         place, unit = self.which.index(gradient), self.problem.unit._replace(splits_rows=True)
-        problem, kept = self.problem._replace(unit=unit), memory.kept.at[place]
+        problem, resident = self.problem._replace(unit=unit), memory.resident.at[place]
         rows = None if problem.by_key else self.kept_rows(unit)
         for start in range(0, problem.shapes.H, WIDTH):
             total = tensor_memory.load(unit, memory.sum_of(self.which, gradient, start, WIDTH))
             tensor_memory.wait_for_loads(unit)
             (columns,) = finished(problem, {gradient: total}, rows)
-            kept[:, pl.ds(start, WIDTH)] = columns.astype(kept.dtype)
-        store([(kept, results[place].at[*self.block])])
+            resident[:, pl.ds(start, WIDTH)] = columns.astype(resident.dtype)
+        store([(resident, results[place].at[*self.block])])
 
 
 def _joined(parts: list[Array]) -> Array:

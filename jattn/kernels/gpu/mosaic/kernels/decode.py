@@ -196,7 +196,7 @@ def _launch(
             runs = pages.runs(sizes, b, kv, j)
             stream.fill(turn, *runs, *problem.streamed_parts(leaves, index(j)))
 
-        def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
+        def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, sums = state
             k, v, *streamed = stream.wait(turn)
             fetch_next(turn + 1)
@@ -209,7 +209,7 @@ def _launch(
 
         state = first, initial(unit, ROWS, shapes.V)
         block, share = (b, h, 0), (part, parts)
-        _, sums = visits.fold_ahead(visits_ref, block, fetch, first, step, state, share)
+        _, sums = visits.fold_ahead(visits_ref, block, fetch, first, visit, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         for result, x in zip(results, (out.astype(results[0].dtype), *normalizer), strict=True):
             put(problem.unit, result.at[part, b, h], x)

@@ -106,7 +106,7 @@ def _compilers() -> dict[str, tuple[int, ...]]:
 class _HopperForward(NamedTuple):
     """A program of the forward pass: some queries, and all their keys or one of `parts` of them.
 
-    `each_place(step, state)` folds `step(place, state)` over the places whose queries the program
+    `each_place(visit, state)` folds `visit(place, state)` over the places whose queries the program
     computes one after another; `place(count)` reads (part, b, h, i), see `launch_in_rounds`.
     """
 
@@ -121,12 +121,12 @@ class _HopperForward(NamedTuple):
     leaves: list[Any]
     visits_ref: Tree
 
-    def fold(self, place: tuple[Any, ...], step: Callable[..., Any], state: Tree) -> Tree:
-        """Folds `step(j, masked, state)` over the tiles j of keys that a place visits."""
+    def fold(self, place: tuple[Any, ...], visit: Callable[..., Any], state: Tree) -> Tree:
+        """Folds `visit(j, masked, state)` over the tiles j of keys that a place visits."""
         part, *block = place
-        return self.visits.fold(self.visits_ref, tuple(block), step, state, (part, self.parts))
+        return self.visits.fold(self.visits_ref, tuple(block), visit, state, (part, self.parts))
 
-    def produce(self) -> None:
+    def copy(self) -> None:
         """Copies the tiles of keys and values of all places, in one warpgroup."""
         self.memory.drain(self.each_place(self.copy_tiles, jnp.int32(0)))
 
@@ -136,7 +136,7 @@ class _HopperForward(NamedTuple):
         part, b, h, i = place(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
 
-        def step(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             index = TileIndex(b, h, i * rows, j * columns)
             parts = self.problem.streamed_parts(self.leaves, index)
@@ -144,9 +144,9 @@ class _HopperForward(NamedTuple):
             self.memory.streams[1].fill(turn, self.value.at[b, run, kv])
             return turn + 1
 
-        return self.fold((part, b, h, i), step, turn)
+        return self.fold((part, b, h, i), visit, turn)
 
-    def consume(self, results: Ref, group: Array) -> None:
+    def compute(self, results: Ref, group: Array) -> None:
         """Attends from a warpgroup's queries of all places, in each of the other warpgroups."""
         self.each_place(functools.partial(self.attend, results, group), jnp.int32(0))
 
@@ -158,7 +158,7 @@ class _HopperForward(NamedTuple):
         memory.load(0, group, self.query.at[b, pl.ds(i * rows + group * ROWS, ROWS), h])
         constants = problem.constants(self.leaves, b, h)
 
-        def step(j: Array, masked: bool, state: Tree) -> Tree:
+        def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
             hidden = _hidden(group, turn, _has_much_to_keep(problem, masked))
             _, b, h, i = place(turn)
@@ -168,7 +168,7 @@ class _HopperForward(NamedTuple):
 
         pl.when(group == 1)(memory.change_turns)
         state = turn, initial(problem.unit, ROWS, problem.shapes.V)
-        turn, sums = self.fold((part, b, h, i), step, state)
+        turn, sums = self.fold((part, b, h, i), visit, state)
         pl.when(group == 0)(memory.change_turns)
         part, b, h, i = place(turn)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
@@ -186,7 +186,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
     def kernel(fold: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
         program = _HopperForward(problem, visits, parts, fold, WarpgroupMemory(*scratch), *operands)
-        by_group(problem.groups, program.produce, functools.partial(program.consume, results))
+        by_group(problem.groups, program.copy, functools.partial(program.compute, results))
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
@@ -210,7 +210,7 @@ def _attend_to_tile(
     early = None if masked else read()
 
     def of_keys(k: Ref, *streamed: Ref) -> Tree:
-        pair, change = [(memory.kept[0].at[group], k)], memory.change_turns
+        pair, change = [(memory.resident[0].at[group], k)], memory.change_turns
         (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
         return products, (early or read()).completed(streamed)
 
@@ -246,10 +246,10 @@ def _hidden(group: Array, turn: Array, scarce: bool) -> Array:
 def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
     shapes, columns, groups = problem.shapes, problem.tiling.block_kv, problem.groups
     queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
-    kept = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
+    resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
     tiles = tiles_in_memory(_AHEAD, columns, shapes.H, shapes.dtype)
     return WarpgroupMemory.scratch(
-        groups, kept, (tiles, *problem.streamed_scratch(_AHEAD)), (tiles,)
+        groups, resident, (tiles, *problem.streamed_scratch(_AHEAD)), (tiles,)
     )
 
 
@@ -263,7 +263,7 @@ def _write_results(
 ) -> None:
     """Writes output and normalizer of a warpgroup's queries, through the memory that it keeps; the
     output of a part of the keys directly, in float32."""
-    (part, b, h, rows), (queries, *kept) = block, (place.at[group] for place in memory.kept)
+    (part, b, h, rows), (queries, *resident) = block, (place.at[group] for place in memory.resident)
     out, normalizer = mosaic_interpreter.run(functools.partial(finish, factors), sums)
     result = results[0].at[part, b, rows, h]
     is_part = result.dtype != queries.dtype
@@ -271,9 +271,9 @@ def _write_results(
         result[...] = out
     else:
         queries[...] = out.astype(queries.dtype)
-    for place, x in zip(kept, normalizer, strict=True):
+    for place, x in zip(resident, normalizer, strict=True):
         place[...] = x
-    along = [(x, to.at[part, b, h, rows]) for x, to in zip(kept, results[1:], strict=True)]
+    along = [(x, to.at[part, b, h, rows]) for x, to in zip(resident, results[1:], strict=True)]
     store(along if is_part else [(queries, result), *along])
 
 
@@ -284,7 +284,7 @@ class _HopperGradients(backward.GradientProgram):
         """Copies all tiles, in one warpgroup."""
         b, _, i = self.place
 
-        def step(h: Array, x: Array, masked: bool, turn: Array) -> Array:
+        def visit(h: Array, x: Array, masked: bool, turn: Array) -> Array:
             first = i * self.problem.groups * ROWS
             index = self.index(h, first, x * self.problem.streamed)
             rows = [self.rows.at[b, h, x]] if self.problem.by_key else []
@@ -292,7 +292,7 @@ class _HopperGradients(backward.GradientProgram):
             memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *parts)
             return turn + 1
 
-        memory.drain(self.fold(step, jnp.int32(0)))
+        memory.drain(self.fold(visit, jnp.int32(0)))
 
     def compute(self, memory: WarpgroupMemory, results: Ref, group: Array) -> None:
         """Computes the gradients of 64 queries or keys, in each of the other warpgroups."""
@@ -300,41 +300,41 @@ class _HopperGradients(backward.GradientProgram):
         block = i * problem.groups + group
         start = block * ROWS
         part = b, pl.ds(start, ROWS), key_head
-        kept = [memory.load(x, group, self.kept[x].at[part]) for x in range(2)]
+        resident = [memory.load(x, group, self.resident[x].at[part]) for x in range(2)]
         unit, by_key = problem.unit, problem.by_key
         rows = None if by_key else RowStatistics.read(unit, self.rows, b, key_head, block)
 
         def of_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
 
-            def step(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            def visit(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 turn, *totals = state
                 index = self.index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
                 hidden = _hidden(group, turn, by_key or _has_much_to_keep(problem, masked))
-                arrays = [x.at[hidden] for x in memory.kept]
+                arrays = [x.at[hidden] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, rows, arrays, totals)
                 return turn + 1, *memory.streams[0].use(turn, add)
 
-            return step
+            return visit
 
         zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in results]
         _, *totals = self.fold_heads(of_head, (jnp.int32(0), *zeros))
         gradients = finished(problem, dict(zip(self.which, totals, strict=True)), rows)
-        for place, gradient in zip(kept, gradients, strict=False):
+        for place, gradient in zip(resident, gradients, strict=False):
             place[...] = gradient.astype(place.dtype)
-        store([(x, y.at[part]) for x, y in zip(kept, results, strict=False)])
+        store([(x, y.at[part]) for x, y in zip(resident, results, strict=False)])
 
     def add(
-        self, tile: Any, masked: bool, rows: Any, kept: Any, totals: Any, *arrays: Ref
+        self, tile: Any, masked: bool, rows: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
         """Adds a streamed tile to the totals."""
         tiles, rest = arrays[:2], arrays[2:]
         if rows is None:
             rows, rest = functools.partial(RowStatistics.read, self.problem.unit, rest[0]), rest[1:]
-        return add_gradients(self.problem, masked, rows, kept, tiles, totals, tile, rest)
+        return add_gradients(self.problem, masked, rows, resident, tiles, totals, tile, rest)
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
@@ -348,10 +348,10 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
         by_group(groups, functools.partial(program.copy, memory), compute)
 
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
-    kept = [tiles(groups, ROWS) for _ in range(2)]
+    resident = [tiles(groups, ROWS) for _ in range(2)]
     rows = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
     stream = *[tiles(_AHEAD, size)] * 2, *rows, *problem.streamed_scratch(_AHEAD)
-    scratch = WarpgroupMemory.scratch(groups, tuple(kept), stream)
+    scratch = WarpgroupMemory.scratch(groups, tuple(resident), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     block = size if by_key else ROWS
     call = problem, *call

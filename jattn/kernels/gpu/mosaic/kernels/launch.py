@@ -110,7 +110,7 @@ def launch_in_rounds(
 ) -> list[Array]:
     """Runs `kernel(fold, operands, results, scratch)` in programs that have several places.
 
-    `fold(step, state)` folds `step(place, state)` over the places of a program. `place(count)`
+    `fold(visit, state)` folds `visit(place, state)` over the places of a program. `place(count)`
     reads (part, b, h, i) at that point of the program, if the compiler does not know `count`.
     `rounds` are those of the order: while a place ends, tiles of the next are copied. If None, each
     program has one place, and the device starts programs as others end. For the rest see `_launch`.
@@ -119,14 +119,14 @@ def launch_in_rounds(
 
         def once(place: Callable[[], Any], *refs: Ref) -> None:
             index = place()
-            kernel(lambda step, state: step(lambda _: index, state), *refs)
+            kernel(lambda visit, state: visit(lambda _: index, state), *refs)
 
         return launch(name, problem, order, once, *rest)
 
     def in_rounds(known: Any, *refs: Any) -> None:
         longest_first, places = known
 
-        def of_turn(step: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
+        def of_turn(visit: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
             def number(count: Any) -> Any:
                 return places[lax.axis_index("program"), turn + later(count)]
 
@@ -134,10 +134,10 @@ def launch_in_rounds(
                 section, n = _split(number(count), order.grid[1] * order.grid[2])
                 return order.place((section, *_split(n, order.grid[2])), longest_first)
 
-            return lax.cond(number(0) >= 0, lambda x: step(place, x), lambda x: x, state)
+            return lax.cond(number(0) >= 0, lambda x: visit(place, x), lambda x: x, state)
 
-        def fold(step: Callable[[Any, Any], Any], state: Tree) -> Any:
-            visit = functools.partial(of_turn, step)
+        def fold(visit: Callable[[Any, Any], Any], state: Tree) -> Any:
+            visit = functools.partial(of_turn, visit)
             return tile_schedule.repeat(0, rounds.shape[1], visit, state)
 
         kernel(fold, *refs)

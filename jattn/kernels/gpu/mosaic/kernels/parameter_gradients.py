@@ -71,7 +71,7 @@ def of(
             continue
         compute, problem = _kernel(parameter, by_query, by_key)
         parts = compute(problem, spec, parameter, (per_query, key, value))
-        factor = problem.factors.after * problem.factors.dropout_scale
+        factor = problem.factors.score_factor * problem.factors.dropout_scale
         sums.append(tile.sum_heads(parts * factor, leaf, letters))
     (gradients,) = pull(sums)
     # A parameter whose gradient XLA computes is the same array in both specs.
@@ -146,7 +146,7 @@ class _ParameterProgram(NamedTuple):
         def fetch(x: Array, turn: Index) -> None:
             self.fetch(turn, index(x))
 
-        def step(
+        def visit(
             x: Array, masked: bool, fetch_next: Callable[..., Any], state: tuple[Array, ...]
         ) -> tuple[Array, ...]:
             turn, total = state
@@ -154,7 +154,7 @@ class _ParameterProgram(NamedTuple):
             return turn + 1, self.add(total, turn, masked, index(x), fetch_following)
 
         first = jnp.int32(0)
-        return visits.fold_ahead(memory, block, fetch, first, step, (first, zeros))[1]
+        return visits.fold_ahead(memory, block, fetch, first, visit, (first, zeros))[1]
 
     def add(
         self,
@@ -172,11 +172,11 @@ class _ParameterProgram(NamedTuple):
             fetch_next()
         tile = problem.tile(self.leaves, index, {})
         pairs = (query, d_out), (key, value)
-        kept, other = pairs[::-1] if problem.by_key else pairs
+        resident, other = pairs[::-1] if problem.by_key else pairs
         block = lax.div(index.row, np.int32(problem.refs.sizes["T"]))
         rows = functools.partial(RowStatistics.read, unit, self.rows, index.b, index.h, block)
         derive = functools.partial(d_parameter, parameter.which, parameter.axes)
-        part = of_tile(problem, masked, rows, kept, other, tile, streamed, derive)
+        part = of_tile(problem, masked, rows, resident, other, tile, streamed, derive)
         if not has_two_places:
             self.stream.release()
             fetch_next()
@@ -187,32 +187,39 @@ def _run(
     problem: GPUProblem,
     parameter: Parameter,
     order: Order,
-    body: Callable[[_ParameterProgram, Any, Any, Any], None],
+    of_place: Callable[..., tuple[Any, Callable[..., TileIndex], Any]],
     arrays: tuple[Any, Any, Any],
     visits: block_mask.BlockMask,
-    result: tuple[int, ...],
+    shape: tuple[int, ...],
+    axes: str = "ts",
 ) -> Tree:
-    """Runs `body(program, place, visits, result)` in all programs, for the arrays of a padded
-    call."""
+    """Computes the sums of all programs, an array of a shape, for the arrays of a padded call.
+
+    `of_place(program, *place)` returns the block of a program in `visits`, the index of tile x that
+    it visits as a function of x, and the part of the array that it writes, along `axes` of a tile.
+    """
     (query, d_out, *rows), key, value = arrays
+    sizes, unit = problem.refs.sizes, problem.unit
 
     def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
-        tensors, rows, leaves, visits_ref = operands
-        index = place()
-        program = _ParameterProgram(problem, parameter, tensors, rows, leaves, scratch[0])
-        body(program, index, visits_ref, results[0])
+        *tensors, visits_ref = operands
+        _, *block = place()
+        program = _ParameterProgram(problem, parameter, *tensors, scratch[0])
+        block, index, part = of_place(program, *block)
+        zeros = jnp.zeros([sizes[x.upper()] for x in axes], jnp.float32)
+        total = program.fold(visits, visits_ref, block, index, unit.to_layout(zeros, axes))
+        put(unit, results[0].at[part], total)
 
-    sizes = problem.refs.sizes
     rows, _ = RowStatistics.stacked(problem.factors, rows, sizes["T"])
     tensors = query, d_out, key, value
-    tensors = heads_first(*tensors) if problem.unit.by_warp else tensors
+    tensors = heads_first(*tensors) if unit.by_warp else tensors
     width, dtype = problem.shapes.H, problem.shapes.dtype
     tile_bytes = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
-    places = 2 if 2 * tile_bytes <= _MOST_BYTES[problem.unit.by_warp] else 1
+    places = 2 if 2 * tile_bytes <= _MOST_BYTES[unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
-    scratch = [Stream.scratch(problem.unit, places, *tiles, *problem.streamed_scratch(places))]
+    scratch = [Stream.scratch(unit, places, *tiles, *problem.streamed_scratch(places))]
     operands = tensors, rows, problem.refs.arrays, visits.arrays
-    return launch(_NAME, problem, order, kernel, operands, [(result, jnp.float32)], scratch, 1)[0]
+    return launch(_NAME, problem, order, kernel, operands, [(shape, jnp.float32)], scratch, 1)[0]
 
 
 def _by_block(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
@@ -223,21 +230,17 @@ def _by_block(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tre
     _, is_large = RowStatistics.stacked(problem.factors, arrays[0][2:], problem.refs.sizes["T"])
     visits = visits.without_full(is_large)
 
-    def body(
-        program: _ParameterProgram, place: tuple[Array, ...], visits_ref: Ref, result: Ref
-    ) -> None:
-        _, b, h, x = place
-
+    def of_place(program: _ParameterProgram, b: Index, h: Index, x: Index) -> Any:
         def index(y: Array) -> TileIndex:
             return program.tile_index(b, h, *((y, x) if by_key else (x, y)))
 
-        zeros = problem.unit.to_layout(jnp.zeros((ROWS,), jnp.float32), "s" if by_key else "t")
-        total = program.fold(visits, visits_ref, (b, h, x), index, zeros)
-        put(problem.unit, result.at[b, h, pl.ds(x * ROWS, ROWS)], total)
+        return (b, h, x), index, (b, h, pl.ds(x * ROWS, ROWS))
 
     order = Order.of(problem, visits, shapes.N)
-    result = shapes.B, shapes.N, shapes.S if by_key else shapes.T
-    return parameter.of_heads(_run(problem, parameter, order, body, arrays, visits, result))
+    shape = shapes.B, shapes.N, shapes.S if by_key else shapes.T
+    axes = "s" if by_key else "t"
+    sums = _run(problem, parameter, order, of_place, arrays, visits, shape, axes)
+    return parameter.of_heads(sums)
 
 
 def _by_tile(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
@@ -247,24 +250,19 @@ def _by_tile(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree
     heads, shared = parameter.separate, parameter.shared(shapes.B, shapes.N)
     visits = block_mask.of_heads(problem.kinds(spec), heads, shared)
 
-    def body(
-        program: _ParameterProgram, place: tuple[Array, ...], visits_ref: Ref, result: Ref
-    ) -> None:
-        _, b, h, number = place
+    def of_place(program: _ParameterProgram, b: Index, h: Index, number: Index) -> Any:
         i, j = (f(number, np.int32(m)) for f in (lax.div, lax.rem))
 
         def index(x: Array) -> TileIndex:
             row, head = (f(x, np.int32(shared[1])) for f in (lax.div, lax.rem))
             return program.tile_index(b + row, h + head, i, j)
 
-        zeros = problem.unit.zeros(rows, columns)
-        total = program.fold(visits, visits_ref, (b, h, number), index, zeros)
-        part = pl.ds(i * rows, rows), pl.ds(j * columns, columns)
-        put(problem.unit, result.at[b, h, *part], total)
+        part = b, h, pl.ds(i * rows, rows), pl.ds(j * columns, columns)
+        return (b, h, number), index, part
 
     order = Order(heads, (math.prod(heads), n * m, 1), None)
-    result = (*heads, shapes.T, shapes.S)
-    return _run(problem, parameter, order, body, arrays, visits, result)
+    shape = (*heads, shapes.T, shapes.S)
+    return _run(problem, parameter, order, of_place, arrays, visits, shape)
 
 
 def _by_diagonal(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
@@ -277,23 +275,17 @@ def _by_diagonal(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: 
     visits = block_mask.of_diagonals(problem.kinds(spec), ratio, shapes.B)
     diagonals = m + (n - 1) * ratio
 
-    def body(
-        program: _ParameterProgram, place: tuple[Array, ...], visits_ref: Ref, result: Ref
-    ) -> None:
-        _, _, h, d = place
-
+    def of_place(program: _ParameterProgram, _: Index, h: Index, d: Index) -> Any:
         def index(x: Array) -> TileIndex:
             b, i = (f(x, np.int32(n)) for f in (lax.div, lax.rem))
             return program.tile_index(b, h, i, d + (i - (n - 1)) * ratio)
 
-        zeros = problem.unit.zeros(rows, columns)
-        total = program.fold(visits, visits_ref, (0, h, d), index, zeros)
-        put(problem.unit, result.at[h, d], total)
+        return (0, h, d), index, (h, d)
 
     longest = visits.longest_first(visits.ends.shape[1])
     order = Order((1, shapes.N), (shapes.N, diagonals, 1), longest)
-    result = shapes.N, diagonals, rows, columns
-    return _of_distances(_run(problem, parameter, order, body, arrays, visits, result))[None]
+    shape = shapes.N, diagonals, rows, columns
+    return _of_distances(_run(problem, parameter, order, of_place, arrays, visits, shape))[None]
 
 
 def _of_distances(sums: Array) -> Array:

@@ -20,14 +20,16 @@ def multiply(
     onto: Any = None,
     started: Callable[[], None] = lambda: None,
 ) -> list[Array]:
-    """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
-    in shared memory or registers, b in shared memory. `started()` runs before the wait for
-    products that are added to nothing."""
+    """Computes a · b or a · bᵀ of all pairs together, and adds them to the arrays in `onto`.
+
+    a is in shared memory or registers, b in shared memory. Without `onto`, `started()` runs before
+    the wait for the products.
+    """
     if unit.interpreted:
         started()
         pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
-        found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
-        return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
+        products = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
+        return products if onto is None else [x + y for x, y in zip(onto, products, strict=True)]
     pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
     if unit.by_warp:
         onto = [None for _ in pairs] if onto is None else onto
@@ -50,19 +52,18 @@ def multiply(
 
 
 def _by_warp(unit: Unit, a: Any, b: Any, total: Array | None) -> Array:
-    zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
-    found = unit.to_layout(zeros, "ts") if total is None else total
+    total = unit.zeros(a.shape[0], b.shape[1]) if total is None else total
     runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
-    # What is in memory comes to registers by parts.
+    # Arrays in memory are loaded to registers by parts.
     pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]
     for left, other in pairs:
         right = mosaic().load(other, layout=mosaic().Layout.MMA_RHS(other.dtype))
-        found = mosaic().mma(found, _as_left(left), right)
-    return found
+        total = mosaic().mma(total, _as_left(left), right)
+    return total
 
 
 def _as_left(x: Any) -> Array:
-    """From shared memory, or from what products have left in registers, where it is already."""
+    """Loads a left side from shared memory, or renames the registers of a product."""
     layout = mosaic().Layout.MMA_LHS(x.dtype)
     if not isinstance(x, jax.Array):
         return mosaic().load(x, layout=layout)
@@ -70,8 +71,8 @@ def _as_left(x: Any) -> Array:
 
     @mosaic().inline_mgpu(arg_types=(mosaic().Layout.WGMMA,), return_type=result)
     def renamed(_: Any, x: Any) -> Any:
-        # Registers of sums come by eight columns and halves of the rows, those of the left side of
-        # a product by sixteen columns, halves of the rows and halves of the columns.
+        # The registers of sums are ordered by eight columns and halves of the rows, those of the
+        # left side of a product by sixteen columns, halves of the rows and halves of the columns.
         pairs = x.registers.reshape(-1, 2, 2).swapaxes(1, 2)
         to = layout.to_mgpu()
         registers = pairs.reshape(to.registers_shape(x.shape))

@@ -110,18 +110,18 @@ class WarpgroupMemory(NamedTuple):
     """Shared memory: the arrays that each computing warpgroup keeps, which its results also pass
     through, and the streams of tiles."""
 
-    kept: Tree
+    resident: Tree
     filled: Ref
     streams: tuple[TileRing, ...]
     turns: Ref
 
     @classmethod
-    def scratch(cls, groups: int, kept: Tree, *streams: Tree) -> "WarpgroupMemory":
+    def scratch(cls, groups: int, resident: Tree, *streams: Tree) -> "WarpgroupMemory":
         """Allocates it for a number of computing warpgroups, and for the arrays of each stream."""
         barrier = functools.partial(mosaic().Barrier, num_arrivals=groups)
         rings = [TileRing.scratch(*x, free=barrier(num_barriers=x[0].shape[0])) for x in streams]
         filled = mosaic().Barrier(num_barriers=2 * groups)
-        return cls(kept, filled, tuple(rings), barrier())
+        return cls(resident, filled, tuple(rings), barrier())
 
     def change_turns(self) -> None:
         """Waits until the other computing warpgroup calls this too: one then computes products, the
@@ -131,10 +131,10 @@ class WarpgroupMemory(NamedTuple):
 
     def load(self, which: int, group: Index, source: Ref) -> Ref:
         """Copies one of the arrays that a warpgroup keeps, and returns it."""
-        gpu, kept, barrier = mosaic(), self.kept[which].at[group], 2 * group + which
-        gpu.copy_gmem_to_smem(source, kept, self.filled.at[barrier])
+        gpu, resident, barrier = mosaic(), self.resident[which].at[group], 2 * group + which
+        gpu.copy_gmem_to_smem(source, resident, self.filled.at[barrier])
         gpu.barrier_wait(self.filled.at[barrier])
-        return kept
+        return resident
 
     def drain(self, turns: Array) -> None:
         """Waits until everything that was streamed in all turns has been used."""

@@ -11,14 +11,14 @@ from jattn.spec import Spec
 class Factors(NamedTuple):
     """Constant factors of a positive scale and of dropout, outside of the loops over tiles.
 
-    Score functions take products times `before`. The softmax takes scores times `after`, in the
-    operation that subtracts the maximum. One of the two is 1: `before`, if score functions can
-    count in units of products. Sums are multiplied by `dropout_scale` at the end, instead of the
-    weights that dropout keeps.
+    Score functions take products times `product_factor`. The softmax takes scores times
+    `score_factor`, in the operation that subtracts the maximum. One of the two is 1:
+    `product_factor`, if score functions can count in units of products. Sums are multiplied by
+    `dropout_scale` at the end, instead of the weights that dropout keeps.
     """
 
-    before: float = 1.0
-    after: float = 1.0
+    product_factor: float = 1.0
+    score_factor: float = 1.0
     dropout_scale: float = 1.0
 
     @classmethod
@@ -29,16 +29,16 @@ class Factors(NamedTuple):
             return factors, spec
         spec = dataclasses.replace(spec, scale=1.0)
         if spec.score is None:
-            return factors._replace(after=scale), spec
+            return factors._replace(score_factor=scale), spec
         score = spec.score.per(scale)
         if score is None:
-            return factors._replace(before=scale), spec
-        return factors._replace(after=scale), dataclasses.replace(spec, score=score)
+            return factors._replace(product_factor=scale), spec
+        return factors._replace(score_factor=scale), dataclasses.replace(spec, score=score)
 
     @property
     def gradient(self) -> float:
         """The factor of sums of the scores' cotangents."""
-        return self.before * self.after * self.dropout_scale
+        return self.product_factor * self.score_factor * self.dropout_scale
 
 
 def is_unmodified(spec: Spec) -> bool:

@@ -79,7 +79,7 @@ def d_products(
 
     `d_weights` are the cotangents of the weights, d_out vᵀ.
     """
-    products = times(products, factors.before)
+    products = times(products, factors.product_factor)
     if is_unmodified(tile.spec):
         weights = _unmodified_weights(masked, factors, tile, products, rows)
         dropped = tile.drop_unscaled(weights)
@@ -124,7 +124,7 @@ def weights_first(
     The weights after dropout; for `d_products_then` those before dropout, with a negative sign if
     it drops them; and the derivative of the scores, or None if scores are the products.
     """
-    products, pull = times(products, factors.before), None
+    products, pull = times(products, factors.product_factor), None
     if is_unmodified(tile.spec):
         weights = _unmodified_weights(masked, factors, tile, products, rows)
     else:
@@ -174,8 +174,8 @@ def d_parameter(
     rows: RowStatistics,
 ) -> Array:
     """Returns a tile's contribution to the gradient of a parameter, summed over axes but `along`,
-    without the factors `after` and `dropout_scale`."""
-    score, slope = with_slope(tile, which, times(products, factors.before), masked)
+    without `score_factor` and `dropout_scale`."""
+    score, slope = with_slope(tile, which, times(products, factors.product_factor), masked)
     weights = _weights(masked, factors, score, rows)
     dropped = tile.drop_unscaled(weights)
     gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
@@ -237,7 +237,7 @@ def _d_signed(
 def _weights(masked: bool, factors: Factors, score: Array, rows: RowStatistics) -> Array:
     """The weights of a tile. If no mask is needed, the log of the total is part of the shift, or
     applied at the end."""
-    exponent = score * (factors.after * LOG2E) - rows.shift[:, None]
+    exponent = score * (factors.score_factor * LOG2E) - rows.shift[:, None]
     if masked and rows.log_total is not None:
         exponent = exponent - rows.log_total[:, None]
     return jnp.exp2(exponent)
@@ -247,7 +247,7 @@ def add_gradients(
     problem: GPUProblem,
     masked: bool,
     rows: RowStatistics | Callable[[], RowStatistics],
-    kept: Ref,
+    resident: Ref,
     streamed: Ref,
     totals: dict[int, Array],
     tile: RegisterTile | Callable[[], RegisterTile],
@@ -258,7 +258,7 @@ def add_gradients(
     The other arguments are as in `of_tile`.
     """
     derive = None if 0 in totals else d_products
-    gradients = of_tile(problem, masked, rows, kept, streamed, tile, streamed_arrays, derive)
+    gradients = of_tile(problem, masked, rows, resident, streamed, tile, streamed_arrays, derive)
     factors = [(gradients[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
     return matrix_units.multiply(problem.unit, factors, onto=[*totals.values()])
 
@@ -267,7 +267,7 @@ def of_tile(
     problem: GPUProblem,
     masked: bool,
     rows: RowStatistics | Callable[[], RowStatistics],
-    kept: Ref,
+    resident: Ref,
     streamed: Ref,
     tile: RegisterTile | Callable[[], RegisterTile],
     streamed_arrays: Tree = (),
@@ -276,13 +276,13 @@ def of_tile(
     """Computes `derive` of a tile's products and d_out vᵀ; by default `d_products`, where registers
     are free.
 
-    `kept` and `streamed` are query and d_out, and key and value, or the other way round. `rows` are
-    the statistics of kept queries, or a function that reads them while products are computed.
+    `resident` and `streamed` are query and d_out, and key and value, or the other way round. `rows`
+    are the statistics of kept queries, or a function that reads them while products are computed.
     `tile` is a tile, or a function that reads it when it is needed: that takes longer, but leaves
     more registers.
     """
     unit = problem.unit
-    (products,), (d_weights,) = ([pair] for pair in zip(kept, streamed, strict=True))
+    (products,), (d_weights,) = ([pair] for pair in zip(resident, streamed, strict=True))
     (products,) = matrix_units.multiply(unit, [products], transposed=True)
     read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
 

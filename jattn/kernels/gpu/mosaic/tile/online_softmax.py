@@ -43,13 +43,13 @@ def online(
 
     Both are relative to the new shift.
     """
-    step = online_softmax_step(problem, masked, tile, products, state.maximum, state.total)
+    new = online_softmax_step(problem, masked, tile, products, state.maximum, state.total)
 
     def rescaled(x: Array) -> Array:
-        return x * problem.unit.spread(step.factor, x.shape[1])
+        return x * problem.unit.spread(new.factor, x.shape[1])
 
-    weighted = lax.cond(step.rescales, rescaled, lambda x: x, state.weighted)
-    return step.weights, softmax.Partial(step.shift, step.total, weighted)
+    weighted = lax.cond(new.rescales, rescaled, lambda x: x, state.weighted)
+    return new.weights, softmax.Partial(new.shift, new.total, weighted)
 
 
 class SoftmaxStep(NamedTuple):
@@ -95,8 +95,8 @@ def _running_maximum(
     Shifts are rounded maxima: a maximum comes from `max`, so that no product is fused with the
     subtraction of a shift.
     """
-    score = tile.modify(times(products, factors.before), masked)
-    return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.after * LOG2E))
+    score = tile.modify(times(products, factors.product_factor), masked)
+    return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.score_factor * LOG2E))
 
 
 def _weigh(
@@ -113,7 +113,7 @@ def _weigh(
 
     If scores take `special` functions, the unit for 2^x computes nothing but these and weights.
     """
-    weights = jnp.exp2(score * (factors.after * LOG2E) - new_shift[:, None])
+    weights = jnp.exp2(score * (factors.score_factor * LOG2E) - new_shift[:, None])
     scale = (exp2_by_products if special else jnp.exp2)(shift - new_shift)
     return tile.drop_unscaled(weights), total * scale + jnp.sum(weights, axis=-1), scale
 

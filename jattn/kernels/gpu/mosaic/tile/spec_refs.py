@@ -138,10 +138,10 @@ class SpecRefs:
             stored = jnp.int8 if x.dtype == bool else x.dtype
             return Table(x.shape, x.dtype, lambda places, axes: jnp.zeros(places.shape, stored))
 
-        leaves, *others = operands
+        leaves, *numbers = operands
         parts = [table(x) if i in self.tables else zeros(x) for i, x in enumerate(leaves)]
         return mosaic_interpreter.run(
-            function, parts, *jax.tree.map(zeros, others), shapes=operands
+            function, parts, *jax.tree.map(zeros, numbers), shapes=operands
         )
 
     def differs_by_key(self) -> bool:
