@@ -141,7 +141,7 @@ class _AmpereGradients(backward.GradientProgram):
             turn, *totals = state
             arrays = stream.wait(turn)
             fetch_next(turn + 1)
-            index = self.index(h, i * ROWS, x * problem.streamed)
+            index = self.tile_index(h, i * ROWS, x * problem.streamed)
             tile = problem.tile(self.leaves, index, constants)
             read = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
             rows = read if kept_rows is None else kept_rows

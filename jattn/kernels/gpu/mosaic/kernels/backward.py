@@ -78,7 +78,7 @@ class GradientProgram(NamedTuple):
         b = self.place[0]
         return (b, head, run) if self.problem.unit.by_warp else (b, run, head)
 
-    def index(self, h: Array, start: Array, other: Array) -> TileIndex:
+    def tile_index(self, h: Array, start: Array, other: Array) -> TileIndex:
         """The index of the tile that starts at a kept row and at a streamed one."""
         row, column = (other, start) if self.problem.by_key else (start, other)
         return TileIndex(self.place[0], h, row, column)

@@ -166,7 +166,7 @@ class _BlackwellGradients(backward.GradientProgram):
     def share(self, h: Array, x: Array, number: Index) -> Tree:
         """The index of a share of the columns of block x of a head."""
         column = x * self.problem.streamed + number * self.problem.share
-        return self.index(h, self.place[2] * TENSOR_ROWS, column)
+        return self.tile_index(h, self.place[2] * TENSOR_ROWS, column)
 
     def copy(self, memory: _GradientMemory) -> None:
         """Copies kept rows and streamed tiles, in one warp."""

@@ -286,7 +286,7 @@ class _HopperGradients(backward.GradientProgram):
 
         def visit(h: Array, x: Array, masked: bool, turn: Array) -> Array:
             first = i * self.problem.groups * ROWS
-            index = self.index(h, first, x * self.problem.streamed)
+            index = self.tile_index(h, first, x * self.problem.streamed)
             rows = [self.rows.at[b, h, x]] if self.problem.by_key else []
             parts = self.problem.streamed_parts(self.leaves, index)
             memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *parts)
@@ -309,7 +309,7 @@ class _HopperGradients(backward.GradientProgram):
 
             def visit(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 turn, *totals = state
-                index = self.index(h, start, x * problem.streamed)
+                index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
                 hidden = _hidden(group, turn, by_key or _has_much_to_keep(problem, masked))

@@ -202,9 +202,9 @@ def _run(
     sizes, unit = problem.refs.sizes, problem.unit
 
     def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
-        *tensors, visits_ref = operands
+        tensors, rows, leaves, visits_ref = operands
         _, *block = place()
-        program = _ParameterProgram(problem, parameter, *tensors, scratch[0])
+        program = _ParameterProgram(problem, parameter, tensors, rows, leaves, scratch[0])
         block, index, part = of_place(program, *block)
         zeros = jnp.zeros([sizes[x.upper()] for x in axes], jnp.float32)
         total = program.fold(visits, visits_ref, block, index, unit.to_layout(zeros, axes))

@@ -51,8 +51,8 @@ def multiply(
     return pl.run_scoped(fresh, *[mosaic().ACC(shape, jnp.float32) for shape in shapes])
 
 
-def _by_warp(unit: Unit, a: Any, b: Any, total: Array | None) -> Array:
-    total = unit.zeros(a.shape[0], b.shape[1]) if total is None else total
+def _by_warp(unit: Unit, a: Any, b: Any, onto: Array | None) -> Array:
+    total = unit.zeros(a.shape[0], b.shape[1]) if onto is None else onto
     runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
     # Arrays in memory are loaded to registers by parts.
     pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]

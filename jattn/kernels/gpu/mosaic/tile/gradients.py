@@ -112,7 +112,7 @@ def _score_and_pull(masked: bool, tile: slicing.Tile, products: Array) -> tuple[
     return score, pull
 
 
-def _allowed(tile: slicing.Tile) -> Array:
+def _allowed(tile: slicing.Tile) -> Any:
     return tile.spec.mask.evaluate(tile.b, tile.h, tile.rows, tile.columns)
 
 

@@ -25,7 +25,7 @@ class RegisterTile(NamedTuple):
     shapes: Shapes
     refs: SpecRefs
     leaves: list[RegisterValue | None]
-    index: TileIndex
+    place: TileIndex
 
     def completed(self, streamed: Tree) -> "RegisterTile":
         """Returns the tile with the parts that were streamed through shared memory."""
@@ -43,9 +43,9 @@ class RegisterTile(NamedTuple):
 
     def run_typed(self, function: Callable[..., Any], *operands: Tree) -> Tree:
         """Returns the same with types: later calls take operands that lack axes of size 1."""
-        unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.index
+        unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.refs.sizes.values()
-        place = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
+        at_tile = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
         def of_tile(leaves: Tree, place: tuple[Array, ...], operands: Tree) -> Tree:
             return function(self.refs.tile(leaves, *place), *operands)
@@ -58,13 +58,13 @@ class RegisterTile(NamedTuple):
         results, types = mosaic_interpreter.run_typed(
             of_tile,
             [x and x.value for x in self.leaves],
-            place,
+            at_tile,
             operands,
-            shapes=([x and x.expected for x in self.leaves], _types(place), expected),
+            shapes=([x and x.expected for x in self.leaves], _types(at_tile), expected),
             transposed=unit.transposed,
             layout=register_layout(unit),
-            runs=(IntegerRun(row, place[2]), IntegerRun(column, place[3])),
-            below=[*zip(place, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
+            runs=(IntegerRun(row, at_tile[2]), IntegerRun(column, at_tile[3])),
+            below=[*zip(at_tile, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
         )
         return jax.tree.map(lambda x, expected: RegisterValue(x, expected, ""), results, types)
 
