@@ -146,7 +146,8 @@ class _AmpereGradients(backward.GradientProgram):
             read = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
             rows = read if kept_rows is None else kept_rows
             totals = dict(zip(self.which, totals, strict=True))
-            return turn + 1, *add_gradients(problem, masked, rows, resident, arrays, totals, tile)
+            operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
+            return turn + 1, *add_gradients(problem, totals, arrays, **operands)
 
         return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], visit, state)
 

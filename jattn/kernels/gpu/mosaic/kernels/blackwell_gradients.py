@@ -32,12 +32,7 @@ from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Produ
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
-from jattn.kernels.gpu.mosaic.tile.gradients import (
-    RowStatistics,
-    d_products_then,
-    finished,
-    weights_first,
-)
+from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, finished
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import Spec
@@ -319,7 +314,7 @@ class _BlackwellGradients(backward.GradientProgram):
         products = self.loaded_run(scores[0], group, self.columns)
         if _VALUES not in self.which:
             mosaic().barrier_arrive(memory.weighed)
-        first = functools.partial(weights_first, masked, self.problem.factors)
+        first = Derivation(masked, self.problem.factors).weights_first
         weights, weighed = [], []
         for tile, part, read_rows in zip(tiles, self.split(products), read, strict=True):
             rows = read_rows()
@@ -349,7 +344,7 @@ class _BlackwellGradients(backward.GradientProgram):
         runs = self.shares_of(group) if masked else [group]
         size = self.problem.share if masked else self.columns
         d_weights = (x for i in runs for x in self.split(self.loaded_run(pulled[0], i, size)))
-        then = functools.partial(d_products_then, masked)
+        then = Derivation(masked, self.problem.factors).d_products_then
         d_scores = [
             tile.run(then, *first, part, x).astype(self.problem.shapes.dtype)
             for tile, part, first, x in zip(tiles, d_weights, weighed, rows, strict=True)

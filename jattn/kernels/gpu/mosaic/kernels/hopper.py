@@ -334,7 +334,8 @@ class _HopperGradients(backward.GradientProgram):
         tiles, rest = arrays[:2], arrays[2:]
         if rows is None:
             rows, rest = functools.partial(RowStatistics.read, self.problem.unit, rest[0]), rest[1:]
-        return add_gradients(self.problem, masked, rows, resident, tiles, totals, tile, rest)
+        operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
+        return add_gradients(self.problem, totals, tiles, **operands, streamed_arrays=rest)
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:

@@ -37,7 +37,7 @@ from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.factors import Factors
-from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics, d_parameter, of_tile
+from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, of_tile
 from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
@@ -175,8 +175,16 @@ class _ParameterProgram(NamedTuple):
         resident, other = pairs[::-1] if problem.by_key else pairs
         block = lax.div(index.row, np.int32(problem.refs.sizes["T"]))
         rows = functools.partial(RowStatistics.read, unit, self.rows, index.b, index.h, block)
-        derive = functools.partial(d_parameter, parameter.which, parameter.axes)
-        part = of_tile(problem, masked, rows, resident, other, tile, streamed, derive)
+        part = of_tile(
+            problem,
+            masked=masked,
+            rows=rows,
+            resident=resident,
+            streamed=other,
+            tile=tile,
+            streamed_arrays=streamed,
+            derive=functools.partial(Derivation.d_parameter, parameter=parameter),
+        )
         if not has_two_places:
             self.stream.release()
             fetch_next()

@@ -10,13 +10,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn._types import Index, Ref, Tree
-from jattn.kernels.common import slicing
+from jattn.kernels.common.slicing import Tile
 from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.factors import Factors, is_unmodified
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import RegisterLayout
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOG2E, times
+from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import has_mask, parameters, with_parameters
@@ -66,127 +67,143 @@ class RowStatistics(NamedTuple):
         return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
 
 
-def d_products(
-    masked: bool,
-    factors: Factors,
-    tile: slicing.Tile,
-    products: Array,
-    d_weights: Array,
-    rows: RowStatistics,
-) -> tuple[Array, Array]:
-    """Returns the cotangent of q kᵀ, without `factors.gradient`, and the weights after dropout,
-    without its scale.
+class Derivation(NamedTuple):
+    """The derivatives of a tile, whose scores need the mask if `masked`.
 
-    `d_weights` are the cotangents of the weights, d_out vᵀ.
+    Its functions take products of queries and keys, the cotangents of weights, which are d_out vᵀ,
+    and the statistics of rows. "dropped" are weights after dropout, without its scale.
     """
-    products = times(products, factors.product_factor)
-    if is_unmodified(tile.spec):
-        weights = _unmodified_weights(masked, factors, tile, products, rows)
+
+    masked: bool
+    factors: Factors
+
+    def d_products(
+        self, tile: Tile, products: Array, d_weights: Array, rows: RowStatistics
+    ) -> tuple[Array, Array]:
+        """Returns the cotangent of q kᵀ, without `factors.gradient`, and the dropped weights."""
+        products = times(products, self.factors.product_factor)
+        if is_unmodified(tile.spec):
+            weights = self._unmodified_weights(tile, products, rows)
+            dropped = tile.drop_unscaled(weights)
+            return self._d_unmodified(tile, weights, dropped, d_weights, rows), dropped
+        score, pull = self._score_and_pull(tile, products)
+        weights = self._weights(score, rows)
         dropped = tile.drop_unscaled(weights)
-        return _d_unmodified(masked, tile, weights, dropped, d_weights, rows), dropped
-    score, pull = _score_and_pull(masked, tile, products)
-    weights = _weights(masked, factors, score, rows)
-    dropped = tile.drop_unscaled(weights)
-    (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, rows))
-    if masked:  # after all else, which may be NaN, also in all of a row
-        hidden = score == -jnp.inf
-        dropped, gradient = jnp.where(hidden, 0, dropped), jnp.where(hidden, 0, gradient)
-    return gradient, dropped
+        (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, rows))
+        if self.masked:  # after all else, which may be NaN, also in all of a row
+            hidden = score == -jnp.inf
+            dropped, gradient = jnp.where(hidden, 0, dropped), jnp.where(hidden, 0, gradient)
+        return gradient, dropped
+
+    def weights_first(
+        self, tile: Tile, products: Array, rows: RowStatistics
+    ) -> tuple[Array, Array, Any]:
+        """Returns what products of queries and keys determine alone.
+
+        The dropped weights; for `d_products_then` those before dropout, with a negative sign if it
+        drops them; and the derivative of the scores, or None if scores are the products.
+        """
+        products, pull = times(products, self.factors.product_factor), None
+        if is_unmodified(tile.spec):
+            weights = self._unmodified_weights(tile, products, rows)
+        else:
+            score, pull = self._score_and_pull(tile, products)
+            weights = self._weights(score, rows)
+            weights = jnp.where(score == -jnp.inf, 0, weights) if self.masked else weights
+        # One number in registers for a weight and for whether dropout keeps it.
+        signed = jnp.where(tile.keeps(), weights, -weights) if tile.spec.dropout_rate else weights
+        return _unsigned(tile, signed)[1], signed, pull
+
+    def d_products_then(
+        self, tile: Tile, signed: Array, pull: Any, d_weights: Array, rows: RowStatistics
+    ) -> Array:
+        """Returns the cotangent of q kᵀ, without `factors.gradient`, from the results of
+        `weights_first`."""
+        weights, dropped = _unsigned(tile, signed)
+        if not tile.spec.dropout_rate:
+            d_weights = d_weights + rows.minus_delta[:, None]
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
+        if pull is not None:
+            (gradient,) = pull(gradient)
+        # What is masked has no weight; its products may be NaN.
+        return jnp.where(weights == 0, 0, gradient) if self.masked else gradient
+
+    def d_signed(
+        self, tile: Tile, signed: Array, d_weights: Array, rows: RowStatistics
+    ) -> tuple[Array, Array]:
+        """Returns the same as `d_products`, from the signed weights of unmodified scores."""
+        weights, dropped = _unsigned(tile, signed)
+        return self._d_unmodified(tile, weights, dropped, d_weights, rows), dropped
+
+    def d_parameter(
+        self,
+        tile: Tile,
+        products: Array,
+        d_weights: Array,
+        rows: RowStatistics,
+        parameter: Parameter,
+    ) -> Array:
+        """Returns a tile's contribution to the gradient of a parameter, without `score_factor` and
+        `dropout_scale`."""
+        products = times(products, self.factors.product_factor)
+        score, slope = with_slope(tile, parameter.which, products, self.masked)
+        weights = self._weights(score, rows)
+        dropped = tile.drop_unscaled(weights)
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
+        if self.masked:  # also in a row that is NaN
+            gradient = jnp.where(score == -jnp.inf, 0, gradient)
+        return jnp.sum(gradient, axis=tuple({0, 1} - set(parameter.axes)))
+
+    def _score_and_pull(self, tile: Tile, products: Array) -> tuple[Array, Any]:
+        """Returns scores, and their derivative without the mask."""
+        score, pull = jax.vjp(lambda x: tile.modify(x, False), products)
+        return (jnp.where(_allowed(tile), score, -jnp.inf) if self._masks(tile) else score), pull
+
+    def _masks(self, tile: Tile) -> bool:
+        return self.masked and has_mask(tile.spec)
+
+    def _unmodified_weights(self, tile: Tile, products: Array, rows: RowStatistics) -> Array:
+        """The weights of products, 0 where masked, also in a row that is NaN."""
+        weights = self._weights(products, rows)
+        return jnp.where(_allowed(tile), weights, 0) if self._masks(tile) else weights
+
+    def _d_unmodified(
+        self, tile: Tile, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
+    ) -> Array:
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
+        return jnp.where(weights == 0, 0, gradient) if self._masks(tile) else gradient
+
+    def _weights(self, score: Array, rows: RowStatistics) -> Array:
+        """The weights of a tile. If no mask is needed, the log of the total is part of the shift,
+        or applied at the end."""
+        exponent = score * (self.factors.score_factor * LOG2E) - rows.shift[:, None]
+        if self.masked and rows.log_total is not None:
+            exponent = exponent - rows.log_total[:, None]
+        return jnp.exp2(exponent)
 
 
 def _d_scores(
     spec: Tree, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
 ) -> Array:
-    """The cotangent of scores: weights × (d_weights − delta), where `d_weights` are of `dropped`,
-    the weights after dropout. Without dropout, −delta is already in the sum `d_weights`."""
+    """The cotangent of scores: weights × (d_weights − delta), where `d_weights` are of `dropped`.
+    Without dropout, −delta is already in the sum `d_weights`."""
     if not spec.dropout_rate:
         return weights * d_weights
     return dropped * d_weights + weights * rows.minus_delta[:, None]
 
 
-def _score_and_pull(masked: bool, tile: slicing.Tile, products: Array) -> tuple[Array, Any]:
-    """Returns scores, and their derivative without the mask."""
-    score, pull = jax.vjp(lambda x: tile.modify(x, False), products)
-    if masked and has_mask(tile.spec):
-        score = jnp.where(_allowed(tile), score, -jnp.inf)
-    return score, pull
-
-
-def _allowed(tile: slicing.Tile) -> Any:
+def _allowed(tile: Tile) -> Any:
     return tile.spec.mask.evaluate(tile.b, tile.h, tile.rows, tile.columns)
 
 
-def weights_first(
-    masked: bool, factors: Factors, tile: slicing.Tile, products: Array, rows: RowStatistics
-) -> tuple[Array, Array, Any]:
-    """Returns what products of queries and keys determine alone.
-
-    The weights after dropout; for `d_products_then` those before dropout, with a negative sign if
-    it drops them; and the derivative of the scores, or None if scores are the products.
-    """
-    products, pull = times(products, factors.product_factor), None
-    if is_unmodified(tile.spec):
-        weights = _unmodified_weights(masked, factors, tile, products, rows)
-    else:
-        score, pull = _score_and_pull(masked, tile, products)
-        weights = _weights(masked, factors, score, rows)
-        weights = jnp.where(score == -jnp.inf, 0, weights) if masked else weights
-    # One number in registers for a weight and for whether dropout keeps it.
-    signed = jnp.where(tile.keeps(), weights, -weights) if tile.spec.dropout_rate else weights
-    return _unsigned(tile, signed)[1], signed, pull
-
-
-def _unsigned(tile: slicing.Tile, signed: Array) -> tuple[Array, Array]:
+def _unsigned(tile: Tile, signed: Array) -> tuple[Array, Array]:
     """Returns the weights before dropout, and after it, without its scale."""
     if not tile.spec.dropout_rate:
         return signed, signed
     return jnp.abs(signed), jnp.maximum(signed, 0)
 
 
-def d_products_then(
-    masked: bool,
-    tile: slicing.Tile,
-    signed: Array,
-    pull: Any,
-    d_weights: Array,
-    rows: RowStatistics,
-) -> Array:
-    """Returns the cotangent of q kᵀ, without `factors.gradient`, from that of the weights and the
-    results of `weights_first`."""
-    weights, dropped = _unsigned(tile, signed)
-    if not tile.spec.dropout_rate:
-        d_weights = d_weights + rows.minus_delta[:, None]
-    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
-    if pull is not None:
-        (gradient,) = pull(gradient)
-    # What is masked has no weight; its products may be NaN.
-    return jnp.where(weights == 0, 0, gradient) if masked else gradient
-
-
-def d_parameter(
-    which: int,
-    along: tuple[int, ...],
-    masked: bool,
-    factors: Factors,
-    tile: slicing.Tile,
-    products: Array,
-    d_weights: Array,
-    rows: RowStatistics,
-) -> Array:
-    """Returns a tile's contribution to the gradient of a parameter, summed over axes but `along`,
-    without `score_factor` and `dropout_scale`."""
-    score, slope = with_slope(tile, which, times(products, factors.product_factor), masked)
-    weights = _weights(masked, factors, score, rows)
-    dropped = tile.drop_unscaled(weights)
-    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
-    if masked:  # also in a row that is NaN
-        gradient = jnp.where(score == -jnp.inf, 0, gradient)
-    return jnp.sum(gradient, axis=tuple({0, 1} - set(along)))
-
-
-def with_slope(
-    tile: slicing.Tile, which: int, products: Array, masked: bool
-) -> tuple[Array, Array]:
+def with_slope(tile: Tile, which: int, products: Array, masked: bool) -> tuple[Array, Array]:
     """Returns scores, and the derivative of each by the entry of a parameter that it depends on.
 
     A score depends on at most one entry. So forward mode computes all derivatives at once, with
@@ -201,70 +218,22 @@ def with_slope(
     return jax.jvp(scores, (values[which],), (jnp.ones_like(values[which]),))
 
 
-def _unmodified_weights(
-    masked: bool, factors: Factors, tile: slicing.Tile, products: Array, rows: RowStatistics
-) -> Array:
-    """The weights of products, 0 where masked, also in a row that is NaN."""
-    weights = _weights(masked, factors, products, rows)
-    return jnp.where(_allowed(tile), weights, 0) if masked and has_mask(tile.spec) else weights
-
-
-def _d_unmodified(
-    masked: bool,
-    tile: slicing.Tile,
-    weights: Array,
-    dropped: Array,
-    d_weights: Array,
-    rows: RowStatistics,
-) -> Array:
-    gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
-    return jnp.where(weights == 0, 0, gradient) if masked and has_mask(tile.spec) else gradient
-
-
-def _d_signed(
-    masked: bool,
-    factors: Factors,
-    tile: slicing.Tile,
-    signed: Array,
-    d_weights: Array,
-    rows: RowStatistics,
-) -> tuple[Array, Array]:
-    """Returns the same as `d_products`, from the signed weights of `weights_first`."""
-    weights, dropped = _unsigned(tile, signed)
-    return _d_unmodified(masked, tile, weights, dropped, d_weights, rows), dropped
-
-
-def _weights(masked: bool, factors: Factors, score: Array, rows: RowStatistics) -> Array:
-    """The weights of a tile. If no mask is needed, the log of the total is part of the shift, or
-    applied at the end."""
-    exponent = score * (factors.score_factor * LOG2E) - rows.shift[:, None]
-    if masked and rows.log_total is not None:
-        exponent = exponent - rows.log_total[:, None]
-    return jnp.exp2(exponent)
-
-
 def add_gradients(
-    problem: GPUProblem,
-    masked: bool,
-    rows: RowStatistics | Callable[[], RowStatistics],
-    resident: Ref,
-    streamed: Ref,
-    totals: dict[int, Array],
-    tile: RegisterTile | Callable[[], RegisterTile],
-    streamed_arrays: Tree = (),
+    problem: GPUProblem, totals: dict[int, Array], streamed: Ref, **operands: Any
 ) -> list[Array]:
     """Adds a tile to the gradients: number 0 is of queries or keys, 1 of values.
 
-    The other arguments are as in `of_tile`.
+    `operands` are those of `of_tile`.
     """
-    derive = None if 0 in totals else d_products
-    gradients = of_tile(problem, masked, rows, resident, streamed, tile, streamed_arrays, derive)
+    derive = None if 0 in totals else Derivation.d_products
+    gradients = of_tile(problem, streamed=streamed, derive=derive, **operands)
     factors = [(gradients[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
     return matrix_units.multiply(problem.unit, factors, onto=[*totals.values()])
 
 
 def of_tile(
     problem: GPUProblem,
+    *,
     masked: bool,
     rows: RowStatistics | Callable[[], RowStatistics],
     resident: Ref,
@@ -273,15 +242,15 @@ def of_tile(
     streamed_arrays: Tree = (),
     derive: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Computes `derive` of a tile's products and d_out vᵀ; by default `d_products`, where registers
-    are free.
+    """Computes `derive`, a function of `Derivation`, for a tile; by default `d_products`, where
+    registers are free.
 
     `resident` and `streamed` are query and d_out, and key and value, or the other way round. `rows`
     are the statistics of kept queries, or a function that reads them while products are computed.
     `tile` is a tile, or a function that reads it when it is needed: that takes longer, but leaves
     more registers.
     """
-    unit = problem.unit
+    unit, derivation = problem.unit, Derivation(masked, problem.factors)
     (products,), (d_weights,) = ([pair] for pair in zip(resident, streamed, strict=True))
     (products,) = matrix_units.multiply(unit, [products], transposed=True)
     read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
@@ -295,16 +264,15 @@ def of_tile(
     between = derive is None and problem.unmodified and (masked or problem.drops)
     if between:
         known = known or completed()
-        signed = lambda *operands: weights_first(masked, problem.factors, *operands)[1]  # noqa: E731
-        products = known.run(signed, products, statistics)
+        first = derivation.weights_first
+        products = known.run(lambda *operands: first(*operands)[1], products, statistics)
     drops, columns = problem.drops, problem.refs.sizes["S"]
     onto = None if drops else [unit.spread(statistics.minus_delta, columns)]
     (d_weights,) = matrix_units.multiply(unit, [d_weights], transposed=True, onto=onto)
     statistics = statistics if problem.unmodified else read()
-    derive = functools.partial(
-        derive or (_d_signed if between else d_products), masked, problem.factors
-    )
-    return (known or completed()).run(derive, products, d_weights, statistics)
+    derive = derive or (Derivation.d_signed if between else Derivation.d_products)
+    function = functools.partial(derive, derivation)
+    return (known or completed()).run(function, products, d_weights, statistics)
 
 
 def finished(
