@@ -955,6 +955,18 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
     assert sorted(asked) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
 
 
+def test_a_table_may_be_larger_than_the_tile():
+    """Sums along the tile are sums along its axes, not along those of the table."""
+
+    def function(table: Any, tile: Any) -> Any:
+        return jnp.max(tile + table[1, 3], axis=1)
+
+    table = Table((8, 40), jnp.float32, lambda places, axes: jnp.float32(places))
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((8, 40), (4, 6))]
+    found = mosaic_interpreter.run(function, table, jnp.ones((4, 6), jnp.float32), shapes=shapes)
+    np.testing.assert_array_equal(found, np.full(4, 44))
+
+
 def test_gpus_before_ampere_are_refused(monkeypatch):
     device = types.SimpleNamespace(compute_capability="7.5")
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
