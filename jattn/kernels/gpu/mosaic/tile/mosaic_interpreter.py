@@ -45,11 +45,18 @@ class Table:
     """An array in memory that functions index, one entry after another.
 
     `inside(places, axes)` reads the entries at row-major places, which lie along `axes` of a tile.
-    Booleans are bytes.
+    Booleans are bytes. `interval`, if known, holds all entries.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, inside: Callable[[Any, str], Array]):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        inside: Callable[[Any, str], Array],
+        interval: Interval | None = None,
+    ):
         self.shape, self.dtype, self.inside = shape, jnp.dtype(dtype), inside
+        self.interval = interval
 
 
 def _at_one_place(tables: list[Any], node: Node, args: list[Node]) -> Node | None:
@@ -210,7 +217,8 @@ class _Registers(NamedTuple):
         """An operation that is not computed entry by entry."""
         param: Any = node.param
         if node.op == "look_up":
-            return _NodeValue(self.tables[param].inside(x.array, x.axes), x.axes)
+            table = self.tables[param]
+            return _NodeValue(table.inside(x.array, x.axes), x.axes, table.interval)
         if node.op == "shared":
             return _NodeValue(self.layout.shared(x.array), x.axes)
         return self._reduced(node, x)

@@ -146,7 +146,8 @@ class GPUProblem(NamedTuple):
         """
         known: dict[int, Any] = dict.fromkeys(self.streamed_arrays) | constants
         for i, x in self.refs.tables.items():
-            table = Table(x.shape, x.dtype, functools.partial(self.unit.look_up, leaves[i]))
+            look_up = functools.partial(self.unit.look_up, leaves[i])
+            table = Table(x.shape, x.dtype, look_up, self.refs.interval(i))
             known[i] = RegisterValue(table, x, "")
         parts = known | self._read(leaves, index, [*known])
         return RegisterTile(

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jattn._pytree import axis_names
 from jattn._types import Index, Tree
+from jattn.functions.interval_rules import Interval
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import Table
@@ -143,6 +144,16 @@ class SpecRefs:
         return mosaic_interpreter.run(
             function, parts, *jax.tree.map(zeros, numbers), shapes=operands
         )
+
+    def interval(self, i: int) -> Interval | None:
+        """The interval of a table's entries: `by_distance` looks up buckets, which exist."""
+        if self._table_letters[i] != ["distances"] or self.tables[i].dtype != jnp.int32:
+            return None
+        pairs = zip(self._table_letters.values(), self.tables.values(), strict=True)
+        buckets = [
+            x.shape[letters.index("buckets")] for letters, x in pairs if "buckets" in letters
+        ]
+        return Interval(np.int32(0), np.int32(max(buckets) - 1))
 
     def differs_by_key(self) -> bool:
         """Returns whether a tile reads numbers for each of its keys."""
