@@ -30,8 +30,9 @@ from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, launch, paramete
 from jattn.kernels.gpu.mosaic.kernels.launch import Order
 from jattn.kernels.gpu.mosaic.machine import device as gpu
 from jattn.kernels.gpu.mosaic.machine import registers, streams, tensor_memory, versions, votes
-from jattn.kernels.gpu.mosaic.tile import lookup, mosaic_interpreter, online_softmax, register_tile
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter, online_softmax, register_tile
+from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import IntegerRun, RegisterLayout, Table
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
@@ -498,7 +499,7 @@ def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> A
         ({"score": lambda s, b, h, q, kv: s + TABLE[(q + kv) % 7]}, "a captured array"),
         (
             {"score": scores.Score(lambda s, b, h, q, kv, t: jnp.sort(t)[(q + kv) % 7] + s, TABLE)},
-            "only index",
+            "needs sort",
         ),
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
         (
@@ -570,7 +571,7 @@ def example(score: Any, **rules: Any) -> Any:
     """Returns the factors of a small call, and whether and how many instructions approximate."""
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepared(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
-    problem = Problem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
+    problem = GPUProblem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
     return problem.factors, problem.approximate, problem.special
 
 
@@ -606,7 +607,7 @@ def order_of(mask: Any, shapes: Shapes, by_key: bool) -> tuple[Order, np.ndarray
     """Returns the order of a launch, and the number of tiles that each index (b, h, i) visits."""
     spec = prepared(Spec(mask, None, 0.125, None, None), shapes)
     tiling = Tiling(64, 128) if by_key else Tiling(128, 128)
-    problem = Problem.of(spec, shapes, tiling, registers.Unit(True, by_key))
+    problem = GPUProblem.of(spec, shapes, tiling, registers.Unit(True, by_key))
     visits = block_mask.of(problem.kinds(spec), by_key=by_key)
     heads = shapes.K if by_key else shapes.N
     group, visited = shapes.N // heads, np.asarray(visits.ends[..., 1])
@@ -800,7 +801,7 @@ def test_distances_of_places_are_those_of_integers(transposed, q_first, kv_first
         )
 
     q, kv = q_first + jnp.arange(16, dtype=jnp.int32), kv_first + jnp.arange(24, dtype=jnp.int32)
-    runs = mosaic_interpreter.Run(jnp.int32(q_first), q), mosaic_interpreter.Run(kv_first, kv)
+    runs = IntegerRun(jnp.int32(q_first), q), IntegerRun(kv_first, kv)
     program = jax.make_jaxpr(
         lambda *at: mosaic_interpreter.run(
             function,
@@ -931,25 +932,35 @@ def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
         lookups.append((jnp.ndim(places), axes))
         return table[places]
 
-    def function(row: Any, column: Any, number: Any) -> Any:
-        seen = lookup.Table(0, (4, 5), jnp.dtype("float32")).seen((number, None), False)
+    def function(table: Any, row: Any, column: Any, number: Any) -> Any:
+        seen = table[number]
         per_key = jax.vmap(
             lambda i, j: (seen[i - 1], seen[j], seen[i + j], seen[number]), (None, 0)
         )
         return jax.vmap(per_key, (0, None))(row, column)
 
     rows, columns, number = jnp.arange(4, dtype=jnp.int32), jnp.array([3, 1, 0, 1]), jnp.int32(2)
-    arguments = rows, columns.astype(jnp.int32), number
+    arguments = Table((4, 5), jnp.float32, entries), rows, columns.astype(jnp.int32), number
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
-    results = mosaic_interpreter.run(
-        function, *arguments, shapes=shapes, transposed=transposed, tables={0: entries}
-    )
+    results = mosaic_interpreter.run(function, *arguments, shapes=shapes, transposed=transposed)
     i, j = np.meshgrid(rows, columns, indexing="ij")
     row = np.asarray(table).reshape(4, 5)[2]
     wanted = row[i - 1], row[j], row[np.minimum(i + j, 4)], np.full((4, 4), row[2])
     for x, y in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(x.T if transposed else x, y)
     assert sorted(lookups) == [(0, ""), (1, "s"), (1, "t"), (2, "ts")]
+
+
+def test_a_table_may_be_larger_than_the_tile():
+    """Sums along the tile are sums along its axes, not along those of the table."""
+
+    def function(table: Any, tile: Any) -> Any:
+        return jnp.max(tile + table[1, 3], axis=1)
+
+    table = Table((8, 40), jnp.float32, lambda places, axes: jnp.float32(places))
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((8, 40), (4, 6))]
+    found = mosaic_interpreter.run(function, table, jnp.ones((4, 6), jnp.float32), shapes=shapes)
+    np.testing.assert_array_equal(found, np.full(4, 44))
 
 
 @pytest.mark.parametrize(
@@ -1122,8 +1133,8 @@ def test_kernels_know_which_queries_share_a_hash(rows, first):
         return dropout.keeps(local, 1, 2, Span(places, places), Span(places, places))
 
     places = jnp.arange(64, dtype=jnp.int32)
-    held = mosaic_interpreter.Held(shared=record)
-    decisions = mosaic_interpreter.run(keeps, head, places, held=held)
+    layout = RegisterLayout(shared=record)
+    decisions = mosaic_interpreter.run(keeps, head, places, layout=layout)
     queries = places if first is None else first + places
     wanted = dropout.keep(spec.dropout_key, 0.5, 1, 2, queries, places)
     assert np.array_equal(decisions, wanted)
@@ -1159,15 +1170,17 @@ def registers_of(layout: Any, values: np.ndarray) -> Any:
 @pytest.mark.parametrize("by", registers.Products)
 def test_registers_that_are_named_alike_hold_the_same(by, by_key):
     if by is registers.Products.TENSOR_MEMORY:
-        unit = registers.Unit(False, by_key, by, apart=True)
+        unit = registers.Unit(False, by_key, by, splits_rows=True)
         alone = jnp.arange(3.0)
-        assert register_tile.register_layout(unit._replace(apart=False)).shared(alone) is alone
+        assert (
+            register_tile.register_layout(unit._replace(splits_rows=False)).shared(alone) is alone
+        )
     else:
         unit = registers.Unit(False, by_key, by)
     rows, columns = unit.rows, 96
     queries = columns if by_key else rows
     pairs = {
-        "t": (register_tile._share, np.arange(queries) & ~dropout.SHARED),
+        "t": (register_tile._share_rows, np.arange(queries) & ~dropout.SHARED),
         "ts": (register_tile._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
     }
     for axes, (change, values) in pairs.items():
@@ -1215,5 +1228,5 @@ def test_threads_share_rows_where_a_tile_reads_numbers_of_its_keys(rules, apart)
     mask, score = rules.get("mask", masks.Full()), rules.get("score")
     spec = prepared(Spec(mask, score, 0.125, None, None), shapes)
     unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
-    problem = Problem.of(spec, shapes, Tiling(256, 128), unit)
-    assert problem.unit.apart is apart
+    problem = GPUProblem.of(spec, shapes, Tiling(256, 128), unit)
+    assert problem.unit.splits_rows is apart

@@ -60,7 +60,7 @@ def on_gpu(monkeypatch: Any, capability: str | None, products: bool) -> None:
     device = capability and types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(gpu, "device", lambda: device)
     monkeypatch.setattr(hopper, "_cuda_version", lambda: 13000)
-    for module in (ampere, blackwell, versions):
+    for module in (ampere, versions):
         monkeypatch.setattr(module, "knows_ampere", lambda: products)
 
 

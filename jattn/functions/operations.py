@@ -88,7 +88,9 @@ def evaluated(
         if is_reference(table):
             return table.inside(*(x.astype(jax.numpy.int32) for x in args))
         table = jax.numpy.asarray(table)
-        return table.at[tuple(args)].get(mode="clip") if args else table
+        return (
+            table.at[tuple(args)].get(mode="clip", wrap_negative_indices=False) if args else table
+        )
 
     results = fold(roots, value)
     return [results[id(x)] for x in roots]

@@ -17,17 +17,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jattn._explicit import evaluated, is_bound, without_mesh
-from jattn.functions import operations, snapshots
-from jattn.functions.operations import is_reference
-from jattn.functions.read import ProgramReader
+from jattn.functions import snapshots
 from jattn.functions.snapshots import Key, Same, Unsure
 
 
 class TracedFunction:
-    """A function of scalars and operands, in its state when it was traced.
-
-    Operands may also be a kernel's references to memory, which the function may index.
-    """
+    """A function of scalars and operands, in its state when it was traced."""
 
     def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
         self.__name__, self._n_arguments = name, n_arguments
@@ -49,25 +44,8 @@ class TracedFunction:
             x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
         ]
         constants = [next(traced_operands) if x is None else x for x in self._constants]
-        values = [*constants, *typed]
-        if any(map(is_reference, values)):
-            return self._read(values)
         (result,) = evaluated(self._jaxpr, constants, typed)
         return result
-
-    def _read(self, values: list[Any]) -> Any:
-        """Returns the result by its expression, for values that are references to memory."""
-        reader, scalars = ProgramReader(), [x for x in values if np.ndim(x) == 0]
-        numbers = itertools.count()
-        inputs = [
-            reader.table(x) if np.ndim(x) else reader.input(next(numbers), x.dtype) for x in values
-        ]
-        (result,) = reader.run(self._jaxpr, inputs)
-        node = reader.shared(result.entry(()))
-        try:
-            return operations.evaluated([node], scalars, reader.tables)[0]
-        except NotImplementedError as error:
-            raise TypeError(str(error)) from error
 
 
 def program_of(

@@ -508,16 +508,19 @@ class ProgramReader:
     def _gather(self, values: Any, params: Any, result: Any) -> Any:
         x, indices = values
         how, sizes = params["dimension_numbers"], params["slice_sizes"]
-        if how.operand_batching_dims or not all(x.shape):
+        if not all(x.shape):
             return None
         room = [n - size for n, size in zip(x.shape, sizes, strict=True)]
-        sliced = [a for a in range(len(x.shape)) if a not in how.collapsed_slice_dims]
+        without = *how.collapsed_slice_dims, *how.operand_batching_dims
+        sliced = [a for a in range(len(x.shape)) if a not in without]
+        pairs = list(zip(how.operand_batching_dims, how.start_indices_batching_dims, strict=True))
         fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
 
         def entry(places: tuple[Place, ...]) -> Node:
             batch = tuple(p for a, p in enumerate(places) if a not in how.offset_dims)
             offsets = dict(zip(sliced, (places[a] for a in how.offset_dims), strict=True))
             starts = {a: indices.entry((*batch, n)) for n, a in enumerate(how.start_index_map)}
+            offsets |= {a: batch[n] for a, n in pairs}
             inside = [
                 _plus(_clamped(starts.get(a, 0), room[a]), offsets.get(a, 0))
                 for a in range(len(x.shape))

@@ -110,9 +110,11 @@ def read(
     effect = next((operation(x) for x in program.eqns if x.effects), None)
     if effect is not None:
         raise NotImplementedError(effect)
-    shapes = [x.shape for x in (*program.in_avals, *program.out_avals) if x.ndim == 2]
-    reader = _TileProgramReader(known, max(shapes, key=math.prod, default=()))
     leaves = jax.tree.leaves(arguments, is_leaf=is_reference)
+    pairs = zip(leaves, program.in_avals, strict=True)
+    avals = *(aval for x, aval in pairs if not is_reference(x)), *program.out_avals
+    shapes = [x.shape for x in avals if x.ndim == 2]
+    reader = _TileProgramReader(known, max(shapes, key=math.prod, default=()))
     inputs = [
         reader.table(x) if is_reference(x) else reader.argument(number, aval)
         for number, (x, aval) in enumerate(zip(leaves, program.in_avals, strict=True))

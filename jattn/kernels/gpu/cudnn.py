@@ -1,14 +1,14 @@
 """Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
 
-It is fast where cuDNN has a flag for the mask, and knows nothing else. What a mask becomes is said
-by `as_cudnn`, an open function: register a class of your own to have it run here.
+It is fast if cuDNN has a flag for the mask, and supports no other masks. `as_cudnn`, an open
+function, converts a mask to flags: register a class of your own to have it run here.
 
     @as_cudnn.register
     def _(mask: MyMask) -> Flags: ...
 
 `supports` gives a reason for everything that cuDNN would refuse while compiling, and for everything
-that it computes but means otherwise. Two things it cannot know, as they are decided later: cuDNN
-wants query, key and value sharded alike, and neither tokens nor head sizes sharded.
+that it computes with another meaning. It cannot know how arrays are sharded later: cuDNN requires
+that query, key and value are sharded alike, and neither tokens nor head sizes are.
 """
 
 import functools
@@ -27,6 +27,7 @@ from jattn.functions import integers
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.lowering import default_settings
 from jattn.kernels.common.vjp import AttentionVJP, fallback_if_nonfinite
+from jattn.kernels.gpu.mosaic.machine import device
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
@@ -95,11 +96,8 @@ def _(mask: masks.And) -> Flags:
 # ---------------------------------------------------------------------------------------------
 
 
-_HOPPER = "9.0"
-
-
 def supports(call: Call) -> str | None:
-    """Masks and biases that cuDNN knows, in half precision, where its result is ours."""
+    """Returns why cuDNN cannot compute a call with jattn's result; None if it can."""
     spec, shapes = call.spec, call.shapes
     return (
         _shapes_reason(shapes)
@@ -157,8 +155,8 @@ def _score_reason(call: Call) -> str | None:
     if spec.score is None:
         return None
     if not isinstance(spec.score, scores.Bias):
-        found = type(spec.score).__name__
-        return f"of score functions it has Bias only, got {found}; JAX keeps score_mod to itself"
+        name = type(spec.score).__name__
+        return f"of score functions it has Bias only, got {name}; JAX keeps score_mod to itself"
     array = spec.score.array
     batch, shape = array.shape[:-3], list(array.shape[-3:])
     if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:
@@ -179,28 +177,26 @@ def _reason_with_bias(shapes: Shapes) -> str | None:
 
 
 def _device_reason(shapes: Shapes) -> str | None:
-    try:
-        device, *_ = jax.local_devices(backend="cuda")
-    except RuntimeError:
+    gpu = device.device()
+    if gpu is None:
         return (
             "runs on a machine with a GPU: JAX asks the device for its version of cuDNN, and this "
             "process has none"
         )
-    capability = tuple(map(int, device.compute_capability.split(".")))
+    capability = device.capability_of(gpu)
     if capability < (8, 0):
-        return f"expected a compute capability of 8.0 or more, got {device.compute_capability}"
-    if shapes.H > 128 and capability < tuple(map(int, _HOPPER.split("."))):
-        return f"head size {shapes.H} > 128 needs compute capability {_HOPPER} or more"
+        return f"expected a compute capability of 8.0 or more, got {gpu.compute_capability}"
+    if shapes.H > 128 and capability < (9, 0):
+        return f"head size {shapes.H} > 128 needs compute capability 9.0 or more"
     return None
 
 
 @functools.lru_cache(maxsize=1024)
 def _refusal(shapes: Shapes) -> str | None:
-    """What JAX itself still says, of versions of cuDNN for example; asking takes a trace."""
-    sizes = {"T": (shapes.T, shapes.N), "S": (shapes.S, shapes.K)}
+    """Returns JAX's own reason, for example a version of cuDNN; it takes a trace."""
     query, key = (
-        jax.ShapeDtypeStruct((1, tokens, heads, shapes.H), shapes.dtype)
-        for tokens, heads in sizes.values()
+        jax.ShapeDtypeStruct((1, *size, shapes.H), shapes.dtype)
+        for size in ((shapes.T, shapes.N), (shapes.S, shapes.K))
     )
     all_finite = Spec(masks.Full(), None, 1.0, None, None)
     try:
@@ -221,7 +217,7 @@ def _refusal(shapes: Shapes) -> str | None:
 def _within(
     lengths: tuple[Any, ...], B: int, size: int
 ) -> tuple[Int[Array, " B"], Bool[Array, "B t"]]:
-    """For each row the least of the lengths, and which places are within it."""
+    """Returns the smallest of the lengths of each row, and which places are within it."""
     rows = [
         jnp.broadcast_to(jnp.asarray(integers.clamped(number(x)), jnp.int32), (B,)) for x in lengths
     ]
@@ -232,7 +228,7 @@ def _within(
 def _alive(
     spec: Spec, query: Array, key: Array
 ) -> tuple[Bool[Array, "B T 1 1"], Bool[Array, "B S 1 1"]]:
-    """The queries that have keys, and the keys within their lengths."""
+    """Returns which queries have keys, and which keys are within their lengths."""
     flags, B = as_cudnn(spec.mask), len(query)
     length, columns = _within(flags.kv_lengths, B, key.shape[1])
     _, rows = _within(flags.q_lengths, B, query.shape[1])
@@ -240,13 +236,13 @@ def _alive(
 
 
 def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Array) -> Array:
-    """`out [B, T, N, V]` as cuDNN has it, for rows that have keys."""
+    """Computes `out [B, T, N, V]` by cuDNN, which is right for rows that have keys."""
     flags, B = as_cudnn(spec.mask), len(query)
     options: dict[str, Any] = {}
     if flags.left is not None:
         options["local_window_size"] = (min(flags.left, 2**31 - 1), 0)
     if flags.q_lengths or flags.kv_lengths:
-        # Of no keys at all cuDNN says nothing: one is left, and the row taken as empty elsewhere.
+        # cuDNN does not define rows without keys: they keep one, and are emptied afterwards.
         for name, lengths, size in (
             ("query_seq_lengths", flags.q_lengths, query.shape[1]),
             ("key_value_seq_lengths", flags.kv_lengths, key.shape[1]),
@@ -266,10 +262,10 @@ def _attend(spec: Spec, params: list[Array], query: Array, key: Array, value: Ar
 
 @sequential_vmap
 def _forward(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Array, Normalizer, Array]:
-    """With a normalizer that nobody has asked for.
+    """Computes the output; the normalizer is not used.
 
-    The forward pass is that of a derivative even if none is taken, so that XLA finds it in the
-    backward pass again and computes it once.
+    The forward pass is that of a derivative even if none is taken, so that XLA recognizes it in the
+    backward pass and computes it once.
     """
     with default_settings():
         out, _ = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
@@ -288,16 +284,16 @@ def _backward(
     d_out = jnp.where(rows, d_out, 0).astype(query.dtype)
     with default_settings():
         _, pull = jax.vjp(functools.partial(_attend, spec), parameters(spec), query, key, value)
-        d_params, *found = pull(d_out)
+        d_params, *gradients = pull(d_out)
     d_query, d_key, d_value = (
         jnp.where(alive, d, 0).astype(jnp.float32)
-        for alive, d in zip((rows, columns, columns), found, strict=True)
+        for alive, d in zip((rows, columns, columns), gradients, strict=True)
     )
     return d_params, d_query, d_key, d_value
 
 
 def _again(platform: str) -> AttentionVJP:
-    """Those of blockwise, of which the backward one needs a normalizer."""
+    """Returns the functions of blockwise; the backward one computes the normalizer again."""
     kernel = blockwise.functions(platform)
 
     def backward_from_inputs(spec: Spec, per_query: Any, key: Array, value: Array, _: Array) -> Any:
@@ -310,7 +306,7 @@ def _again(platform: str) -> AttentionVJP:
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Those of cuDNN; the blockwise ones where something masked is not finite."""
+    """Returns cuDNN's functions, followed by those of blockwise if a masked value is not finite."""
     return fallback_if_nonfinite(AttentionVJP(_forward, _backward), _again(platform))
 
 

@@ -1,11 +1,11 @@
 """Attention on GPUs since Ampere for any mask, by the products of single warps.
 
-FlashAttention-2 (Dao 2023) in Pallas's Mosaic GPU form. A program is one warpgroup, which holds 64
-queries, or in the backward pass 64 queries or keys, and computes while the tile that follows is
-copied to shared memory, see `streams`.
+FlashAttention-2 (Dao 2023) in Pallas's Mosaic GPU. A program is one warpgroup. It keeps 64 queries,
+or in the backward pass 64 queries or keys, and computes while the next tile is copied to shared
+memory, see `streams`.
 
-What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
-tile from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
+Index arrays say which tiles are visited and which need no mask, see `block_mask`; the scores of a
+tile come from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
 interpreter.
 """
 
@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn import softmax
 from jattn._types import Index, Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
@@ -33,10 +32,11 @@ from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
-from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.gradients import Rows, add_gradients, finished
-from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, nothing, online
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics, add_gradients, finished
+from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, initial, online
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling
@@ -46,125 +46,123 @@ LEAST = (8, 0)  # compute capability: others have no products in bfloat16
 
 
 def supports(call: Call) -> str | None:
-    """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD, call)
-
-
-def _other_machine() -> str | None:
-    return device.unfit(lambda x: x >= LEAST, "8.0 or more") or old()
+    """Returns why the kernel cannot compute a call; None if it can."""
+    reason = device.unfit(lambda x: x >= LEAST, "8.0 or more") or old()
+    return reason or mosaic_call.unsupported(_FORWARD, call)
 
 
 def old() -> str | None:
-    """Why this version of JAX does not compile for this machine's device."""
+    """Returns why this version of JAX cannot compile for this machine's device; None if it can."""
     return None if device.device() is None or knows_ampere() else OLD
 
 
 OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
 
 
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
-    """Output `[B, T, N, V]` and normalizer `[B, T, N]`; a program for every 64 queries, or for each
-    of them and each part of the keys (Dao et al. 2023, "Flash-Decoding")."""
+def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+    """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`.
+
+    There is a program for every 64 queries and each part of the keys (Dao et al. 2023,
+    "Flash-Decoding").
+    """
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     visits, parts = problem.visits(spec), problem.parts()
 
-    def kernel(place: tuple[Array, ...], operands: Ref, results: Ref, scratch: Tree) -> None:
+    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
-        (part, b, h, i), kv = place, lax.div(place[2], np.int32(shapes.G))
-        row, first = i * rows, jnp.int32(0)
-        own = pl.ds(row, rows)
-        queries.fill(first, query.at[b, h, own])
-        numbers, (q,) = problem.numbers(leaves, b, h), queries.wait(first)
+        part, b, h, i = place()
+        kv, row, first = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
+        block = pl.ds(row, rows)
+        queries.fill(first, query.at[b, h, block])
+        constants, (q,) = problem.constants(leaves, b, h), queries.wait(first)
 
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
 
-        def step(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
-            turn, before = state
+        def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
+            turn, sums = state
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
-            here = problem.tile(leaves, kernel_refs.TileIndex(b, h, row, j * columns), numbers)
+            tile = problem.tile(leaves, TileIndex(b, h, row, j * columns), constants)
             (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
-            weights, found = online(problem, masked, here, products, before)
+            weights, sums = online(problem, masked, tile, products, sums)
             (v,) = values.wait(turn)
             fetch_next(turn + 1)
             pair = weights.astype(shapes.dtype), v
-            (weighted,) = matrix_units.multiply(unit, [pair], onto=[found.weighted])
-            return turn + 1, found._replace(weighted=weighted)
+            (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
+            return turn + 1, sums._replace(weighted=weighted)
 
-        state = first, softmax.Partial(*map(unit.lay, nothing(rows, shapes.V), ("t", "t", "ts")))
-        at, share = (b, h, i), (part, parts)
-        _, found = visits.fold_ahead(visits_ref, at, fetch, first, step, state, share)
-        out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), found)
+        state = first, initial(unit, rows, shapes.V)
+        share = part, parts
+        _, sums = visits.fold_ahead(visits_ref, (b, h, i), fetch, first, visit, state, share)
+        out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
-            put(problem.unit, result.at[part, b, h, own], x)
+            put(problem.unit, result.at[part, b, h, block], x)
 
-    operands = *heads_first(query, key, value), problem.rules.arrays, visits.arrays
+    operands = *heads_first(query, key, value), problem.refs.arrays, visits.arrays
     results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
     scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
-    found = launch("jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1)
-    return joined(jnp.swapaxes(found[0], 2, 3), *found[1:])
+    out, *rest = launch(
+        "jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1
+    )
+    return joined(jnp.swapaxes(out, 2, 3), *rest)
 
 
-class _Backward(backward.Program):
-    """64 queries or, `by_key`, 64 keys, which the only warpgroup keeps."""
+class _AmpereGradients(backward.GradientProgram):
+    """64 queries or, with `by_key`, 64 keys, which the only warpgroup keeps."""
 
     def run(self, results: Tree, scratch: Tree) -> None:
         """Sums the gradients of what the program keeps, and writes them."""
-        (kept, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
-        own = self.part(self.at[2] * ROWS, ROWS, self.at[1])
-        kept.fill(first, *[x.at[own] for x in self.kept])
-        mine = None if self.problem.by_key else Rows.read(unit, self.rows, *self.at)
-        add_head = functools.partial(self.add_head, stream, kept.wait(first), mine)
-        zeros = [unit.lay(jnp.zeros((ROWS, self.problem.shapes.H), jnp.float32), "ts")] * len(
-            results
-        )
+        (resident, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
+        part = self.part(self.place[2] * ROWS, ROWS, self.place[1])
+        resident.fill(first, *[x.at[part] for x in self.resident])
+        rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
+        add_head = functools.partial(self.add_head, stream, resident.wait(first), rows)
+        zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(results)
         _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
-        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), mine)
+        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
         for result, gradient in zip(results, gradients, strict=True):
-            put(unit, result.at[own], gradient.astype(result.dtype))
+            put(unit, result.at[part], gradient.astype(result.dtype))
 
-    def add_head(self, stream: Stream, near: Any, mine: Any, g: Any, state: Tree) -> Any:
-        """The state with what all tiles of a head add to it. `near` is what the program keeps, in
-        shared memory, and `mine` the rows of the queries that it keeps."""
-        problem, (b, _, i) = self.problem, self.at
-        h = self.at[1] * problem.heads + g
-        numbers = problem.numbers(self.leaves, b, h)
+    def add_head(self, stream: Stream, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
+        """Adds all tiles of a head to the state. `resident` are arrays in shared memory, and
+        `kept_rows` the statistics of queries that the program keeps."""
+        problem, (b, key_head, i) = self.problem, self.place
+        h = key_head * problem.heads + g
+        constants = problem.constants(self.leaves, b, h)
 
         def fetch(x: Any, turn: Any) -> None:
             stream.fill(turn, *self.tiles(h, x))
 
-        def step(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
+        def visit(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
             turn, *totals = state
             arrays = stream.wait(turn)
             fetch_next(turn + 1)
-            place = self.place(h, i * ROWS, x * problem.streamed)
-            here = problem.tile(self.leaves, place, numbers)
-            read = functools.partial(Rows.read, problem.unit, self.rows, b, h, x)
-            rows = read if mine is None else mine
+            index = self.tile_index(h, i * ROWS, x * problem.streamed)
+            tile = problem.tile(self.leaves, index, constants)
+            read = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
+            rows = read if kept_rows is None else kept_rows
             totals = dict(zip(self.which, totals, strict=True))
-            return turn + 1, *add_gradients(problem, masked, rows, near, arrays, totals, here)
+            operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
+            return turn + 1, *add_gradients(problem, totals, arrays, **operands)
 
-        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], step, state)
+        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], visit, state)
 
 
-def _gradients(
-    problem: Problem, spec: Spec, per_query: Any, key: Array, value: Array, which: tuple[int, ...]
-) -> list[Array]:
-    """Returns the gradient of queries or, with `problem.by_key`, the gradients of keys and values
-    named in `which`; a program for every 64."""
+def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
+    """Computes gradients as `mosaic_call.GradientKernels.run`, in a program for every 64 queries or
+    keys."""
     shapes, size = problem.shapes, problem.streamed
     scratch = [
         Stream.scratch(problem.unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if problem.by_key else "jattn_ampere_d_queries"
-    call = problem, spec, per_query, key, value, which
-    rows = size if problem.by_key else ROWS
-    return backward.launched(name, _Backward, call, rows, _Backward.run, scratch, 1)
+    rows, run = size if problem.by_key else ROWS, _AmpereGradients.run
+    return backward.launched(name, _AmpereGradients, (problem, *call), rows, run, scratch, 1)
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
@@ -173,13 +171,13 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
     return 32 if width <= 128 else 16, 16
 
 
-# As many keys and queries as fit registers, beside what masks and score functions need.
-_FORWARD = mosaic_call.Forward(
+# The most keys and queries that fit registers beside those of masks and score functions.
+_FORWARD = mosaic_call.ForwardKernel(
     tiling=lambda _, x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
     products=Products.WARP,
     run=_forward,
 )
-BACKWARD = mosaic_call.Backward(
+BACKWARD = mosaic_call.GradientKernels(
     rows=lambda _: ROWS,
     streamed=_streamed,
     products=Products.WARP,
@@ -188,23 +186,24 @@ BACKWARD = mosaic_call.Backward(
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward; interpreted on a CPU."""
-    _check_version(platform)
+    """Returns the forward and backward functions; they are interpreted on a CPU."""
+    check_version("ampere", platform)
     return mosaic_call.functions(_FORWARD, BACKWARD, platform)
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """As `gpu.decode.attend`."""
-    _check_version(platform)
+    """Computes attention to a cache, see `gpu_decode.attend`."""
+    check_version("ampere", platform)
     return gpu_decode.attend(_FORWARD, platform, spec, query, cache)
 
 
 READER = Reader(functools.partial(gpu_decode.unreadable, _FORWARD), decode)
 
 
-def _check_version(platform: str) -> None:
+def check_version(name: str, platform: str) -> None:
+    """Raises NotImplementedError if this version of JAX cannot compile the implementation."""
     if platform != "cpu" and not knows_ampere():
-        raise NotImplementedError(f"implementation 'ampere': {OLD}")
+        raise NotImplementedError(f"implementation '{name}': {OLD}")
 
 
 KERNEL = Kernel(supports, functions, reader=READER)

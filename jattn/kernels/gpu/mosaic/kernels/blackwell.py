@@ -1,19 +1,19 @@
-"""Attention on Blackwell GPUs for any mask, by their fifth matrix units and tensor memory.
+"""Attention on Blackwell GPUs for any mask, by fifth-generation tensor cores and tensor memory.
 
 The forward pass has the form of FlashAttention-4 (Zadouri et al. 2026) and of CUTLASS's attention
-for Blackwell, in Pallas's Mosaic GPU. Of a program's warpgroups one has a warp that copies tiles of
-keys and values to shared memory, and a warp that starts products. Two others hold 128 queries each.
-Scores come from tensor memory to registers, a row for each thread, so that no thread needs another
-one for a row's maximum and sum. Weights go back in their place, and the weighted sum stays in
-tensor memory: the matrix units multiply for one warpgroup while the other is at its softmax
-(FlashAttention-3, Shah et al. 2024). As in FlashAttention-4 the sum is only rescaled where a
-maximum has moved far: until then all stays relative to the maximum before.
+for Blackwell, in Pallas's Mosaic GPU. One warpgroup of a program has a warp that copies tiles of
+keys and values to shared memory, and a warp that starts products. Two others keep 128 queries each.
+Scores are loaded from tensor memory to registers, a row for each thread, so that no thread needs
+another one for a row's maximum and sum. Weights are written in their place, and the weighted sum
+stays in tensor memory. The tensor cores multiply for one warpgroup while the other computes its
+softmax (FlashAttention-3, Shah et al. 2024). As in FlashAttention-4 the sum is rescaled only if a
+maximum has increased by much: until then it stays relative to the previous maximum.
 
-Of FlashAttention-4 two things are missing: powers of two by products, and pairs of multiprocessors.
+Two parts of FlashAttention-4 are missing: powers of two by products, and pairs of multiprocessors.
 
-What is visited, and what needs no mask, comes from index arrays, see `block_mask`; the scores of a
-tile from `jattn.tile`, through `mosaic_interpreter`. The gradients are `blackwell_gradients`. The
-kernels are compiled for such GPUs and interpreted on a CPU, but have not yet run on one.
+Index arrays say which tiles are visited and which need no mask, see `block_mask`; the scores of a
+tile come from `jattn.tile`, through `mosaic_interpreter`. The gradients are `blackwell_gradients`.
+The kernels are compiled for such GPUs and interpreted on a CPU, but have not yet run on one.
 """
 
 import functools
@@ -32,16 +32,16 @@ from jattn.call import Call
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell_gradients, mosaic_call
-from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch_by_role
+from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch
 from jattn.kernels.gpu.mosaic.machine import device, tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products
-from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere, mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import Ring, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
-from jattn.kernels.gpu.mosaic.tile.online_softmax import finish_apart, nothing, soften
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.online_softmax import LOWEST, finish_factor, online_softmax_step
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling
 
@@ -51,63 +51,60 @@ _CHUNK = 64  # columns of the weighted sum that are in registers at a time
 
 
 def supports(call: Call) -> str | None:
-    """None or why not."""
-    return _other_machine() or mosaic_call.unsupported(_FORWARD, call)
+    """Returns why the kernel cannot compute a call; None if it can."""
+    reason = device.unfit(lambda x: x[0] == CAPABILITY, f"{CAPABILITY}.x") or ampere.old()
+    return reason or mosaic_call.unsupported(_FORWARD, call)
 
 
-def _other_machine() -> str | None:
-    return device.unfit(lambda x: x[0] == CAPABILITY, f"{CAPABILITY}.x") or ampere.old()
+class _ForwardMemory(NamedTuple):
+    """The memory of a program with some groups of 128 queries.
 
+    In shared memory: `queries`, through which the output also passes, and `numbers` of each row;
+    streamed tiles of `keys` and `values`, and the spec's `arrays` for keys. In tensor memory, for
+    each group: `scores`, in whose place are `weights`, and `sums`.
 
-class _Memory(NamedTuple):
-    """Of a program with some groups of 128 queries.
-
-    In shared memory: `queries`, where the output leaves too, and numbers of each row, `kept`; tiles
-    of `keys` and `values` that come by, and the spec's arrays `beside` keys. In tensor memory, of
-    each group beside another: `scores`, an alternative of which are `weights`, and `sums`.
-
-    Barriers of each group: its queries are `loaded`; the matrix units have `scored` a tile, `added`
-    weighted values, and are `done` with all; a group has `softened` the scores of a tile.
+    Barriers of each group: its queries are `loaded`; the tensor cores have `scored` a tile, `added`
+    weighted values, and are `done` with all; the group has `weighed` the scores of a tile.
     """
 
     queries: Ref
-    kept: tuple[Any, ...]
-    keys: Ring
-    values: Ring
-    beside: tuple[Ring, ...]
+    numbers: tuple[Any, ...]
+    keys: TileRing
+    values: TileRing
+    arrays: tuple[TileRing, ...]
     tile: Ref
     sums: Ref
     loaded: Ref
     scored: Ref
-    softened: Ref
+    weighed: Ref
     added: Ref
     done: Ref
 
     @classmethod
-    def scratch(cls, problem: Problem) -> "_Memory":
+    def scratch(cls, problem: GPUProblem) -> "_ForwardMemory":
         shapes, columns, unit = problem.shapes, problem.tiling.block_kv, problem.unit
         groups, ahead = problem.groups, 2 if shapes.H > 64 else 4
         tensors = functools.partial(tensor_memory.scratch, unit)
         barrier = functools.partial(tensor_memory.barrier, unit)
         tiles = tiles_in_memory(ahead, columns, shapes.H, shapes.dtype)
-        arrays, rows = (
-            problem.scratch_beside(ahead),
-            mosaic().SMEM((groups, TENSOR_ROWS), "float32"),
-        )
-        used = mosaic().Barrier(num_barriers=ahead, num_arrivals=groups)
+        arrays, used = problem.streamed_scratch(ahead), mosaic().Barrier
         # Weights take half the columns of scores, and begin where these do.
         scores, weights = tensors(groups * columns), tensors(2 * groups * columns, shapes.dtype)
         return cls(
             queries=tiles_in_memory(groups, TENSOR_ROWS, shapes.H, shapes.dtype),
-            kept=(rows,) * 3,
-            keys=Ring.scratch(tiles, free=barrier(ahead, groups)),
-            values=Ring.scratch(tiles, free=barrier(ahead, groups)),
-            beside=(Ring.scratch(*arrays, free=used),) if arrays else (),
+            numbers=(mosaic().SMEM((groups, TENSOR_ROWS), "float32"),) * 3,
+            keys=TileRing.scratch(tiles, free=barrier(ahead, groups)),
+            values=TileRing.scratch(tiles, free=barrier(ahead, groups)),
+            arrays=(
+                (TileRing.scratch(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
+                if arrays
+                else ()
+            ),
             tile=tensor_memory.alternatives(unit, scores, weights),
             sums=tensors(groups * shapes.V),
             loaded=mosaic().Barrier(num_barriers=groups),
             scored=barrier(groups),
-            softened=barrier(groups),
+            weighed=barrier(groups),
             added=barrier(groups),
             done=barrier(groups),
         )
@@ -124,80 +121,78 @@ class _Memory(NamedTuple):
 
 
 def _hidden(number: Index, turn: Array) -> Array:
-    """The number of a group, or of its first row. The compiler does not know that it is the same in
-    each turn: what follows from it is computed where it is used, and takes up no registers. Where
-    matrix units arrive at a barrier whose address is known, ptxas even keeps that of all shared
-    memory, and spills it."""
+    """Returns the number of a group, or of its first row, hidden from the compiler.
+
+    The compiler then computes what depends on it where it is used, and it takes up no registers.
+    If tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
+    shared memory, and spills it.
+    """
     return number + lax.shift_right_logical(turn, np.int32(30))
 
 
-class _Program(NamedTuple):
+class _ForwardProgram(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
-    keys (Dao et al. 2023, "Flash-Decoding")."""
+    keys (Dao et al. 2023, "Flash-Decoding"). `place()` reads (part, b, h, i) where it is used: no
+    role keeps it for another."""
 
-    problem: Problem
+    problem: GPUProblem
     visits: block_mask.BlockMask
-    memory: _Memory
-    place: Any  # reads part, b, h, i
+    memory: _ForwardMemory
+    place: Callable[[], Any]
     parts: int
     operands: Tree
 
-    @property
-    def at(self) -> Any:
-        """Read where they are used: no role keeps them for another."""
-        return self.place()
+    def fold(self, visit: Any, state: Any) -> Any:
+        (part, *block), visits_ref = self.place(), self.operands[-1]
+        return self.visits.fold(visits_ref, tuple(block), visit, state, part=(part, self.parts))
 
-    def fold(self, step: Any, state: Any) -> Any:
-        (part, *at), visits_ref = self.at, self.operands[-1]
-        return self.visits.fold(visits_ref, tuple(at), step, state, part=(part, self.parts))
-
-    def rows(self, group: Index) -> Array:
-        """Where the queries of a group start."""
-        return self.at[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
+    def first_row(self, group: Index) -> Array:
+        """The first query of a group."""
+        return self.place()[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
 
     def copy(self) -> None:
-        """What the warp does that only copies."""
+        """Copies queries, and the tiles of keys and values, in one warp."""
         (query, key, value, leaves, _), memory = self.operands, self.memory
-        _, b, h, _ = self.at
+        _, b, h, _ = self.place()
         kv, columns = lax.div(h, np.int32(self.problem.shapes.G)), self.problem.tiling.block_kv
         for group in range(self.problem.groups):
-            own = query.at[b, pl.ds(self.rows(group), TENSOR_ROWS), h]
-            mosaic().copy_gmem_to_smem(own, memory.queries.at[group], memory.loaded.at[group])
+            part = query.at[b, pl.ds(self.first_row(group), TENSOR_ROWS), h]
+            mosaic().copy_gmem_to_smem(part, memory.queries.at[group], memory.loaded.at[group])
 
-        def step(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, turn: Array) -> Array:
             run = pl.ds(j * columns, columns)
             memory.keys.fill(turn, key.at[b, run, kv])
-            parts = self.problem.parts_beside(leaves, TileIndex(b, h, 0, j * columns))
-            for ring in memory.beside:
+            parts = self.problem.streamed_parts(leaves, TileIndex(b, h, 0, j * columns))
+            for ring in memory.arrays:
                 ring.fill(turn, *parts)
             memory.values.fill(turn, value.at[b, run, kv])
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
-        for ring in (memory.keys, memory.values, *memory.beside):
+        turns = self.fold(visit, jnp.int32(0))
+        for ring in (memory.keys, memory.values, *memory.arrays):
             ring.drain(turns)
 
     def multiply(self) -> None:
-        """What the warp does that starts products. Those of one group are under way while the
-        other one's weights are computed."""
+        """Starts all products, in one warp. Those of one group are computed while the other group
+        computes weights."""
         memory, groups, unit = self.memory, range(self.problem.groups), self.problem.unit
         for group in groups:
             mosaic().barrier_wait(memory.loaded.at[group])
 
-        def step(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, turn: Array) -> Array:
             for group in groups:
 
                 @pl.when(turn > 0)
                 def _(group: int = group) -> None:
                     self.add(group, turn - 1)
-                    # Weights lie where scores are written now.
+                    # Scores will be written in the place of weights.
                     tensor_memory.commit(unit, memory.added.at[_hidden(group, turn)])
                     mosaic().barrier_wait(memory.added.at[group])
 
                 self.score(group, turn)
             return turn + 1
 
-        turns = self.fold(step, jnp.int32(0))
+        turns = self.fold(visit, jnp.int32(0))
         for group in groups:
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
             tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
@@ -207,7 +202,7 @@ class _Program(NamedTuple):
         memory, unit = self.memory, self.problem.unit
         if group == 0:
             memory.keys.wait(turn)
-        (keys,) = memory.keys.at(turn)
+        (keys,) = memory.keys.of_turn(turn)
         scores = memory.scores_of(group, self.problem.tiling.block_kv)
         tensor_memory.multiply(unit, scores, memory.queries.at[group], keys, transposed=True)
         scored = memory.scored.at[_hidden(group, turn)]
@@ -216,99 +211,97 @@ class _Program(NamedTuple):
     def add(self, group: int, turn: Array) -> None:
         """Starts to add the weighted values of a turn."""
         memory, unit = self.memory, self.problem.unit
-        mosaic().barrier_wait(memory.softened.at[group])
+        mosaic().barrier_wait(memory.weighed.at[group])
         if group == 0:
             memory.values.wait(turn)
-        (values,) = memory.values.at(turn)
+        (values,) = memory.values.of_turn(turn)
         weights = memory.weights_of(group, self.problem.tiling.block_kv)
         total = memory.sum_of(group, 0, self.problem.shapes.V)
         tensor_memory.multiply(unit, total, weights, values)
         tensor_memory.commit(unit, memory.values.freed(turn))
 
     def compute(self, results: Ref, group: Index) -> None:
-        """What a warpgroup does that computes weights."""
+        """Computes the weights and results of a group, in a warpgroup."""
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
-        (_, b, h, _), columns = self.at, self.problem.tiling.block_kv
-        row, numbers = self.rows(group), self.problem.numbers(leaves, b, h)
-        # One group has registers for what follows from rows; dropout's hashes take long to compute.
+        (_, b, h, _), columns = self.place(), self.problem.tiling.block_kv
+        row, constants = self.first_row(group), self.problem.constants(leaves, b, h)
+        # A single group has registers for what rows determine; dropout's hashes take long.
         scarce = self.problem.groups > 1 and not self.problem.drops
-        zeros = unit.lay(jnp.zeros((TENSOR_ROWS, _CHUNK), jnp.float32), "ts")
+        zeros = unit.zeros(TENSOR_ROWS, _CHUNK)
         for start in range(0, self.problem.shapes.V, _CHUNK):
             tensor_memory.store(unit, memory.sum_of(group, start, _CHUNK), zeros)
         tensor_memory.wait_for_stores(unit)
 
-        def step(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def visit(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *sums = state
-            own = _hidden(group, turn)
+            hidden = _hidden(group, turn)
             first = _hidden(row, turn) if masked and scarce else row
-            here = self.problem.tile(leaves, TileIndex(b, h, first, j * columns), numbers)
-            mosaic().barrier_wait(memory.scored.at[own])
-            products = tensor_memory.load_by_parts(unit, memory.scores_of(own, columns))
+            tile = self.problem.tile(leaves, TileIndex(b, h, first, j * columns), constants)
+            mosaic().barrier_wait(memory.scored.at[hidden])
+            products = tensor_memory.load_by_parts(unit, memory.scores_of(hidden, columns))
             tensor_memory.wait_for_loads(unit)
-            for ring in memory.beside:
+            for ring in memory.arrays:
                 ring.wait(turn)
-                here = here.completed(ring.at(turn))
-                mosaic().commit_smem()  # copies may write then to what was read
+                tile = tile.completed(ring.of_turn(turn))
+                mosaic().commit_smem()  # copies may then overwrite what was read
                 mosaic().barrier_arrive(ring.freed(turn))
-            sums = self.soften(own, masked, here, products, *sums)
+            sums = self.weigh(hidden, masked, tile, products, *sums)
             tensor_memory.wait_for_stores(unit)
-            mosaic().barrier_arrive(memory.softened.at[own])
+            mosaic().barrier_arrive(memory.weighed.at[hidden])
             return turn + 1, *sums
 
-        shift, total, _ = nothing(TENSOR_ROWS, 1)
-        state = jnp.int32(0), unit.lay(shift, "t"), unit.lay(total, "t")
-        _, shift, total = self.fold(step, state)
+        total, shift = (
+            jnp.zeros(TENSOR_ROWS, jnp.float32),
+            jnp.full(TENSOR_ROWS, LOWEST, jnp.float32),
+        )
+        state = jnp.int32(0), unit.to_layout(shift, "t"), unit.to_layout(total, "t")
+        _, shift, total = self.fold(visit, state)
         mosaic().barrier_wait(memory.done.at[group])
-        self.leave(group, row, shift, total, results)
+        self.write_results(group, row, shift, total, results)
 
-    def soften(
-        self,
-        group: Array,
-        masked: bool,
-        here: RegisterTile,
-        products: Array,
-        shift: Array,
-        total: Array,
+    def weigh(
+        self, group: Array, masked: bool, tile: RegisterTile, products: Array, *sums: Array
     ) -> tuple[Array, Array]:
-        """Leaves a tile's weights where its scores were; the new shift and total."""
+        """Writes a tile's weights in the place of its scores; returns the new shift and total."""
         unit, problem = self.problem.unit, self.problem
-        found = soften(problem, masked, here, products, shift, total)
+        new = online_softmax_step(problem, masked, tile, products, *sums)
         place = self.memory.weights_of(group, problem.tiling.block_kv)
-        tensor_memory.store_by_parts(unit, place, found.weights.astype(problem.shapes.dtype))
-        pl.when(found.far)(functools.partial(self.rescale, group, found.factor))
-        return found.shift, found.total
+        tensor_memory.store_by_parts(unit, place, new.weights.astype(problem.shapes.dtype))
+        pl.when(new.rescales)(functools.partial(self.rescale, group, new.factor))
+        return new.shift, new.total
 
     def rescale(self, group: Array, factor: Array) -> None:
-        """The weighted sum of a group, by rows."""
+        """Multiplies the rows of a group's weighted sum by factors."""
         unit = self.problem.unit
         for start in range(0, self.problem.shapes.V, _CHUNK):
             part = self.memory.sum_of(group, start, _CHUNK)
-            found = tensor_memory.load(unit, part)
+            chunk = tensor_memory.load(unit, part)
             tensor_memory.wait_for_loads(unit)
-            tensor_memory.store(unit, part, found * unit.spread(factor, _CHUNK))
+            tensor_memory.store(unit, part, chunk * unit.spread(factor, _CHUNK))
 
-    def leave(self, group: Index, row: Array, shift: Array, total: Array, results: Ref) -> None:
-        """Output and normalizer of a group, whose first query is in a row; the output of a part of
-        the keys in float32."""
-        (part, b, h, _), memory = self.at, self.memory
-        factor, normalizer = mosaic_interpreter.run(
-            functools.partial(finish_apart, self.problem.factors), shift, total
-        )
-        kept = [place.at[group] for place in memory.kept]
-        for place, x in zip(kept, (factor, *normalizer), strict=True):
+    def write_results(
+        self, group: Index, row: Array, shift: Array, total: Array, results: Ref
+    ) -> None:
+        """Writes output and normalizer of a group, whose first query is `row`; the output of a part
+        of the keys in float32."""
+        (part, b, h, _), memory = self.place(), self.memory
+        finish = functools.partial(finish_factor, self.problem.factors)
+        factor, normalizer = mosaic_interpreter.run(finish, shift, total)
+        numbers = [place.at[group] for place in memory.numbers]
+        for place, x in zip(numbers, (factor, *normalizer), strict=True):
             place[...] = x
-        own = pl.ds(row, TENSOR_ROWS)
-        queries, result = memory.queries.at[group], results[0].at[part, b, own, h]
-        apart = result.dtype != queries.dtype
+        rows = pl.ds(row, TENSOR_ROWS)
+        queries, result = memory.queries.at[group], results[0].at[part, b, rows, h]
+        is_part = result.dtype != queries.dtype
         for start in range(0, self.problem.shapes.V, _CHUNK):
-            place = (result if apart else queries).at[:, pl.ds(start, _CHUNK)]
-            place[...] = self.output(group, start, kept[0]).astype(place.dtype)
-        along = [(x, y.at[part, b, h, own]) for x, y in zip(kept[1:], results[1:], strict=True)]
-        store(along if apart else [(queries, result), *along])
+            place = (result if is_part else queries).at[:, pl.ds(start, _CHUNK)]
+            place[...] = self.output(group, start, numbers[0]).astype(place.dtype)
+        pairs = zip(numbers[1:], results[1:], strict=True)
+        along = [(x, y.at[part, b, h, rows]) for x, y in pairs]
+        store(along if is_part else [(queries, result), *along])
 
     def output(self, group: Index, start: int, factor: Ref) -> Array:
-        """Columns of the normalised sum, as shared memory takes them without conflicts between its
-        banks."""
+        """Columns of the normalized sum, in a layout without bank conflicts in shared memory."""
         unit, total = self.problem.unit, self.memory.sum_of(group, start, _CHUNK)
         if unit.interpreted:
             return tensor_memory.load(unit, total) * factor[...][:, None]
@@ -317,33 +310,31 @@ class _Program(NamedTuple):
         factor = mosaic().load(factor, layout=layout.reduce(1))
         return out * mosaic().layout_cast(lax.broadcast_in_dim(factor, out.shape, (0,)), layout)
 
-    def run(self, results: Ref) -> None:
-        compute = functools.partial(self.compute, results)
-        groups, unit = self.problem.groups, self.problem.unit
-        tensor_memory.by_role(unit, groups, self.copy, self.multiply, compute)
 
-
-def _forward(problem: Problem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
-    """Output `[B, T, N, V]` and normalizer `[B, T, N]`."""
-    visits, parts = problem.visits(spec), problem.parts()
+def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+    """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`."""
+    visits, parts, unit = problem.visits(spec), problem.parts(), problem.unit
 
     def kernel(place: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
-        memory = _Memory(*scratch)
-        _Program(problem, visits, memory, place, parts, operands).run(results)
+        memory = _ForwardMemory(*scratch)
+        program = _ForwardProgram(problem, visits, memory, place, parts, operands)
+        compute = functools.partial(program.compute, results)
+        tensor_memory.by_role(unit, problem.groups, program.copy, program.multiply, compute)
 
-    operands = query, key, value, problem.rules.arrays, visits.arrays
-    results = forward_results(problem.shapes, parts)
+    operands = query, key, value, problem.refs.arrays, visits.arrays
+    results, scratch = forward_results(problem.shapes, parts), _ForwardMemory.scratch(problem)
     order = Order.of(problem, visits, problem.shapes.N, parts)
-    warpgroups = tensor_memory.warpgroups(problem.unit, problem.groups)
-    name, scratch = "jattn_blackwell_forward", _Memory.scratch(problem)
-    given = operands, results, scratch, warpgroups
-    return joined(*launch_by_role(name, problem, order, kernel, *given))
+    rest = operands, results, scratch, tensor_memory.warpgroups(unit, problem.groups)
+    return joined(*launch("jattn_blackwell_forward", problem, order, kernel, *rest))
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
-    """Scores and sums of two groups fill tensor memory where heads are of 128: it has 512
-    columns. Registers hold long tiles where these read no arrays, and those of two groups no tiles
-    with dropout beside score functions."""
+    """Chooses the tiles that fit tensor memory and registers.
+
+    Scores and sums of two groups fill tensor memory, which has 512 columns, for heads of 128.
+    Registers hold long tiles that read no arrays, but not the tiles of two groups with both dropout
+    and score functions.
+    """
     wide = max(shapes.H, shapes.V) > 128
     both = spec.score is not None and spec.dropout_rate > 0
     groups = 1 if wide or both or shapes.T <= TENSOR_ROWS else 2
@@ -353,17 +344,12 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     return Tiling(groups * TENSOR_ROWS, 64 if short else 128)
 
 
-_FORWARD = mosaic_call.Forward(
-    tiling=_tiling,
-    products=Products.TENSOR_MEMORY,
-    run=_forward,
-)
+_FORWARD = mosaic_call.ForwardKernel(_tiling, Products.TENSOR_MEMORY, _forward)
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward; interpreted on a CPU."""
-    if platform != "cpu" and not knows_ampere():
-        raise NotImplementedError(f"implementation 'blackwell': {ampere.OLD}")
+    """Returns the forward and backward functions; they are interpreted on a CPU."""
+    ampere.check_version("blackwell", platform)
     return mosaic_call.functions(_FORWARD, blackwell_gradients.BACKWARD, platform)
 
 

@@ -1,12 +1,11 @@
-"""The call of kernels in Mosaic: what their matrix units need of arrays, and the backward pass.
-
-`hopper`, `ampere` and `blackwell` are kernels of this kind.
+"""The call of the kernels in Mosaic, `hopper`, `ampere` and `blackwell`: arrays in the sizes that
+tensor cores need, and the backward pass.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,21 +19,24 @@ from jattn.kernels.common import slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
-from jattn.kernels.gpu.mosaic.tile import hoisted, kernel_refs
+from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import with_slope
 from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import Problem
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
 
 
-class Forward(NamedTuple):
+_MAX_HEAD_SIZE = 256
+
+
+class ForwardKernel(NamedTuple):
     """The forward kernel of one kind of GPU.
 
-    tiling: queries of a program and keys of a tile, for a spec and shapes.
-    products: what multiplies.
-    run: `(problem, spec, query, key, value)` to output `[B, T, N, V]` and the normalizer
-        `[B, T, N]`.
+    tiling: returns queries of a program and keys of a tile, for a spec and shapes.
+    products: the threads or units that multiply.
+    run: computes output `[B, T, N, V]` and the normalizer `[B, T, N]` from `(problem, spec, query,
+        key, value)`.
     """
 
     tiling: Callable[[Spec, Shapes], Tiling]
@@ -45,20 +47,21 @@ class Forward(NamedTuple):
         return Unit(platform == "cpu", False, self.products)
 
 
-class Backward(NamedTuple):
+class GradientKernels(NamedTuple):
     """The kernels of one kind of GPU for gradients.
 
-    rows: queries, or keys, of a program, for a head size.
-    streamed: of a tile the keys in gradients of queries, and the queries in gradients of keys, for
-        a spec and a head size.
-    products: what multiplies.
-    run: `(problem, spec, per_query, key, value, which)` to gradients of queries, or of keys and
-        values where `problem.by_key`; `which` of these.
-    widest_together: the head size up to which registers hold those of keys and of values beside a
-        tile; of wider heads each has a kernel of its own.
-    columns: of a tile, what a warpgroup computes at once, for a spec and by keys or not; None: all.
-    of_parameters: the kernels whose tiles and products those for gradients of parameters have;
-        None: these.
+    rows: returns queries, or keys, of a program, for a head size.
+    streamed: returns keys of a tile in gradients of queries, and queries of a tile in gradients of
+        keys, for a spec and a head size.
+    products: the threads or units that multiply.
+    run: computes gradients from `(problem, spec, per_query, key, value, which)`: of the queries or,
+        with `problem.by_key`, those of keys and values that `which` lists.
+    widest_together: the largest head size for which registers hold gradients of keys and of values
+        beside a tile; for wider heads each has a kernel of its own.
+    columns: returns the columns of a tile that a warpgroup computes at once, for a spec and by keys
+        or not; None: all.
+    of_parameters: the kernels whose tiles and products the gradients of parameters use; None:
+        these.
     """
 
     rows: Callable[[int], int]
@@ -67,73 +70,67 @@ class Backward(NamedTuple):
     run: Callable[..., list[Array]]
     widest_together: int = 128
     columns: Callable[[Spec, bool], int | None] = lambda *_: None
-    of_parameters: "Backward | None" = None
+    of_parameters: "GradientKernels | None" = None
 
     def unit(self, platform: str, transposed: bool = False) -> Unit:
         return Unit(platform == "cpu", transposed, self.products)
 
 
-def unsupported(kernel: Forward, call: Call) -> str | None:
-    """Why a kernel cannot compute a prepared call, but for the machine."""
+def unsupported(kernel: ForwardKernel, call: Call) -> str | None:
+    """Returns why a kernel cannot compute a prepared call on any machine; None if it can."""
     spec, shapes = call.spec, call.shapes
-    tiling = kernel.tiling(spec, shapes)
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"expected bfloat16 or float16, got {shapes.dtype}"
-    too_wide = kernel_refs.too_wide(shapes)
-    if too_wide or 0 in (shapes.B, shapes.T, shapes.S):
-        return too_wide
+    width = max(shapes.H, shapes.V)
+    if width > _MAX_HEAD_SIZE:  # registers hold no wider ones
+        return f"expected head sizes up to {_MAX_HEAD_SIZE}, got {width}"
+    if 0 in (shapes.B, shapes.T, shapes.S):
+        return None
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    return reason(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
+
+
+def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
+    """Computes scores and all their derivatives for one tile of zeros."""
+    T, S = slicing.round_up(shapes.T, shapes.S, tiling)
+    spec = slicing.pad_spec(spec, shapes.T, shapes.S, T, S)
+    spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
+    refs = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
+    modify, operands = refs.example()
+
+    def scores_and_slopes(*operands: Tree) -> Tree:
+        *parts, products = operands
+        tile = refs.tile(*parts)
+        kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
+        summed = [x.which for x in kinds if x.by_distance or not x.looked_up]
+        return modify(*operands), [with_slope(tile, x, products, True) for x in summed]
+
+    return refs.run_example(scores_and_slopes, operands)
+
+
+def reason(one_tile: Callable[..., Tree], *sizes: Hashable, spec: Spec) -> str | None:
+    """Returns why registers cannot run `one_tile(*sizes, spec)`, which is traced; None if they can.
+
+    It is traced once for specs of one structure whose arrays have the same shapes and dtypes.
+    """
     leaves, structure = jax.tree.flatten(spec)
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes, tiling)
+    return _reason(one_tile, sizes, structure, tuple((x.shape, x.dtype) for x in leaves))
 
 
 @functools.lru_cache(maxsize=1024)
-def _unsupported_reason(
-    structure: Any, avals: tuple[Any, ...], shapes: Shapes, tiling: Tiling
+def _reason(
+    one_tile: Callable[..., Tree], sizes: tuple[Any, ...], structure: Any, avals: tuple[Any, ...]
 ) -> str | None:
-    """What mask or score function do that registers cannot, found by tracing them for one tile."""
-
-    def one_tile(leaves: list[Array]) -> Tree:
-        spec = kernel_refs.padded(structure, leaves, shapes, tiling)
-        T, S = slicing.round_up(shapes.T, shapes.S, tiling)
-        spec = hoisted.replaced(spec, shapes._replace(T=T, S=S))
-        rules = SpecRefs(spec, Tiling(ROWS, tiling.block_kv))
-        modify, operands = rules.example()
-
-        def all_of_it(*operands: Tree) -> Tree:
-            *at, products = operands
-            here = rules.at(*at)
-            kinds = [Parameter.of(spec, x) for x in range(len(parameters(spec)))]
-            each = [x.which for x in kinds if x.by_distance or not x.looked_up]
-            return modify(*operands), [with_slope(here, x, products, True) for x in each]
-
-        return rules.run_example(all_of_it, operands)
-
-    return reason(one_tile, structure, avals, shapes, tiling)
-
-
-def reason(
-    one_tile: Callable[[Any], Any],
-    structure: Any,
-    avals: tuple[Any, ...],
-    shapes: Shapes,
-    tiling: Tiling,
-) -> str | None:
-    """Why registers cannot run `one_tile(leaves)`, which is traced for a spec of this structure
-    whose arrays have these shapes and dtypes."""
-    operands = [jax.ShapeDtypeStruct(*x) for x in avals]
+    spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in avals])
     try:
-        jax.eval_shape(one_tile, operands)
+        jax.eval_shape(functools.partial(one_tile, *sizes), spec)
     except NotImplementedError as error:
         return f"a function of mask or score needs {error}"
-    except (TypeError, ValueError) as error:
-        kernel_refs.raise_if_wrong_everywhere(structure, operands, shapes, tiling)
-        return kernel_refs.ONLY_INDEXED.format(error)
     return None
 
 
 def _width(H: int, V: int) -> int:
-    """The one head size of a call as kernels take it, of keys and values alike."""
+    """Returns the head size in kernels, the same for keys and values."""
     return -(-max(H, V) // WIDTH) * WIDTH
 
 
@@ -149,16 +146,16 @@ def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _forward_pass(
-    kernel: Forward, platform: str, spec: Spec, query: Array, key: Array, value: Array
+    kernel: ForwardKernel, platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, softmax.Normalizer, Array]:
     tiling = kernel.tiling(spec, Shapes.of(query, value))
     spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
     if has_mask(spec):
-        # What is masked does not exist: NaN reaches those that attend to it through the scores.
+        # What is masked does not exist: NaN reaches the queries that attend to it through scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
-    own = hoisted.replaced(spec, shapes)
-    problem = Problem.of(own, shapes, tiling, kernel.unit(platform))
+    unit = kernel.unit(platform)
+    problem = GPUProblem.of(hoisted.replaced(spec, shapes), shapes, tiling, unit)
     out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
     normalizer = jax.tree.map(lambda x: _unpadded(x, rows), normalizer)
@@ -166,7 +163,7 @@ def _forward_pass(
 
 
 def _backward_pass(
-    kernels: Backward,
+    kernels: GradientKernels,
     platform: str,
     spec: Spec,
     per_query: Tree,
@@ -179,21 +176,22 @@ def _backward_pass(
     call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
-        # Rows with NaN in them reach those that attend to them through maximum and delta.
+        # RowStatistics with NaN in them reach those that attend to them through maximum and delta.
         query, d_out, *keys = map(tile.finite, (query, d_out, *keys))
-    operands, own = ((query, d_out, *rows), *keys), hoisted.replaced(call.spec, call.shapes)
+    operands = (query, d_out, *rows), *keys
+    hoisted_spec = hoisted.replaced(call.spec, call.shapes)
 
-    def problem(kernels: Backward, rows: int, by_key: bool) -> Problem:
-        keys_each, queries_each = kernels.streamed(spec, width)
-        tiling = Tiling(queries_each, rows) if by_key else Tiling(rows, keys_each)
+    def problem(kernels: GradientKernels, rows: int, by_key: bool) -> GPUProblem:
+        keys_streamed, queries_streamed = kernels.streamed(spec, width)
+        tiling = Tiling(queries_streamed, rows) if by_key else Tiling(rows, keys_streamed)
         unit = kernels.unit(platform, transposed=by_key)
         columns = kernels.columns(spec, by_key)
-        return Problem.of(own, call.shapes, tiling, unit, columns=columns)
+        return GPUProblem.of(hoisted_spec, call.shapes, tiling, unit, columns=columns)
 
     d_params = []
     if parameters(spec):
-        own_kernels = kernels.of_parameters or kernels
-        problems = problem(own_kernels, ROWS, False), problem(own_kernels, ROWS, True)
+        of_parameters = kernels.of_parameters or kernels
+        problems = problem(of_parameters, ROWS, False), problem(of_parameters, ROWS, True)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
     (d_query,) = kernels.run(problem(kernels, wide, False), call.spec, *operands, (0,))
     together = [(0, 1)] if width <= kernels.widest_together else [(0,), (1,)]
@@ -205,8 +203,8 @@ def _backward_pass(
     return slicing.unpadded_parameters(d_params, spec), d_query, d_key, d_value
 
 
-def functions(forward: Forward, backward: Backward, platform: str) -> AttentionVJP:
-    """Forward and backward; interpreted on a CPU."""
+def functions(forward: ForwardKernel, backward: GradientKernels, platform: str) -> AttentionVJP:
+    """Returns the forward and backward functions; they are interpreted on a CPU."""
     return AttentionVJP(
         with_headroom(functools.partial(_forward_pass, forward, platform)),
         functools.partial(_backward_pass, backward, platform),

@@ -1,4 +1,4 @@
-"""The kernels in Pallas for GPUs under one name: that for the GPU of the program is chosen."""
+"""The kernels in Pallas for GPUs under one name, which chooses the kernel for the GPU."""
 
 from typing import NoReturn
 
@@ -17,7 +17,7 @@ from jattn.spec import Shapes, Spec
 
 
 def supports(call: Call) -> str | None:
-    """None, or why no kernel can compute the call on any GPU."""
+    """Returns why no kernel can compute the call on any GPU; None if one can."""
     reasons = [module.KERNEL.supports(call) for module in (hopper, blackwell, ampere)]
     return None if None in reasons else reasons[0]
 
@@ -31,12 +31,12 @@ def _kernels() -> list[Kernel]:
     if capability is None or capability == hopper.CAPABILITY:
         return [hopper.KERNEL]
     if capability < ampere.LEAST:
-        expected, found = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
-        _refuse(f"expected compute capability {expected} or more, got {found}")
+        expected, version = (".".join(map(str, x)) for x in (ampere.LEAST, capability))
+        _refuse(f"expected compute capability {expected} or more, got {version}")
     if not versions.knows_ampere():
         _refuse(ampere.OLD)
-    others = [blackwell.KERNEL] if capability[0] == blackwell.CAPABILITY else []
-    return [*others, ampere.KERNEL]
+    is_blackwell = capability[0] == blackwell.CAPABILITY
+    return [*([blackwell.KERNEL] if is_blackwell else []), ampere.KERNEL]
 
 
 def _refuse(reason: str | None) -> NoReturn:
@@ -53,7 +53,7 @@ def _chosen(call: Call) -> Kernel:
 
 
 def functions(platform: str) -> AttentionVJP:
-    """Forward and backward of the first that supports a call."""
+    """Returns the functions of the first kernel that supports a call."""
 
     def of_call(spec: Spec, query: Array, value: Array) -> AttentionVJP:
         return _chosen(Call(spec, Shapes.of(query, value))).functions(platform)
@@ -69,7 +69,7 @@ def functions(platform: str) -> AttentionVJP:
 
 
 def _reader(call: Call) -> Reader:
-    """That of the kernel that computes the call."""
+    """Returns the reader of the kernel that computes the call."""
     reader = _chosen(call).reader
     assert reader is not None
     return reader

@@ -7,7 +7,7 @@ import jax
 
 
 def device() -> Any:
-    """One that runs CUDA, or None."""
+    """Returns a device that runs CUDA, or None."""
     try:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -15,7 +15,7 @@ def device() -> Any:
 
 
 def multiprocessors() -> int:
-    """Of the device that runs CUDA; those of an H100 or H200 if there is none."""
+    """The number of multiprocessors of the CUDA device; 132, as in an H100, without one."""
     return getattr(device(), "core_count", 132)
 
 
@@ -24,16 +24,16 @@ def capability_of(device: Any) -> tuple[int, ...]:
 
 
 def unfit(fits: Callable[[tuple[int, ...]], bool], expected: str) -> str | None:
-    """Why this machine's device is not one of such a compute capability; None if it is, or if there
-    is none, and the program is for another machine."""
-    found = device()
-    if found is None or fits(capability_of(found)):
+    """Returns why this machine's device has the wrong compute capability; None if it fits, or if
+    there is none, because the program is for another machine."""
+    gpu = device()
+    if gpu is None or fits(capability_of(gpu)):
         return None
-    return f"expected compute capability {expected}, got {found.compute_capability}"
+    return f"expected compute capability {expected}, got {gpu.compute_capability}"
 
 
 def capability() -> tuple[int, ...] | None:
-    """That of the device that a program is for; None if nobody says, and JAX takes it for a
-    Hopper."""
+    """The compute capability of the device that a program is for; None if it is not known: JAX then
+    compiles for a Hopper."""
     target = jax.sharding.get_abstract_mesh().abstract_device or device()
     return capability_of(target) if hasattr(target, "compute_capability") else None

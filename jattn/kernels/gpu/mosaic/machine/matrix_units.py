@@ -1,6 +1,5 @@
 """Products of tiles in shared memory and registers, by a warpgroup or by its warps."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import Array
 
 from jattn._types import Tree
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
-from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import lowering, mosaic
 
 
 def multiply(
@@ -21,14 +20,16 @@ def multiply(
     onto: Any = None,
     started: Callable[[], None] = lambda: None,
 ) -> list[Array]:
-    """a · b or a · bᵀ for each pair, added to what `onto` holds for it, in flight together; a
-    in shared memory or registers, b in shared memory. `started()` runs before the wait for
-    products that are added to nothing."""
+    """Computes a · b or a · bᵀ of all pairs together, and adds them to the arrays in `onto`.
+
+    a is in shared memory or registers, b in shared memory. Without `onto`, `started()` runs before
+    the wait for the products.
+    """
     if unit.interpreted:
         started()
         pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
-        found = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
-        return found if onto is None else [x + y for x, y in zip(onto, found, strict=True)]
+        products = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
+        return products if onto is None else [x + y for x, y in zip(onto, products, strict=True)]
     pairs = [(a, b.transpose((1, 0)) if transposed else b) for a, b in pairs]
     if unit.by_warp:
         onto = [None for _ in pairs] if onto is None else onto
@@ -50,33 +51,31 @@ def multiply(
     return pl.run_scoped(fresh, *[mosaic().ACC(shape, jnp.float32) for shape in shapes])
 
 
-def _by_warp(unit: Unit, a: Any, b: Any, total: Array | None) -> Array:
-    zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
-    found = unit.lay(zeros, "ts") if total is None else total
+def _by_warp(unit: Unit, a: Any, b: Any, onto: Array | None) -> Array:
+    total = unit.zeros(a.shape[0], b.shape[1]) if onto is None else onto
     runs = [pl.ds(start, WIDTH) for start in range(0, a.shape[1], WIDTH)]
-    # What is in memory comes to registers by parts.
+    # Arrays in memory are loaded to registers by parts.
     pairs = [(a, b)] if isinstance(a, jax.Array) else [(a.at[:, x], b.at[x]) for x in runs]
     for left, other in pairs:
         right = mosaic().load(other, layout=mosaic().Layout.MMA_RHS(other.dtype))
-        found = mosaic().mma(found, _as_left(left), right)
-    return found
+        total = mosaic().mma(total, _as_left(left), right)
+    return total
 
 
 def _as_left(x: Any) -> Array:
-    """From shared memory, or from what products have left in registers, where it is already."""
+    """Loads a left side from shared memory, or renames the registers of a product."""
     layout = mosaic().Layout.MMA_LHS(x.dtype)
     if not isinstance(x, jax.Array):
         return mosaic().load(x, layout=layout)
-    lower = importlib.import_module("jax.experimental.mosaic.gpu")
     result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     @mosaic().inline_mgpu(arg_types=(mosaic().Layout.WGMMA,), return_type=result)
     def renamed(_: Any, x: Any) -> Any:
-        # Registers of sums come by eight columns and halves of the rows, those of the left side of
-        # a product by sixteen columns, halves of the rows and halves of the columns.
+        # The registers of sums are ordered by eight columns and halves of the rows, those of the
+        # left side of a product by sixteen columns, halves of the rows and halves of the columns.
         pairs = x.registers.reshape(-1, 2, 2).swapaxes(1, 2)
         to = layout.to_mgpu()
         registers = pairs.reshape(to.registers_shape(x.shape))
-        return lower.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
+        return lowering().FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
 
     return renamed(x)

@@ -1,63 +1,65 @@
-"""How arrays lie in the registers of a warpgroup: 64 rows of products, spread over 128 threads.
+"""The layout of arrays in the registers of a warpgroup: 64 rows of products, over 128 threads.
 
-The layout is that of the matrix units: a thread has rows r and r + 8 of a tile, and of each eight
-columns two. Out of Blackwell's tensor memory come 128 rows, one for each thread.
+The layout is that of tensor cores: a thread has rows r and r + 8 of a tile, and two of each eight
+columns. Blackwell's tensor memory gives 128 rows, one for each thread.
 """
 
 import enum
+import importlib
 import inspect
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn._types import Index, Ref
-from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import lowering, mlir, mosaic
 
 
 WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
 
 
-ROWS = 64  # queries of a warpgroup: what one instruction multiplies
+ROWS = 64  # queries of a warpgroup: the rows that one instruction multiplies
 
 
-TENSOR_ROWS = 128  # the same where products leave to tensor memory
+TENSOR_ROWS = 128  # the same if products go to tensor memory
 
 
 class Products(enum.Enum):
-    """What multiplies: a warpgroup together, as on Hopper; single warps, as on all GPUs since
-    Ampere; or Blackwell's matrix units, which leave products in a memory of their own."""
+    """The threads or units that multiply: a whole warpgroup, as on Hopper; single warps, as on all
+    GPUs since Ampere; or Blackwell's tensor cores, which write products to tensor memory."""
 
     WARPGROUP = enum.auto()
     WARP = enum.auto()
     TENSOR_MEMORY = enum.auto()
 
 
-class Value(NamedTuple):
-    """An array in registers, without axes of size 1, and its type with them; `axes` are those of a
-    tile along which it runs."""
+class RegisterValue(NamedTuple):
+    """An array in registers, without axes of size 1, or a table in memory; its type with all axes;
+    and the axes of a tile along which it runs."""
 
-    value: Array
+    value: Any
     expected: jax.ShapeDtypeStruct
     axes: str
 
 
 class Unit(NamedTuple):
-    """What a warpgroup computes with, and how arrays lie in its registers: `axes` names the axes
-    of a tile "ts" along which they run; rows of a transposed tile are keys.
+    """The computing unit of a warpgroup, and the layout of arrays in its registers.
 
-    JAX's interpreter knows neither layouts nor all operands of products: there XLA multiplies.
-    `apart`: a row out of tensor memory lies in four threads, as rows of other products do. Each has
-    a quarter of the columns then.
+    Axes of a tile are named "t" and "s"; rows of a transposed tile are keys. JAX's interpreter
+    knows neither layouts nor all operands of products: there XLA multiplies. If `splits_rows`, a
+    row out of tensor memory lies in four threads, each with a quarter of the columns, as rows of
+    other products do.
     """
 
     interpreted: bool
     transposed: bool = False
     by: Products = Products.WARPGROUP
-    apart: bool = False
+    splits_rows: bool = False
 
     @property
     def by_warp(self) -> bool:
@@ -65,10 +67,11 @@ class Unit(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of a warpgroup, or keys."""
+        """The number of queries, or keys, of a warpgroup."""
         return TENSOR_ROWS if self.by is Products.TENSOR_MEMORY else ROWS
 
-    def lay(self, x: Array, axes: str) -> Array:
+    def to_layout(self, x: Array, axes: str) -> Array:
+        """Converts an array to the layout of arrays along these axes of a tile."""
         if self.interpreted or not axes:
             return x
         return mosaic().layout_cast(x, self.layout(axes))
@@ -83,28 +86,72 @@ class Unit(NamedTuple):
         layouts = mosaic().Layout
         if self.by is not Products.TENSOR_MEMORY:
             return layouts.WGMMA
-        return layouts.TCGEN05 if self.apart else layouts.TCGEN05_TMEM_NATIVE
+        return layouts.TCGEN05 if self.splits_rows else layouts.TCGEN05_TMEM_NATIVE
+
+    def zeros(self, *shape: int) -> Array:
+        """A tile of zeros in float32."""
+        return self.to_layout(jnp.zeros(shape, jnp.float32), "ts")
 
     def spread(self, along: Array, size: int) -> Array:
-        """A tile that is the same along keys, of which there are so many."""
+        """Broadcasts numbers of queries to a tile of `size` keys."""
         t = along.shape[0]
         shape, axis = ((size, t), 1) if self.transposed else ((t, size), 0)
-        return self.lay(lax.broadcast_in_dim(along, shape, (axis,)), "ts")
+        return self.to_layout(lax.broadcast_in_dim(along, shape, (axis,)), "ts")
 
     def places(self, start: Index, size: int, axis: str) -> Array:
-        return start + self.lay(lax.iota(jnp.int32, size), axis)
+        return start + self.to_layout(lax.iota(jnp.int32, size), axis)
 
-    def read(self, memory: Ref, index: tuple[Any, ...], letters: list[str]) -> Value:
-        """A part of an array in global memory."""
+    def read(self, memory: Ref, index: tuple[Any, ...], letters: list[str]) -> RegisterValue:
+        """Reads a part of an array in shared or global memory."""
         runs = [isinstance(x, pl.Slice) for x in index]
         sizes = [x.size for x, run in zip(index, runs, strict=True) if run]
         wide = [run and x.size > 1 for x, run in zip(index, runs, strict=True)]
         axes = "".join(x.lower() for x, run in zip(letters, wide, strict=False) if run)
         index = tuple(0 if x > y else z for x, y, z in zip(runs, wide, index, strict=True))
-        turned = self.transposed and {"T", "S"} <= set(letters)
-        expected = jax.ShapeDtypeStruct(tuple(sizes[:: -1 if turned else 1]), memory.dtype)
+        order = -1 if self.transposed and {"T", "S"} <= set(letters) else 1
+        expected = jax.ShapeDtypeStruct(tuple(sizes[::order]), memory.dtype)
         if self.interpreted or not axes:
-            return Value(memory[index], expected, axes)
+            return RegisterValue(memory[index], expected, axes)
         part, load = memory.at[index], mosaic().load
         older = [()] if "idx" in inspect.signature(load).parameters else []
-        return Value(self.lay(load(part, *older, optimized=False), axes), expected, axes)
+        value = self.to_layout(load(part, *older, optimized=False), axes)
+        return RegisterValue(value, expected, axes)
+
+    def look_up(self, memory: Ref, places: Array, axes: str) -> Array:
+        """Reads the entries of a flat array in global memory at places along axes of a tile."""
+        if self.interpreted:
+            return memory[...][places]
+        if not axes:
+            return memory[places]
+        return _gather(memory, self.to_layout(places, axes), self.layout(axes))
+
+
+def _gather(memory: Ref, places: Array, layout: Any) -> Array:
+    """Reads entries of global memory: each thread those at the places in its registers."""
+    result = mosaic().ShapeDtypeStruct(places.shape, memory.dtype, layout=layout)
+
+    @mosaic().inline_mgpu(arg_types=(mosaic().RefType(), layout), return_type=result)
+    def read(_: Any, memory: Any, places: Any) -> Any:
+        utils = importlib.import_module("jax.experimental.mosaic.gpu.utils")
+        ir, llvm, vector = map(mlir, ("ir", "llvm", "vector"))
+        entry, start = utils.dtype_to_ir_type(result.dtype), utils.memref_ptr(memory)
+
+        def of_register(places: Any) -> Any:
+            size = ir.VectorType(places.type).shape[0]
+            entries = llvm.mlir_undef(ir.VectorType.get((size,), entry))
+            for i in range(size):
+                place = vector.extract(places, [], [i])
+                value = llvm.load(entry, utils.getelementptr(start, [place], entry))
+                entries = vector.insert(value, entries, [], [i])
+            return entries
+
+        registers = np.empty_like(places.registers)
+        for index, x in np.ndenumerate(places.registers):
+            registers[index] = of_register(x)
+        return lowering().FragmentedArray(
+            _registers=registers,
+            _layout=places.layout,
+            _is_signed=utils.is_signed(result.dtype),
+        )
+
+    return read(memory, places)

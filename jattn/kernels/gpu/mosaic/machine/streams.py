@@ -1,8 +1,8 @@
-"""Tiles that the only warpgroup of a program copies to shared memory ahead of their use, and what
-it leaves in global memory.
+"""Tiles that the only warpgroup of a program copies to shared memory ahead of their use, and the
+results that it writes to global memory.
 
-Before Hopper each thread copies its share and all wait for one another; since Hopper a unit of its
-own copies, and a barrier says when a tile is there.
+Before Hopper each thread copies its share and all wait for one another; since Hopper a separate
+unit copies, and a barrier says when a tile has arrived.
 """
 
 from typing import Any, NamedTuple
@@ -23,28 +23,28 @@ _COPYING_UNIT = (9, 0)  # compute capability since which there is one
 
 
 def _copies_by_unit(unit: Unit) -> bool:
-    """Whether the device that the program is for has a unit that copies; the interpreter has."""
-    found = None if unit.interpreted else device.capability()
-    return found is None or found >= _COPYING_UNIT
+    """Returns whether the program's device has a unit that copies; the interpreter has one."""
+    capability = None if unit.interpreted else device.capability()
+    return capability is None or capability >= _COPYING_UNIT
 
 
 def least_rows(unit: Unit, width: int) -> int:
-    """Rows of so many numbers that a copy has at least: where threads copy, each warp takes runs of
+    """The fewest rows of a copy, of `width` numbers each: if threads copy, each warp copies runs of
     8 rows and 64 columns."""
     return 8 if _copies_by_unit(unit) else max(8, 4 * 8 * WIDTH // width)
 
 
 class Stream(NamedTuple):
-    """Places in shared memory, filled and used in turn; each holds arrays that come and go
-    together. `filled` is a barrier for each place, None where threads copy themselves."""
+    """Places in shared memory, filled and used in turn; each holds arrays that are copied together.
+    `filled` has a barrier for each place; it is None if threads copy."""
 
     arrays: tuple[Any, ...]
     filled: Ref | None
 
     @classmethod
     def scratch(cls, unit: Unit, places: int, *arrays: Any, copies: int | None = None) -> "Stream":
-        """Of arrays in shared memory `[places, ...]`, which so many copies fill, by default one
-        each."""
+        """Makes a stream of arrays in shared memory `[places, ...]`; `copies` fill a place, by
+        default one for each array."""
         if not _copies_by_unit(unit):
             return cls(arrays, None)
         copies = len(arrays) if copies is None else copies
@@ -58,12 +58,12 @@ class Stream(NamedTuple):
         return lax.rem(turn, np.int32(self.places))
 
     def fill(self, turn: Index, *sources: Ref) -> None:
-        """Starts to copy to the place of this turn. All threads must be done with what it held, and
-        are where they have waited for another copy since, or in `release`. Where a unit copies they
-        wait here.
+        """Starts to copy to the place of this turn.
 
-        A source is a part of an array in global memory, or a list of parts that follow one another
-        in shared memory."""
+        All threads must have used its previous contents: they have if they then waited for another
+        copy, or in `release`. If a unit copies they wait here. A source is a part of an array in
+        global memory, or a list of parts, which are consecutive in shared memory.
+        """
         place = self._place(turn)
         if self.filled is not None:
             mosaic().commit_smem()
@@ -83,7 +83,7 @@ class Stream(NamedTuple):
             mosaic().copy_gmem_to_smem(source, to, self.filled.at[place])
 
     def wait(self, turn: Index) -> list[Any]:
-        """The arrays of this turn, once they are there and all threads have come here."""
+        """Waits for the arrays of this turn and for all threads, and returns the arrays."""
         place = self._place(turn)
         if self.filled is None:
             mosaic().wait_gmem_to_smem(0)
@@ -92,14 +92,13 @@ class Stream(NamedTuple):
         return [x.at[place] for x in self.arrays]
 
     def release(self) -> None:
-        """All threads are done with what they have read, so that even the only place may be filled
-        again."""
+        """Waits until all threads have used what they read: the only place may then be refilled."""
         if self.filled is None:
             mosaic().wait_gmem_to_smem(0)
 
 
 def put(unit: Unit, memory: Ref, value: Array) -> None:
-    """From registers to global memory."""
+    """Writes an array from registers to global memory."""
     if unit.interpreted or not hasattr(mosaic(), "store"):
         memory[...] = value
     else:
@@ -107,5 +106,5 @@ def put(unit: Unit, memory: Ref, value: Array) -> None:
 
 
 def heads_first(*arrays: Array) -> list[Array]:
-    """Threads copy rows that follow one another in memory."""
+    """Swaps the axes of tokens and heads: threads copy rows that are consecutive in memory."""
     return [jnp.swapaxes(x, 1, 2) for x in arrays]

@@ -1,9 +1,8 @@
-"""Tensor memory, in which Blackwell's matrix units leave products, and from which they take left
-sides: 128 rows of up to 512 columns. Each of a warpgroup's warps reads and writes 32 rows.
+"""Tensor memory: Blackwell's tensor cores write products to it, and read left sides from it.
 
-Products run while the threads go on. A barrier that is committed to says when all before are done.
-JAX before 0.12 cannot interpret any of this: there shared memory is in its place, and XLA
-multiplies at once.
+It has 128 rows of up to 512 columns; each of a warpgroup's warps reads and writes 32 rows. Products
+are computed while the threads continue; a barrier is passed when all earlier products are computed.
+JAX before 0.12 cannot interpret it: shared memory then takes its place, and XLA multiplies at once.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ def _in_shared_memory(unit: Unit) -> bool:
 
 
 def scratch(unit: Unit, columns: int, dtype: DTypeLike = jnp.float32) -> Any:
-    """`[128, columns]`; of numbers of 16 bits two share a column of the memory."""
+    """Allocates `[128, columns]`; two numbers of 16 bits share a column of the memory."""
     shape = TENSOR_ROWS, columns
     if _in_shared_memory(unit):
         return mosaic().SMEM(shape, dtype)
@@ -33,19 +32,19 @@ def scratch(unit: Unit, columns: int, dtype: DTypeLike = jnp.float32) -> Any:
 
 
 def alternatives(unit: Unit, *arrays: Any) -> Tree:
-    """Arrays in one place, of which one is in use."""
+    """Puts arrays in one place, of which one is used at a time."""
     return arrays if _in_shared_memory(unit) else mosaic().RefUnion(*arrays)
 
 
 def barrier(unit: Unit, count: int, arrivals: int = 1) -> Any:
-    """For what the matrix units or other warpgroups do with this memory."""
+    """Allocates barriers for operations of tensor cores or other warpgroups on this memory."""
     ordered = not _in_shared_memory(unit)
     return mosaic().Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=ordered)
 
 
 def multiply(unit: Unit, total: Ref, a: Ref, b: Ref, transposed: bool = False) -> None:
-    """Starts to compute a · b or, `transposed`, a · bᵀ alone, or to add a · b to the total, in this
-    memory; b in shared memory."""
+    """Starts to add a · b to the total in tensor memory or, if `transposed`, to replace it by
+    a · bᵀ; b is in shared memory."""
     if _in_shared_memory(unit):
         left, right = a[...], b[...].T if transposed else b[...]
         product = jnp.dot(left, right, preferred_element_type=jnp.float32)
@@ -56,16 +55,16 @@ def multiply(unit: Unit, total: Ref, a: Ref, b: Ref, transposed: bool = False) -
 
 
 def commit(unit: Unit, *barriers: Ref) -> None:
-    """Arrives at these when all products that were started are computed."""
-    for each in barriers:
+    """Arrives at barriers when all products that were started are computed."""
+    for barrier in barriers:
         if _in_shared_memory(unit):
-            mosaic().barrier_arrive(each)
+            mosaic().barrier_arrive(barrier)
         else:
-            mosaic().tcgen05_commit_arrive(each)
+            mosaic().tcgen05_commit_arrive(barrier)
 
 
 def load(unit: Unit, memory: Ref, layout: Any = None) -> Array:
-    """To registers, as tiles lie there if no other layout is named."""
+    """Loads an array to registers, by default in the layout of tiles."""
     if _in_shared_memory(unit):
         return memory[...]
     if unit.interpreted:
@@ -73,8 +72,8 @@ def load(unit: Unit, memory: Ref, layout: Any = None) -> Array:
     return mosaic().async_load_tmem(memory, layout=layout or unit.layout("ts"))
 
 
-# Columns that one instruction moves: they take up registers that follow one another. Larger runs of
-# them are hard to find where registers are scarce, and numbers are spilled.
+# Columns that one instruction moves, to or from consecutive registers. If registers are scarce, the
+# compiler finds no longer runs of these, and spills numbers.
 _LOADED, _STORED = 32, 16
 
 
@@ -83,12 +82,12 @@ def _parts(memory: Ref, columns: int) -> list[Any]:
 
 
 def load_by_parts(unit: Unit, memory: Ref) -> Array:
-    """`load` of a tile that fills most registers."""
+    """Loads a tile that fills most registers."""
     return jnp.concatenate([load(unit, part) for part in _parts(memory, _LOADED)], axis=1)
 
 
 def wait_for_loads(unit: Unit) -> None:
-    """Others may write then to what was read."""
+    """Waits for loads: others may then overwrite what was read."""
     if not _in_shared_memory(unit):
         mosaic().wait_load_tmem()
 
@@ -101,20 +100,20 @@ def store(unit: Unit, memory: Ref, value: Array) -> None:
 
 
 def store_by_parts(unit: Unit, memory: Ref, value: Array) -> None:
-    """`store` of a tile that fills most registers."""
+    """Stores a tile that fills most registers."""
     for i, part in enumerate(_parts(memory, _STORED)):
         first = i * _STORED
         store(unit, part, lax.slice(value, (0, first), (value.shape[0], first + _STORED)))
 
 
 def wait_for_stores(unit: Unit) -> None:
-    """Others may read then what was written, and the matrix units may."""
+    """Waits for stores: other warpgroups and the tensor cores may then read what was written."""
     if not _in_shared_memory(unit):
         mosaic().commit_tmem()
 
 
 def warpgroups(unit: Unit, computing: int) -> int:
-    """How many a program has in which so many compute; see `by_role`."""
+    """The number of warpgroups of a program, of which `computing` compute; see `by_role`."""
     return computing + (2 if unit.interpreted else 1)
 
 
@@ -125,21 +124,21 @@ def by_role(
     multiply: Callable[[], None],
     compute: Callable[[Any], None],
 ) -> None:
-    """What the warpgroups of a program do: most `compute(group)`. Of one more a warp copies and
-    another starts products; of those that are interpreted, two more."""
-    role = lax.axis_index("warpgroup")
+    """Assigns the warpgroups of a program: most run `compute(group)`. In one more, one warp copies
+    and another starts products; interpreted programs have two more, one for each."""
+    group = lax.axis_index("warpgroup")
 
     def serve(which: Index) -> None:
         pl.when(which == 0)(copy)
         pl.when(which == 1)(multiply)
 
-    @pl.when(role >= computing)
+    @pl.when(group >= computing)
     def _() -> None:
         if unit.interpreted:
-            serve(role - computing)
+            serve(group - computing)
         else:
             mosaic().warp_map(serve)
 
-    @pl.when(role < computing)
+    @pl.when(group < computing)
     def _() -> None:
-        compute(role if computing > 1 else 0)
+        compute(group if computing > 1 else 0)

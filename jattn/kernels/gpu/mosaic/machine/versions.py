@@ -1,4 +1,4 @@
-"""Pallas's module for Mosaic GPU, and what its versions have."""
+"""Modules of Mosaic GPU, and the features of its versions."""
 
 import functools
 import importlib
@@ -7,23 +7,34 @@ from typing import Any
 
 @functools.cache
 def mosaic() -> Any:
-    # Not with the library: this takes longer to import than all of it.
+    """Pallas's module for Mosaic GPU. It takes longer to import than all of jattn."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
+def lowering() -> Any:
+    """The module of what kernels are lowered to: arrays as registers of threads."""
+    return importlib.import_module("jax.experimental.mosaic.gpu")
+
+
+def mlir(name: str) -> Any:
+    """A module of MLIR: `ir`, or a dialect."""
+    return importlib.import_module(f"jaxlib.mlir.{name if name == 'ir' else f'dialects.{name}'}")
+
+
 def knows_ampere() -> bool:
-    """Whether this version of JAX has products of single warps; older ones have not."""
+    """Returns whether this version of JAX has products of single warps: since JAX 0.12."""
     return hasattr(mosaic(), "mma")
 
 
 def few() -> bool:
-    """Whether the threads of three warpgroups have 168 registers each, as none can be moved to
-    those that compute: JAX since 0.12 has nvJitLink compile kernels, which ignores `setmaxnreg`."""
+    """Returns whether the threads of three warpgroups have 168 registers each, as none can be moved
+    to those that compute: JAX since 0.12 has nvJitLink compile kernels, which ignores `setmaxnreg`.
+    """
     return knows_ampere()
 
 
 def interpreter() -> Any:
-    """Parameters of the interpreter, which older versions do not export."""
+    """The parameters of the interpreter, which older versions do not export."""
     name = "jax._src.pallas.mosaic_gpu.interpret.params"
     home = mosaic() if hasattr(mosaic(), "InterpretGPUParams") else importlib.import_module(name)
     return home.InterpretGPUParams()

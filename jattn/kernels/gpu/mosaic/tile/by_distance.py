@@ -1,8 +1,8 @@
 """Score functions of the distance of two places or positions, whose values kernels look up.
 
-T5's relative bias takes a logarithm for each pair. Of places its values for all T + S − 1 distances
-are computed before; of positions that are given its buckets, for all distances that have not the
-first or last one.
+T5's relative bias takes a logarithm for each pair. For places, its values for all T + S − 1
+distances are computed in advance. For given positions, its buckets are, for all distances but those
+that have the first or last one.
 """
 
 from typing import Any
@@ -12,54 +12,56 @@ import numpy as np
 
 from jattn import scores
 from jattn._pytree import array_field, pytree_dataclass, static_field
+from jattn.kernels.gpu.mosaic.tile.spec_refs import entries_of
 from jattn.spec import Shapes
 
 
 @pytree_dataclass
 class ByDistance(scores.ScoreFunction):
-    """score + values[h, kv − q + before]."""
+    """score + values[h, kv − q + zero]."""
 
-    values: Any = array_field("#N distances")  # a `GatherRef` in kernels
-    before: int = static_field()
+    values: Any = array_field("#N distances")
+    zero: int = static_field()
 
     def evaluate(self, score, b, h, rows, columns):
-        place = (columns.positions + self.before)[None, :] - rows.positions[:, None]
-        return score + self.values.inside(place).astype(score.dtype)
+        place = (columns.positions + self.zero)[None, :] - rows.positions[:, None]
+        return score + entries_of(self.values, place).astype(score.dtype)
 
     def per(self, unit):
-        return ByDistance(self.values.astype(jnp.float32) / unit, self.before)
+        return ByDistance(self.values.astype(jnp.float32) / unit, self.zero)
 
 
 @pytree_dataclass
 class ByBucket(scores.ScoreFunction):
-    """score + table[buckets[kv − q + far], h], where distances are held within ±far."""
+    """score + table[buckets[kv − q + far], h], where distances are clamped to ±far."""
 
-    table: Any = array_field("buckets N")  # both `GatherRef`s in kernels
+    table: Any = array_field("buckets N")
     buckets: Any = array_field("distances")
     far: int = static_field()
 
     def evaluate(self, score, b, h, rows, columns):
         q, kv = rows.positions[:, None], columns.positions[None, :]
-        apart = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)  # 32 bits suffice
-        near = jnp.minimum(apart, np.uint32(self.far)).astype(jnp.int32)
-        place = self.far + jnp.where(kv > q, near, -near)
-        return score + self.table.inside(self.buckets.inside(place)).astype(score.dtype)
+        distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)  # fits 32 bits
+        clamped = jnp.minimum(distance, np.uint32(self.far)).astype(jnp.int32)
+        place = self.far + jnp.where(kv > q, clamped, -clamped)
+        bucket = entries_of(self.buckets, place)
+        return score + entries_of(self.table, bucket).astype(score.dtype)
 
 
 def of_places(score: scores.RelativeBias, shapes: Shapes) -> ByDistance:
-    """The function of a call, where positions are places."""
-    before = shapes.T - 1
-    distance = jnp.arange(before + shapes.S, dtype=jnp.int32) - before
-    return ByDistance(score.table[score.bucket(distance)].T, before)
+    """Returns the function of a call whose positions are places."""
+    zero = shapes.T - 1
+    distance = jnp.arange(zero + shapes.S, dtype=jnp.int32) - zero
+    return ByDistance(score.table[score.bucket(distance)].T, zero)
 
 
-_FARTHEST = 2**16  # of tables of buckets
+_MAX_DISTANCE = 2**16  # of tables of buckets
 
 
 def of_positions(score: scores.RelativeBias) -> scores.ScoreFunction:
-    """The function for any positions; as it is where buckets are for greater distances."""
+    """Returns the function for any positions, unchanged if it has buckets for greater distances."""
     far = score.max_distance
-    if far > _FARTHEST:
+    if far > _MAX_DISTANCE:
         return score
     distance = jnp.arange(2 * far + 1, dtype=jnp.int32) - far
     return ByBucket(score.table, score.bucket(distance), far)

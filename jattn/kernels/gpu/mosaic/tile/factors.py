@@ -1,4 +1,4 @@
-"""The numbers that kernels take out of their loops over tiles."""
+"""The constant factors that kernels apply outside of their loops over tiles."""
 
 import dataclasses
 import math
@@ -9,36 +9,38 @@ from jattn.spec import Spec
 
 
 class Factors(NamedTuple):
-    """Numbers out of the way of the loops over tiles, of a scale that is known and positive, and of
-    dropout. Score functions take products times `before`. The softmax takes scores times `after`,
-    in the same operation in which it subtracts the maximum. One of the two is 1: `before`, where
-    score functions can count in units of products. Sums are multiplied with `kept` at the end
-    instead of the weights that dropout keeps."""
+    """Constant factors of a positive scale and of dropout, outside of the loops over tiles.
 
-    before: float = 1.0
-    after: float = 1.0
-    kept: float = 1.0
+    Score functions take products times `product_factor`. The softmax takes scores times
+    `score_factor`, in the operation that subtracts the maximum. One of the two is 1:
+    `product_factor`, if score functions can count in units of products. Sums are multiplied by
+    `dropout_scale` at the end, instead of the weights that dropout keeps.
+    """
+
+    product_factor: float = 1.0
+    score_factor: float = 1.0
+    dropout_scale: float = 1.0
 
     @classmethod
     def of(cls, spec: Spec) -> tuple["Factors", Spec]:
-        """The factors, and the spec without its scale."""
-        scale, found = number(spec.scale), cls(kept=1 / (1 - spec.dropout_rate))
+        """Returns the factors, and the spec without its scale."""
+        scale, factors = number(spec.scale), cls(dropout_scale=1 / (1 - spec.dropout_rate))
         if not is_static(spec.scale) or not 0 < scale < math.inf:
-            return found, spec
+            return factors, spec
         spec = dataclasses.replace(spec, scale=1.0)
         if spec.score is None:
-            return found._replace(after=scale), spec
+            return factors._replace(score_factor=scale), spec
         score = spec.score.per(scale)
         if score is None:
-            return found._replace(before=scale), spec
-        return found._replace(after=scale), dataclasses.replace(spec, score=score)
+            return factors._replace(product_factor=scale), spec
+        return factors._replace(score_factor=scale), dataclasses.replace(spec, score=score)
 
     @property
     def gradient(self) -> float:
-        """What sums of the scores' cotangents still lack."""
-        return self.before * self.after * self.kept
+        """The factor of sums of the scores' cotangents."""
+        return self.product_factor * self.score_factor * self.dropout_scale
 
 
 def is_unmodified(spec: Spec) -> bool:
-    """Whether scores are products of queries and keys, but for the mask."""
+    """Returns whether scores are products of queries and keys, except for the mask."""
     return spec.score is None and is_static(spec.scale) and spec.scale == 1

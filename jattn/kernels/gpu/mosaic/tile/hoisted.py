@@ -1,13 +1,13 @@
-"""Values that score functions look up, looked up before: kernels read them by tile.
+"""Entries that score functions look up, gathered before the kernel, which reads them by tile.
 
 A user's function may index its operands, in FlexAttention's way (Dong et al. 2024):
 `score * gate[h] + by_key[b, kv] + table[h, q - kv + 5]`. Its expression tells on which of the batch
-row b, the head h, the query q and the key kv an index depends. Where q and kv do not meet in it, or
-meet in their distance alone, there are few different entries. They are gathered in one array for
-each look-up, which runs along T, S, neither or the distances. Kernels sum its gradient, and that of
-the gather adds it to the operand's.
+row b, the head h, the query q and the key kv an index depends. If it does not depend on both q and
+kv, or only on their distance, there are few different entries. They are gathered in one array for
+each look-up, which runs along T, S, neither or the distances. Kernels sum the array's gradient, and
+the gradient of the gather adds it to the operand's.
 
-An operand of which an index is of another kind stays as it is.
+An operand with any other index is unchanged.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
 from jattn.functions.read import read
 from jattn.kernels.gpu.mosaic.tile import by_distance
+from jattn.kernels.gpu.mosaic.tile.spec_refs import entries_of
 from jattn.spec import Shapes, Spec
 
 
@@ -35,11 +36,11 @@ _INPUTS = (np.float32, *[np.int32] * 4)  # a score, b, h, q and kv
 
 
 def replaced(spec: Spec, shapes: Shapes) -> Spec:
-    """The prepared spec of a call in whole tiles, with such values in place of look-ups."""
+    """Returns the prepared spec of a call in whole tiles with such arrays in place of look-ups."""
     if spec.score is None:
         return spec
-    each = [_replaced(x, spec, shapes) for x in scores.in_order(spec.score)]
-    return dataclasses.replace(spec, score=functools.reduce(operator.rshift, each))
+    chain = [_replaced(x, spec, shapes) for x in scores.in_order(spec.score)]
+    return dataclasses.replace(spec, score=functools.reduce(operator.rshift, chain))
 
 
 def _replaced(score: scores.ScoreFunction, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
@@ -57,33 +58,33 @@ def positions_are_places(spec: Spec) -> bool:
 class Hoisted(scores.ScoreFunction):
     """A function with an array for each look-up in some of its operands.
 
-    `result` is its expression, in which look-up n is input `KEY + 1 + n`. `sites` says in which
-    field the values of each look-up are, and which there. `tables` are the operands that stay.
+    `result` is its expression, in which look-up n is input `KEY + 1 + n`. `sites` has the field of
+    the values of each look-up, and their number there. `tables` are the operands that remain.
     """
 
     tables: tuple[Any, ...]
     by_head: Any = array_field("*B N")
     by_query: Any = array_field("*B N T")
     by_key: Any = array_field("*B N S")
-    by_distance: Any = array_field("#N distances")  # `GatherRef`s in kernels
+    by_distance: Any = array_field("#N distances")
     result: Node = static_field()
     sites: tuple[tuple[str, int], ...] = static_field()
-    before: int = static_field()  # the distance kv − q of the first values is −before
+    zero: int = static_field()  # the number of the values of distance kv − q = 0
 
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0, None, 0))
         per_query = jax.vmap(per_key, (0, None, None, 0, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
-        at = rows.positions, columns.positions
-        return per_query(score, b, h, *at, self.by_query, self.by_key)
+        q, kv = rows.positions, columns.positions
+        return per_query(score, b, h, q, kv, self.by_query, self.by_key)
 
     def _scalar(self, score, b, h, q, kv, by_query, by_key):
         along = {"head": self.by_head, "query": by_query, "key": by_key}
-        distance = (kv - q) + self.before  # compiled in this order it needs fewer registers
+        distance = (kv - q) + self.zero  # compiled in this order it needs fewer registers
 
         def value(kind: str, which: int) -> Any:
             if kind == "distance":
-                return self.by_distance[which].inside(distance)
+                return entries_of(self.by_distance[which], distance)
             return along[kind][which]
 
         inputs = score, b, h, q, kv, *(value(*site) for site in self.sites)
@@ -91,18 +92,18 @@ class Hoisted(scores.ScoreFunction):
 
 
 def depends_on_score(function: Callable[..., Any]) -> bool:
-    """Of a function of score, b, h, q and kv."""
+    """Returns whether a function of score, b, h, q and kv depends on the score."""
     (result,) = read(function, _INPUTS).results
     return SCORE in dependence.of_nodes([result])[id(result)].on
 
 
 def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
-    """The function with arrays for its look-ups, in operands of which it makes no others."""
+    """Returns the function with arrays for all look-ups in an operand, if all can be hoisted."""
     leaves, structure = jax.tree.flatten(score)
 
     def scalar(*arguments: Any) -> Any:
-        given, operands = arguments[: len(_INPUTS)], arguments[len(_INPUTS) :]
-        return jax.tree.unflatten(structure, operands)._scalar(*given)
+        inputs, operands = arguments[: len(_INPUTS)], arguments[len(_INPUTS) :]
+        return jax.tree.unflatten(structure, operands)._scalar(*inputs)
 
     expression = read(scalar, _INPUTS, leaves)
     depends = dependence.of_nodes(expression.results)
@@ -112,7 +113,7 @@ def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.Scor
     hoisted = {
         id(x): (x, kind) for x, kind in zip(look_ups, kinds, strict=True) if x.param not in stay
     }
-    # What stays and may be differentiated must be an operand itself.
+    # A table that remains and may be differentiated must be an operand itself.
     made = any(all(expression.tables[n] is not leaf for leaf in leaves) for n in stay)  # pyright: ignore
     if made or not hoisted:
         return score
@@ -127,7 +128,7 @@ def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.Scor
         **{f"by_{kind}": tuple(values) for kind, values in arrays.items()},
         result=result,
         sites=tuple(sites),
-        before=shapes.T - 1,
+        zero=shapes.T - 1,
     )
 
 
@@ -142,7 +143,7 @@ def _kind(on: dependence.Dependence, positions_are_places: bool) -> str:
 
 
 def _cut(expression: nodes.Expression, look_ups: Sequence[int]) -> tuple[Node, tuple[Any, ...]]:
-    """The result with inputs in place of look-ups, and the tables that it still reads."""
+    """Returns the result with inputs in place of look-ups, and the tables that it still reads."""
     numbers = {look_up: KEY + 1 + n for n, look_up in enumerate(look_ups)}
 
     def cut(node: Node, _: Any) -> Node | None:
@@ -162,8 +163,8 @@ def _cut(expression: nodes.Expression, look_ups: Sequence[int]) -> tuple[Node, t
 
 
 def _values(node: Node, kind: str, tables: list[Any], spec: Spec, shapes: Shapes) -> Array:
-    """What a look-up finds for all batch rows, heads, queries, keys or distances, with size 1 for
-    those on which it does not depend."""
+    """Returns the entries of a look-up for all batch rows, heads, queries, keys or distances, with
+    size 1 along axes on which it does not depend."""
     if kind == "distance":
         distance = jnp.arange(shapes.T + shapes.S - 1, dtype=jnp.int32) - (shapes.T - 1)
         q, kv = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
@@ -179,8 +180,8 @@ def _values(node: Node, kind: str, tables: list[Any], spec: Spec, shapes: Shapes
     return values[..., 0] if kind == "head" else values
 
 
-def _positions(own: Array | None, size: int) -> Array:
-    """`[B or 1, T]`, or of keys."""
-    if own is None:
+def _positions(positions: Array | None, size: int) -> Array:
+    """Returns positions `[B or 1, T]`, or those of keys."""
+    if positions is None:
         return jnp.arange(size, dtype=jnp.int32)[None]
-    return jnp.broadcast_to(own.astype(jnp.int32), (own.shape[0], size))
+    return jnp.broadcast_to(positions.astype(jnp.int32), (positions.shape[0], size))

@@ -1,11 +1,12 @@
 """Functions of tiles as Mosaic GPU computes them: without axes of size 1.
 
-Its arrays lie spread over the registers of 128 threads, whole tiles `[t, s]`, rows `[t]` or columns
-`[s]` of them; there is no place for `[t, 1]`, through which array code broadcasts. A function is
-traced for the shapes it expects, read as an expression of one row and one column, and its
-operations run on arrays that lack these axes.
+Its arrays are spread over the registers of 128 threads: whole tiles `[t, s]`, and `[t]` or `[s]`
+for rows or columns. It has no `[t, 1]`, through which array code broadcasts. A function is traced
+for the shapes that it expects and read as an expression of one row and one column. Its operations
+then run on arrays without axes of size 1.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,31 +19,70 @@ from jaxtyping import Array
 from jattn import dropout
 from jattn.functions import intervals, operations
 from jattn.functions.interval_rules import Interval
-from jattn.functions.nodes import Node, fold
+from jattn.functions.nodes import Node, const, fold, replaced
 from jattn.functions.read import read_division
 from jattn.kernels.common import entries
-from jattn.kernels.gpu.mosaic.tile.lookup import lookup_p
 
 
-# What Mosaic GPU knows.
+# The operations of Mosaic GPU.
 _OPERATIONS = frozenset(
     """abs add and bitcast_convert_type clamp convert_element_type cos div eq erf exp exp2
     floor_divide ge gt integer_pow le log logistic lt max min mul ne neg not or rem remainder round
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh
     xor""".split()
 )
-_KNOWN = {lookup_p: "look_up_in_memory", dropout.shared_p: "shared"}
+_KNOWN = {dropout.shared_p: "shared"}
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 _ANY_WIDTH = frozenset("and convert_element_type not or select_n xor".split())
 _NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_add": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-_MOVES = frozenset(("look_up_in_memory", "shared", *_REDUCTIONS))
+_MOVES = frozenset(("look_up", "shared", *_REDUCTIONS))
 _DIVISIONS = {"div": lax.div, "floor_divide": lax.div, "rem": lax.rem, "remainder": lax.rem}
 _OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
 
 
-class Run(NamedTuple):
-    """An argument of integers that follow one another from `first` on."""
+class Table:
+    """An array in memory that functions index, one entry after another.
+
+    `inside(places, axes)` reads the entries at row-major places, which lie along `axes` of a tile.
+    Booleans are bytes. `interval`, if known, holds all entries.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        inside: Callable[[Any, str], Array],
+        interval: Interval | None = None,
+    ):
+        self.shape, self.dtype, self.inside = shape, jnp.dtype(dtype), inside
+        self.interval = interval
+
+
+def _at_one_place(tables: list[Any], node: Node, args: list[Node]) -> Node | None:
+    """A look-up by the row-major place of its entry; None for other nodes."""
+    if node.op != "look_up":
+        return None
+    table: Any = tables[node.param]  # pyright: ignore
+    if not operations.is_reference(table):
+        raise NotImplementedError("a captured array")
+    place, int32 = None, np.dtype(np.int32)
+    for x, size in zip(args, table.shape, strict=True):
+        index = x if x.dtype == int32 else Node("convert_element_type", (x,), int32)
+        if place is not None:
+            start = Node("mul", (place, const(size, int32)), int32)
+            index = Node("add", (start, index), int32)
+        place = index
+    assert place is not None
+    if table.dtype != bool:
+        return Node("look_up", (place,), node.dtype, node.param)
+    byte = np.dtype(np.int8)
+    entry = Node("look_up", (place,), byte, node.param)
+    return Node("ne", (entry, const(0, byte)), node.dtype)
+
+
+class IntegerRun(NamedTuple):
+    """An argument of consecutive integers, of which the first is `first`."""
 
     first: Any
     values: Array
@@ -52,22 +92,25 @@ def _unchanged(x: Array) -> Array:
     return x
 
 
-class Held(NamedTuple):
-    """How arrays are held in registers. `lay` puts a tile where others lie that was spread from
-    rows or columns. `shared` is what becomes of `dropout.shared_p`, and `diagonals` of a tile
-    that is the same along each of its diagonals."""
+class RegisterLayout(NamedTuple):
+    """The layout of arrays in registers.
 
-    lay: Callable[[Array], Array] = _unchanged
+    to_layout: converts a tile that was broadcast from rows or columns to the layout of other tiles.
+    shared: converts row hashes, see `dropout.shared_p`.
+    diagonals: converts a tile that is the same along each of its diagonals.
+    """
+
+    to_layout: Callable[[Array], Array] = _unchanged
     shared: Callable[[Array], Array] = _unchanged
     diagonals: Callable[[Array], Array] = _unchanged
 
 
-_AS_THEY_ARE = Held()
+_PLAIN = RegisterLayout()
 
 
-def run(function: Callable[..., Any], *arguments: Any, **known: Any) -> Any:
-    """`function(*arguments)`; `known` as in `run_typed`."""
-    return run_typed(function, *arguments, **known)[0]
+def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Computes `function(*arguments)`; `options` as in `run_typed`."""
+    return run_typed(function, *arguments, **options)[0]
 
 
 def run_typed(
@@ -75,128 +118,134 @@ def run_typed(
     *arguments: Any,
     shapes: Any = None,
     transposed: bool = False,
-    runs: tuple[Run, ...] = (),
+    runs: tuple[IntegerRun, ...] = (),
     below: Any = (),
-    tables: Any = None,
-    held: Held = _AS_THEY_ARE,
+    layout: RegisterLayout = _PLAIN,
 ) -> tuple[Any, Any]:
-    """`function(*arguments)` and its results' types, where `shapes` are those that it expects:
-    arguments and results lack their axes of size 1, and are `[s, t]` in place of `[t, s]` if
-    transposed; types do not and are not.
+    """Computes `function(*arguments)`, and returns the results and their types.
 
-    `runs` says of which arguments more is known, `below` which arguments are integers from 0 to
-    less than a size, and `tables` how entries are looked up: `tables[which](places, axes)`.
+    `shapes` are the types that the function expects. Arguments and results lack their axes of size
+    1, and are `[s, t]` in place of `[t, s]` if transposed; types have all axes and are `[t, s]`.
 
-    Raises NotImplementedError for what registers cannot do.
+    `runs` lists arguments of consecutive integers, and `below` pairs of arguments with sizes: these
+    are integers from 0 to size − 1. Arguments that are a `Table` are looked up.
+
+    Raises NotImplementedError for what registers cannot compute.
     """
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
     read = entries.read(function, arguments, expected, _KNOWN)
-    leaves = jax.tree.leaves(arguments)
-    registers = _Registers(leaves, transposed, runs, below, tables or {}, held, {})
-    found = fold(read.results, registers.value)
+    leaves = jax.tree.leaves(arguments, is_leaf=operations.is_reference)
+    registers = _Registers(leaves, transposed, runs, below, read.tables, layout, {})
+    nodes = replaced(read.results, functools.partial(_at_one_place, read.tables))
+    values = fold(nodes, registers.value)
     results = [
-        registers.spread(found[id(node)], _of_result(found[id(node)], x), x.shape)
-        for node, x in zip(read.results, jax.tree.leaves(read.out), strict=True)
+        registers.spread(values[id(node)], _axes_of_result(values[id(node)], x), x.shape)
+        for node, x in zip(nodes, jax.tree.leaves(read.out), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(read.out), results), read.out
 
 
-def _of_result(x: "_Value", aval: Any) -> str:
-    """The axes of a result, along which it may be the same."""
+def _axes_of_result(x: "_NodeValue", aval: Any) -> str:
+    """The axes of a tile along which a result runs; it may have the same number along these."""
     if len(aval.shape) == 1:
         return "" if aval.shape == (1,) else x.axes or "t"
     return "".join(axis for axis, size in zip("ts", aval.shape, strict=False) if size != 1)
 
 
-class _Value(NamedTuple):
-    """A number, or an array along axes of a tile, and where integers lie. `apart` are the rows and
-    columns of whose difference, or of its absolute value, this is the tile."""
+class _Distance(NamedTuple):
+    """The difference of two values of a tile, of which one runs along its rows and one along its
+    columns, or its absolute value."""
+
+    left: "_NodeValue"
+    right: "_NodeValue"
+    absolute: bool = False
+
+
+class _NodeValue(NamedTuple):
+    """The value of a node: a number, or an array along axes of a tile; the interval of integers;
+    and, if the value is the tile of a distance, that."""
 
     array: Any
     axes: str
     interval: Interval | None = None
-    apart: "_Apart | None" = None
+    distance: _Distance | None = None
 
 
-# Of the columns of a tile a thread has those whose places differ in other bits than these.
-_OF_THREADS = 6
-
-
-class _Apart(NamedTuple):
-    """Two values of a tile, of which one runs along its rows and one along its columns."""
-
-    left: _Value
-    right: _Value
-    absolute: bool = False
+# A thread has the columns of a tile whose numbers differ in bits other than these.
+_THREAD_BITS = 6
 
 
 class _Registers(NamedTuple):
-    """Computes nodes of an expression, on arrays as they lie in registers."""
+    """Computes nodes of an expression, on arrays in registers."""
 
     leaves: list[Any]
     transposed: bool
-    runs: tuple[Run, ...]
+    runs: tuple[IntegerRun, ...]
     below: Any
-    tables: dict[int, Callable[..., Array]]
-    held: Held
+    tables: list[Any]
+    layout: RegisterLayout
     tiles: dict[tuple[int, str], Any]  # arrays that have been spread, by their ids
 
-    def value(self, node: Node, args: list[_Value]) -> _Value:
-        """One node, of its arguments."""
+    def value(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
+        """Computes one node from the values of its arguments."""
         if node.op in ("input", "const"):
-            return self._given(node)
+            return self._known(node)
+        if node.op == "clamp" and _is_inside(*args):
+            return args[1]
         value = self._moved(node, *args) if node.op in _MOVES else self._computed(node, args)
-        if not jnp.issubdtype(node.dtype, jnp.integer):
+        if not jnp.issubdtype(node.dtype, jnp.integer) or node.op == "look_up":
             return value
         pairs = zip(args, node.args, strict=True)
-        given = [x.interval or intervals.anything(y.dtype) for x, y in pairs]
-        found = intervals.of_operation(node.op, node.dtype, given, node.param)
-        return value._replace(interval=found)
+        of_args = [x.interval or intervals.anything(y.dtype) for x, y in pairs]
+        interval = intervals.of_operation(node.op, node.dtype, of_args, node.param)
+        return value._replace(interval=interval)
 
-    def _given(self, node: Node) -> _Value:
+    def _known(self, node: Node) -> _NodeValue:
         """An argument or a constant."""
         param: Any = node.param
         if node.op == "const":
             value = np.asarray(param, node.dtype)
-            return _Value(value, "", Interval(value, value))
+            return _NodeValue(value, "", Interval(value, value))
         number, axes = param
         if number < 0:
             raise NotImplementedError("iota")
         x = self.leaves[number]
         size = next((size for leaf, size in self.below if leaf is x), None)
-        return _Value(x, axes, size and Interval(np.int32(0), np.int32(size - 1)))
+        return _NodeValue(x, axes, size and Interval(np.int32(0), np.int32(size - 1)))
 
-    def _moved(self, node: Node, x: _Value) -> _Value:
-        """What is not computed entry by entry."""
+    def _moved(self, node: Node, x: _NodeValue) -> _NodeValue:
+        """An operation that is not computed entry by entry."""
         param: Any = node.param
-        if node.op == "look_up_in_memory":
-            return _Value(self.tables[param](x.array, x.axes), x.axes)
+        if node.op == "look_up":
+            table = self.tables[param]
+            return _NodeValue(table.inside(x.array, x.axes), x.axes, table.interval)
         if node.op == "shared":
-            return _Value(self.held.shared(x.array), x.axes)
+            return _NodeValue(self.layout.shared(x.array), x.axes)
         return self._reduced(node, x)
 
-    def _computed(self, node: Node, args: list[_Value]) -> _Value:
+    def _computed(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         param: Any = node.param
         if node.op not in _OPERATIONS:
             name = param if node.op == "unknown" else node.op
             raise NotImplementedError(_OTHER_WORDS.get(name, name))
-        apart = _apart(node, args)
-        if apart is not None and node.op == "convert_element_type":
-            found = self._distance(apart, args[0])
-            if found is not None:
-                return _Value(found, "ts")
-        return self._by_entry(node, args)._replace(apart=apart)
+        distance = _distance(node, args)
+        if distance is not None and node.op == "convert_element_type":
+            tile = self._float_distance(distance, args[0])
+            if tile is not None:
+                return _NodeValue(tile, "ts")
+        return self._by_entry(node, args)._replace(distance=distance)
 
-    def _reduced(self, node: Node, x: _Value) -> _Value:
+    def _reduced(self, node: Node, x: _NodeValue) -> _NodeValue:
         along, shape = node.param  # pyright: ignore
         axes = "".join(axis for axis in "ts" if axis in x.axes or axis in along)
         array = self.spread(x, axes, shape)
         order = axes[::-1] if self.transposed else axes
-        found = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in along))
-        return _Value(found, "".join(axis for axis in axes if axis not in along))
+        reduced = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in along))
+        return _NodeValue(reduced, "".join(axis for axis in axes if axis not in along))
 
-    def _by_entry(self, node: Node, args: list[_Value]) -> _Value:
-        """An operation entry by entry. Numbers go with arrays, but in a selection."""
+    def _by_entry(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
+        """Computes an operation entry by entry. Numbers may stand beside arrays, except as cases of
+        a selection."""
         axes = "".join(axis for axis in "ts" if any(axis in x.axes for x in args))
         sizes = {}
         for x in args:
@@ -213,60 +262,65 @@ class _Registers(NamedTuple):
         is_integer = jnp.issubdtype(node.dtype, jnp.integer)
         if node.op in _DIVISIONS and is_integer:
             if _never_negative(args):
-                return _Value(_unsigned(_DIVISIONS[node.op], node.dtype, *arrays), axes)
+                return _NodeValue(_unsigned(_DIVISIONS[node.op], node.dtype, *arrays), axes)
             if node.op in ("floor_divide", "remainder"):
                 return self._as_program(node, args)
         if node.op == "integer_pow":
-            return _Value(_power(arrays[0], node.param), axes)
+            return _NodeValue(_power(arrays[0], node.param), axes)
         if node.op == "div" and arrays[0].shape and not arrays[1].shape:
-            return _Value(_quotient(*arrays), axes)
-        return _Value(operations.compute(node, arrays), axes)
+            return _NodeValue(_quotient(*arrays), axes)
+        return _NodeValue(operations.compute(node, arrays), axes)
 
-    def _as_program(self, node: Node, args: list[_Value]) -> _Value:
+    def _as_program(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """A floor division or remainder by the operations that JAX has for it."""
         raw = read_division(node.op, node.dtype)
 
-        def value(inner: Node, given: list[_Value]) -> _Value:
+        def value(inner: Node, inner_args: list[_NodeValue]) -> _NodeValue:
             number: Any = inner.param
-            return args[number] if inner.op == "input" else self.value(inner, given)
+            return args[number] if inner.op == "input" else self.value(inner, inner_args)
 
         return fold([raw], value)[id(raw)]
 
-    def _distance(self, apart: _Apart, converted: _Value) -> Array | None:
-        """The difference of places as floats in fewer operations, made of what each thread knows of
-        them, where columns follow one another: the distance converted is two. All is counted from
-        the first column, so that the floats are exact where converted integers are."""
-        rows, columns = sorted((apart.left, apart.right), key=lambda x: x.axes != self._first)
-        starts = [
+    def _float_distance(self, distance: _Distance, converted: _NodeValue) -> Array | None:
+        """The difference of places as floats, in fewer operations than converting the difference of
+        integers, which takes two. None if rows or columns are not known to be consecutive.
+
+        It adds numbers that each thread knows of rows and of columns. All count from the first
+        column, so that the floats are exact where converted integers are.
+        """
+        pair = distance.left, distance.right
+        rows, columns = sorted(pair, key=lambda x: x.axes != self._first)
+        first_row, first_column = (
             next((run.first for run in self.runs if run.values is x.array), None)
             for x in (rows, columns)
-        ]
-        first_row, first_column = starts
+        )
         if first_row is None or first_column is None:
             return None
         shape = jnp.shape(converted.array)
 
         def spread(x: Array, axis: int) -> Array:
-            return self.held.lay(lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,)))
+            tile = lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))
+            return self.layout.to_layout(tile)
 
         column = columns.array - first_column
-        of_thread = column & np.int32(_OF_THREADS)
-        near, own = spread(column - of_thread, 1), spread(of_thread, 1)
+        of_thread = column & np.int32(_THREAD_BITS)
+        offset, start = spread(column - of_thread, 1), spread(of_thread, 1)
         if self.transposed:  # registers are scarce there
-            far = spread(rows.array - first_column, 0) - own
+            row = spread(rows.array - first_column, 0) - start
         else:
-            far = spread(rows.array - first_row, 0) - own
-            far = far + jnp.float32(first_row - first_column)
-        found = self.held.diagonals(far - near if apart.left is rows else near - far)
-        return jnp.abs(found) if apart.absolute else found
+            row = spread(rows.array - first_row, 0) - start
+            row = row + jnp.float32(first_row - first_column)
+        tile = row - offset if distance.left is rows else offset - row
+        tile = self.layout.diagonals(tile)
+        return jnp.abs(tile) if distance.absolute else tile
 
     @property
     def _first(self) -> str:
-        """The axis along which the first axis of a tile in registers runs."""
+        """The axis of a tile along which its first axis in registers runs."""
         return "s" if self.transposed else "t"
 
-    def spread(self, x: _Value, axes: str, sizes: Any) -> Any:
-        """The array along these axes of a tile, of which `sizes` are those of all its axes."""
+    def spread(self, x: _NodeValue, axes: str, sizes: Any) -> Any:
+        """Broadcasts an array along these axes of a tile; `sizes` are those of all its axes."""
         if x.axes == axes:
             return x.array
         if (id(x.array), axes) not in self.tiles:
@@ -276,33 +330,42 @@ class _Registers(NamedTuple):
                 shape = tuple(size for axis, size in zip("ts", sizes, strict=False) if axis in axes)
                 shape = shape or tuple(wide)
             places = () if not x.axes else (0 if x.axes == self._first else 1,)
-            found = lax.broadcast_in_dim(x.array, shape, places)
+            tile = lax.broadcast_in_dim(x.array, shape, places)
             # With the array, so that its id stays its own.
-            self.tiles[id(x.array), axes] = self.held.lay(found) if x.axes else found, x.array
+            self.tiles[id(x.array), axes] = (
+                self.layout.to_layout(tile) if x.axes else tile,
+                x.array,
+            )
         return self.tiles[id(x.array), axes][0]
 
 
-def _apart(node: Node, args: list[_Value]) -> _Apart | None:
-    """The rows and columns of whose difference, or its absolute value, a node is the tile, or, if
-    it converts to floats, of which it is the difference as such."""
+def _distance(node: Node, args: list[_NodeValue]) -> _Distance | None:
+    """The distance whose tile a node is, or which it converts to floats; None for other nodes."""
     if node.op == "sub" and {x.axes for x in args} == {"t", "s"}:
-        return _Apart(args[0], args[1])
-    if not args or args[0].apart is None:
+        return _Distance(args[0], args[1])
+    if not args or args[0].distance is None:
         return None
     if node.op == "abs":
-        return args[0].apart._replace(absolute=True)
+        return args[0].distance._replace(absolute=True)
     is_float = node.op == "convert_element_type" and node.dtype == jnp.float32
-    return args[0].apart if is_float else None
+    return args[0].distance if is_float else None
 
 
-def _never_negative(args: list[_Value]) -> bool:
-    """Whether integers of at least 0 are divided by such of at least 1."""
+def _never_negative(args: list[_NodeValue]) -> bool:
+    """Returns whether a division is of integers that are at least 0 by integers of at least 1."""
     x, by = (x.interval for x in args)
     return x is not None and by is not None and bool(x.lo >= 0 and by.lo >= 1)
 
 
+def _is_inside(low: _NodeValue, x: _NodeValue, high: _NodeValue) -> bool:
+    """Returns whether integers are known to lie between two others."""
+    if x.interval is None or low.interval is None or high.interval is None:
+        return False
+    return bool(low.interval.hi <= x.interval.lo and x.interval.hi <= high.interval.lo)
+
+
 def _widened(name: str, values: list[Any]) -> list[Any]:
-    """Integers of 8 bits as Mosaic GPU takes them, which can do hardly anything with them."""
+    """Converts integers of 8 bits to what Mosaic GPU can compute with."""
     if name in _COMPARISONS:
         return [lax.convert_element_type(x, jnp.int32) for x in values]
     if name not in _ANY_WIDTH:
@@ -311,7 +374,7 @@ def _widened(name: str, values: list[Any]) -> list[Any]:
 
 
 def _power(x: Array, exponent: Any) -> Array:
-    """x to the power of an integer, of which Mosaic GPU knows the square only."""
+    """x to the power of an integer; of powers Mosaic GPU has the square only."""
     if exponent < 0:
         return 1 / _power(x, -exponent)
     if exponent < 2:
@@ -321,7 +384,7 @@ def _power(x: Array, exponent: Any) -> Array:
 
 
 def _unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
-    """Integers that are not negative, divided as unsigned ones: half as many instructions."""
+    """Divides integers that are not negative as unsigned ones, in half as many instructions."""
     shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(by))
     operands = [lax.convert_element_type(y, f"uint{8 * dtype.itemsize}") for y in (x, by)]
     spread = [y if jnp.shape(y) == shape else lax.broadcast_in_dim(y, shape, ()) for y in operands]
@@ -329,8 +392,8 @@ def _unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
 
 
 def _quotient(x: Array, by: Any) -> Array:
-    """A tile divided by one number: of floats multiplied with its reciprocal, which is one
-    instruction where a division is ten."""
+    """A tile divided by one number. Floats are multiplied by its reciprocal: that is one
+    instruction instead of ten."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.div(x, lax.broadcast_in_dim(by, x.shape, ()))
     return x * (1 / by)

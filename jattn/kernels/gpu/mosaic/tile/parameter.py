@@ -1,4 +1,4 @@
-"""A parameter of a score function as kernels see it, that is, along which axes it runs."""
+"""A parameter of a score function as kernels see it: the axes along which it runs."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from jattn.spec import Spec, parameter_letters, parameters
 
 
 class Parameter(NamedTuple):
-    """A parameter of the score function: which one, its sizes by letter for one head, and
-    how many batch rows and heads have one of their own."""
+    """A parameter of the score function: its number, its sizes by letter for one head, and the
+    number of batch rows and of heads that have separate parameters."""
 
     which: int
     sizes: dict[str, int]
-    own: tuple[int, int]
+    separate: tuple[int, int]
 
     @classmethod
     def of(cls, spec: Spec, which: int) -> "Parameter":
@@ -34,7 +34,7 @@ class Parameter(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes of a tile over which its gradient is not summed there, at least one."""
+        """The axes of a tile along which its gradient is not summed there, at least one."""
         if self.by_distance:
             return 0, 1
         return tuple(axis for axis, x in enumerate("TS") if self.runs_along(x)) or (0,)
@@ -43,13 +43,13 @@ class Parameter(NamedTuple):
         return self.sizes.get(letter, 1) > 1
 
     def shared(self, B: int, N: int) -> tuple[int, int]:
-        """How many batch rows and heads of a call share one of those."""
-        batch, heads = self.own
+        """The number of batch rows and of heads of a call that share one parameter."""
+        batch, heads = self.separate
         return 1 if batch > 1 else B, 1 if heads > 1 else N
 
     def of_heads(self, sums: Array) -> Array:
-        """From sums along one axis, `[B, N, T]` or `[B, N, S]`, the gradient for each head
-        `[B, N, ...]`."""
+        """Returns the gradient for each head `[B, N, ...]` from sums along one axis, `[B, N, T]` or
+        `[B, N, S]`."""
         if not any(map(self.runs_along, "TS")):
             sums = sums.sum(axis=2)
         return sums.reshape(*sums.shape[:2], *self.sizes.values())

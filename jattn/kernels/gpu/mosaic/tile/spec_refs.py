@@ -1,113 +1,176 @@
-"""A spec's arrays as a warpgroup reads them in a kernel."""
+"""The arrays of a spec inside a kernel: the parts of them that a tile reads.
 
-import functools
+Masks and score functions do not know where they run. In a kernel their arrays are references to
+memory. A warpgroup reads the part for one head and one tile of arrays along B, N, T or S. Arrays
+that functions index stay in memory, each as a `Table`.
+"""
+
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._pytree import axis_names
 from jattn._types import Index, Tree
+from jattn.functions.interval_rules import Interval
 from jattn.kernels.common import slicing
-from jattn.kernels.gpu.mosaic.tile import kernel_refs, mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.kernel_refs import TileIndex
-from jattn.kernels.gpu.mosaic.tile.lookup import Table
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import Table
 from jattn.masks import Span
 from jattn.spec import Spec, Tiling
 
 
-class SpecRefs(kernel_refs.SpecRefs):
-    """A spec as a warpgroup reads it. Booleans are bytes, as they are in memory; arrays along T and
-    S are transposed where tiles are; those that functions index, `tables`, are flat."""
+class TileIndex(NamedTuple):
+    """The place of a tile: batch row, head, first query and first key."""
+
+    b: Any
+    h: Any
+    row: Any
+    column: Any
+
+
+class SpecRefs:
+    """A spec as a warpgroup reads it: `arrays` are the operands of the kernel.
+
+    Booleans are bytes, as in memory. Arrays along T and S are transposed if tiles are. Arrays that
+    functions index, `tables`, are flat; for these it holds the types that functions see.
+    """
 
     def __init__(self, spec: Spec, tiling: Tiling, transposed: bool = False):
-        super().__init__(spec, tiling)
-        self.boolean = [x.dtype == bool for x in self.arrays]
-        self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in self.arrays]
-        self.turned = [transposed and {"T", "S"} <= set(x) for x in self.letters]
-        self.tables: dict[int, tuple[Table, list[str]]] = {}
+        leaves, self._structure = jax.tree.flatten(spec)
+        self.letters = [x.replace("#", "").split() for x in jax.tree.leaves(axis_names(spec))]
+        self.sizes = dict(zip("TS", tiling, strict=True))
+        self.is_boolean = [x.dtype == bool for x in leaves]
+        self.is_transposed = [transposed and {"T", "S"} <= set(x) for x in self.letters]
+        self.tables: dict[int, jax.ShapeDtypeStruct] = {}
+        self._table_letters: dict[int, list[str]] = {}
+        self._is_scalar = [x.ndim == 0 for x in leaves]
+        arrays = [x.reshape(1) if x.ndim == 0 else x for x in leaves]
+        self.arrays = [x.astype(jnp.int8) if x.dtype == bool else x for x in arrays]
         for i, (x, index) in enumerate(self.parts(self.arrays, TileIndex(0, 0, 0, 0))):
             if None in index:
                 self._flatten(i, x)
-            elif self.turned[i]:
-                self._turn(i)
+            elif self.is_transposed[i]:
+                self._transpose(i)
 
     def _flatten(self, i: int, x: Array) -> None:
         if {"T", "S"} & set(self.letters[i]):
             raise NotImplementedError("to look up entries of an array along T or S")
         if x.size > np.iinfo(np.int32).max:
             raise NotImplementedError(f"to look up entries of an array of {x.size} numbers")
-        self.tables[i] = Table(i, x.shape, x.dtype), self.letters[i]
+        self.tables[i] = jax.ShapeDtypeStruct(x.shape, bool if self.is_boolean[i] else x.dtype)
+        self._table_letters[i] = self.letters[i]
         self.arrays[i], self.letters[i] = x.reshape(-1), ["entries"]
 
-    def _turn(self, i: int) -> None:
+    def _transpose(self, i: int) -> None:
         names = self.letters[i]
         t, s = names.index("T"), names.index("S")
         self.arrays[i] = self.arrays[i].swapaxes(t, s)
         self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
 
-    def at(
+    def parts(self, memory: list[Any], place: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Each array and the index of its part at a place: None for axes that are looked up."""
+        triples = zip(memory, self.letters, self._is_scalar, strict=True)
+        return [(x, (0,) if scalar else self._index(x, y, place)) for x, y, scalar in triples]
+
+    def _index(self, array: Any, names: list[str], place: TileIndex) -> tuple[Any, ...]:
+        names = names or ["captured"] * len(array.shape)
+        starts = {"*B": place.b, "N": place.h, "T": place.row, "S": place.column}
+        index: list[Any] = []
+        for name, size in zip(names, array.shape, strict=True):
+            start = starts.get(name)
+            if start is not None and size == 1:
+                start = 0
+            if start is not None and name in self.sizes:
+                start = pl.ds(start, min(size, self.sizes[name]))
+            index.append(start)
+        return tuple(index)
+
+    def tile(
         self, leaves: list[Any], b: Index, h: Index, rows: Array, columns: Array
     ) -> slicing.HeadTile:
-        """The tile of these parts of the arrays, at these places. Of tables there are no parts."""
-        pairs = zip(leaves, self.boolean, strict=True)
-        leaves = [x != 0 if boolean and x is not None else x for x, boolean in pairs]
-        for i, (table, letters) in self.tables.items():
-            selected = self._index(table, letters, TileIndex(b, h, 0, 0))
-            leaves[i] = table.seen(selected, self.boolean[i])
-        found = self.assembled(leaves, b, h, rows, columns)
-        if self.tables:  # which may be read by the diagonals of whole matrices
-            return found
-        if found.spec.q_positions is None and found.spec.kv_positions is None:
-            return found._replace(rows=Span(rows, rows), columns=Span(columns, columns))
-        return found
+        """The tile of these parts of the arrays, at these places; of a table the part is all."""
+        pairs = enumerate(zip(leaves, self.is_boolean, strict=True))
+        leaves = [x != 0 if boolean and i not in self.tables else x for i, (x, boolean) in pairs]
+        for i, letters in self._table_letters.items():
+            index = self._index(leaves[i], letters, TileIndex(b, h, 0, 0))
+            if any(x is not None for x in index):
+                leaves[i] = entries_of(leaves[i], *(slice(None) if x is None else x for x in index))
+        spec = jax.tree.unflatten(self._structure, leaves)
+        if not self.tables and spec.q_positions is None and spec.kv_positions is None:
+            return slicing.HeadTile(spec, b, h, Span(rows, rows), Span(columns, columns))
+        # Tables may be read along diagonals of whole matrices, which these spans prevent.
+        pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
+        return slicing.HeadTile(spec, b, h, *(slicing.span_in_kernel(*x) for x in pairs))
 
     def example(self) -> tuple[Callable[..., Any], Any]:
-        """A function from a tile's products to scores and their derivative, and operands of it, to
-        be traced."""
-        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.sizes.values())
-        zero = jnp.zeros((), jnp.int32)
-        place = TileIndex(zero, zero, zero, zero)
-        parts = [_part(x, index) for x, index in self.parts(self.arrays, place)]
-        parts = [x if x is None or not y else x.T for x, y in zip(parts, self.turned, strict=True)]
-        products = jnp.zeros(tuple(self.sizes.values()), jnp.float32)
+        """A function from a tile's products to scores and their derivative, and the types of its
+        operands, to be traced."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        rows, columns = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in self.sizes.values())
+        parts = self.parts(self.arrays, TileIndex(0, 0, 0, 0))
+        leaves = [self.tables.get(i, self._part(i, *part)) for i, part in enumerate(parts)]
+        products = jax.ShapeDtypeStruct(tuple(self.sizes.values()), jnp.float32)
 
         def modify(*operands: Tree) -> Tree:
-            *at, products = operands
-            score, pull = jax.vjp(lambda x: self.at(*at).modify(x, True), products)
+            *tile, products = operands
+            score, pull = jax.vjp(lambda x: self.tile(*tile).modify(x, True), products)
             return score, pull(score)
 
-        return modify, (parts, zero, zero, rows, columns, products)
+        return modify, (leaves, number, number, rows, columns, products)
+
+    def _part(self, i: int, array: Array, index: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
+        sizes = [x.size for x in index if isinstance(x, pl.Slice)]
+        return jax.ShapeDtypeStruct(
+            tuple(sizes[:: -1 if self.is_transposed[i] else 1]), array.dtype
+        )
 
     def run_example(self, function: Callable[..., Any], operands: Tree) -> Tree:
-        """A function of the operands of `example`, in registers."""
-        given = jax.tree.map(jnp.squeeze, operands)
+        """Runs a function of the operands of `example`, on zeros in registers."""
 
-        def zeros(dtype: DTypeLike, at: Array, axes: str) -> Array:
-            return jnp.zeros(at.shape, dtype)
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros([size for size in x.shape if size != 1], x.dtype)
 
-        tables = {i: functools.partial(zeros, x.dtype) for i, (x, _) in self.tables.items()}
-        shapes = types(operands)
-        return mosaic_interpreter.run(function, *given, tables=tables, shapes=shapes)
+        def table(x: jax.ShapeDtypeStruct) -> Table:
+            stored = jnp.int8 if x.dtype == bool else x.dtype
+            return Table(x.shape, x.dtype, lambda places, axes: jnp.zeros(places.shape, stored))
+
+        leaves, *numbers = operands
+        parts = [table(x) if i in self.tables else zeros(x) for i, x in enumerate(leaves)]
+        return mosaic_interpreter.run(
+            function, parts, *jax.tree.map(zeros, numbers), shapes=operands
+        )
+
+    def interval(self, i: int) -> Interval | None:
+        """The interval of a table's entries: `by_distance` looks up buckets, which exist."""
+        if self._table_letters[i] != ["distances"] or self.tables[i].dtype != jnp.int32:
+            return None
+        pairs = zip(self._table_letters.values(), self.tables.values(), strict=True)
+        buckets = [
+            x.shape[letters.index("buckets")] for letters, x in pairs if "buckets" in letters
+        ]
+        return Interval(np.int32(0), np.int32(max(buckets) - 1))
 
     def differs_by_key(self) -> bool:
-        """Whether a tile reads numbers for each of its keys."""
+        """Returns whether a tile reads numbers for each of its keys."""
         return bool(self.tables) or any("S" in x for x in self.letters)
 
     @property
     def varying(self) -> list[int]:
-        """Which arrays tiles of a head read different parts of."""
+        """The numbers of the arrays of which tiles of one head read different parts."""
         parts = {"T", "S", "entries"}
         return [i for i, letters in enumerate(self.letters) if parts & set(letters)]
 
     def along(self, letter: str) -> list[int]:
-        """Which arrays run along a letter only, of each batch row and head: a tile's part of them
-        can be copied as it is. Their numbers have 4 bytes, so that parts start at multiples of
-        128."""
+        """The numbers of the arrays that run along one letter only, for each batch row and head.
+
+        A tile's part of these can be copied. Their numbers have 4 bytes, so that parts start at
+        multiples of 128 bytes.
+        """
         return [
             i
             for i, (x, letters) in enumerate(zip(self.arrays, self.letters, strict=True))
@@ -118,12 +181,6 @@ class SpecRefs(kernel_refs.SpecRefs):
         ]
 
 
-def _part(memory: Array, index: tuple[Any, ...]) -> Array | None:
-    if None in index:
-        return None
-    return jnp.zeros([x.size for x in index if isinstance(x, pl.Slice)], memory.dtype)
-
-
-def types(operands: Tree, transposed: bool = False) -> Any:
-    step = -1 if transposed else 1
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[::step], x.dtype), operands)
+def entries_of(table: Array, *index: Any) -> Array:
+    """The entries of an array at places that are known to be inside it."""
+    return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
