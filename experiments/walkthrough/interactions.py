@@ -208,8 +208,8 @@ def weights_and_gradients(sizes: list[int], top: np.ndarray, median: np.ndarray)
         "input. The width d2 of queries and keys is meant, because the sums run over d2 numbers.",
     ),
 )
-def scaling() -> None:  # prose: kept
-    """Why scores are divided by √H.
+def scaling() -> None:
+    """Scores are divided by √H.
 
     Take a query and a key of H independent numbers of mean 0 and variance 1. Their dot product has
     variance H, so scores grow as √H. The Transformer divides them by √H:

@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from experiments.walkthrough.diagrams import Diagram
 from experiments.walkthrough.documents import Document
 from experiments.walkthrough.formulas import Formula
-from jattn.viz.matplotlib_figure import new_figure
 
 
 class ClaimFailed(AssertionError):
@@ -183,7 +182,7 @@ def same(a: Any, b: Any, tolerance: float = 1e-12) -> bool:
 def panels(columns: int, *, width: float = 7.0, height: float = 3.0) -> tuple[Figure, Any]:
     """Makes an empty figure of a width and height in inches, and its axes: one, or an array of
     several side by side."""
-    figure = new_figure((width, height))
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, columns)
 
 
