@@ -1303,7 +1303,12 @@ def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
     return _as_truth(value)
 
 
-EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map
+EMPTY = 0
+"""The number of a tile without allowed pairs, see `tile_map`."""
+MIXED = 1
+"""The number of a tile in which some pairs are allowed."""
+FULL = 2
+"""The number of a tile in which all pairs are allowed."""
 
 
 def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
