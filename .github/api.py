@@ -14,7 +14,7 @@ from typing import Any, Union, Unpack, get_args, get_origin, get_overloads
 
 import flax.typing
 import pdoc
-from pdoc.doc import Class, Function, _PrettySignature
+from pdoc.doc import Class, Function, Variable, _PrettySignature
 from pdoc.render import configure
 
 import jattn
@@ -39,20 +39,20 @@ class Code:
         return self.text
 
 
-def written(annotation: Any) -> str:
+def written(kind: Any) -> str:
     """Returns a type as it is written in the source, without the modules that define it."""
-    if isinstance(annotation, str):
-        return annotation
-    if get_origin(annotation) is Unpack:
-        return written(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        types, names = [*get_args(annotation)], []
+    if isinstance(kind, str):
+        return kind
+    if get_origin(kind) is Unpack:
+        return written(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        types, names = [*get_args(kind)], []
         for name, union in UNIONS.items():
             if {*get_args(union)} <= {*types}:
                 names.append(name)
                 types = [x for x in types if x not in get_args(union)]
         return " | ".join(dict.fromkeys([*names, *map(written, types)]))
-    text = re.sub(r"~|\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(annotation))
+    text = re.sub(r"~|\b(?:[A-Za-z_]\w*\.)+(?=\w)", "", inspect.formatannotation(kind))
     return text.replace("ndarray", "Array").replace("NoneType", "None").replace("'", '"')
 
 
@@ -87,6 +87,12 @@ def signature(function: Function) -> inspect.Signature:
     return _PrettySignature(coded, return_annotation=returned)
 
 
+def annotation(variable: Variable) -> str:
+    """Returns the type of a field, after a colon."""
+    is_known = variable.annotation is not inspect.Parameter.empty
+    return f": {written(variable.annotation)}" if is_known else ""
+
+
 def docstring(function: Function, plain: Any = Function.docstring.func) -> str:
     """Marks calls and constructors with arguments as public, for which pdoc needs a docstring."""
     calls = function.name in ("__call__", "__init__") and len(function.signature.parameters) > 1
@@ -112,9 +118,13 @@ def main(folder: Path) -> None:
         for name in module.__all__
         if not isinstance(getattr(module, name), ModuleType)
     ]
-    for name, function in {"signature": signature, "docstring": docstring}.items():
-        setattr(Function, name, cached_property(function))
-        getattr(Function, name).__set_name__(Function, name)
+    for owner, name, function in (
+        (Function, "signature", signature),
+        (Function, "docstring", docstring),
+        (Variable, "annotation_str", annotation),
+    ):
+        setattr(owner, name, cached_property(function))
+        getattr(owner, name).__set_name__(owner, name)
     Function.decorators = Class.decorators = []
     Class._taken_from = taken_from
     configure(docformat="google", include_undocumented=False)
