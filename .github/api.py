@@ -14,7 +14,7 @@ from typing import Any, Union, Unpack, get_args, get_origin, get_overloads
 
 import flax.typing
 import pdoc
-from pdoc.doc import Class, Function, Variable, _PrettySignature
+from pdoc.doc import Class, Function, Module, Variable, _PrettySignature
 from pdoc.render import configure
 
 import jattn
@@ -108,17 +108,29 @@ def taken_from(
     return (owner.modulename, f"{owner.qualname}.{name}") if is_private else place
 
 
+def bases(owner: Class, plain: Any = Class.bases.func) -> list[tuple[str, str, str]]:
+    """Returns the base classes that are not private, without their modules."""
+    return [(*place, text.split(".")[-1]) for *place, text in plain(owner) if place[1][0] != "_"]
+
+
+def submodules(module: Module, plain: Any = Module.submodules.func) -> list[Module]:
+    """Returns the files of a package except for those with the name of a function."""
+    return [x for x in plain(module) if isinstance(getattr(module.obj, x.name), ModuleType)]
+
+
 def main(folder: Path) -> None:
     """Writes the pages into a folder."""
-    public = {name: getattr(jattn, name) for name in jattn.__all__}
-    modules = [jattn, *(x for x in public.values() if isinstance(x, ModuleType))]
-    files = [
-        f"!{module.__name__}.{name}"
-        for module in modules
-        for name in module.__all__
-        if not isinstance(getattr(module, name), ModuleType)
-    ]
+    public = [getattr(jattn, name) for name in jattn.__all__]
+    modules = [jattn, *(x for x in public if isinstance(x, ModuleType))]
+    files = []
+    for module, name in [(x, name) for x in modules for name in x.__all__]:
+        value = getattr(module, name)
+        files += [] if isinstance(value, ModuleType) else [f"!{module.__name__}.{name}"]
+        for field in getattr(value, "_fields", ()):  # without "Alias for field number 0"
+            getattr(value, field).__doc__ = value.__new__.__doc__ = ""
     for owner, name, function in (
+        (Module, "submodules", submodules),
+        (Class, "bases", bases),
         (Function, "signature", signature),
         (Function, "docstring", docstring),
         (Variable, "annotation_str", annotation),

@@ -535,9 +535,11 @@ class RNNsearch(Module):
     ) -> tuple[Float[Array, "*B T vocabulary"], RecurrentState]:
         """Maps further target ids `[*B, T]`, any number, to logits and the state after them.
 
-        state = model.decoder.start(model.encode(source_ids))
-        logits, state = model.step(prompt_ids, state)
-        logits, state = model.step(next_ids, state)
+            state = model.decoder.start(model.encode(source_ids))
+            logits, state = model.step(prompt_ids, state)
+            logits, state = model.step(next_ids, state)
+
+        The state holds the keys of the memory, which `start` projects once.
         """
         features, state = self._read(target_ids, state, **run)
         return self.logits(features), state
