@@ -37,20 +37,20 @@ def run(name: str, text: str, names: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def given() -> dict[str, Any]:
+def setup() -> dict[str, Any]:
     """The names that the package's docstring makes for all examples."""
     names: dict[str, Any] = {}
     with jax.enable_x64(False):
-        assert run("jattn", jattn.__doc__, names)
+        assert run("jattn", inspect.getdoc(jattn) or "", names)
     return names
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_run(name, given, unchecked):
+def test_examples_run(name, setup, unchecked):
     text = inspect.getdoc(VALUES[name]) or ""
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
         with jax.numpy_rank_promotion("allow"):
-            examples = run(name, text, dict(given))
+            examples = run(name, text, dict(setup))
     assert (examples == 0) == (name in NO_EXAMPLE)
     assert examples <= 3
     assert not examples or "\n\n>>>" in text  # which starts a block of code on the pages
