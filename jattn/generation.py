@@ -106,9 +106,9 @@ def generate(
     Raises TypeError and ValueError for invalid arguments.
 
     >>> sizes = {"features": 8, "num_heads": 2, "feed_forward": 16, "num_layers": 1}
-    >>> model, prompt = nn.DecoderOnly(9, **sizes, rngs=nnx.Rngs(0)), jnp.array([[1, 2, 3]])
+    >>> model, prompt = nn.DecoderOnly(9, **sizes, rngs=nnx.Rngs(0)), jnp.ones((2, 5), int)
     >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
-    Array([4], dtype=int32)
+    Array([4, 4], dtype=int32)
     """
     _check_model(model)
     _check_prompt(prompt)

@@ -474,7 +474,7 @@ class Transformer(Module):
     Raises ValueError for sizes that do not fit together.
 
     >>> sizes = {"features": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
-    >>> model = nn.Transformer(9, 9, **sizes, rngs=nnx.Rngs(0))
+    >>> model = nn.Transformer(9, 9, feed_forward=16, **sizes, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 7), int), jnp.ones((2, 5), int), deterministic=True).shape
     (2, 5, 9)
     """
