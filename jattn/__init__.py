@@ -1,6 +1,14 @@
 """Attention for JAX: any mask, any score function, differentiable, exact.
 
 The main function is `attention`; `masks` and `scores` define the values of its options.
+All examples in the documentation begin with these lines, with queries `[B, T, N, H]` and with keys
+and values `[B, S, K, H]`:
+
+>>> import jax, jax.numpy as jnp, numpy as np, jattn
+>>> from flax import nnx
+>>> from jattn import masks, nn, scores
+>>> q = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))
+>>> k, v = jax.random.normal(jax.random.key(1), (2, 2, 7, 2, 8))
 """
 
 import importlib

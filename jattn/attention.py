@@ -100,6 +100,9 @@ def attention(
             implementation="reference" has all of them.
 
     First and second derivatives come in every mode, in memory linear in T and S.
+
+    >>> jattn.attention(q, k, v, mask=masks.Causal(), score=scores.SoftCap(30.0)).shape
+    (2, 5, 4, 8)
     """
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation, cached=isinstance(key, Cache))
@@ -166,6 +169,10 @@ def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions])
     """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64); −inf if masked.
 
     Options and errors as in `attention`. Memory grows with T × S.
+
+    >>> print(jattn.attention_scores(0 * q, k, mask=masks.Causal())[0, 0, :2])
+    [[  0. -inf -inf -inf -inf -inf -inf]
+     [  0.   0. -inf -inf -inf -inf -inf]]
     """
     return _matrix(make(query, key, **options), query, key, what="scores")
 
@@ -180,5 +187,9 @@ def attention_weights(
 
     Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0. The
     keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
+
+    >>> print(jattn.attention_weights(0 * q, k, mask=masks.Causal())[0, 0, :2])
+    [[1.  0.  0.  0.  0.  0.  0. ]
+     [0.5 0.5 0.  0.  0.  0.  0. ]]
     """
     return _matrix(make(query, key, **options), query, key, what="weights")

@@ -43,7 +43,12 @@ Same = TypeVar("Same", bound="Cache")
 
 
 class Cache:
-    """The base class of caches: the number of tokens of each row, and the rows that lost some."""
+    """The base class of caches: the number of tokens of each row, and the rows that lost some.
+
+    >>> cache = jattn.cache.DenseCache.of(k, v, lengths=jnp.array([7, 3]))
+    >>> cache.capacity, cache.reorder(jnp.array([1, 1])).lengths.tolist()
+    (7, [3, 3])
+    """
 
     keys: Any
     values: Any
@@ -242,7 +247,12 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """A cache with tokens at the slots of their positions: `[B, K, S, H]` and `[B, K, S, V]`."""
+    """A cache with tokens at the slots of their positions: `[B, K, S, H]` and `[B, K, S, V]`.
+
+    >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8).append(k, v)
+    >>> cache.keys.shape, cache.lengths.tolist()
+    ((2, 2, 16, 8), [7, 7])
+    """
 
     keys: Any = array_field("B K S H")
     values: Any = array_field("B K S V")
@@ -317,6 +327,10 @@ class RollingCache(Cache):
 
     Token p lies at slot p mod S. There are `window + chunk` slots, so that with up to `chunk`
     tokens appended at a time the first of them still finds all tokens of its window.
+
+    >>> cache = jattn.cache.RollingCache.create(2, 4, 2, 8, chunk=3).append(k[:, :3], v[:, :3])
+    >>> cache.capacity, cache.lengths.tolist()
+    (7, [3, 3])
     """
 
     keys: Any = array_field("B K S H")
@@ -390,6 +404,10 @@ class PagedCache(Cache):
     page of tokens m · page … of a row. Rows may share pages after `reorder`, as beams and prompts
     with a common beginning do. They copy only the last page, if both continue writing to it, at the
     time of the write. A page that no row holds is free again.
+
+    >>> cache = jattn.cache.PagedCache.create(2, 16, 2, 8, page_size=4).append(k, v)
+    >>> cache.num_pages, cache.pages_held().tolist()
+    (8, [1, 1, 1, 1, 0, 0, 0, 0])
     """
 
     keys: Any = array_field("P K p H")

@@ -71,6 +71,11 @@ def cached_attention(
         options: as in `attention`, except for positions, which the cache knows.
 
     Raises the errors of `append` and `attention`, and NotImplementedError for dropout in pieces.
+
+    >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8)
+    >>> out, cache = jattn.cached_attention(q, k[:, :5], v[:, :5], cache, mask=masks.Causal())
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 5, 4, 8), [5, 5])
     """
     check_cache("cache", cache)
     check_array("query", query, "[B, T, N, H]", rank=4)

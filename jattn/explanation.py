@@ -182,6 +182,9 @@ def explain(
     `jattn.explanation`. `platform` is "cpu", "cuda" or "gpu", "rocm" or "tpu", for which the
     program is lowered; the default is the platform of the query or, while tracing, JAX's default.
     The other arguments are those of `attention`; `implementation` changes nothing.
+
+    >>> jattn.explain(q, k, v, score=scores.SoftCap(30.0), platform="cuda")["cudnn"]
+    'expected bfloat16 or float16, got float32'
     """
     options.pop("implementation", None)
     check_choice("platform", platform, (None, "gpu", *lowering.PLATFORMS))

@@ -78,8 +78,6 @@ def generate(
 ) -> Generated:
     """Continues a prompt: returns `tokens [B, max_tokens]` and `lengths [B]`.
 
-        result = jattn.generate(model, prompt, max_tokens=100, temperature=0.8, top_p=0.95, key=key)
-
     The program is compiled once for each shape of the prompt; changing the temperature, `top_p` or
     key does not recompile it. Dropout is off.
 
@@ -106,6 +104,11 @@ def generate(
         example after a cache has overflowed or a traced token was outside the vocabulary.
 
     Raises TypeError and ValueError for invalid arguments.
+
+    >>> sizes = {"features": 8, "num_heads": 2, "feed_forward": 16, "num_layers": 1}
+    >>> model, prompt = nn.DecoderOnly(9, **sizes, rngs=nnx.Rngs(0)), jnp.ones((2, 5), int)
+    >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
+    Array([4, 4], dtype=int32)
     """
     _check_model(model)
     _check_prompt(prompt)

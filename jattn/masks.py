@@ -103,7 +103,12 @@ Truth = Any  # bool [n_rows, n_columns]; a NumPy array if its inputs are known w
 
 
 class Span(NamedTuple):
-    """A run of queries or keys: their positions, and their places in the arrays."""
+    """A run of queries or keys: their positions, and their places in the arrays.
+
+    >>> last = masks.Span(positions=jnp.array([4]), places=jnp.array([0]))
+    >>> print(masks.Causal()(0, 0, last, jnp.arange(6)).astype(int))
+    [[1 1 1 1 1 0]]
+    """
 
     positions: Indices
     places: Indices
@@ -118,6 +123,10 @@ class Extent(NamedTuple):
     """The run of queries or keys that a tile covers; with array fields, the runs of several tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
+
+    >>> queries, keys = masks.Extent(0, 1, start=0, size=2), masks.Extent(2, 3, start=2, size=2)
+    >>> [bool(x) for x in masks.Causal().bounds(masks.Tile(queries, keys))]
+    [False, False]
     """
 
     lo: Any
@@ -136,6 +145,10 @@ class Tile(_Box):
 
     For n × m boxes the extents of rows are `[n, 1]` and those of columns `[1, m]`, so that formulas
     of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
+
+    >>> last, first = masks.Extent(2, 3, start=2, size=2), masks.Extent(0, 1, start=0, size=2)
+    >>> [bool(x) for x in masks.Causal().bounds(masks.Tile(rows=last, columns=first))]
+    [True, True]
     """
 
     b: Any = None
@@ -178,6 +191,11 @@ class Mask:
 
     A subclass must compute with its fields alone: a program compiled for one mask serves all masks
     with equal fields. A mask that reads anything else must be a `Predicate`, whose function may.
+
+    >>> print((~masks.Causal() | masks.Window(left=0)).dense(3, 3).astype(int))
+    [[1 1 1]
+     [0 1 1]
+     [0 0 1]]
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
@@ -322,6 +340,9 @@ def as_mask(value: Any) -> Mask:
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
     `Full`. The state in which a module holds its mask (`layer.mask`) gives that mask. Raises
     TypeError for anything else.
+
+    >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
+    (Full(), 'Predicate')
     """
     if value is None:
         return _FULL
@@ -468,7 +489,13 @@ def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
 
 @pytree_dataclass
 class And(Mask):
-    """The intersection of two masks: pairs that both allow."""
+    """The intersection of two masks: pairs that both allow.
+
+    >>> print((masks.Causal() & masks.Window(left=1)).dense(3, 3).astype(int))
+    [[1 0 0]
+     [1 1 0]
+     [0 1 1]]
+    """
 
     left: Mask
     right: Mask
@@ -483,7 +510,13 @@ class And(Mask):
 
 @pytree_dataclass
 class Or(Mask):
-    """The union of two masks: pairs that either allows."""
+    """The union of two masks: pairs that either allows.
+
+    >>> print((masks.Causal() | masks.Prefix(2)).dense(3, 3).astype(int))
+    [[1 1 0]
+     [1 1 0]
+     [1 1 1]]
+    """
 
     left: Mask
     right: Mask
@@ -498,7 +531,13 @@ class Or(Mask):
 
 @pytree_dataclass
 class Not(Mask):
-    """The complement of a mask: pairs that it does not allow."""
+    """The complement of a mask: pairs that it does not allow.
+
+    >>> print((~masks.Causal()).dense(3, 3).astype(int))
+    [[0 1 1]
+     [0 0 1]
+     [0 0 0]]
+    """
 
     inner: Mask
 
@@ -512,7 +551,12 @@ class Not(Mask):
 
 @pytree_dataclass
 class Full(Mask):
-    """The mask with which every query attends to every key."""
+    """The mask with which every query attends to every key.
+
+    >>> print(masks.Full().dense(2, 3).astype(int))
+    [[1 1 1]
+     [1 1 1]]
+    """
 
     of_positions = True
 
@@ -528,7 +572,12 @@ _FULL = Full()
 
 @pytree_dataclass
 class Empty(Mask):
-    """The mask with which no query attends to any key."""
+    """The mask with which no query attends to any key.
+
+    >>> print(masks.Empty().dense(2, 3).astype(int))
+    [[0 0 0]
+     [0 0 0]]
+    """
 
     of_positions = True
 
@@ -604,6 +653,11 @@ class Window(Mask):
     scalar, or `[N]` with one distance for each head.
 
     Raises ValueError for negative or non-integer distances.
+
+    >>> print(masks.Window(left=1, right=0).dense(3, 3).astype(int))
+    [[1 0 0]
+     [1 1 0]
+     [0 1 1]]
     """
 
     of_positions = True
@@ -657,6 +711,11 @@ class Causal(Mask):
     With default positions the first query sees the first key only, whatever T and S are. For the
     last query to see all keys, as in decoding, pass `q_positions`, for example
     `jattn.positions.aligned_to_end(T, S)`.
+
+    >>> print(masks.Causal().dense(3, 3).astype(int))
+    [[1 0 0]
+     [1 1 0]
+     [1 1 1]]
     """
 
     of_positions = True
@@ -675,6 +734,10 @@ class Prefix(Mask):
 
     `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
     `[*B]`.
+
+    >>> print(masks.Prefix(2).dense(2, 3).astype(int))
+    [[1 1 0]
+     [1 1 0]]
     """
 
     of_positions = True
@@ -698,6 +761,11 @@ class Dilated(Mask):
     """Keys at distances q − kv that are multiples of `step`, by position.
 
     The strided pattern of Child et al. 2019.
+
+    >>> print(masks.Dilated(2).dense(3, 3).astype(int))
+    [[1 0 1]
+     [0 1 0]
+     [1 0 1]]
     """
 
     of_positions = True
@@ -731,7 +799,13 @@ class Dilated(Mask):
 @pytree_dataclass
 class Global(Mask):
     """Global positions: the first `n` attend to all, and all attend to them (Beltagy et al.
-    2020)."""
+    2020).
+
+    >>> print(masks.Global(1).dense(3, 3).astype(int))
+    [[1 1 1]
+     [1 0 0]
+     [1 0 0]]
+    """
 
     of_positions = True
 
@@ -764,6 +838,10 @@ class Lengths(Mask):
     """Lengths of queries, keys or both: places < length are allowed, padding at the end is not.
 
     `q` and `kv` are integers or integer arrays, scalar or `[*B]`; None is unbounded.
+
+    >>> print(masks.Lengths(kv=jnp.array([1, 2])).dense(1, 3).astype(int)[:, 0, 0])
+    [[1 0 0]
+     [1 1 0]]
     """
 
     q: Any = array_field("*B", default=None)
@@ -857,6 +935,11 @@ class Segments(Mask):
 
     `q_ids` is an integer array `[*B, T]` (or `[T]` for all rows), `kv_ids` `[*B, S]`; None: the
     same.
+
+    >>> print(masks.Segments(jnp.array([0, 0, 1])).dense(3, 3).astype(int))
+    [[1 1 0]
+     [1 1 0]
+     [0 0 1]]
     """
 
     q_ids: Any = array_field("*B T")
@@ -889,6 +972,10 @@ class Padding(Mask):
     query that is padding has no meaning.
 
     Raises TypeError for arrays that are neither integer nor boolean, ValueError for other integers.
+
+    >>> print(masks.Padding(jnp.array([[1, 1, 0], [0, 1, 1]])).dense(1, 3).astype(int)[:, 0, 0])
+    [[1 1 0]
+     [0 1 1]]
     """
 
     attention_mask: Any = array_field("*B S")
@@ -920,6 +1007,9 @@ class Dense(Mask):
     """A mask given as a boolean array of full rank `[*B, N, T, S]`; axes of size 1 broadcast.
 
     Raises TypeError for arrays that are not boolean.
+
+    >>> jattn.attention(q, k, v, mask=masks.Dense(jnp.tri(5, 7, dtype=bool)[None, None])).shape
+    (2, 5, 4, 8)
     """
 
     array: Any = array_field("*#B #N #T #S")
@@ -970,6 +1060,12 @@ class Blocks(Mask):
 
     `layout` is boolean, `[T/block, S/block]` for all or `[*B, N, T/block, S/block]` (rounded up;
     batch and head axes of size 1 broadcast); `block` is an integer or a pair (queries, keys).
+
+    >>> print(masks.Blocks(jnp.eye(2, dtype=bool), block=2).dense(4, 4).astype(int))
+    [[1 1 0 0]
+     [1 1 0 0]
+     [0 0 1 1]
+     [0 0 1 1]]
     """
 
     layout: Any
@@ -1055,6 +1151,11 @@ class Predicate(Mask):
 
     `check_bounds` compares such bounds with the function. Attention ignores bounds that read lists,
     dicts or attributes, as these may change before the call is differentiated.
+
+    >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
+    [[1 0 1]
+     [0 1 0]
+     [1 0 1]]
     """
 
     of_positions = True
@@ -1202,7 +1303,12 @@ def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
     return _as_truth(value)
 
 
-EMPTY, MIXED, FULL = 0, 1, 2  # the kinds of tile in a tile map
+EMPTY = 0
+"""The number of a tile without allowed pairs, see `tile_map`."""
+MIXED = 1
+"""The number of a tile in which some pairs are allowed."""
+FULL = 2
+"""The number of a tile in which all pairs are allowed."""
 
 
 def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
@@ -1304,6 +1410,12 @@ def tile_map(
     int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Work and memory grow with the number of tiles (and with T +
     S for masks with arrays), never with T × S, except for a `Dense` mask, which is that large
     itself. The result is a NumPy array if mask and positions are static.
+
+    >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
+    [[1 0]
+     [1 0]
+     [2 1]
+     [2 1]]
     """
     for name, size in (("T", T), ("S", S), ("block_q", block_q), ("block_kv", block_kv)):
         check_size(name, size, 0 if name in "TS" else 1)
@@ -1334,6 +1446,10 @@ def check_bounds(
     for each batch row and head. For the other arguments see `Mask.dense`.
 
     Raises ValueError for the first tile whose bounds are wrong, naming a pair in it.
+
+    >>> bounds = lambda tile: (tile.columns.hi > tile.rows.lo, tile.columns.lo > tile.rows.hi)
+    >>> mask = masks.Predicate(lambda b, h, q, kv: kv > q, bounds=bounds)
+    >>> masks.check_bounds(mask, 32, 32, block_q=8, block_kv=8)
     """
     mask, (mask_batch, mask_heads) = as_mask(mask), leading(as_mask(mask))
     heads = (mask_heads or 1) if heads is None else heads

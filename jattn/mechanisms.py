@@ -83,6 +83,11 @@ def simple_self_attention(
 
     Each token becomes a mean of all tokens `x [*B, T, E]`, weighted by similarity. Nothing is
     learned and nothing is scaled: the same x serves as queries, keys and values.
+
+    >>> print(jattn.simple_self_attention(jnp.eye(3)).round(2))
+    [[0.58 0.21 0.21]
+     [0.21 0.58 0.21]
+     [0.21 0.21 0.58]]
     """
     _check_tokens(x=x)
     return _single_head(x, x, x, mask=mask, scale=1.0)
@@ -103,6 +108,9 @@ def self_attention(
     `attention`. Vaswani et al. 2017, section 3.2.1, with one head.
 
     Raises ValueError for matrices that do not fit x, and the errors of `attention`.
+
+    >>> jattn.self_attention(q[:, :, 0], *jnp.ones((3, 8, 6)), mask=masks.Causal()).shape
+    (2, 5, 6)
     """
     _check_tokens(x=x)
     _check_matrix("w_query", w_query, "[E, H2]", x.shape[-1])
@@ -121,6 +129,10 @@ def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S
     here a row whose weight lies all on later keys divides 0 by 0 (it becomes 0).
 
     `weights` are `[*B, T, S]`, after the softmax, at positions arange(T) and arange(S).
+
+    >>> print(jattn.renormalised_causal(jnp.full((2, 2), 0.5)))
+    [[1.  0. ]
+     [0.5 0.5]]
     """
     check_array("weights", weights, "[*B, T, S]", ndim=2)
     T, S = weights.shape[-2:]
@@ -146,6 +158,11 @@ def interaction(
     `x` is `[*B, S, E]`, `left` `[T, S]` or `[*B, T, S]`, `right` `[E, H1]`; None is the identity.
 
     Raises ValueError for sizes that do not fit.
+
+    >>> print(jattn.interaction(jnp.eye(3), jattn.causal_interaction(3)))
+    [[1. 0. 0.]
+     [1. 1. 0.]
+     [1. 1. 1.]]
     """
     _check_tokens(x=x)
     y = x
@@ -162,7 +179,13 @@ def interaction(
 
 
 def causal_interaction(T: int, dtype: Any = jnp.float32) -> Float[Array, "T T"]:
-    """Returns the lower-triangular L of ones: output i is the sum of tokens 0 to i."""
+    """Returns the lower-triangular L of ones: output i is the sum of tokens 0 to i.
+
+    >>> print(jattn.causal_interaction(3))
+    [[1. 0. 0.]
+     [1. 1. 0.]
+     [1. 1. 1.]]
+    """
     check_dtype("dtype", dtype)
     return Causal().dense(T, T).astype(dtype)
 
@@ -173,6 +196,10 @@ def normalised_interaction(
     """Replaces each row of L by its softmax: positive weights that sum to 1.
 
     Entries that `mask` forbids (a mask of positions, such as `Causal()`) get weight 0.
+
+    >>> print(jattn.normalised_interaction(jnp.zeros((2, 2)), masks.Causal()))
+    [[1.  0. ]
+     [0.5 0.5]]
     """
     check_array("left", left, "[*B, T, S]", ndim=2)
     T, S = left.shape[-2:]
@@ -185,7 +212,11 @@ def normalised_interaction(
 def multiplicative(
     query: Float[Array, "*B T Dq"], weight: Float[Array, "Dq Dk"]
 ) -> Float[Array, "*B T Dk"]:
-    """Folds W into the queries, so that a plain product gives Luong's "general" score qᵀ W k."""
+    """Folds W into the queries, so that a plain product gives Luong's "general" score qᵀ W k.
+
+    >>> jattn.multiplicative(q[:, :, 0], jnp.ones((8, 6))).shape
+    (2, 5, 6)
+    """
     _check_tokens(query=query)
     _check_matrix("weight", weight, "[Dq, Dk]", query.shape[-1])
     return query @ weight
@@ -205,6 +236,9 @@ def multiplicative_attention(
     the paper, unless `scale` is given (None: 1/√Dk); options as in `attention`.
 
     Raises ValueError if the weight does not fit, and the errors of `attention`.
+
+    >>> jattn.multiplicative_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], jnp.eye(8)).shape
+    (2, 5, 8)
     """
     _check_tokens(query=query, key=key, value=value)
     _check_matrix("weight", weight, "[Dq, Dk]", query.shape[-1], key.shape[-1])
@@ -214,7 +248,11 @@ def multiplicative_attention(
 def additive_keys(
     key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
 ) -> Float[Array, "*B S A"]:
-    """Projects the keys of `additive_attention`, to be computed once and reused in decoding."""
+    """Projects the keys of `additive_attention`, to be computed once and reused in decoding.
+
+    >>> jattn.additive_keys(k[:, :, 0], jnp.ones((8, 6))).shape
+    (2, 7, 6)
+    """
     _check_tokens(key=key)
     _check_matrix("w_key", w_key, "[Dk, A]", key.shape[-1])
     check_like("w_key", w_key, key)
@@ -284,6 +322,10 @@ def additive_attention(
     dropout, in float32 (float64), for inspection. Only then does memory grow with T × S.
 
     Raises ValueError for sizes that do not fit, and the errors of `attention`.
+
+    >>> state, memory, w = q[:, :, 0], k[:, :, 0], jnp.ones((8, 6))
+    >>> jattn.additive_attention(state, memory, memory, w, w, jnp.ones(6)).shape
+    (2, 5, 8)
     """
     check_flag("return_weights", return_weights)
     _check_additive(query, key, value, w_query, w_key, w_score)

@@ -41,8 +41,6 @@ def __dir__() -> list[str]:
 def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
     """Returns the `q_positions` of the last T of S tokens: S − T to S − 1, int32 `[T]`.
 
-        attention(q, k, v, mask=masks.Causal(), q_positions=positions.aligned_to_end(T, S))
-
     Causal masks and windows are then aligned at the bottom right, as in flash-attention and
     PyTorch's `causal_lower_right`, and distances in score functions fit too. A mask alone cannot
     express this: it sees positions, and never T or S. `S` is an integer, or an integer array `[*B]`
@@ -50,6 +48,11 @@ def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
     queries have negative positions, and see no key under `Causal`.
 
     Raises TypeError and ValueError for values that are not numbers of tokens.
+
+    >>> ends = jattn.positions.aligned_to_end(2, 4)
+    >>> print(masks.Causal().dense(2, 4, q_positions=ends).astype(int))
+    [[1 1 1 0]
+     [1 1 1 1]]
     """
     check_size("T", T, 0)
     if not hasattr(S, "shape"):
@@ -79,6 +82,10 @@ def sinusoidal(
     ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
 
     Raises ValueError for an odd D.
+
+    >>> print(jattn.positions.sinusoidal(jnp.arange(2), 4).round(1))
+    [[0.  1.  0.  1. ]
+     [0.8 0.5 0.  1. ]]
     """
     check_array("positions", positions, "[...]", "real")
     check_size("D", D, 2)
@@ -111,7 +118,11 @@ class _Scaling:
 
 
 class Linear(_Scaling):
-    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023)."""
+    """Position interpolation: rotary frequencies divided by `factor` (Chen et al. 2023).
+
+    >>> print(jattn.positions.Linear(4.0).frequencies(4, 10000.0, jnp.float32))
+    [0.25   0.0025]
+    """
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
         """Returns the frequencies of `size` rotated channels, one for each pair."""
@@ -124,6 +135,9 @@ class NTK(_Scaling):
 
     The lowest frequency is divided by `factor` and the highest stays (Peng et al. 2023, section
     3.1, after a proposal of bloc97).
+
+    >>> print(jattn.positions.NTK(4.0).frequencies(4, 10000.0, jnp.float32))
+    [1.     0.0025]
     """
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
@@ -151,6 +165,10 @@ class Yarn:
     Llama 3.1 scales with the turns, factor 8, slow 1, fast 4 and amplitude 1.
 
     Raises ValueError if `slow` is not below `fast`, and for numbers that are not positive.
+
+    >>> yarn = jattn.positions.Yarn(4.0, original_length=1024)
+    >>> print(yarn.frequencies(8, 10000.0, jnp.float32))
+    [1.000000e+00 6.201000e-02 2.652358e-03 2.500000e-04]
     """
 
     factor: float
@@ -219,6 +237,9 @@ def rotary(
 
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that do
     not fit; TypeError for a scaling of another kind.
+
+    >>> jattn.positions.rotary(q, jnp.arange(5)).shape
+    (2, 5, 4, 8)
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T]", "real")
@@ -268,6 +289,10 @@ def axial_rotary(
     rotated vectors depends only on the differences of their coordinates.
 
     Raises ValueError if 2 A does not divide H, and the errors of `rotary`.
+
+    >>> rows, columns = jnp.divmod(jnp.arange(5), 3)
+    >>> jattn.positions.axial_rotary(q, jnp.stack([rows, columns], axis=-1)).shape
+    (2, 5, 4, 8)
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T, A]", "real", ndim=2)
@@ -290,7 +315,13 @@ def _rotate_pairs(x: Array, cos: Array, sin: Array, style: str) -> Array:
 def learned(
     table: Float[Array, "max D"], positions: Int[AnyArray, "*shape"]
 ) -> Float[Array, "*shape D"]:
-    """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table."""
+    """Returns rows of a learned table `[max, D]`; NaN for positions outside of the table.
+
+    >>> print(jattn.positions.learned(jnp.eye(3), jnp.array([2, 0, 3])))
+    [[ 0.  0.  1.]
+     [ 1.  0.  0.]
+     [nan nan nan]]
+    """
     check_array("table", table, "[max, D]", rank=2)
     check_array("positions", positions, "[...]", "integer")
     rows = jnp.asarray(integers.clamped(positions))

@@ -66,6 +66,10 @@ class ScoreFunction:
 
     A subclass must compute with its fields alone. A score function that reads anything else must be
     a `Score`, whose function may.
+
+    >>> score = scores.SoftCap(30.0) >> (lambda score, b, h, q, kv: score - abs(q - kv))
+    >>> jattn.attention(q, k, v, score=score).shape
+    (2, 5, 4, 8)
     """
 
     def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
@@ -99,7 +103,11 @@ class ScoreFunction:
 
 @pytree_dataclass
 class Then(ScoreFunction):
-    """The composition of two score functions: `first`, then `second`."""
+    """The composition of two score functions: `first`, then `second`.
+
+    >>> scores.Temperature(2.0) >> scores.SoftCap(30.0)
+    Then(first=Temperature(t=2.0), second=SoftCap(cap=30.0))
+    """
 
     first: ScoreFunction
     second: ScoreFunction
@@ -168,6 +176,9 @@ class SoftCap(ScoreFunction):
     """A soft cap: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
 
     `cap` is a scalar, or `[N]` with one cap for each head.
+
+    >>> abs(jattn.attention_scores(1e6 * q, k, score=scores.SoftCap(30.0))).max().item()
+    30.0
     """
 
     cap: Any
@@ -199,6 +210,9 @@ class Temperature(ScoreFunction):
     """A temperature, score / t: above 1 flattens the softmax, below 1 sharpens it.
 
     `t` is a scalar, or `[N]` with one temperature for each head.
+
+    >>> print(jattn.attention_weights(q, k, score=scores.Temperature(1e3))[0, 0, 0].round(2))
+    [0.14 0.14 0.14 0.14 0.14 0.14 0.14]
     """
 
     t: Any
@@ -219,6 +233,9 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
 
     If N is not a power of two, the slopes of the next lower power are followed by every other slope
     of the next higher power, as in the paper's code.
+
+    >>> scores.alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
     """
     check_size("num_heads", num_heads)
     power = 2 ** int(math.log2(num_heads))
@@ -240,7 +257,12 @@ def distance(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
 
 @pytree_dataclass
 class Alibi(ScoreFunction):
-    """ALiBi: score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`."""
+    """ALiBi: score − slope[h] × |q − kv|, by position (Press et al. 2022). `slopes` is `[N]`.
+
+    >>> alibi = scores.Alibi(scores.alibi_slopes(4))
+    >>> print(jattn.attention_scores(0 * q, k, score=alibi)[0, 0, 2])
+    [-0.5  -0.25  0.   -0.25 -0.5  -0.75 -1.  ]
+    """
 
     slopes: Any = array_field("N")
 
@@ -265,6 +287,10 @@ def relative_bucket(
 
     Raffel et al. 2020, section 2.1. If bidirectional, each direction has half of the buckets;
     otherwise all keys after the query share the first bucket.
+
+    >>> distance = jnp.array([-20, -2, -1, 0, 1, 2, 20])
+    >>> print(scores.relative_bucket(distance, 8, bidirectional=True, max_distance=16))
+    [3 2 1 0 5 6 7]
     """
     check_array("distance", distance, "[...]", "integer")
     check_flag("bidirectional", bidirectional)
@@ -297,6 +323,10 @@ class RelativeBias(ScoreFunction):
     """T5's learned relative bias: score + table[bucket(kv − q), h], by position.
 
     `table` is `[buckets, N]`; see `relative_bucket` for `bidirectional` and `max_distance`.
+
+    >>> score = scores.RelativeBias(jnp.arange(32.0)[:, None] * jnp.ones(4))
+    >>> print(jattn.attention_scores(0 * q, k, score=score)[0, 0, 2])
+    [ 2.  1.  0. 17. 18. 19. 20.]
     """
 
     table: Any = array_field("buckets N")
@@ -356,7 +386,11 @@ def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
 
 @pytree_dataclass
 class Bias(ScoreFunction):
-    """A bias array, score + array by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast."""
+    """A bias array, score + array by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast.
+
+    >>> jattn.attention(q, k, v, score=scores.Bias(jnp.zeros((1, 4, 5, 7)))).shape
+    (2, 5, 4, 8)
+    """
 
     array: Any = array_field("*#B #N #T #S")
 
@@ -375,6 +409,10 @@ class Score(ScoreFunction):
     batch rows row-major. Operands are passed whole and may be indexed; the float ones are
     differentiable parameters. Each call of attention uses the current values of whatever the
     function reads, see `masks.Predicate`.
+
+    >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
+    >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])
+    [-1.  -0.5  0.  -0.5 -1.  -1.5 -2. ]
     """
 
     fn: Callable[..., Any] = static_field()

@@ -220,6 +220,11 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     have the dtypes of the first part; sums run in float32, or in float64 if any input is float64.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
+
+    >>> first = jattn.attention(q, k[:, :3], v[:, :3], return_lse=True)
+    >>> rest = jattn.attention(q, k[:, 3:], v[:, 3:], return_lse=True)
+    >>> bool(jnp.allclose(jattn.merge(first, rest)[0], jattn.attention(q, k, v), atol=1e-5))
+    True
     """
     if not parts:
         raise ValueError("merge: expected at least one part (out, lse), got none")
@@ -268,6 +273,9 @@ def with_sink(
     −inf changes nothing. After gpt-oss (2025); Xiao et al. 2023 show the need.
 
     Raises TypeError and ValueError for inputs that do not fit, and for known sinks of NaN or +inf.
+
+    >>> jattn.with_sink(jnp.ones((1, 1, 1)), jnp.zeros((1, 1)), 0.0)[0].item()
+    0.5
     """
     _check_part("with_sink", out, lse)
     by_head = sink_by_head("with_sink: sink", sink, out.shape[-2]).astype(lse.dtype)

@@ -74,6 +74,9 @@ def statistics(
         backward. For a query whose keys are all masked every statistic is 0.
 
     Raises the errors of `attention_weights`.
+
+    >>> print(jattn.statistics(0 * q, k, mask=masks.Causal()).entropy[0, 0].round(2))
+    [0.   0.69 1.1  1.39 1.61]
     """
     call = _call("statistics", query, key, options)
     if threshold is not None:
@@ -102,6 +105,10 @@ def top_weights(
         derivatives.
 
     Raises the errors of `attention_weights`, TypeError and ValueError for n.
+
+    >>> weights, places = jattn.top_weights(q, k, 2, mask=masks.Causal())
+    >>> weights.shape, places[0, 0, 0].tolist()
+    ((2, 4, 5, 2), [0, -1])
     """
     call = _call("top_weights", query, key, options)
     check_size("n", n)

@@ -113,13 +113,21 @@ def test_examples_that_fail_are_noticed(tmp_path):
 
 @pytest.mark.slow
 def test_pages_of_the_functions_come_without_warnings(tmp_path):
-    assert "pdoc\njattn -o" in PAGES[".github/CONTRIBUTING.md"]
+    assert "python\n.github/api.py runs/api" in PAGES[".github/CONTRIBUTING.md"]
     pytest.importorskip("pdoc", reason="pages are made by pdoc: pip install 'jattn[docs]'")
     environment = commands.environment(JAX_PLATFORMS="cpu")
-    result = commands.run_python("-m", "pdoc", "jattn", "-o", tmp_path, cwd=ROOT, env=environment)
+    result = commands.run_python(".github/api.py", tmp_path, cwd=ROOT, env=environment)
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
-    assert "simple_self_attention" in (tmp_path / "jattn.html").read_text(encoding="utf-8")
-    assert (tmp_path / "jattn" / "nn.html").exists()
+    pages = {x.stem: x.read_text(encoding="utf-8") for x in tmp_path.rglob("*.html")}
+    modules = "cache compat masks nn parallel positions scores viz".split()
+    assert {*pages} == {"index", "jattn", *modules}
+    names = {"jattn": ["attention", "statistics"], "nn": ["Encoder.__init__", "Encoder.__call__"]}
+    for page, text in pages.items():
+        assert not re.search(
+            r"jaxtyping\.|_jax\.Array|typing\.Any|&lt;(class|function|locals)", text
+        )
+        assert all(f'href="#{name}"' in text for name in names.get(page, ()))
+        assert ('<span class="gp">&gt;&gt;&gt; </span>' in text) == (page != "index")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

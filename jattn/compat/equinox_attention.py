@@ -18,8 +18,6 @@ _M = TypeVar("_M")
 def equinox_attention(model: _M) -> _M:
     """Returns the model with its `equinox.nn.MultiheadAttention` layers using `jattn.attention`.
 
-        model = jattn.compat.equinox_attention(model)
-
     The parameters and their tree stay unchanged, so optimisers, checkpoints and `equinox.tree_at`
     keep working. A layer takes the same arguments and applies the same dropout decisions as before;
     its `mask` may also be a mask of `jattn.masks`, which needs no T × S array. Layers of subclasses
@@ -28,6 +26,11 @@ def equinox_attention(model: _M) -> _M:
     A query whose keys are all masked gets 0, where Equinox returns the mean of all values.
 
     Raises ImportError if Equinox is not installed.
+
+    >>> import equinox
+    >>> layer = equinox.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
+    >>> jattn.compat.equinox_attention(layer)(*jnp.ones((3, 5, 8)), mask=masks.Causal()).shape
+    (5, 8)
     """
     import equinox  # noqa: PLC0415  an optional dependency
 

@@ -40,8 +40,6 @@ def flax_attention_fn(
 ) -> Array:
     """Attention for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`.
 
-        nnx.MultiHeadAttention(8, 512, attention_fn=jattn.compat.flax_attention_fn, rngs=rngs)
-
     Args as in Flax's `dot_product_attention`, but:
         key, value: `[*B, S, K, H]`, `[*B, S, K, V]`; K divides N (Flax's `num_kv_heads`).
         broadcast_dropout: True drops the weights that Flax drops, drawn as one array `[T, S]`;
@@ -53,6 +51,10 @@ def flax_attention_fn(
     Returns `[*B, T, N, V]`. A query whose keys are all masked gets 0, where Flax returns the mean
     of all values. Complex inputs are passed to Linen's function, which supports them.
     Raises ValueError for invalid arguments, and NotImplementedError for custom products.
+
+    >>> options = {"attention_fn": jattn.compat.flax_attention_fn, "decode": False}
+    >>> nnx.MultiHeadAttention(2, 8, **options, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
     """
     einsums = qk_attn_weights_einsum, attn_weights_value_einsum
     _check_products(precision, einsum_dot_general, *einsums)

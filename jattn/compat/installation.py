@@ -79,6 +79,11 @@ def install(*, xla: str | None = None) -> None:
     by default the first supported one.
 
     Raises ValueError for an unknown implementation.
+
+    >>> jattn.compat.install()
+    >>> jax.nn.dot_product_attention(q, k, v).shape
+    (2, 5, 4, 8)
+    >>> jattn.compat.uninstall()
     """
     check_choice("xla", xla, (None, *IMPLEMENTATIONS))
     _xla[0] = xla
@@ -89,14 +94,22 @@ def install(*, xla: str | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Restores JAX's function. Functions compiled before keep ours."""
+    """Restores JAX's function. Functions compiled before keep ours.
+
+    >>> jattn.compat.install()
+    >>> jattn.compat.uninstall()
+    """
     if _original:
         jax.nn.dot_product_attention = _original.pop()
 
 
 @contextlib.contextmanager
 def installed(*, xla: str | None = None) -> Iterator[None]:
-    """Replaces `jax.nn.dot_product_attention` by ours within a context; `xla` as in `install`."""
+    """Replaces `jax.nn.dot_product_attention` by ours within a context; `xla` as in `install`.
+
+    >>> with jattn.compat.installed():
+    ...     out = jax.nn.dot_product_attention(q, k, v)
+    """
     was_installed, former_xla = bool(_original), _xla[0]
     install(xla=xla)
     try:
@@ -111,6 +124,11 @@ def report() -> list[Ran]:
     """Returns the calls that ran in place of jax.nn's since the last `install`, by kind of call.
 
     A call inside a `jit` counts once, when it is traced.
+
+    >>> with jattn.compat.installed():
+    ...     out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    >>> print(jattn.compat.report()[0])
+    1 × ...: query [2, 5, 4, 8], key [2, 7, 2, 8], float32; is_causal=True
     """
     rows = _ran.items()
     return [Ran(calls, q, k, dtype, about, name) for (q, k, dtype, about, _), (calls, name) in rows]

@@ -62,6 +62,9 @@ def dot_product_attention(
     Raises:
         ValueError: for invalid shapes, dtypes and names.
         NotImplementedError: if the named implementation does not support the call.
+
+    >>> jattn.compat.dot_product_attention(q, k, v, is_causal=True).shape
+    (2, 5, 4, 8)
     """
     rules = rules_of(
         query,

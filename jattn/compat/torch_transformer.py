@@ -37,6 +37,10 @@ def transformer_from_torch(state: Mapping[str, Any], num_heads: int) -> dict[str
 
     Raises ValueError for missing parameters, for parameters without a counterpart, and if
     num_heads does not divide the width.
+
+    >>> state = {"encoder.norm.weight": np.ones(8), "encoder.norm.bias": np.zeros(8)}
+    >>> [*jattn.compat.transformer_from_torch(state, num_heads=2)["encoder"]["norm"]]
+    ['scale', 'bias']
     """
     rest = {name: np.asarray(x) for name, x in state.items()}
     parameters: dict[str, Any] = {}
@@ -63,6 +67,11 @@ def transformer_to_torch(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]
 
     `parameters` is `nnx.to_pure_dict(nnx.state(model, nnx.Param))` of a `jattn.nn.Transformer`;
     only its `encoder` and `decoder` are used.
+
+    >>> encoder = nn.Encoder(1, 8, 2, 16, final_norm=True, rngs=nnx.Rngs(0))
+    >>> parameters = {"encoder": nnx.to_pure_dict(nnx.state(encoder, nnx.Param))}
+    >>> "encoder.norm.weight" in jattn.compat.transformer_to_torch(parameters)
+    True
     """
     state: dict[str, np.ndarray] = {}
     for stack in _SUBLAYERS.keys() & parameters.keys():

@@ -33,6 +33,10 @@ def attention_from_torch(
 
     Raises ValueError for missing parameters, for parameters without a counterpart (`bias_k`,
     `bias_v`), and if N does not divide D.
+
+    >>> state = {"in_proj_weight": jnp.ones((24, 8)), "out_proj.weight": jnp.ones((8, 8))}
+    >>> jattn.compat.attention_from_torch(state, num_heads=2)["query"]["kernel"].shape
+    (8, 2, 4)
     """
     arrays = {name: np.asarray(x) for name, x in state.items()}
     if "bias_k" in arrays or "bias_v" in arrays:
@@ -62,6 +66,10 @@ def attention_to_torch(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str,
     """Converts parameters to arrays for `load_state_dict` of a `torch.nn.MultiheadAttention`.
 
     If keys and values have the queries' width, the three projections are one `in_proj_weight`.
+
+    >>> layer = nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
+    >>> sorted(jattn.compat.attention_to_torch(nnx.to_pure_dict(nnx.state(layer, nnx.Param))))
+    ['in_proj_bias', 'in_proj_weight', 'out_proj.bias', 'out_proj.weight']
     """
     arrays = {
         name: {part: np.asarray(x) for part, x in parameters[name].items()}

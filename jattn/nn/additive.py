@@ -25,6 +25,10 @@ class AdditiveAttention(Module):
     Args:
         query_features, key_features: widths of the queries and of the keys.
         alignment_features: A, the width of the network's hidden layer.
+
+    >>> attention = nn.AdditiveAttention(8, 8, 6, rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 8))).shape
+    (2, 5, 8)
     """
 
     def __init__(

@@ -76,6 +76,10 @@ class MultiHeadAttention(Module):
         ValueError: for a size that is not positive, for heads that do not divide a width or a
             number of heads, for a `head_dim` that does not fit `qkv_features`, for a
             `dropout_rate` outside [0, 1), and for an unknown name.
+
+    >>> layer = nn.MultiHeadAttention(2, 8, mask=masks.Causal(), rotary=True, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
     """
 
     @advised_by(CONSTRUCTOR_ADVICE)

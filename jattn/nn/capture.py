@@ -21,6 +21,10 @@ class WeightsTap(Module):
     """The identity, which attention weights pass so that they can be captured.
 
     It is open inside `nnx.capture(..., AttentionWeights)`, and so inside `capture_weights`.
+
+    >>> out, captured = nnx.capture(nn.WeightsTap(), nn.AttentionWeights)(jnp.eye(2))
+    >>> [x.tolist() for x in captured["weights"]]
+    [[[1.0, 0.0], [0.0, 1.0]]]
     """
 
     @property
@@ -39,13 +43,15 @@ def capture_weights(
 ) -> dict[str, Weights]:
     """Returns the weights of every attention in one call of a module or of its method.
 
-        weights = capture_weights(model, source, target, cross_mask=padding)
-        weights["decoder/layers/0/cross_attention"]  # [*B, N, T, S]
-
     The keys are the paths of the attention modules; a second call of the same module adds `[1]` to
-    its path, and so on. The values are the weights after the softmax and before dropout. They are
-    computed in addition (T×S each); the model's own output is computed as usual. Under a
+    its path, and so on. The values `[*B, N, T, S]` are the weights after the softmax and before
+    dropout. They are computed in addition; the model's own output is computed as usual. Under a
     transformation, call it inside, with the model as an argument of the transformed function.
+
+    >>> encoder = nn.Encoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
+    >>> weights = nn.capture_weights(encoder, jnp.ones((2, 5, 8)), deterministic=True)
+    >>> {name: x.shape for name, x in weights.items()}
+    {'layers/0/self_attention': (2, 2, 5, 5)}
     """
     module = model if isinstance(model, nnx.Module) else getattr(model, "__self__", None)
     if not isinstance(module, nnx.Module):

@@ -43,7 +43,11 @@ from jattn.nn.transformer import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderOnlyOptions(LayerOptions):
-    """The options of `LayerOptions`, with pre-norm by default; `cross_attention` is not used."""
+    """The options of `LayerOptions`, with pre-norm by default; `cross_attention` is not used.
+
+    >>> nn.DecoderOnlyOptions().norm, nn.LayerOptions().norm
+    ('pre', 'post')
+    """
 
     norm: Literal["post", "pre"] = "pre"
 
@@ -52,6 +56,10 @@ class DecoderOnlyLayer(EncoderLayer):
     """Causal self-attention and a feed-forward network, each with a residual connection around it.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+
+    >>> layer = nn.DecoderOnlyLayer(8, 2, 16, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 8)), deterministic=True).shape
+    (2, 5, 8)
     """
 
     @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
@@ -107,6 +115,11 @@ class DecoderOnly(Module):
             override those of such a function.
 
     Raises ValueError for sizes that do not fit together.
+
+    >>> sizes = {"features": 8, "num_heads": 2, "feed_forward": 16, "num_layers": 1}
+    >>> model = nn.DecoderOnly(9, **sizes, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 5), int), deterministic=True).shape
+    (2, 5, 9)
     """
 
     __signature__: Any = ConstructorSignature(DecoderOnlyOptions)

@@ -58,6 +58,9 @@ class TokenEmbedding(Module):
     The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
     entries of variance 1, and through `attend` as output projection, with entries of variance 1/D.
     With `scale_embeddings=False` vectors are not multiplied, as in GPT-2 and Llama.
+
+    >>> nn.TokenEmbedding(9, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 5), int)).shape
+    (2, 5, 8)
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class OutputProjection(Module):
     """A map of vectors `[*B, T, D]` to logits `[*B, T, vocabulary]`.
 
     The kernel is stored as `[vocabulary, D]`, like embeddings.
+
+    >>> nn.OutputProjection(8, 9, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 9)
     """
 
     def __init__(
@@ -143,7 +149,11 @@ def _logits(
 
 
 class LearnedPositions(Module):
-    """A trained vector for each of the positions 0 .. max_length - 1 (Gehring et al. 2017)."""
+    """A trained vector for each of the positions 0 .. max_length - 1 (Gehring et al. 2017).
+
+    >>> nn.LearnedPositions(16, 8, rngs=nnx.Rngs(0))(jnp.arange(5)).shape
+    (5, 8)
+    """
 
     def __init__(
         self,
@@ -170,7 +180,11 @@ class LearnedPositions(Module):
 
 
 class SinusoidalPositions(Module):
-    """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length."""
+    """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length.
+
+    >>> nn.SinusoidalPositions(8)(jnp.arange(5)).shape
+    (5, 8)
+    """
 
     def __init__(self, features: int, *, base: float = 10000.0, dtype: Any = jnp.float32):
         check_size("features", features)
@@ -228,6 +242,11 @@ class Rotary:
 
     `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved"). `scaling`
     is for texts longer than those of the training.
+
+    >>> rotary = nn.Rotary(base=500000.0)
+    >>> layer = nn.MultiHeadAttention(2, 8, rotary=rotary, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
     """
 
     style: Literal["half", "interleaved"] = "half"
@@ -245,6 +264,10 @@ class AxialRotary:
 
     Position p means row p // width and column p % width. The row rotates half of the channels, the
     column the other half.
+
+    >>> layer = nn.MultiHeadAttention(2, 8, rotary=nn.AxialRotary(width=3), rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
     """
 
     width: int

@@ -96,6 +96,9 @@ class LayerNorm(nnx.LayerNorm):
     """Flax's layer normalisation over the last axis, also under strict dtype promotion.
 
     `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.LayerNorm`.
+
+    >>> print(nn.LayerNorm(4, rngs=nnx.Rngs(0))(jnp.array([1.0, 1.0, 3.0, 3.0])).round(2))
+    [-1. -1.  1.  1.]
     """
 
     __signature__: Any = ConstructorSignature(nnx.LayerNorm.__init__, _MADE_HERE)
@@ -123,6 +126,9 @@ class RMSNorm(nnx.RMSNorm):
     """Flax's root mean square normalisation over the last axis, also under strict promotion.
 
     `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.RMSNorm`.
+
+    >>> print(nn.RMSNorm(4, rngs=nnx.Rngs(0))(jnp.array([0.0, 0.0, 0.0, 4.0])).round(2))
+    [0. 0. 0. 2.]
     """
 
     __signature__: Any = ConstructorSignature(nnx.RMSNorm.__init__, _MADE_HERE)
@@ -153,6 +159,9 @@ class Dropout(nnx.Dropout):
 
     Raises ValueError for a rate outside [0, 1), and in a call that drops something without a random
     stream.
+
+    >>> print(nn.Dropout(0.5, rngs=nnx.Rngs(dropout=0))(jnp.ones(8)))
+    [2. 0. 2. 2. 0. 0. 0. 2.]
     """
 
     __signature__: Any = ConstructorSignature()
@@ -207,6 +216,10 @@ class FeedForward(Module):
     `gated`, the activation of a third product multiplies the first:
     `out(activation(gate(x)) · hidden(x))` (Shazeer 2020), which is SwiGLU with `nnx.silu` and GeGLU
     with `nnx.gelu`.
+
+    >>> swiglu = nn.FeedForward(8, 16, activation=nnx.silu, gated=True, rngs=nnx.Rngs(0))
+    >>> swiglu(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
     """
 
     def __init__(

@@ -50,6 +50,9 @@ class RecurrentOptions:
     bias_init: the initializer of the biases.
     dtype: the dtype of the computation, by default that of inputs and parameters together.
     param_dtype: the dtype of the parameters.
+
+    >>> nn.GRU(8, 6, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).candidate.dtype
+    dtype(bfloat16)
     """
 
     kernel_init: Initializer = LECUN
@@ -110,6 +113,9 @@ class GRU(Module):
         in_features: E.
         features: H.
         options: those of `RecurrentOptions`.
+
+    >>> nn.GRU(8, 6, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 6)
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -202,6 +208,9 @@ class RecurrentEncoder(Module):
 
     Annotation j is [state of the forward unit after positions 0..j; state of the backward unit
     after the row's last position down to j]. `options` are those of `RecurrentOptions`.
+
+    >>> nn.RecurrentEncoder(8, 6, rngs=nnx.Rngs(0))(jnp.ones((2, 7, 8))).shape
+    (2, 7, 12)
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -257,6 +266,10 @@ class Maxout(Module):
     """The deep output (appendix A.2.2): of each two sums of its inputs, the greater.
 
     The inputs are the state, the previous token and the context (U_o, V_o, C_o).
+
+    >>> maxout = nn.Maxout(6, 8, 12, 3, rngs=nnx.Rngs(0))
+    >>> maxout(jnp.ones((2, 6)), jnp.ones((2, 8)), jnp.ones((2, 12))).shape
+    (2, 3)
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -308,6 +321,10 @@ class RecurrentDecoder(Module):
         alignment_features: A, the inner width of the attention.
         out_features: width of the output.
         options: those of `RecurrentOptions`.
+
+    >>> decoder = nn.RecurrentDecoder(8, 6, 12, 6, 3, rngs=nnx.Rngs(0))
+    >>> decoder(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 12))).shape
+    (2, 5, 3)
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -399,9 +416,6 @@ _takes_source_options = advised_by({}, _SourceOptions)
 class RNNsearch(Module):
     """The recurrent encoder-decoder with attention, from source and target tokens to logits.
 
-        model = RNNsearch(8000, 6000, rngs=nnx.Rngs(params=0))
-        logits = model(source, target, source_lengths=lengths, rngs=nnx.Rngs(dropout=1))
-
     Bahdanau, Cho and Bengio 2014, appendix A, with the paper's sizes. Position t of the logits has
     seen target tokens 0..t and the first `source_lengths` tokens of the source.
 
@@ -414,6 +428,10 @@ class RNNsearch(Module):
         dropout_rate: the rate of dropout on the embedded tokens and the output projection's input.
         embedding_init: the initializer of token embeddings, `[rows, D]`.
         options: those of `RecurrentOptions`.
+
+    >>> model = nn.RNNsearch(9, 9, features=8, hidden=6, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 7), int), jnp.ones((2, 5), int), source_lengths=jnp.array([7, 3])).shape
+    (2, 5, 9)
     """
 
     __signature__: Any = ConstructorSignature(RecurrentOptions)
@@ -517,9 +535,11 @@ class RNNsearch(Module):
     ) -> tuple[Float[Array, "*B T vocabulary"], RecurrentState]:
         """Maps further target ids `[*B, T]`, any number, to logits and the state after them.
 
-        state = model.decoder.start(model.encode(source_ids))
-        logits, state = model.step(prompt_ids, state)
-        logits, state = model.step(next_ids, state)
+            state = model.decoder.start(model.encode(source_ids))
+            logits, state = model.step(prompt_ids, state)
+            logits, state = model.step(next_ids, state)
+
+        The state holds the keys of the memory, which `start` projects once.
         """
         features, state = self._read(target_ids, state, **run)
         return self.logits(features), state

@@ -20,6 +20,10 @@ class SingleHeads(Module):
     `[*B, T, out_features]` too. The results differ by rounding, and by dropout, which each head
     draws separately. It is slower: it computes a product for each head, the packed form one for
     all. Masks and score functions cannot differ between heads. It does not take a cache.
+
+    >>> layer = nn.SingleHeads(nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)))
+    >>> len(layer.heads), layer(jnp.ones((2, 5, 8))).shape
+    (2, (2, 5, 8))
     """
 
     def __init__(self, packed: MultiHeadAttention):

@@ -71,6 +71,10 @@ class LayerOptions:
     kernel_init: the initializer of all matrices except for embeddings.
     dtype: the dtype of the computation, by default that of inputs and parameters together.
     param_dtype: the dtype of the parameters.
+
+    >>> options = {"norm": "pre", "normalization": "rms", "activation": nnx.silu, "gated": True}
+    >>> type(nn.Encoder(1, 8, 2, 16, **options, rngs=nnx.Rngs(0)).norm).__name__
+    'RMSNorm'
     """
 
     dropout_rate: float = 0.1
@@ -161,6 +165,11 @@ class Residual(Module):
     """The residual connection around a sublayer.
 
     Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
+
+    >>> residual = nn.Residual(8, nn.LayerOptions(norm="pre"), rngs=nnx.Rngs(0))
+    >>> x = jnp.ones((2, 5, 8))
+    >>> residual.leave(x, jnp.tanh(residual.enter(x)), deterministic=True).shape
+    (2, 5, 8)
     """
 
     def __init__(self, features: int, options: LayerOptions, *, rngs: nnx.Rngs):
@@ -224,6 +233,10 @@ class EncoderLayer(_Layer):
     """Self-attention and a feed-forward network, each with a residual connection around it.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+
+    >>> layer, padding = nn.EncoderLayer(8, 2, 16, rngs=nnx.Rngs(0)), masks.Lengths(kv=3)
+    >>> layer(jnp.ones((2, 5, 8)), mask=padding, deterministic=True).shape
+    (2, 5, 8)
     """
 
     @advised_by(ENCODER_ADVICE, SelfOptions)
@@ -256,6 +269,10 @@ class DecoderLayer(_Layer):
     """Causal self-attention, attention to the memory, and a feed-forward network.
 
     `feed_forward` is the network's inner width; `options` are those of `LayerOptions`.
+
+    >>> layer = nn.DecoderLayer(8, 2, 16, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 8)), deterministic=True).shape
+    (2, 5, 8)
     """
 
     attends_to_memory = True
@@ -343,7 +360,12 @@ class _Stack(Module):
 
 
 class Encoder(_Stack):
-    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`."""
+    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`.
+
+    >>> encoder = nn.Encoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
+    >>> encoder(jnp.ones((2, 5, 8)), deterministic=True).shape
+    (2, 5, 8)
+    """
 
     layer = EncoderLayer
 
@@ -358,6 +380,10 @@ class Decoder(_Stack):
     """`num_layers` of `DecoderLayer`, called like one.
 
     Maps `[*B, T, D]` and the memory `[*B, S, D]` to `[*B, T, D]`.
+
+    >>> decoder = nn.Decoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
+    >>> decoder(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 8)), deterministic=True).shape
+    (2, 5, 8)
     """
 
     layer = DecoderLayer
@@ -448,6 +474,11 @@ class Transformer(Module):
         options: those of `LayerOptions`.
 
     Raises ValueError for sizes that do not fit together.
+
+    >>> sizes = {"features": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    >>> model = nn.Transformer(9, 9, feed_forward=16, **sizes, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 7), int), jnp.ones((2, 5), int), deterministic=True).shape
+    (2, 5, 9)
     """
 
     __signature__: Any = ConstructorSignature(LayerOptions)

@@ -51,9 +51,12 @@ def lasting_functions(module: Any) -> tuple[Any, ...]:
 class LearnedScore(PytreeVariables):
     """A score function whose float arrays are trained, as in T5's relative position bias.
 
-        MultiHeadAttention(8, 512, score=LearnedScore(scores.RelativeBias(table)), rngs=rngs)
-
     Without this wrapper the arrays of a score function are constant, as ALiBi needs.
+
+    >>> score = nn.LearnedScore(scores.RelativeBias(jnp.zeros((32, 2))))
+    >>> layer = nn.MultiHeadAttention(2, 8, score=score, rngs=nnx.Rngs(0))
+    >>> [*nnx.state(layer, nnx.Param)]
+    ['key', 'out', 'query', 'score', 'value']
     """
 
     def __init__(self, score: ScoreFunction):

@@ -150,6 +150,11 @@ def attention_shard(
     Raises:
         TypeError, ValueError: for arguments that do not fit, also outside `shard_map`.
         NotImplementedError: if the named implementation cannot, with its reason.
+
+    >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("tokens",)), jax.P(None, "tokens")
+    >>> attend = lambda q, k, v: jattn.parallel.attention_shard(q, k, v, axis_name="tokens")
+    >>> jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens))(q, k, v).shape
+    (2, 5, 4, 8)
     """
     _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
@@ -228,6 +233,10 @@ def attention(
         TypeError, ValueError: for arguments that do not fit, and for sizes that the devices cannot
             share evenly, with both numbers.
         NotImplementedError: if the named implementation cannot, with its reason.
+
+    >>> mesh = jax.make_mesh((1,), ("tokens",))
+    >>> jattn.parallel.attention(q, k, v, mesh=mesh, axis_name="tokens", mask=masks.Causal()).shape
+    (2, 5, 4, 8)
     """
     _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)

@@ -104,6 +104,11 @@ def cached_attention(
         TypeError, ValueError: for arguments that do not fit, for tokens known to exceed the
             capacity, and for sizes that the devices cannot share evenly.
         NotImplementedError: for caches of other kinds, and for derivatives.
+
+    >>> cache, mesh = jattn.cache.DenseCache.create(2, 16, 2, 8), jax.make_mesh((1,), ("slots",))
+    >>> options = {"mesh": mesh, "axis_name": "slots", "mask": masks.Causal()}
+    >>> jattn.parallel.cached_attention(q, k[:, :5], v[:, :5], cache, **options)[0].shape
+    (2, 5, 4, 8)
     """
     _check_kind(cache)
     check_flag("return_lse", return_lse)

@@ -78,12 +78,20 @@ def shard_tokens(x: Any, devices: int, *, axis: int = -1, order: str = "contiguo
 
     Raises ValueError if the number of tokens is not a multiple of `devices` (in zig-zag order of
     twice that number), and TypeError or ValueError for other arguments that do not fit.
+
+    >>> jattn.parallel.shard_tokens(jnp.arange(8), 2, order="zigzag").tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return _taken(x, devices, axis, order, back=False)
 
 
 def unshard_tokens(x: Tree, devices: int, *, axis: int = -1, order: str = "contiguous") -> Tree:
-    """Restores the order of tokens before `shard_tokens`, with the same arguments and errors."""
+    """Restores the order of tokens before `shard_tokens`, with the same arguments and errors.
+
+    >>> tokens = jattn.parallel.shard_tokens(jnp.arange(8), 2, order="zigzag")
+    >>> jattn.parallel.unshard_tokens(tokens, 2, order="zigzag").tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     return _taken(x, devices, axis, order, back=True)
 
 
@@ -125,6 +133,9 @@ def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Arra
 
     Raises ValueError if T is not a multiple of `devices` (in zig-zag order of twice that number),
     and TypeError or ValueError for other arguments that do not fit.
+
+    >>> jattn.parallel.token_positions(8, 2, "zigzag").tolist()
+    [0, 1, 6, 7, 2, 3, 4, 5]
     """
     check_size("T", T, 0)
     check_size("devices", devices)

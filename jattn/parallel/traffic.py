@@ -82,6 +82,10 @@ def exchanges(
 
     Raises:
         TypeError, ValueError: the errors of `parallel.attention`.
+
+    >>> exchanges = jattn.parallel.exchanges(q[:, :4], k[:, :4], v[:, :4], devices=2)
+    >>> [(x.array, x.bytes) for x in exchanges if not x.backward]
+    [('key', 256), ('value', 256)]
     """
     check_choice("scheme", scheme, tuple(_SCHEMES))
     check_choice("order", order, placement.ORDERS)

@@ -69,6 +69,9 @@ def heatmap(
     Raises:
         TypeError, ValueError: for invalid arguments.
         ImportError: if matplotlib is not installed.
+
+    >>> jattn.viz.heatmap(jattn.attention_scores(q, k, mask=masks.Causal())[0, 0])
+    <NotebookFigure size ... with 2 Axes>
     """
     array = checked_values("weights", weights, "[T, S]", (2,), masked=True)
     rows, columns = _labels(array.shape, q_tokens, kv_tokens)
@@ -112,6 +115,9 @@ def grid(
     Raises:
         TypeError, ValueError: for invalid arguments.
         ImportError: if matplotlib is not installed.
+
+    >>> jattn.viz.grid(jattn.attention_weights(q, k)[0])
+    <NotebookFigure size ... with 5 Axes>
     """
     array = checked_values("weights", weights, "[L, N, T, S] or [N, T, S]", (3, 4), masked=True)
     array = array.reshape(-1, *array.shape[-3:])
@@ -165,6 +171,9 @@ def alignment(
     Raises:
         TypeError, ValueError: for invalid arguments and for negative weights.
         ImportError: if matplotlib is not installed.
+
+    >>> jattn.viz.alignment(jnp.eye(2), ["good", "day"], ["guten", "Tag"])
+    <NotebookFigure size ... with 1 Axes>
     """
     array = checked_values("weights", weights, "[T, S] or [N, T, S]", (2, 3))
     if array.min() < 0:
@@ -219,6 +228,9 @@ def show_mask(
     Raises:
         TypeError, ValueError: for invalid arguments.
         ImportError: if matplotlib is not installed.
+
+    >>> jattn.viz.show_mask(masks.Causal() & masks.Window(left=4), 16)
+    <NotebookFigure size ... with 2 Axes>
     """
     S = T if S is None else S
     for name, size in (("T", T), ("S", S)):

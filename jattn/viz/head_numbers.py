@@ -43,6 +43,9 @@ def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
 
     Raises:
         TypeError, ValueError: for any other input.
+
+    >>> print(jattn.viz.head_numbers(jattn.attention_weights(0 * q, k)[0])["entropy"].round(2))
+    [1.95 1.95 1.95 1.95]
     """
     ndims = (getattr(weights, "ndim", 2),) if getattr(weights, "ndim", 2) >= 2 else (2,)
     array = checked_values("weights", weights, "[..., T, S]", ndims)

@@ -52,6 +52,9 @@ class Sentence:
         query: `[L, T, N, H]`, or `[T, N, H]` or `[T, H]` for weights with fewer axes: the queries
             from which the weights were computed, to show their products with the keys.
         key: `[L, S, K, H]`, or `[S, K, H]` or `[S, H]`: the keys, where K divides N.
+
+    >>> sentence = jattn.viz.Sentence(jnp.eye(2), ["good", "day"], ["guten", "Tag"])
+    >>> page = jattn.viz.viewer([sentence])
     """
 
     weights: Any

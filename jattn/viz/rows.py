@@ -42,9 +42,6 @@ def weights_at(
 ) -> Float[Array, "*B n t S"]:
     """Computes the attention weights of selected queries and heads from queries, keys and lse.
 
-        out, lse = jattn.attention(q, k, v, mask=mask, return_lse=True)
-        weights = viz.weights_at(q, k, lse, rows=range(100, 110), heads=[0, 3], mask=mask)
-
     Memory and work grow with the n × t × S weights returned and never with T × S, unless the mask
     or the score function holds an array of that size.
 
@@ -65,6 +62,10 @@ def weights_at(
 
     Raises:
         TypeError, ValueError: for invalid arguments, before compilation.
+
+    >>> out, lse = jattn.attention(q, k, v, return_lse=True)
+    >>> jattn.viz.weights_at(q, k, lse, rows=[0, 4], heads=[3]).shape
+    (2, 1, 2, 7)
     """
     call = make(query, key, **options)
     shapes = call.shapes

@@ -50,6 +50,9 @@ class Viewer:
 
     Attributes:
         html: the whole page.
+
+    >>> jattn.viz.viewer(jnp.eye(2), ["good", "day"]).html[:15]
+    '<!doctype html>'
     """
 
     html: str
@@ -121,6 +124,8 @@ def viewer(
 
     Raises:
         TypeError, ValueError: for invalid arguments.
+
+    >>> page = jattn.viz.viewer(jattn.attention_weights(q, q)[0], ["a", "b", "c", "d", "e"])
     """
     fields = {"tokens": tokens, "kv_tokens": kv_tokens, "mask": mask, "other": other}
     sentences = _sentences(weights, fields | {"query": query, "key": key})
@@ -173,6 +178,10 @@ def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Raises:
         TypeError, ValueError: for any other input.
+
+    >>> weights = {f"layers/{i}/attention": jnp.ones((4, 5, 7)) for i in range(2)}
+    >>> {name: x.shape for name, x in jattn.viz.stack_layers(weights).items()}
+    {'layers/attention': (2, 4, 5, 7)}
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights: expected a mapping from names to arrays, got {shown(weights)}")
