@@ -486,6 +486,7 @@ def test_a_draft_follows_no_link(tmp_path):
 LOST = """
 import os, signal, sys, weakref
 from experiments.runs.ending import exit_status, interruptible
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 class Thing: pass
 def command():
     thing = Thing()
