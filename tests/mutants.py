@@ -111,9 +111,11 @@ MUTANTS: dict[str, Mutant] = {
         "    ⟧return span(T, ⟦spec.q_positions⇒q⟧), span(S, spec.kv_positions)",
         "contract",
     ),
-    "window-one-more": mutant(MASKS, "allowed = allowed & (kv >= first[:, None]⟦⇒ - 1⟧)", "masks"),
-    "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last[:, None])", "masks"),
-    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first)", "masks"),
+    "window-one-more": mutant(
+        MASKS, "allowed = allowed & (kv >= first_key[:, None]⟦⇒ - 1⟧)", "masks"
+    ),
+    "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last_key[:, None])", "masks"),
+    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first_of_any)", "masks"),
     "window-in-c": mutant(BUILT_IN, "masks.shifted(jnp.maximum(q, 0), ⟦-⇒1 - ⟧left)", "native"),
     "soft-cap-after-mask": mutant(
         TILE,
