@@ -1343,7 +1343,7 @@ def tile_map(
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Time and memory grow with the number of tiles (for
-    masks with arrays, also with T + S), never with T × S, except for a `Dense` mask, as large as it
+    masks with arrays, also with T + S), not with T × S, except for `Dense`, which is so large
     itself. The result is a NumPy array if mask and positions are static.
     """
     for name, size in (("T", T), ("S", S), ("block_q", block_q), ("block_kv", block_kv)):

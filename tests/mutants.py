@@ -119,9 +119,9 @@ MUTANTS: dict[str, Mutant] = {
     "window-in-c": mutant(BUILT_IN, "masks.shifted(jnp.maximum(q, 0), ⟦-⇒1 - ⟧left)", "native"),
     "soft-cap-after-mask": mutant(
         TILE,
-        "        score = ⟦rounded(⇒score if allowed is None else jnp.where(allowed, score, "
+        "        score = ⟦keep_rounding(⇒score if allowed is None else jnp.where(allowed, score, "
         "-jnp.inf)\n"
-        "        score = ⟧function.evaluate(⟦selected(score)⇒score⟧, b, h, rows, columns)⟦)⇒\n"
+        "        score = ⟧function.evaluate(⟦zero_masked(score)⇒score⟧, b, h, rows, columns)⟦)⇒\n"
         "        allowed = None⟧\n"
         "    if allowed is None:",
         "contract",
@@ -157,10 +157,12 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "merged-without-weights": mutant(
-        SOFTMAX, "weights = [jnp.⟦exp(lse - top⇒ones_like(lse⟧) for lse in lses]", "softmax"
+        SOFTMAX, "weights = [jnp.⟦exp(lse - maximum⇒ones_like(lse⟧) for lse in lses]", "softmax"
     ),
     "lse-of-the-first-part": mutant(
-        SOFTMAX, "merged = ⟦jnp.where(dead, -jnp.inf, top + jnp.log(total))⇒lses[0]⟧", "softmax"
+        SOFTMAX,
+        "merged_lse = ⟦jnp.where(is_empty, -jnp.inf, maximum + jnp.log(total))⇒lses[0]⟧",
+        "softmax",
     ),
     # Dropout.
     "dropout-before-softmax": mutant(
