@@ -130,7 +130,8 @@ class Extent(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """The base of `Tile`: a NamedTuple itself cannot have attributes besides its items."""
+    """The two items into which a `Tile` unpacks. Only a subclass of a NamedTuple may have more
+    attributes, such as `b` and `h` of a tile."""
 
     rows: Extent
     columns: Extent
@@ -139,9 +140,8 @@ class _Box(NamedTuple):
 class Tile(_Box):
     """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
 
-    A tile unpacks into rows and columns; its batch row `b` and head `h`, where None stands for all,
-    are attributes. In a grid, fields of `rows` have the shape `[n, 1]` and fields of `columns` have
-    `[1, m]`, so that a comparison of the two broadcasts to `[n, m]`.
+    In a grid the fields of `rows` are `[n, 1]` and those of `columns` are `[1, m]`, so that formulas
+    of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
     """
 
     b: Any = None
