@@ -140,7 +140,7 @@ class _Box(NamedTuple):
 class Tile(_Box):
     """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
 
-    In a grid the fields of `rows` are `[n, 1]` and those of `columns` are `[1, m]`, so that formulas
+    In a grid the fields of `rows` are `[n, 1]`, those of `columns` are `[1, m]`, so that formulas
     of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
     """
 

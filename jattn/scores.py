@@ -75,7 +75,7 @@ class ScoreFunction:
         """
         raise NotImplementedError
 
-    def per(self, unit: float) -> "ScoreFunction | None":
+    def in_units(self, unit: float) -> "ScoreFunction | None":
         """Returns this function f for scores in other units: g with g(score / unit) = f(score) /
         unit, for a positive number `unit`. None if there is no such g of a known class.
 
@@ -109,8 +109,8 @@ class Then(ScoreFunction):
         score = self.first.evaluate(score, b, h, rows, columns)
         return self.second.evaluate(score, b, h, rows, columns)
 
-    def per(self, unit):
-        first, second = self.first.per(unit), self.second.per(unit)
+    def in_units(self, unit):
+        first, second = self.first.in_units(unit), self.second.in_units(unit)
         return None if first is None or second is None else Then(first, second)
 
 
@@ -191,7 +191,7 @@ class SoftCap(ScoreFunction):
             cap = max(cap, float(dtype_limits.tiny))
         return cap * jnp.tanh(score / cap)
 
-    def per(self, unit):
+    def in_units(self, unit):
         cap = _divided(self.cap, unit)
         return None if is_static(cap) and not 0 < cap < math.inf else SoftCap(cap)
 
@@ -257,7 +257,7 @@ class Alibi(ScoreFunction):
         slope = _in_dtype_of(score, self.slopes)
         return score - slope * distance(rows, columns, score.dtype)
 
-    def per(self, unit):
+    def in_units(self, unit):
         return Alibi(_divided(self.slopes, unit))
 
 
