@@ -150,10 +150,12 @@ class Tile(_Box):
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
         """Pairs each of n ranges of queries, in fields `[n]`, with each of m ranges of keys."""
-        q, kv = (np.s_[:, None], np.s_[None, :])
+        as_n1, as_1m = np.s_[:, None], np.s_[None, :]
         tile = cls(
-            rows._replace(lo=rows.lo[q], hi=rows.hi[q], start=rows.start[q]),
-            columns._replace(lo=columns.lo[kv], hi=columns.hi[kv], start=columns.start[kv]),
+            rows._replace(lo=rows.lo[as_n1], hi=rows.hi[as_n1], start=rows.start[as_n1]),
+            columns._replace(
+                lo=columns.lo[as_1m], hi=columns.hi[as_1m], start=columns.start[as_1m]
+            ),
         )
         tile.b, tile.h = b, h
         return tile
@@ -161,8 +163,8 @@ class Tile(_Box):
     @property
     def shape(self) -> Shape:
         """The shape `(n, m)` of a grid; `()` for a single tile."""
-        parts = (*self.rows[:3], *self.columns[:3])
-        return np.broadcast_shapes(*map(np.shape, parts))
+        fields = (*self.rows[:3], *self.columns[:3])
+        return np.broadcast_shapes(*map(np.shape, fields))
 
 
 def _position_limits(tile: Tile) -> tuple[Any, Any, Any, Any]:
@@ -183,7 +185,7 @@ def _as_truth(value: Any) -> Truth:
 class Mask:
     """The base class of masks: the operators, and the methods derived from the two operations.
 
-    A subclass must compute with its fields alone: a program compiled for one mask serves all masks
+    Methods of a subclass may read its fields only: a program compiled for one mask serves all masks
     with equal fields. A mask that reads anything else must be a `Predicate`, whose function may.
     """
 

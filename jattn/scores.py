@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 class ScoreFunction:
     """The base class of score functions.
 
-    A subclass must compute with its fields alone. A score function that reads anything else must be
+    A subclass may read its fields only. A score function that reads anything else must be
     a `Score`, whose function may.
     """
 
