@@ -619,8 +619,8 @@ def _checked_distance(name: str, value: Any) -> Any:
 class Window(Mask):
     """A window around each query: q − left ≤ kv ≤ q + right by position, both inclusive.
 
-    Each side is None, which is unbounded, an integer, or an integer array, which may be traced: a
-    scalar, or `[N]` with one distance for each head.
+    Each side is None (unbounded), an integer, or an integer array, which may be traced: a scalar,
+    or `[N]` with one distance for each head.
 
     Raises ValueError for negative or non-integer distances.
     """
@@ -774,6 +774,7 @@ class Global(Mask):
 
 
 def _check_lengths(owner: str, name: str, value: Any) -> None:
+    """Raises TypeError unless the value is an integer or an integer array."""
     if is_integer(value):
         return
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
@@ -979,6 +980,7 @@ _TO_FULL_RANK = (
 
 
 def _check_bool(owner: str, name: str, value: Any) -> None:
+    """Raises TypeError, with what to write instead, unless the value is a boolean array."""
     if not hasattr(value, "dtype") or value.dtype != jnp.bool_:
         kind = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
@@ -1029,7 +1031,7 @@ class Blocks(Mask):
         if list(self.layout.shape[-2:]) != wanted:
             raise ValueError(
                 f"Blocks: expected layout [..., T/block, S/block] = {wanted} for T = {T}, "
-                f"S = {S}, block = {self.block}, got {list(self.layout.shape)}"
+                f"S = {S}, block = {self.block}, got shape {list(self.layout.shape)}"
             )
 
     def evaluate(self, b, h, rows, columns):
