@@ -207,8 +207,7 @@ class Mask:
     def __call__(
         self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """Evaluates the mask for head `h` of batch row `b`, which counts several batch axes
-        row-major.
+        """Evaluates the mask for batch row `b` (row-major over several batch axes) and head `h`.
 
         `rows` and `columns` are arrays of indices, which are both positions and places, or spans.
         """
@@ -671,10 +670,10 @@ class Window(Mask):
 
 @pytree_dataclass
 class Causal(Mask):
-    """The causal mask, kv ≤ q by position: no query sees the future.
+    """The causal mask, kv ≤ q by position: no query attends to a later key.
 
-    With default positions the first query sees the first key only, whatever T and S are. For the
-    last query to see all keys, as in decoding, pass `q_positions`, for example
+    With default positions the first query attends to the first key only, whatever T and S are. If
+    the last query should attend to all keys, as in decoding, pass `q_positions`, for example
     `jattn.positions.aligned_to_end(T, S)`.
     """
 
@@ -690,7 +689,7 @@ class Causal(Mask):
 
 @pytree_dataclass
 class Prefix(Mask):
-    """A prefix that every query sees: kv < length by position.
+    """A prefix of keys to which all queries attend: kv < length by position.
 
     `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
     `[*B]`.
@@ -1066,12 +1065,12 @@ _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a
 class Predicate(Mask):
     """A mask given by a function of scalars, as in FlexAttention.
 
-    `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets the positions of one query and one key; `b`
-    counts several batch axes row-major. Operands are passed whole and may be indexed. The function
-    may also read variables from outside: each call of attention uses their current values. If these
-    are numbers, strings, arrays or functions that read only such values, JAX traces the function
-    again only after one of them changed. If they are lists, dicts or attributes, each call traces
-    it again, and compiles again only if the traced program differs.
+    `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets a batch row (row-major over several batch
+    axes), a head, and the positions of a query and a key. Operands are passed whole and may be
+    indexed. The function may also read other variables: each call of attention uses their current
+    values. If they are numbers, strings, arrays or functions that read only such values, JAX traces
+    the function again only after one of them changed. If they are lists, dicts or attributes, each
+    call traces it again, and compiles again only if the traced program differs.
 
     Empty and full tiles are found by interval arithmetic on the function's operations, where
     `functions.interval_rules` has a rule for them. `bounds(tile) -> (maybe_any, surely_all)`

@@ -87,9 +87,9 @@ def sinusoidal(
         raise ValueError(f"sinusoidal: expected an even width D >= 2, got {D}")
     check_number("base", base, positive=True)
     check_dtype("dtype", dtype)
-    compute = accumulation(dtype)
-    angle = positions.astype(compute)[..., None] * _with_leading_axes(
-        _frequencies(D, base, compute), positions.ndim
+    compute_dtype = accumulation(dtype)
+    angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
+        _frequencies(D, base, compute_dtype), positions.ndim
     )
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return pairs.reshape(*positions.shape, D).astype(dtype)
@@ -241,13 +241,17 @@ def rotary(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
             f"{list(x.shape[:-2])}, got shape {list(positions.shape)}"
         )
-    compute = accumulation(x.dtype)
-    frequencies = (_frequencies if scaling is None else scaling.frequencies)(size, base, compute)
-    angle = positions.astype(compute)[..., None] * _with_leading_axes(frequencies, positions.ndim)
+    compute_dtype = accumulation(x.dtype)
+    frequencies = (_frequencies if scaling is None else scaling.frequencies)(
+        size, base, compute_dtype
+    )
+    angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
+        frequencies, positions.ndim
+    )
     angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
     amplitude: Any = 1.0 if scaling is None else scaling.amplitude
     cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
-    rotated = _rotate_pairs(x[..., :size].astype(compute), cos, sin, style)
+    rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
 
 

@@ -77,7 +77,7 @@ class ScoreFunction:
 
     def in_units(self, unit: float) -> "ScoreFunction | None":
         """Returns this function f for scores in other units: g with g(score / unit) = f(score) /
-        unit, for a positive number `unit`. None if there is no such g of a known class.
+        unit, for a positive number `unit`. None if this class cannot express g.
 
         GPU kernels use the scale as unit: they apply g to products that are not scaled yet.
         """
@@ -384,8 +384,8 @@ class Bias(ScoreFunction):
 class Score(ScoreFunction):
     """A score function given by a function of scalars, as in FlexAttention.
 
-    `fn(score, b, h, q_idx, kv_idx, *operands)` gets one score and the positions of its query and
-    key, and returns the new score. `b` counts several batch axes row-major. Operands are passed
+    `fn(score, b, h, q_idx, kv_idx, *operands)` gets a score, its batch row (row-major over several
+    batch axes), head, query position and key position; it returns the new score. Operands are given
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
     uses the current values of other variables that the
     function reads, see `masks.Predicate`.

@@ -119,7 +119,7 @@ def of(
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """Combines two contributions. Associative and commutative, with `empty` as identity."""
+    """Combines two contributions. The operation is associative and commutative."""
     maximum = jnp.maximum(a.maximum, b.maximum)
     scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
     return Partial(
