@@ -1,16 +1,18 @@
 """Masks: which query attends to which key, as an algebra.
 
-A mask is a frozen pytree. Leaves combine with `&`, `|` and `~`. Every mask has exactly two
+A mask is a frozen pytree; masks combine with `&`, `|` and `~`. Every mask has exactly two
 operations, from which the dense form, the tile map and the pictures are derived:
 
-* `mask(b, h, rows, columns) -> bool [t, s]` evaluates the mask for a block of queries and keys:
-  True where a query may attend;
-* `mask.bounds(tile) -> (maybe_any, surely_all)` states what is certain about a whole tile, by
-  interval arithmetic in the leaves and three-valued logic in the nodes. Bounds may be loose, never
-  wrong.
+* `mask(b, h, rows, columns) -> bool [t, s]` evaluates the mask for t queries (rows) and s keys
+  (columns) of batch row b and head h: True where the query may attend to the key;
+* `mask.bounds(tile) -> (maybe_any, surely_all)` bounds the mask over a tile, without evaluating it.
+  If `maybe_any` is False, no pair of the tile is allowed; if `surely_all` is True, all pairs are.
+  Any other answer is uncertain: bounds may be loose, but never wrong.
 
-There are two coordinates, equal by default. *Positions* are what formulas see (Causal, Window,
-Prefix, Dilated, Global, Predicate). *Places* index the arrays (Segments, Lengths, Dense, Blocks).
+Each token has a *position*, which users may set and which formulas such as `Causal` compare, and a
+*place*, its index in the arrays. They are equal by default. `Causal`, `Window`, `Prefix`,
+`Dilated`, `Global` and `Predicate` use positions; `Segments`, `Lengths`, `Padding`, `Dense` and
+`Blocks` use places.
 """
 
 import contextlib
@@ -99,7 +101,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Truth = Any  # bool [n_rows, n_columns]; a NumPy array if its inputs are known while tracing
+Truth = Any  # one boolean per tile, broadcastable to [n, m]; NumPy if all inputs are static
 
 
 class Span(NamedTuple):
@@ -115,12 +117,13 @@ class Span(NamedTuple):
 
     @property
     def consecutive(self) -> bool:
-        """Whether the positions are known to be consecutive; if False, they may still be."""
+        """Whether the positions are the default ones, and so consecutive; if False, they may still
+        be consecutive."""
         return self.positions is self.places
 
 
 class Extent(NamedTuple):
-    """The run of queries or keys that a tile covers; with array fields, the runs of several tiles.
+    """The range of queries or keys that a tile covers; with array fields, the ranges of several.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
 
@@ -136,14 +139,17 @@ class Extent(NamedTuple):
 
 
 class _Box(NamedTuple):
+    """The two items into which a `Tile` unpacks. Only a subclass of a NamedTuple may have more
+    attributes, such as `b` and `h` of a tile."""
+
     rows: Extent
     columns: Extent
 
 
 class Tile(_Box):
-    """A box of queries × keys, `(rows, columns)`, or n × m of them at once.
+    """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
 
-    For n × m boxes the extents of rows are `[n, 1]` and those of columns `[1, m]`, so that formulas
+    In a grid the fields of `rows` are `[n, 1]`, those of `columns` are `[1, m]`, so that formulas
     of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
 
     >>> last, first = masks.Extent(2, 3, start=2, size=2), masks.Extent(0, 1, start=0, size=2)
@@ -156,40 +162,43 @@ class Tile(_Box):
 
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
-        """Pairs each of n extents `[n]` of queries with each of m extents `[m]` of keys."""
-        q, kv = (np.s_[:, None], np.s_[None, :])
+        """Pairs each of n ranges of queries, in fields `[n]`, with each of m ranges of keys."""
+        as_n1, as_1m = np.s_[:, None], np.s_[None, :]
         tile = cls(
-            rows._replace(lo=rows.lo[q], hi=rows.hi[q], start=rows.start[q]),
-            columns._replace(lo=columns.lo[kv], hi=columns.hi[kv], start=columns.start[kv]),
+            rows._replace(lo=rows.lo[as_n1], hi=rows.hi[as_n1], start=rows.start[as_n1]),
+            columns._replace(
+                lo=columns.lo[as_1m], hi=columns.hi[as_1m], start=columns.start[as_1m]
+            ),
         )
         tile.b, tile.h = b, h
         return tile
 
     @property
     def shape(self) -> Shape:
-        """The shape `(n, m)` of the boxes; `()` for one box."""
-        parts = (*self.rows[:3], *self.columns[:3])
-        return np.broadcast_shapes(*map(np.shape, parts))
+        """The shape `(n, m)` of a grid; `()` for a single tile."""
+        fields = (*self.rows[:3], *self.columns[:3])
+        return np.broadcast_shapes(*map(np.shape, fields))
 
 
-def _ends(tile: Tile) -> tuple[Any, Any, Any, Any]:
-    """Returns the least and greatest position of the rows, then of the columns."""
+def _position_limits(tile: Tile) -> tuple[Any, Any, Any, Any]:
+    """Returns the least and greatest position of the queries, then of the keys."""
     return tile.rows.lo, tile.rows.hi, tile.columns.lo, tile.columns.hi
 
 
 def _far_apart(a: Any, b: Any) -> Any:
-    """Returns whether a − b may need more than 32 bits, by the difference of their halves."""
+    """Returns whether a − b may overflow int32. The difference of their halves cannot."""
     return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
 def _as_truth(value: Any) -> Truth:
+    """Returns a JAX array unchanged, any other value as a NumPy array, which has `&`, `|`, `~`."""
     return value if isinstance(value, jax.Array) else np.asarray(value, bool)
 
 
 class Mask:
     """The base class of masks: the operators, and the methods derived from the two operations.
 
-    A subclass must compute with its fields alone: a program compiled for one mask serves all masks
+    Methods of a subclass may read its fields only: a program compiled for one mask serves all masks
     with equal fields. A mask that reads anything else must be a `Predicate`, whose function may.
 
     >>> print((~masks.Causal() | masks.Window(left=0)).dense(3, 3).astype(int))
@@ -199,31 +208,31 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    of_positions = False  # whether the mask is a formula of positions alone
+    of_positions = False  # whether the mask depends on positions and fields, but not on places
 
     def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
-        """Returns the mask for rows and columns; arrays are already selected and sliced for them.
+        """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
 
-        Axes may have size 1 and broadcast.
+        The fields that are arrays must already be selected for (b, h) and sliced to both spans.
         """
         raise NotImplementedError
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
-        """Returns `(maybe_any, surely_all)`: False in the first means that nothing in the tile is
-        allowed, True in the second that everything is. Arrays must be selected for one (b, h)."""
+        """Returns `(maybe_any, surely_all)`: if the first is False, no pair of the tile is allowed;
+        if the second is True, all are. Fields that are arrays must be selected for one (b, h)."""
         raise NotImplementedError
 
     def __call__(
         self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """Evaluates the mask, bool `[t, s]`, for batch row `b` (flat) and head `h`.
+        """Evaluates the mask for batch row `b` (row-major over several batch axes) and head `h`.
 
-        Plain arrays are positions and places at once; a `Span` gives both.
+        `rows` and `columns` are arrays of indices, which are both positions and places, or spans.
         """
-        i, j = _alike(as_span(rows), as_span(columns))
+        i, j = _with_equal_dtypes(as_span(rows), as_span(columns))
         _check_head(*leading(self), b, h)
-        flat = flatten_batch(self, leading(self)[0])
-        allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
+        flattened = flatten_batch(self, leading(self)[0])
+        allowed = take_tile(select_head(flattened, b, h), i.places, j.places).evaluate(b, h, i, j)
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
 
     def __and__(self, other: Any) -> "Mask":
@@ -238,22 +247,22 @@ class Mask:
     __rand__ = __and__
     __ror__ = __or__
 
-    def __jax_array__(self) -> "_NoArray":
-        return _NoArray(self)
+    def __jax_array__(self) -> "_NotAnArray":
+        return _NotAnArray(self)
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        return _NoArray(self).__array__()
+        return _NotAnArray(self).__array__()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            about = f"; {_NoArray(self)}" if name in ("astype", "ndim", "reshape") else ""
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{about}")
+            advice = f"; got {_NotAnArray(self)}" if name in ("astype", "ndim", "reshape") else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{advice}")
 
     def __bool__(self) -> bool:
         raise TypeError(
             "a mask is neither true nor false: combine masks with &, | and ~ instead of and, or "
-            "and not, and compare with `is None` to see whether one is given"
+            "and not; to test whether a mask was passed, write `mask is None`"
         )
 
     def dense(
@@ -265,43 +274,44 @@ class Mask:
         heads: int | None = None,
         **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
-        """The mask as a boolean array `[T, S]`, or `[*B, N, T, S]` if it depends on row or head.
+        """The mask as a boolean array: `[T, S]` if it is the same for all batch rows and heads,
+        else `[*B, N, T, S]`.
 
-        `batch` and `heads` default to the axes of the mask's own arrays. Positions, `[T]` and
-        `[S]`, are `arange` by default.
+        `batch` and `heads` default to the axes of the mask's own arrays; if either is given, the
+        result has all axes. `q_positions [T]` and `kv_positions [S]` are `arange` by default.
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
         _check_covers(self, T, S)
         mask_batch, mask_heads = leading(self)
-        lead, N = _leading_axes(batch) or mask_batch, mask_heads if heads is None else heads
+        B, N = _batch_shape(batch) or mask_batch, mask_heads if heads is None else heads
         check_size("heads", N, 0)
-        flat = flatten_batch(self, lead)
-        q, kv = _given(T, S, positions)
+        flattened = flatten_batch(self, B)
+        q, kv = _checked_positions(T, S, positions)
         i, j = span(T, q), span(S, kv)
 
         def one_head(b: Any, h: Any) -> Array:
-            allowed = take_tile(select_head(flat, b, h), i.places, j.places).evaluate(b, h, i, j)
-            return jnp.broadcast_to(allowed, (T, S))
+            of_head = take_tile(select_head(flattened, b, h), i.places, j.places)
+            return jnp.broadcast_to(of_head.evaluate(b, h, i, j), (T, S))
 
-        if not lead and not N:
+        if not B and not N:
             return one_head(0, 0)
         all_heads = jax.vmap(jax.vmap(one_head, (None, 0)), (0, None))
-        allowed = all_heads(jnp.arange(math.prod(lead)), jnp.arange(N or 1))
-        return allowed.reshape(*lead, N or 1, T, S)
+        allowed = all_heads(jnp.arange(math.prod(B)), jnp.arange(N or 1))
+        return allowed.reshape(*B, N or 1, T, S)
 
     def _repr_html_(self) -> str | None:
-        """A notebook's picture: at most 32 × 32 tiles of the first batch row and head, for the
-        sizes of the mask's arrays, or else 32 queries and keys. None where these sizes are not
-        known."""
+        """The picture that a notebook shows: at most 32 × 32 tiles of batch row 0 and head 0. T and
+        S are the sizes of the mask's arrays, or 32. None if the mask is traced or its arrays differ
+        in size."""
         from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must cost nothing
 
-        T, S = _own_size(self, "T"), _own_size(self, "S")
+        T, S = _length_along(self, "T"), _length_along(self, "S")
         T, S = T or S or 32, S or T or 32
         block_q, block_kv = -(-T // 32), -(-S // 32)
         try:
             kinds = np.asarray(tile_map(self, T, S, block_q, block_kv))
-        except (TypeError, ValueError):  # traced, or of several sizes
+        except (TypeError, ValueError):  # the mask is traced, or its arrays differ in size
             return None
         empty, mixed, full = (int((kinds == kind).sum()) for kind in (EMPTY, MIXED, FULL))
         return tile_picture(
@@ -311,9 +321,9 @@ class Mask:
         )
 
 
-class _NoArray:
-    """Stands for a mask where an array is expected. JAX shows its repr in errors about non-arrays,
-    and leaves `array & mask` to the mask."""
+class _NotAnArray:
+    """The object that JAX gets for a mask used as an array. It has no dtype, so that JAX raises an
+    error with its repr, and leaves `array & mask` to the mask's operator."""
 
     def __init__(self, mask: Mask):
         self.mask = mask
@@ -321,8 +331,8 @@ class _NoArray:
     def __repr__(self) -> str:
         rank = "" if any(leading(self.mask)) else "[None, None]"
         return (
-            f"{self.mask!r}, which is a rule and no array: it goes to jattn.attention and the "
-            f"layers of jattn.nn; where Flax's layers, or others, want an array [*B, N, T, S], "
+            f"{self.mask!r}, a jattn mask and not an array: pass it as `mask` to jattn.attention "
+            f"or a layer of jattn.nn; where another library expects an array [*B, N, T, S], "
             f"write mask=mask.dense(T, S){rank}"
         )
 
@@ -338,7 +348,7 @@ def as_mask(value: Any) -> Mask:
     """Converts a value to a mask.
 
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
-    `Full`. The state in which a module holds its mask (`layer.mask`) gives that mask. Raises
+    `Full`. For the attribute `layer.mask` of a layer the result is the layer's mask. Raises
     TypeError for anything else.
 
     >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
@@ -356,12 +366,12 @@ def as_mask(value: Any) -> Mask:
         return Predicate(value)
     raise TypeError(
         f"mask: expected a jattn mask, a boolean array [*B, N, T, S], a function "
-        f"(b, h, q_idx, kv_idx) or None, got {_meant(value)}"
+        f"(b, h, q_idx, kv_idx) or None, got {_described(value)}"
     )
 
 
-def _meant(value: Any) -> str:
-    """Describes a value passed in place of a mask, with the mask that its name may mean."""
+def _described(value: Any) -> str:
+    """Describes a value that is not a mask; for a class or a known name, says what to write."""
     if isinstance(value, type) and issubclass(value, Mask):
         return f"the class {value.__name__}; write masks.{value.__name__}(...)"
     if isinstance(value, str):
@@ -385,7 +395,7 @@ _BY_NAME = {
 
 
 def as_span(value: Indices | Span) -> Span:
-    """Returns a `Span` unchanged, and positions as a span whose places equal them."""
+    """Returns a `Span` unchanged, and an array as a span with these positions and places."""
     if isinstance(value, Span):
         return value
     indices = jnp.asarray(integers.of_formula("rows, columns", value))
@@ -393,12 +403,12 @@ def as_span(value: Indices | Span) -> Span:
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
-    """Returns all places of an axis, at the given positions (by default equal to the places)."""
+    """Returns the span of a whole axis; positions `[size]` equal the places by default."""
     places = jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else jnp.asarray(positions), places)
 
 
-def _leading_axes(batch: Any) -> Shape:
+def _batch_shape(batch: Any) -> Shape:
     """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None.
 
     Raises TypeError and ValueError for anything else.
@@ -411,24 +421,26 @@ def _leading_axes(batch: Any) -> Shape:
     return tuple(batch)
 
 
-def _alike(i: Span, j: Span) -> tuple[Span, Span]:
-    """Returns both spans with positions of the wider dtype, so that formulas can compare them."""
+def _with_equal_dtypes(i: Span, j: Span) -> tuple[Span, Span]:
+    """Converts positions to int64 if the dtypes differ, so that formulas can compare them."""
     if i.positions.dtype == j.positions.dtype:
         return i, j
     i, j = (x._replace(positions=x.positions.astype(jnp.int64)) for x in (i, j))
     return i, j
 
 
-def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns the positions of queries and keys, or None; both in 64 bits if either needs them.
+def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
+    """Returns `q_positions` and `kv_positions`, each None if not given; int64 if either needs it.
 
-    Raises TypeError for other names.
+    Raises TypeError for keyword arguments with other names.
     """
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
-        raise TypeError(f"no argument {min(unknown)!r}; there are {' and '.join(names)}")
+        raise TypeError(
+            f"no argument {min(unknown)!r}; write {' or '.join(names)} to set positions"
+        )
     q, kv = (
-        None if (x := positions.get(name)) is None else _of_formula(name, x, size)
+        None if (x := positions.get(name)) is None else _checked_position_array(name, x, size)
         for name, size in zip(names, (T, S), strict=True)
     )
     if all(x is None or integers.is_narrow(x) for x in (q, kv)):
@@ -437,52 +449,55 @@ def _given(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
     return q, kv
 
 
-def _of_formula(name: str, x: Any, size: int) -> Any:
-    """Checks a user's positions `[size]` and returns them in the dtype of formulas.
+def _checked_position_array(name: str, x: Any, size: int) -> Any:
+    """Returns a user's positions `[size]` as int32, or int64 if they do not fit.
 
-    Raises TypeError and ValueError for anything else.
+    Raises TypeError and ValueError for anything but integers `[size]`.
     """
     check_array(name, x, "[T]" if name[0] == "q" else "[S]", "integer", shape=(size,))
     return integers.of_formula(name, x)
 
 
 def _check_covers(mask: Mask, T: int, S: int) -> None:
-    """Raises ValueError if an array along T or S has another length, which indexing would clamp."""
+    """Raises ValueError if an array does not have length T along T, or S along S.
+
+    JAX would clamp indices beyond its end instead of raising an error.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(mask)
-    for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(mask)), strict=True):
-        for letter, size in (("T", T), ("S", S)):
-            axis = axis_of(letter, letters, leaf.ndim)
-            got = size if axis is None else leaf.shape[axis]
-            if got != size and not (got == 1 and f"#{letter}" in letters.split()):
-                name = f"mask{jax.tree_util.keystr(path)}"
-                raise ValueError(f"{name}: expected {letter} = {size}, got {list(leaf.shape)}")
+    for (path, leaf), axes in zip(leaves, jax.tree.leaves(axis_names(mask)), strict=True):
+        for axis_name, size in (("T", T), ("S", S)):
+            axis = axis_of(axis_name, axes, leaf.ndim)
+            length = size if axis is None else leaf.shape[axis]
+            if length != size and not (length == 1 and f"#{axis_name}" in axes.split()):
+                name, shape = f"mask{jax.tree_util.keystr(path)}", list(leaf.shape)
+                raise ValueError(f"{name}: expected {axis_name} = {size}, got shape {shape}")
     for blocks in _blocks(mask):
         blocks.check_covers(T, S)
 
 
 def _blocks(mask: Mask) -> list["Blocks"]:
-    """Returns the coarse masks in a mask."""
+    """Returns the `Blocks` in a mask."""
     leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks))
     return [x for x in leaves if isinstance(x, Blocks)]
 
 
-def _own_size(mask: Mask, letter: str) -> int:
-    """Returns the length of the mask's arrays along T or S; 0 if it has none."""
+def _length_along(mask: Mask, axis_name: str) -> int:
+    """Returns the greatest length of the mask's arrays along the axis "T" or "S"; 0 if none."""
     length = 0
-    for leaf, letters in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
-        axis = axis_of(letter, letters, leaf.ndim)
+    for leaf, axes in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
+        axis = axis_of(axis_name, axes, leaf.ndim)
         length = max(length, 0 if axis is None else leaf.shape[axis])
-    place = "TS".index(letter)
-    return max(length, 0, *(x.layout.shape[-2:][place] * x.sizes[place] for x in _blocks(mask)))
+    side = "TS".index(axis_name)  # of the layout's last two axes
+    return max(length, 0, *(x.layout.shape[-2:][side] * x.sizes[side] for x in _blocks(mask)))
 
 
 def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
-    """Raises ValueError for a batch row or head known to be out of range."""
+    """Raises ValueError for a batch row or head that is out of range, unless it is traced."""
     for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
         least, most = integers.known_range(index) or (0, 0)
-        end = size if size > 1 else integers.MOST  # functions accept any index
+        end = size if size > 1 else integers.MOST  # the mask's arrays do not set the size
         if not 0 <= least <= most < end:
             raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
 
@@ -588,46 +603,48 @@ class Empty(Mask):
         return np.False_, np.False_
 
 
-_LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions have 32 bits, their differences 33
+_LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions are int32; their differences need 33 bits
 
 
 def shifted(positions: Any, by: Any) -> Any:
-    """Returns positions + by, clamped to 32 bits; `by` is an integer, or a broadcastable array."""
+    """Returns positions + by, clamped to int32; `by` is an integer, or a broadcastable array."""
     if not isinstance(by, int):
         return _shifted_by_array(positions, by)
     if not isinstance(positions, jax.Array):
-        wide = np.asarray(positions, np.int64) + by
-        return np.clip(wide, _LEAST, _GREATEST).astype(np.int32)
-    if not integers.is_narrow(positions):  # traced 64-bit positions occur only in formulas
+        exact = np.asarray(positions, np.int64) + by
+        return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
+    if not integers.is_narrow(positions):  # int64 occurs in calls of a mask, not in attention
         return positions + by
-    while by:  # in summands of 32 bits; one is nearly always enough
+    while by:  # JAX has no int64 by default: adds int32 parts of `by`, nearly always only one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
-        over = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
-        positions = jnp.where(over, np.int32(_GREATEST if summand > 0 else _LEAST), moved)
+        overflows = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
+        positions = jnp.where(overflows, np.int32(_GREATEST if summand > 0 else _LEAST), moved)
         by -= summand
     return positions
 
 
 def _shifted_by_array(positions: Any, by: Any) -> Any:
+    """Computes `shifted` for an array: three int32 summands span the whole range of positions."""
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
     for _ in range(1 if integers.is_narrow(by) else 3):
         summand = integers.clamped(by)
         moved = jnp.asarray(positions, jnp.int32) + summand
-        over, under = (summand > 0) & (moved < positions), (summand < 0) & (moved > positions)
-        moved = jnp.where(over, np.int32(_GREATEST), moved)
-        positions = jnp.where(under, np.int32(_LEAST), moved)
+        overflows = (summand > 0) & (moved < positions)
+        underflows = (summand < 0) & (moved > positions)
+        moved = jnp.where(overflows, np.int32(_GREATEST), moved)
+        positions = jnp.where(underflows, np.int32(_LEAST), moved)
         by = by - summand.astype(by.dtype)
     return positions
 
 
 def _checked_distance(name: str, value: Any) -> Any:
-    """Checks one side of a window and returns it: None, an integer, or an int32 array."""
+    """Checks one side of a window and returns it: None, an integer, or an int32 or int64 array."""
     if value is None or is_integer(value):
         if value is not None and value < 0:
             raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-        # No two positions differ by 2³² or more.
+        # No two positions differ by 2³² or more: such a window is unbounded.
         return value if value is None or value < 2**32 else None
     wanted = "None, an integer >= 0 or an integer array, scalar or [N]"
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
@@ -639,7 +656,8 @@ def _checked_distance(name: str, value: Any) -> Any:
         return integers.as_int32(value)
     if is_known(value) or not jax.config.read("jax_enable_x64"):
         shown_value = value.dtype if not is_known(value) else least if least < 0 else most
-        raise ValueError(f"Window: {name} must be >= 0 and of 32 bits, got {shown_value}")
+        raise ValueError(f"Window: {name} must be >= 0 and fit int32, got {shown_value}")
+    # Traced int64 distances are clamped to a number that exceeds all differences of positions.
     if value.dtype == np.uint64:
         value = jnp.minimum(value, np.uint64(2**33))
     return jnp.minimum(value.astype(jnp.int64), 2**33)
@@ -649,8 +667,8 @@ def _checked_distance(name: str, value: Any) -> Any:
 class Window(Mask):
     """A window around each query: q − left ≤ kv ≤ q + right by position, both inclusive.
 
-    Each side is None, which is unbounded, an integer, or an integer array, which may be traced: a
-    scalar, or `[N]` with one distance for each head.
+    Each side is None (unbounded), an integer, or an integer array, which may be traced: a scalar,
+    or `[N]` with one distance for each head.
 
     Raises ValueError for negative or non-integer distances.
 
@@ -670,46 +688,46 @@ class Window(Mask):
             object.__setattr__(self, name, _checked_distance(name, getattr(self, name)))
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of each side: a scalar, or one distance for each head."""
+        """The axis names of each side: none for a scalar, `N` for one distance per head."""
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
-    def _ends(self, least: Any, greatest: Any) -> tuple[Any, Any]:
-        """Returns the first key that a query at `least` sees and the last key that a query at
-        `greatest` sees; None for an unbounded side."""
+    def _key_limits(self, q_of_first: Any, q_of_last: Any) -> tuple[Any, Any]:
+        """Returns the first key in the window of the query position `q_of_first` and the last key
+        in the window of `q_of_last`; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
-        first = None if left is None else shifted(least, -left)
-        return first, None if right is None else shifted(greatest, right)
+        first_key = None if left is None else shifted(q_of_first, -left)
+        return first_key, None if right is None else shifted(q_of_last, right)
 
     def evaluate(self, b, h, rows, columns):
         q, kv = rows.positions, columns.positions[None, :]
         allowed = jnp.ones((1, 1), bool)
-        first, last = self._ends(q, q)
-        if first is not None:
-            allowed = allowed & (kv >= first[:, None])
-        if last is not None:
-            allowed = allowed & (kv <= last[:, None])
+        first_key, last_key = self._key_limits(q, q)
+        if first_key is not None:
+            allowed = allowed & (kv >= first_key[:, None])
+        if last_key is not None:
+            allowed = allowed & (kv <= last_key[:, None])
         return allowed
 
     def bounds(self, tile):
-        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
-        first, last = self._ends(q_lo, q_hi)  # seen by some query
-        last_first, first_last = self._ends(q_hi, q_lo)
+        q_lo, q_hi, kv_lo, kv_hi = _position_limits(tile)
+        first_of_any, last_of_any = self._key_limits(q_lo, q_hi)  # the union of the windows
+        first_of_all, last_of_all = self._key_limits(q_hi, q_lo)  # their intersection
         maybe_any, surely_all = np.True_, np.True_
-        if first is not None:
-            maybe_any = maybe_any & (kv_hi >= first)
-            surely_all = surely_all & (kv_lo >= last_first)
-        if last is not None:
-            maybe_any = maybe_any & (kv_lo <= last)
-            surely_all = surely_all & (kv_hi <= first_last)
+        if first_of_any is not None:
+            maybe_any = maybe_any & (kv_hi >= first_of_any)
+            surely_all = surely_all & (kv_lo >= first_of_all)
+        if last_of_any is not None:
+            maybe_any = maybe_any & (kv_lo <= last_of_any)
+            surely_all = surely_all & (kv_hi <= last_of_all)
         return maybe_any, surely_all
 
 
 @pytree_dataclass
 class Causal(Mask):
-    """The causal mask, kv ≤ q by position: no query sees the future.
+    """The causal mask, kv ≤ q by position: no query attends to a later key.
 
-    With default positions the first query sees the first key only, whatever T and S are. For the
-    last query to see all keys, as in decoding, pass `q_positions`, for example
+    With default positions the first query attends to the first key only, whatever T and S are. If
+    the last query should attend to all keys, as in decoding, pass `q_positions`, for example
     `jattn.positions.aligned_to_end(T, S)`.
 
     >>> print(masks.Causal().dense(3, 3).astype(int))
@@ -724,13 +742,13 @@ class Causal(Mask):
         return columns.positions[None, :] <= rows.positions[:, None]
 
     def bounds(self, tile):
-        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        q_lo, q_hi, kv_lo, kv_hi = _position_limits(tile)
         return _as_truth(kv_lo <= q_hi), _as_truth(kv_hi <= q_lo)
 
 
 @pytree_dataclass
 class Prefix(Mask):
-    """A prefix that every query sees: kv < length by position.
+    """A prefix of keys to which all queries attend: kv < length by position.
 
     `Causal() | Prefix(n)` is a prefix LM. `length` is an integer or an integer array, scalar or
     `[*B]`.
@@ -752,13 +770,14 @@ class Prefix(Mask):
         return is_below(columns.positions[None, :], self.length)
 
     def bounds(self, tile):
-        some, every = (is_below(x, self.length) for x in (tile.columns.lo, tile.columns.hi))
-        return _as_truth(some), _as_truth(every)
+        limits = tile.columns.lo, tile.columns.hi
+        maybe_any, surely_all = (is_below(x, self.length) for x in limits)
+        return _as_truth(maybe_any), _as_truth(surely_all)
 
 
 @pytree_dataclass
 class Dilated(Mask):
-    """Keys at distances q − kv that are multiples of `step`, by position.
+    """The mask of keys whose distance q − kv, by position, is a multiple of `step`.
 
     The strided pattern of Child et al. 2019.
 
@@ -780,20 +799,22 @@ class Dilated(Mask):
         q, kv = rows.positions[:, None], columns.positions[None, :]
         if self.step >= 2**32:
             return q == kv
-        if self.step > _GREATEST:  # q − kv is 0 or ±step, which needs 32 bits
+        if self.step > _GREATEST:  # q − kv must be 0 or ±step: |q − kv| needs all bits of uint32
             distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
             return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step
 
     def bounds(self, tile):
-        q_lo, q_hi, kv_lo, kv_hi = _ends(tile)
+        q_lo, q_hi, kv_lo, kv_hi = _position_limits(tile)
         if self.step > _GREATEST:
             return np.True_, np.False_
-        alone = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo % self.step == kv_lo % self.step)
+        is_one_pair = (q_lo == q_hi) & (kv_lo == kv_hi)
+        is_allowed_pair = is_one_pair & (q_lo % self.step == kv_lo % self.step)
         lo, hi = kv_lo - q_hi, kv_hi - q_lo
-        unknown = _far_apart(kv_lo, q_hi) | _far_apart(kv_hi, q_lo)
-        some = (hi - hi % self.step >= lo) | unknown
-        return _as_truth(some), _as_truth((self.step == 1) | alone)
+        may_overflow = _far_apart(kv_lo, q_hi) | _far_apart(kv_hi, q_lo)
+        # hi − hi % step is the greatest multiple of step up to hi.
+        maybe_any = (hi - hi % self.step >= lo) | may_overflow
+        return _as_truth(maybe_any), _as_truth((self.step == 1) | is_allowed_pair)
 
 
 @pytree_dataclass
@@ -820,12 +841,13 @@ class Global(Mask):
         return by_query | is_below(columns.positions[None, :], self.n)
 
     def bounds(self, tile):
-        some = is_below(tile.rows.lo, self.n) | is_below(tile.columns.lo, self.n)
-        every = is_below(tile.rows.hi, self.n) | is_below(tile.columns.hi, self.n)
-        return _as_truth(some), _as_truth(every)
+        maybe_any = is_below(tile.rows.lo, self.n) | is_below(tile.columns.lo, self.n)
+        surely_all = is_below(tile.rows.hi, self.n) | is_below(tile.columns.hi, self.n)
+        return _as_truth(maybe_any), _as_truth(surely_all)
 
 
 def _check_lengths(owner: str, name: str, value: Any) -> None:
+    """Raises TypeError unless the value is an integer or an integer array."""
     if is_integer(value):
         return
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
@@ -873,7 +895,7 @@ class Lengths(Mask):
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
-    """Returns the places of each tile in an array of this size, clipped to its last entry."""
+    """Returns the places in each of n ranges; places past the end of the axis become its last."""
     xp = jnp if isinstance(extent.start, jax.Array) else np
     start = xp.asarray(extent.start, np.int32).reshape(-1)
     offsets = np.arange(extent.size, dtype=np.int32)
@@ -881,59 +903,60 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 
 
 class _Ids(NamedTuple):
-    """The segment ids of each tile, summarised: the two least and the two greatest ids exactly, and
-    the range of the ids between them, `MOST..LEAST` if there are none. A padding id thus does not
-    widen the range of the other ids."""
+    """The segment ids of each tile, summarised: the two least and two greatest ids, and the range
+    `lo..hi` of the ids between them (`MOST..LEAST`, which is empty, if there are none). Ids that
+    stand apart from the others, such as a padding id of −1, do not widen the range."""
 
-    ends: list[Any]
+    extremes: list[Any]
     lo: Any
     hi: Any
 
     @classmethod
-    def of(cls, ids: AnyArray, extent: Extent) -> "_Ids":
-        """Summarises the ids `[size]` under each tile of an extent."""
+    def summarise(cls, ids: AnyArray, extent: Extent) -> "_Ids":
+        """Summarises the ids `[size]` in each range of an extent."""
         is_static = is_known(ids) and not isinstance(extent.start, jax.Array)
         xp, shape = np if is_static else jnp, np.shape(extent.start)
-        taken = xp.asarray(ids)[_places(extent, ids.shape[0])]
-        least, greatest = taken.min(axis=1), taken.max(axis=1)
+        ids_of_tile = xp.asarray(ids)[_places(extent, ids.shape[0])]
+        least, greatest = ids_of_tile.min(axis=1), ids_of_tile.max(axis=1)
 
-        def between(lo: Any, hi: Any) -> tuple[Any, Any]:
-            inner = (taken > lo[:, None]) & (taken < hi[:, None])
-            lo = xp.where(inner, taken, integers.MOST).min(axis=1)
-            return lo, xp.where(inner, taken, integers.LEAST).max(axis=1)
+        def range_between(lo: Any, hi: Any) -> tuple[Any, Any]:
+            is_between = (ids_of_tile > lo[:, None]) & (ids_of_tile < hi[:, None])
+            lo = xp.where(is_between, ids_of_tile, integers.MOST).min(axis=1)
+            return lo, xp.where(is_between, ids_of_tile, integers.LEAST).max(axis=1)
 
-        second = between(least, greatest)
-        rest = between(*second)
+        second = range_between(least, greatest)
+        remainder = range_between(*second)
         exists = second[0] <= second[1]
-        ends = [least, greatest, *(xp.where(exists, x, least) for x in second)]
-        return cls([x.reshape(shape) for x in ends], *(x.reshape(shape) for x in rest))
+        extremes = [least, greatest, *(xp.where(exists, x, least) for x in second)]
+        return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in remainder))
 
-    def may_hold(self, x: Any) -> Truth:
-        """Returns whether an id may be in the range."""
+    def is_in_range(self, x: Any) -> Truth:
+        """Returns whether `lo <= x <= hi`, so that the tile may contain the id x."""
         return (self.lo <= x) & (x <= self.hi)
 
-    def may_meet(self, other: "_Ids") -> Truth:
+    def may_share_an_id(self, other: "_Ids") -> Truth:
         """Returns whether two tiles may have an id in common."""
-        meets = (self.lo <= other.hi) & (other.lo <= self.hi)
-        for x in self.ends:
-            meets = meets | other.may_hold(x)
-        for y in other.ends:
-            meets = meets | self.may_hold(y)
-        for x, y in itertools.product(self.ends, other.ends):
-            meets = meets | (x == y)
-        return meets
+        may_share = (self.lo <= other.hi) & (other.lo <= self.hi)
+        for x in self.extremes:
+            may_share = may_share | other.is_in_range(x)
+        for y in other.extremes:
+            may_share = may_share | self.is_in_range(y)
+        for x, y in itertools.product(self.extremes, other.extremes):
+            may_share = may_share | (x == y)
+        return may_share
 
-    def is_only(self, other: "_Ids") -> Truth:
-        """Returns whether both tiles have a single id, the same one."""
-        (least, greatest, *_), (x, y, *_) = self.ends, other.ends
-        return (least == greatest) & (x == y) & (least == x)
+    def are_all_equal(self, other: "_Ids") -> Truth:
+        """Returns whether all ids of both tiles are the same id."""
+        (least, greatest, *_), (other_least, other_greatest, *_) = self.extremes, other.extremes
+        return (least == greatest) & (other_least == other_greatest) & (least == other_least)
 
 
 @pytree_dataclass
 class Segments(Mask):
-    """Segments packed in one row, such as documents or sentences: equal ids attend to each other.
+    """Segments, such as documents, packed in one sequence: a query attends to keys with its id.
 
-    `q_ids` is an integer array `[*B, T]` (or `[T]` for all rows), `kv_ids` `[*B, S]`; None: the
+    `q_ids` is an integer array `[*B, T]`, or `[T]` for all batch rows, and `kv_ids` is `[*B, S]`
+    or `[S]`. With `kv_ids=None`, queries and keys are the same tokens, whose ids are also the
     same.
 
     >>> print(masks.Segments(jnp.array([0, 0, 1])).dense(3, 3).astype(int))
@@ -959,17 +982,18 @@ class Segments(Mask):
     def bounds(self, tile):
         if not tile.rows.size or not tile.columns.size:
             return np.False_, np.True_
-        q, kv = _Ids.of(self.q_ids, tile.rows), _Ids.of(self.kv_ids, tile.columns)
-        return q.may_meet(kv), q.is_only(kv)
+        q = _Ids.summarise(self.q_ids, tile.rows)
+        kv = _Ids.summarise(self.kv_ids, tile.columns)
+        return q.may_share_an_id(kv), q.are_all_equal(kv)
 
 
 @pytree_dataclass
 class Padding(Mask):
-    """The keys that are tokens, by place: the `attention_mask [*B, S]` that tokenisers give.
+    """The mask of keys that are not padding: the `attention_mask [*B, S]` of tokenizers.
 
-    1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` is for all
-    rows. Queries are not masked, so that it serves self- and cross-attention alike: the output of a
-    query that is padding has no meaning.
+    1 or True is a token, 0 or False is padding, on either side or in the middle; `[S]` holds for
+    all batch rows. Queries are not masked, so the mask serves both self- and cross-attention. The
+    output of a query that is padding has no meaning.
 
     Raises TypeError for arrays that are neither integer nor boolean, ValueError for other integers.
 
@@ -1026,9 +1050,9 @@ class Dense(Mask):
         return self.array
 
     def bounds(self, tile):
-        rows = min(tile.rows.size, self.array.shape[0])
-        columns = min(tile.columns.size, self.array.shape[1])
-        if not rows or not columns:
+        n_rows = min(tile.rows.size, self.array.shape[0])
+        n_columns = min(tile.columns.size, self.array.shape[1])
+        if not n_rows or not n_columns:
             return np.False_, np.True_
         q = _places(tile.rows, self.array.shape[0])  # [n, t]
         kv = _places(tile.columns, self.array.shape[1])  # [m, s]
@@ -1038,27 +1062,28 @@ class Dense(Mask):
 
 
 _TO_FULL_RANK = (
-    "mask[None, None, None, None] for the one truth, or masks.Full() and masks.Empty()",
+    "mask[None, None, None, None], or masks.Full() for True and masks.Empty() for False",
     "mask[None, None, None] if it is [S], mask[None, None, :, None] if it is [T]",
     "mask[None, None] if it is [T, S], mask[:, None, None] if it is [B, S]",
 )
 
 
 def _check_bool(owner: str, name: str, value: Any) -> None:
+    """Raises TypeError, with what to write instead, unless the value is a boolean array."""
     if not hasattr(value, "dtype") or value.dtype != jnp.bool_:
         kind = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
-            f"{owner}: {name} must be a boolean array (True = attend), got {kind}; compare with "
-            f"!= 0 if what is not 0 attends; masks.Padding takes [B, S] of 0 and 1, and "
-            f"scores.Bias what is added to scores"
+            f"{owner}: {name} must be a boolean array (True = attend), got {kind}; for a "
+            f"tokenizer's [B, S] array of 0 and 1 write mask=masks.Padding(array), for values to "
+            f"add to the scores score=scores.Bias(array), and otherwise array != 0"
         )
 
 
 @pytree_dataclass
 class Blocks(Mask):
-    """A coarse mask: `layout[q_place // block, kv_place // block]`.
+    """A mask of whole blocks: `layout[q_place // block, kv_place // block]`.
 
-    `layout` is boolean, `[T/block, S/block]` for all or `[*B, N, T/block, S/block]` (rounded up;
+    `layout` is boolean `[T/block, S/block]`, or `[*B, N, T/block, S/block]` (sizes rounded up;
     batch and head axes of size 1 broadcast); `block` is an integer or a pair (queries, keys).
 
     >>> print(masks.Blocks(jnp.eye(2, dtype=bool), block=2).dense(4, 4).astype(int))
@@ -1076,14 +1101,17 @@ class Blocks(Mask):
         if self.layout.ndim < 2:
             raise ValueError(
                 f"Blocks: expected layout [T/block, S/block] or [*B, N, T/block, S/block], "
-                f"got {list(self.layout.shape)}"
+                f"got shape {list(self.layout.shape)}"
             )
         block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
         if len(block) != 2 or not all(is_integer(x) and x >= 1 for x in block):
-            raise ValueError(f"Blocks: block must be an integer >= 1 or two, got {self.block!r}")
+            raise ValueError(
+                f"Blocks: block must be an integer >= 1 or a pair (queries, keys) of integers "
+                f">= 1, got {self.block!r}"
+            )
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of the layout: it is shared by all heads, or else has full rank."""
+        """The axis names of the layout: two if all heads share it, else those of full rank."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
@@ -1098,7 +1126,7 @@ class Blocks(Mask):
         if list(self.layout.shape[-2:]) != wanted:
             raise ValueError(
                 f"Blocks: expected layout [..., T/block, S/block] = {wanted} for T = {T}, "
-                f"S = {S}, block = {self.block}, got {list(self.layout.shape)}"
+                f"S = {S}, block = {self.block}, got shape {list(self.layout.shape)}"
             )
 
     def evaluate(self, b, h, rows, columns):
@@ -1107,23 +1135,23 @@ class Blocks(Mask):
         return layout[(rows.places // q_block)[:, None], (columns.places // kv_block)[None, :]]
 
     def bounds(self, tile):
-        """Counts allowed cells of the layout under each tile, by two-dimensional prefix sums."""
-        lo_q, hi_q = _cells(tile.rows, self.sizes[0], self.layout.shape[0])
-        lo_kv, hi_kv = _cells(tile.columns, self.sizes[1], self.layout.shape[1])
-        sums = jnp.pad(
+        """Counts the True entries of the layout under each tile, by two-dimensional prefix sums."""
+        q_begin, q_end = _layout_ranges(tile.rows, self.sizes[0], self.layout.shape[0])
+        kv_begin, kv_end = _layout_ranges(tile.columns, self.sizes[1], self.layout.shape[1])
+        prefix_sums = jnp.pad(
             jnp.cumsum(jnp.cumsum(self.layout, 0, jnp.int32), 1, jnp.int32), ((1, 0), (1, 0))
         )
-        by_row = sums[hi_q] - sums[lo_q]
-        count = by_row[..., hi_kv] - by_row[..., lo_kv]
-        size = (hi_q - lo_q)[:, None] * (hi_kv - lo_kv)[None, :]
+        sums_of_rows = prefix_sums[q_end] - prefix_sums[q_begin]  # [n, S/block + 1]
+        count = sums_of_rows[..., kv_end] - sums_of_rows[..., kv_begin]  # [n, m]
+        size = (q_end - q_begin)[:, None] * (kv_end - kv_begin)[None, :]
         return count > 0, count == size
 
 
-def _cells(extent: Extent, block: int, cells: int) -> tuple[Array, Array]:
-    """Returns the half-open range of layout cells that each extent touches."""
-    start = jnp.asarray(extent.start, jnp.int32).reshape(-1)
-    stop = jnp.minimum((start + extent.size - 1) // block + 1, cells)
-    return jnp.minimum(start // block, stop), stop
+def _layout_ranges(extent: Extent, block: int, n_blocks: int) -> tuple[Array, Array]:
+    """Returns the half-open range of blocks, along one axis, that each tile overlaps."""
+    begin = jnp.asarray(extent.start, jnp.int32).reshape(-1)
+    end = jnp.minimum((begin + extent.size - 1) // block + 1, n_blocks)
+    return jnp.minimum(begin // block, end), end
 
 
 _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a query, a key
@@ -1133,17 +1161,17 @@ _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a
 class Predicate(Mask):
     """A mask given by a function of scalars, as in FlexAttention.
 
-    `fn(b, h, q_idx, kv_idx, *operands) -> bool` sees positions; `b` counts batch rows row-major.
-    Operands are passed whole and may be indexed. Each call of attention uses the current values of
-    whatever the function reads. A function that reads only numbers, strings, arrays and other such
-    functions is traced when one of them changes; a function that reads lists, dicts or attributes
-    is traced in each call, and compiled if its program changed.
+    `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets a batch row (row-major over several batch
+    axes), a head, and the positions of a query and a key. Operands are passed whole and may be
+    indexed. The function may also read other variables: each call of attention uses their current
+    values. If they are numbers, strings, arrays or functions that read only such values, JAX traces
+    the function again only after one of them changed. If they are lists, dicts or attributes, each
+    call traces it again, and compiles again only if the traced program differs.
 
-    Empty and full tiles are found by interval arithmetic on the function itself, as far as its
-    operations are known in `functions.interval_rules`. `bounds(tile) -> (maybe_any, surely_all)`
-    replaces this analysis. It is called for n × m tiles at once, with rows `[n, 1]` and columns
-    `[1, m]` (see `Tile`), and returns two booleans that broadcast to `[n, m]`: for
-    `kv_idx > q_idx + 200`
+    Empty and full tiles are found by interval arithmetic on the function's operations, where
+    `functions.interval_rules` has a rule for them. `bounds(tile) -> (maybe_any, surely_all)`
+    replaces this analysis. It is called once for a grid of n × m tiles (see `Tile`) and returns
+    two booleans that broadcast to `[n, m]`. For the function `kv_idx > q_idx + 200`:
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
@@ -1183,13 +1211,14 @@ class Predicate(Mask):
 
     @classmethod
     def _checked(cls, fn: Any, operands: tuple[Any, ...], bounds: Any) -> "Predicate":
-        """Returns the mask of a function that is known to accept these arguments."""
+        """Returns the mask of a function whose arguments were already checked."""
         self = object.__new__(cls)
         self._set(fn, operands, bounds)
         return self
 
     def lasting(self) -> "Predicate":
-        """The same mask, with functions that do not change: see `functions.programs`.
+        """Returns this mask with its function traced: a `TracedFunction` no longer changes with
+        the variables that the function reads.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
@@ -1202,7 +1231,7 @@ class Predicate(Mask):
             return Predicate(unnamed, *self.operands).lasting()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
-        # Bounds only save time: without them the predicate is evaluated.
+        # Bounds that may change are dropped: they only save time.
         return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
 
     def _scalar(self, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
@@ -1212,36 +1241,37 @@ class Predicate(Mask):
 
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
-        per_key = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
-        every = jax.vmap(per_key, (None, None, 0, None))
+        over_keys = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
+        over_pairs = jax.vmap(over_keys, (None, None, 0, None))
         with _promotion(rows.positions.dtype):
-            return every(b, h, rows.positions, columns.positions)
+            return over_pairs(b, h, rows.positions, columns.positions)
 
-    def read(self, tile: Tile) -> "Predicate | _Rule":
-        """Returns the function as an expression with bounds, or this mask if the user gave
+    def analysed(self, tile: Tile) -> "Predicate | _AnalysedFunction":
+        """Returns the function's expression, which has bounds; or this mask if the user gave
         bounds."""
         if self.bounds_fn is not None:
             return self
-        q, _, kv, _ = _of_one_dtype(_ends(tile))
+        q, _, kv, _ = _of_one_dtype(_position_limits(tile))
 
         with _promotion(q.dtype):
             dtypes = np.int32, np.int32, q.dtype, kv.dtype
-            return _Rule(read(unseen(self._scalar), dtypes, self.operands))
+            return _AnalysedFunction(read(unseen(self._scalar), dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:
-            return self.read(tile).bounds(tile)
-        answer = self.bounds_fn(tile)
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            return self.analysed(tile).bounds(tile)
+        returned = self.bounds_fn(tile)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(
-                f"Predicate: bounds must return a pair (maybe_any, surely_all), got {shown(answer)}"
+                f"Predicate: bounds must return a pair (maybe_any, surely_all), got "
+                f"{shown(returned)}"
             )
         names = ("maybe_any", "surely_all")
-        maybe_any, surely_all = map(_checked_truth, names, answer, [tile.shape] * 2)
+        maybe_any, surely_all = map(_checked_truth, names, returned, [tile.shape] * 2)
         return maybe_any, surely_all
 
 
-class _Rule:
+class _AnalysedFunction:
     """The function of a `Predicate` as an expression whose bounds interval arithmetic computes."""
 
     def __init__(self, expression: Expression):
@@ -1249,42 +1279,46 @@ class _Rule:
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
         """Returns `(maybe_any, surely_all)`, see `Mask.bounds`."""
-        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_ends(tile))
-        indices = (_index(tile.b), _index(tile.h), Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
+        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_position_limits(tile))
+        row_and_head = _index_interval(tile.b), _index_interval(tile.h)
+        indices = (*row_and_head, Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
             truth = intervals.of(self.expression, indices)
         return truth.hi, truth.lo
 
 
-def _of_one_dtype(ends: tuple[Any, ...]) -> list[Any]:
-    """Returns ends of positions as int32 arrays, or as int64 where some need 64 bits."""
-    ends = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in ends)
-    narrow = all(integers.is_narrow(x) or _is_small(x) for x in ends)
-    return [x.astype(np.int32 if narrow else np.int64) for x in ends]
+def _of_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
+    """Returns limits of positions as int32 arrays, or all as int64 if one needs 64 bits."""
+    limits = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in limits)
+    is_int32 = all(integers.is_narrow(x) or _fits_int32(x) for x in limits)
+    return [x.astype(np.int32 if is_int32 else np.int64) for x in limits]
 
 
-def _is_small(x: Any) -> bool:
+def _fits_int32(x: Any) -> bool:
     return isinstance(x, np.ndarray) and bool(np.all((x >= _LEAST) & (x <= _GREATEST)))
 
 
 def _promotion(dtype: Any) -> Any:
-    """Returns a context in which 64-bit positions may promote the numbers of a function."""
-    narrow = np.dtype(dtype).itemsize <= 4
-    return contextlib.nullcontext() if narrow else jax.numpy_dtype_promotion("standard")
+    """Returns a context for user functions: with int64 positions it allows dtype promotion.
+
+    A function written for int32 positions may combine them with int32 numbers of its own.
+    """
+    is_narrow = np.dtype(dtype).itemsize <= 4
+    return contextlib.nullcontext() if is_narrow else jax.numpy_dtype_promotion("standard")
 
 
-def _index(place: Any) -> Interval:
-    """The interval of a batch row or a head; None means any."""
-    if place is None:
+def _index_interval(index: Any) -> Interval:
+    """Returns the interval of a batch row or a head; all indices for None."""
+    if index is None:
         return Interval(np.int32(0), np.int32(_GREATEST))
-    place = place.astype(jnp.int32) if isinstance(place, jax.Array) else np.int32(place)
-    return Interval(place, place)
+    index = index.astype(jnp.int32) if isinstance(index, jax.Array) else np.int32(index)
+    return Interval(index, index)
 
 
 def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
-    """Returns an answer of a user's bounds as an array.
+    """Returns one of the two results of a user's bounds as an array.
 
-    Raises TypeError and ValueError unless it is boolean and broadcasts to the tiles.
+    Raises TypeError unless it is boolean, ValueError unless it broadcasts to `shape`, `[n, m]`.
     """
     dtype = np.dtype(bool) if isinstance(value, bool) else getattr(value, "dtype", None)
     if dtype != np.dtype(bool):
@@ -1298,7 +1332,8 @@ def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
     if not fits:
         raise ValueError(
             f"Predicate: bounds must return {name} that broadcasts to [n, m] = {list(shape)}, got "
-            f"{list(np.shape(value))}; rows of the tile are [n, 1] and columns [1, m] already"
+            f"shape {list(np.shape(value))}; the fields of tile.rows are already [n, 1] and "
+            f"those of tile.columns [1, m]"
         )
     return _as_truth(value)
 
@@ -1312,75 +1347,84 @@ FULL = 2
 
 
 def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
-    """Cuts an axis of `size` into tiles of `block`, the last one possibly shorter.
+    """Splits an axis of `size` into tiles of `block`.
 
-    A short last tile has the full size, with places past the end. Its positions are those of the
-    rows that exist.
+    If `block` does not divide `size`, the last tile still has the size `block`: its places run past
+    the end of the axis, but `lo..hi` are limits of the positions up to the end.
     """
     starts = np.arange(0, size, block, dtype=np.int32)
     if positions is None:
         return Extent(starts, np.minimum(starts + block, size) - 1, starts, block)
+    # Places past the end repeat the last position, which changes neither minimum nor maximum.
     by_tile = positions[np.minimum(starts[:, None] + np.arange(block), size - 1)]
     return Extent(by_tile.min(axis=1), by_tile.max(axis=1), starts, block)
 
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
-    """Returns EMPTY, MIXED or FULL for each tile; arrays must be selected for one (b, h)."""
+    """Returns EMPTY, MIXED or FULL for each tile; arrays must be selected for one (b, h).
+
+    Bounds decide first. If static bounds leave many tiles mixed, and the mask contains functions
+    but no arrays, these tiles are evaluated exactly.
+    """
     is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
-    read = jax.tree.map(lambda x: x.read(tile) if is_function(x) else x, mask, is_leaf=is_function)
-    maybe_any, surely_all = read.bounds(tile)
+    analysed = jax.tree.map(
+        lambda x: x.analysed(tile) if is_function(x) else x, mask, is_leaf=is_function
+    )
+    maybe_any, surely_all = analysed.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
     if isinstance(kind, jax.Array):
         return jnp.broadcast_to(kind, tile.shape)
     kind = np.broadcast_to(kind, tile.shape)
-    ends = undecided.boxes(_ends(tile), kind == MIXED, int(np.count_nonzero(kind)))
-    if ends is None:
+    limits = undecided.boxes(_position_limits(tile), kind == MIXED, int(np.count_nonzero(kind)))
+    if limits is None:
         return kind
     mask = jax.tree.map(lambda x: x.lasting() if is_function(x) else x, mask, is_leaf=is_function)
-    functions = _functions(mask)
+    functions = _functions_to_evaluate(mask)
     if not functions:
         return kind
-    some, every = _refined(mask, read, functions, tile, ends)
+    maybe_any, surely_all = _refined_bounds(mask, analysed, functions, tile, limits)
     decided = kind.copy()
-    decided[kind == MIXED] = np.where(every, FULL, np.where(some, MIXED, EMPTY))
+    decided[kind == MIXED] = np.where(surely_all, FULL, np.where(maybe_any, MIXED, EMPTY))
     return decided
 
 
-def _refined(
-    mask: Mask, read: Any, functions: list[Predicate], tile: Tile, ends: np.ndarray
+def _refined_bounds(
+    mask: Mask, analysed: Any, functions: list[Predicate], tile: Tile, limits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes `(maybe_any, surely_all)` of undecided tiles by their parts, then by their pairs.
 
-    It considers all positions between a tile's ends, so their order in the tile does not matter.
+    `limits [u, 4]` are the position limits of u tiles. All positions within the limits count, so
+    their order in the tile does not matter.
     """
 
-    def bounds_of(ends: np.ndarray) -> tuple[Truth, Truth]:
-        q_lo, q_hi, kv_lo, kv_hi = ends.T
+    def bounds_of(limits: np.ndarray) -> tuple[Truth, Truth]:
+        q_lo, q_hi, kv_lo, kv_hi = limits.T
         parts = Tile(Extent(q_lo, q_hi, q_lo, 1), Extent(kv_lo, kv_hi, kv_lo, 1))
         parts.b, parts.h = tile.b, tile.h
-        return read.bounds(parts)
+        return analysed.bounds(parts)
 
-    known = np.zeros(len(ends), bool)
-    some, every = ~known, known
-    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731  with the user's bounds
-    if not any(map(is_function, jax.tree.leaves(read, is_leaf=is_function))):
-        some, every, known = undecided.by_parts(ends, bounds_of)
-    if known.all() or not _may_be_evaluated(functions, tile):
-        return some, every
+    is_decided = np.zeros(len(limits), bool)
+    maybe_any, surely_all = ~is_decided, is_decided
+    # Predicates that are still in `analysed` have bounds by the user, which need whole tiles.
+    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
+    if not any(map(is_function, jax.tree.leaves(analysed, is_leaf=is_function))):
+        maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
+    if is_decided.all() or not _may_be_evaluated(functions, tile):
+        return maybe_any, surely_all
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
 
-    def rule(q: Array, kv: Array) -> Array:
+    def evaluate(q: Array, kv: Array) -> Array:
         allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
         return jnp.broadcast_to(allowed, (q.size, kv.size))
 
-    exact = undecided.truths((mask, b, h), rule, ends[~known], math.prod(tile.shape))
+    exact = undecided.truths((mask, b, h), evaluate, limits[~is_decided], math.prod(tile.shape))
     if exact is not None:
-        some[~known], every[~known] = exact
-    return some, every
+        maybe_any[~is_decided], surely_all[~is_decided] = exact
+    return maybe_any, surely_all
 
 
-def _functions(mask: Mask) -> list[Predicate]:
-    """Returns the functions of a mask of positions without arrays; no functions for other masks."""
+def _functions_to_evaluate(mask: Mask) -> list[Predicate]:
+    """Returns the predicates of a mask; none if the mask has arrays or depends on places."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
@@ -1389,7 +1433,7 @@ def _functions(mask: Mask) -> list[Predicate]:
 
 
 def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
-    """Returns whether the functions are the same for all heads, or the tile is of one head."""
+    """Returns whether the tile is of one static head, or no function depends on b or h."""
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
     return is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
@@ -1407,8 +1451,8 @@ def tile_map(
 ) -> Int[Array | np.ndarray, "n m"]:
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
-    int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Work and memory grow with the number of tiles (and with T +
-    S for masks with arrays), never with T × S, except for a `Dense` mask, which is that large
+    Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Time and memory grow with the number of tiles (for
+    masks with arrays, also with T + S), not with T × S, except for `Dense`, which is so large
     itself. The result is a NumPy array if mask and positions are static.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
@@ -1422,7 +1466,7 @@ def tile_map(
     mask = as_mask(mask)
     _check_covers(mask, T, S)
     _check_head(*leading(mask), b, h)
-    q, kv = _given(T, S, positions)
+    q, kv = _checked_positions(T, S, positions)
     tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv), b, h)
     return kinds(select_head(flatten_batch(mask, leading(mask)[0]), b, h), tile)
 
@@ -1438,7 +1482,7 @@ def check_bounds(
     heads: int | None = None,
     **positions: Unpack[Positions],
 ) -> None:
-    """Compares the bounds of a mask for whole tiles with the mask of each pair in them.
+    """Checks the bounds of a mask against the mask itself, evaluated for all pairs.
 
     Use it for bounds written by hand, in a `Predicate` or in a mask class of your own: attention
     trusts them, and wrong bounds make it skip allowed keys or attend to masked ones. Tiles are
@@ -1454,33 +1498,34 @@ def check_bounds(
     mask, (mask_batch, mask_heads) = as_mask(mask), leading(as_mask(mask))
     heads = (mask_heads or 1) if heads is None else heads
     check_sizes(T=T, S=S, block_q=block_q, block_kv=block_kv, heads=heads)
-    lead = _leading_axes(batch) or mask_batch
+    B = _batch_shape(batch) or mask_batch
     with jax.ensure_compile_time_eval():
-        q, kv = _given(T, S, positions)
+        q, kv = _checked_positions(T, S, positions)
         both_positions: Positions = {"q_positions": q, "kv_positions": kv}
         i, j = (np.asarray(x.positions) for x in (span(T, q), span(S, kv)))
-        flat, columns = flatten_batch(mask, lead), Span(j, np.arange(S))
-        for b, h in np.ndindex(math.prod(lead), heads):
+        flattened, columns = flatten_batch(mask, B), Span(j, np.arange(S))
+        for b, h in np.ndindex(math.prod(B), heads):
             tile_kinds = np.asarray(
-                tile_map(flat, T, S, block_q, block_kv, b=b, h=h, **both_positions)
+                tile_map(flattened, T, S, block_q, block_kv, b=b, h=h, **both_positions)
             )
             for n, kinds_of_row in enumerate(tile_kinds):
                 places = np.arange(n * block_q, min(T, (n + 1) * block_q))
-                allowed = np.asarray(flat(b, h, Span(i[places], places), columns))
+                allowed = np.asarray(flattened(b, h, Span(i[places], places), columns))
                 for m, kind in enumerate(kinds_of_row):
-                    part = allowed[:, m * block_kv : (m + 1) * block_kv]
-                    if part.any() if kind == EMPTY else kind == FULL and not part.all():
-                        _raise_wrong(int(kind), part, (b, h), (n * block_q, m * block_kv))
+                    in_tile = allowed[:, m * block_kv : (m + 1) * block_kv]
+                    if in_tile.any() if kind == EMPTY else kind == FULL and not in_tile.all():
+                        _raise_wrong_bounds(int(kind), in_tile, (b, h), (n * block_q, m * block_kv))
 
 
-def _raise_wrong(
-    kind: int, part: np.ndarray, head: tuple[int, int], start: tuple[int, int]
+def _raise_wrong_bounds(
+    kind: int, allowed: np.ndarray, head: tuple[int, int], start: tuple[int, int]
 ) -> None:
-    """Raises the error about a tile whose bounds wrongly say that it is empty or full."""
-    i, j = np.argwhere(part if kind == EMPTY else ~part)[0] + start
-    said, is_so = ("nothing", "is") if kind == EMPTY else ("everything", "is not")
-    rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, part.shape, strict=True))
+    """Raises the error for a tile `allowed [t, s]` that bounds wrongly say is empty or full."""
+    i, j = np.argwhere(allowed if kind == EMPTY else ~allowed)[0] + start
+    claim, is_so = ("no pair", "is") if kind == EMPTY else ("every pair", "is not")
+    rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, allowed.shape, strict=True))
     raise ValueError(
-        f"bounds: {said} is said to be allowed in the tile of queries {rows} and keys {columns} "
-        f"of batch row {head[0]} and head {head[1]}, but query {i} {is_so} allowed key {j} (places)"
+        f"bounds: they say that {claim} is allowed in the tile of queries {rows} and keys "
+        f"{columns} of batch row {head[0]} and head {head[1]}, but query {i} {is_so} allowed to "
+        f"attend to key {j} (numbers are places)"
     )

@@ -1,7 +1,7 @@
 """Positions: sinusoidal encodings, rotary embeddings and learned tables.
 
-A model that was trained on L positions can read s · L positions once its rotary frequencies are
-scaled, by `Linear`, `NTK` or `Yarn`.
+`Linear`, `NTK` and `Yarn` scale rotary frequencies, so that a model trained on L positions can be
+used with `factor` · L positions.
 
 Angles are computed in float32 (float64 for float64 inputs) whatever the dtype of the values:
 bfloat16 cannot tell position 256 from 257. In float32 an angle's error grows with the position,
@@ -43,9 +43,9 @@ def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
 
     Causal masks and windows are then aligned at the bottom right, as in flash-attention and
     PyTorch's `causal_lower_right`, and distances in score functions fit too. A mask alone cannot
-    express this: it sees positions, and never T or S. `S` is an integer, or an integer array `[*B]`
-    with the number of keys of each row, for positions `[*B, T]`. If T is greater than S, the first
-    queries have negative positions, and see no key under `Causal`.
+    express this: it gets positions, but not T or S. `S` is an integer; or it is an integer array
+    `[*B]`, the number of keys of each batch row, and the result is `[*B, T]`. If T > S, the first
+    queries have negative positions, and `Causal` lets them attend to no key.
 
     Raises TypeError and ValueError for values that are not numbers of tokens.
 
@@ -63,10 +63,11 @@ def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
     if least < 0 or most > integers.MOST:
         raise ValueError(f"S: expected 0 <= S < 2^31, got {least if least < 0 else most}")
     ends = jnp.asarray(integers.clamped(S))[..., None]
-    return ends + _lift(jnp.arange(-T, 0, dtype=jnp.int32), len(S.shape))
+    return ends + _with_leading_axes(jnp.arange(-T, 0, dtype=jnp.int32), len(S.shape))
 
 
 def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
+    """Returns base^(−2i/size) for each pair i of `size` channels, in radians per position."""
     return jnp.asarray(base, dtype) ** (-jnp.arange(0, size, 2, dtype=dtype) / size)
 
 
@@ -93,28 +94,29 @@ def sinusoidal(
         raise ValueError(f"sinusoidal: expected an even width D >= 2, got {D}")
     check_number("base", base, positive=True)
     check_dtype("dtype", dtype)
-    compute = accumulation(dtype)
-    angle = positions.astype(compute)[..., None] * _lift(
-        _frequencies(D, base, compute), positions.ndim
+    compute_dtype = accumulation(dtype)
+    angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
+        _frequencies(D, base, compute_dtype), positions.ndim
     )
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return pairs.reshape(*positions.shape, D).astype(dtype)
 
 
-def _lift(vector: Any, ndim: int) -> Array:
+def _with_leading_axes(vector: Any, ndim: int) -> Array:
+    """Adds `ndim` axes of size 1, which `jax_numpy_rank_promotion="raise"` requires."""
     return vector.reshape((1,) * ndim + vector.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scaling:
-    """The base of scalings by a factor that keep the amplitude."""
+    """The base class of scalings that have a factor and leave amplitudes unchanged."""
 
     factor: float
 
     amplitude = 1.0
 
     def __post_init__(self):
-        _check_known("factor", self.factor)
+        _check_positive_number("factor", self.factor)
 
 
 class Linear(_Scaling):
@@ -153,16 +155,16 @@ class Yarn:
 
     Args:
         factor: the divisor of slow frequencies.
-        original_length: positions that the model was trained on, in which a pair turns
-            `original_length` · frequency / 2π times.
-        slow, fast: pairs with at most `slow` turns are divided by `factor`, pairs with at least
-            `fast` turns are unchanged, and in between the unchanged share grows linearly.
-        ramp: the variable of that growth: the "turns", as in the paper's section 3.2, or the number
-            of the "pair", as in the code published with the paper and in models trained with it.
-        amplitude: the factor of rotated queries and keys; by default the paper's 0.1 · ln(factor) +
-            1 (section 3.4).
+        original_length: the number of positions that the model was trained on. Over these, a pair
+            of channels turns `original_length` · frequency / 2π times.
+        slow, fast: the frequencies of pairs with at most `slow` turns are divided by `factor`, with
+            at least `fast` turns they are unchanged, and in between both are mixed linearly.
+        ramp: the variable in which the mixture is linear: the number of "turns", as in the paper's
+            section 3.2, or the index of the "pair", as in the paper's code and its models.
+        amplitude: a factor by which rotated queries and keys are multiplied; by default the paper's
+            0.1 · ln(factor) + 1 (section 3.4).
 
-    Llama 3.1 scales with the turns, factor 8, slow 1, fast 4 and amplitude 1.
+    Llama 3.1 uses ramp "turns", factor 8, slow 1, fast 4 and amplitude 1.
 
     Raises ValueError if `slow` is not below `fast`, and for numbers that are not positive.
 
@@ -181,13 +183,13 @@ class Yarn:
     def __post_init__(self):
         check_size("original_length", self.original_length)
         for name in ("factor", "slow", "fast"):
-            _check_known(name, getattr(self, name))
+            _check_positive_number(name, getattr(self, name))
         if not self.slow < self.fast:
             raise ValueError(f"slow: expected slow < fast = {self.fast}, got {self.slow}")
         check_choice("ramp", self.ramp, ("turns", "pair"))
         if self.amplitude is None:
             object.__setattr__(self, "amplitude", 0.1 * math.log(self.factor) + 1.0)
-        _check_known("amplitude", self.amplitude)
+        _check_positive_number("amplitude", self.amplitude)
 
     def frequencies(self, size: int, base: float, dtype: Any) -> Float[Array, " half"]:
         """Returns the frequencies of `size` rotated channels, one for each pair."""
@@ -198,21 +200,22 @@ class Yarn:
     def _unscaled_share(
         self, frequencies: Float[Array, " half"], size: int, base: float
     ) -> Float[Array, " half"]:
-        """Returns the share of each frequency that is not divided."""
+        """Returns the weight of the unchanged frequency in each pair's mixture, from 0 to 1."""
         if self.ramp == "turns":
             turns = frequencies * (self.original_length / (2 * math.pi))
             return jnp.clip((turns - self.slow) / (self.fast - self.slow), 0, 1)
-        first = max(math.floor(self._pair(self.fast, size, base)), 0)
-        last = min(math.ceil(self._pair(self.slow, size, base)), size - 1)
+        # Rounding, limits and 1e-3 are those of the paper's code.
+        first = max(math.floor(self._pair_with_turns(self.fast, size, base)), 0)
+        last = min(math.ceil(self._pair_with_turns(self.slow, size, base)), size - 1)
         pairs = jnp.arange(len(frequencies), dtype=frequencies.dtype)
         return 1 - jnp.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
 
-    def _pair(self, turns: float, size: int, base: float) -> float:
-        """Returns the pair that makes this number of turns, as a real number."""
+    def _pair_with_turns(self, turns: float, size: int, base: float) -> float:
+        """Returns the index of the pair that makes this number of turns, not rounded."""
         return size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
 
-def _check_known(name: str, value: Any) -> None:
+def _check_positive_number(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless the value is a positive Python number."""
     if hasattr(value, "dtype"):
         raise TypeError(f"{name}: expected a Python number > 0, got an array")
@@ -230,10 +233,10 @@ def rotary(
     """Rotates channel pairs of queries or keys by position × frequency (Su et al. 2021, RoFormer).
 
     `x` is `[*B, T, N, H]`, `positions` `[T]` or `[*B, T]`. Pairs are (i, i + r/2) in style "half"
-    (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J); r = `rotary_dim`
-    (default H) channels are rotated, the rest is unchanged. The frequency of pair i is
+    (GPT-NeoX, Llama) and (2i, 2i + 1) in style "interleaved" (RoFormer, GPT-J). The first r =
+    `rotary_dim` channels (default H) are rotated, the rest is unchanged. The frequency of pair i is
     base^(−2i/r), unless `scaling` changes it. The inner product of two rotated vectors depends only
-    on the difference of their positions. Keeps the dtype.
+    on the difference of their positions. The result has the dtype of `x`.
 
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that do
     not fit; TypeError for a scaling of another kind.
@@ -248,7 +251,8 @@ def rotary(
     if size % 2 or size > x.shape[-1]:
         name = "x" if rotary_dim is None else "rotary_dim"
         raise ValueError(
-            f"{name}: rotary size must be even, > 0 and <= H = {x.shape[-1]}, got {size}"
+            f"{name}: the number of rotated channels must be even, > 0 and <= H = {x.shape[-1]}, "
+            f"got {size}"
         )
     check_choice("style", style, ("half", "interleaved"))
     check_number("base", base, positive=True)
@@ -256,15 +260,19 @@ def rotary(
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
-            f"{list(x.shape[:-2])}, got {list(positions.shape)}"
+            f"{list(x.shape[:-2])}, got shape {list(positions.shape)}"
         )
-    compute = accumulation(x.dtype)
-    frequencies = (_frequencies if scaling is None else scaling.frequencies)(size, base, compute)
-    angle = positions.astype(compute)[..., None] * _lift(frequencies, positions.ndim)
+    compute_dtype = accumulation(x.dtype)
+    frequencies = (_frequencies if scaling is None else scaling.frequencies)(
+        size, base, compute_dtype
+    )
+    angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
+        frequencies, positions.ndim
+    )
     angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
     amplitude: Any = 1.0 if scaling is None else scaling.amplitude
     cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
-    rotated = _rotate_pairs(x[..., :size].astype(compute), cos, sin, style)
+    rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
 
 
@@ -272,7 +280,8 @@ def _check_scaling(scaling: Any) -> None:
     """Raises TypeError for anything but None and the classes that scale rotary frequencies."""
     if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
         raise TypeError(
-            f"scaling: expected None or a Linear, NTK or Yarn of jattn.positions, got {scaling!r}"
+            f"scaling: expected None, positions.Linear(...), positions.NTK(...) or "
+            f"positions.Yarn(...), got {scaling!r}"
         )
 
 
@@ -282,10 +291,10 @@ def axial_rotary(
     style: Literal["half", "interleaved"] = "half",
     base: float = 10000.0,
 ) -> Float[Array, "*B T N H"]:
-    """Rotates by several coordinates, such as row and column of an image's patch; see `rotary`.
+    """Applies `rotary` with several coordinates, such as the row and column of an image patch.
 
     `positions` is `[T, A]` or `[*B, T, A]` with A coordinates. The channels are split into A equal
-    parts, and each is rotated by its own coordinate (Heo et al. 2024). The inner product of two
+    parts, and part i is rotated by coordinate i (Heo et al. 2024). The inner product of two
     rotated vectors depends only on the differences of their coordinates.
 
     Raises ValueError if 2 A does not divide H, and the errors of `rotary`.
@@ -296,10 +305,12 @@ def axial_rotary(
     """
     check_array("x", x, "[*B, T, N, H]", ndim=3)
     check_array("positions", positions, "[*B, T, A]", "real", ndim=2)
-    axes, H = positions.shape[-1], x.shape[-1]
-    if axes < 1 or H % (2 * axes):
-        raise ValueError(f"x: axial rotary expects H a multiple of 2 A = {2 * axes}, got H = {H}")
-    parts = jnp.split(x, axes, axis=-1)
+    A, H = positions.shape[-1], x.shape[-1]
+    if A < 1 or H % (2 * A):
+        raise ValueError(
+            f"x: expected H to be a multiple of 2 A = {2 * A} for A = {A} coordinates, got H = {H}"
+        )
+    parts = jnp.split(x, A, axis=-1)
     rotated = [rotary(part, positions[..., i], style, base) for i, part in enumerate(parts)]
     return jnp.concatenate(rotated, axis=-1)
 
@@ -324,13 +335,14 @@ def learned(
     """
     check_array("table", table, "[max, D]", rank=2)
     check_array("positions", positions, "[...]", "integer")
-    rows = jnp.asarray(integers.clamped(positions))
-    wrapped = jnp.where(rows < 0, table.shape[0], rows)
-    return _looked_up(jnp.asarray(table), wrapped)
+    indices = jnp.asarray(integers.clamped(positions))
+    # JAX would count negative indices from the end: they become an index beyond the table.
+    indices = jnp.where(indices < 0, table.shape[0], indices)
+    return _table_rows(jnp.asarray(table), indices)
 
 
 @jax.jit
-@left_to_xla(lambda table, rows: joined(cuts_of(rows), cuts_of(table)[1:]))
-def _looked_up(table: Array, rows: Array) -> Array:
-    """Returns rows of a table; NaN for rows that do not exist."""
-    return table.at[rows].get(mode="fill", fill_value=jnp.nan)
+@left_to_xla(lambda table, indices: joined(cuts_of(indices), cuts_of(table)[1:]))
+def _table_rows(table: Array, indices: Array) -> Array:
+    """Returns the rows of a table at these indices; NaN for indices beyond it."""
+    return table.at[indices].get(mode="fill", fill_value=jnp.nan)

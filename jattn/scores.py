@@ -3,7 +3,7 @@
 A score function maps the scores of one head, for any block of queries and keys, to scores of the
 same shape. `f >> g` applies f, then g. Python floats are constants; arrays are parameters, and
 gradients flow to every float array. Like masks, score functions are frozen pytrees whose array
-fields declare their letters.
+fields declare the names of their axes.
 """
 
 import functools
@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 class ScoreFunction:
     """The base class of score functions.
 
-    A subclass must compute with its fields alone. A score function that reads anything else must be
+    A subclass may read its fields only. A score function that reads anything else must be
     a `Score`, whose function may.
 
     >>> score = scores.SoftCap(30.0) >> (lambda score, b, h, q, kv: score - abs(q - kv))
@@ -79,10 +79,11 @@ class ScoreFunction:
         """
         raise NotImplementedError
 
-    def per(self, unit: float) -> "ScoreFunction | None":
-        """Returns the same function in other units: g with g(score / unit) = f(score) / unit.
+    def in_units(self, unit: float) -> "ScoreFunction | None":
+        """Returns this function f for scores in other units: g with g(score / unit) = f(score) /
+        unit, for a positive number `unit`. None if this class cannot express g.
 
-        `unit` is a positive number. None if the function has no such form.
+        GPU kernels use the scale as unit: they apply g to products that are not scaled yet.
         """
         return None
 
@@ -96,8 +97,8 @@ class ScoreFunction:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a score function is neither true nor false: `f >> g` applies f, then g; compare with "
-            "`is None` to see whether one is given"
+            "a score function is neither true nor false: to apply f, then g, write `f >> g`; to "
+            "test whether a score function was passed, write `score is None`"
         )
 
 
@@ -113,16 +114,16 @@ class Then(ScoreFunction):
     second: ScoreFunction
 
     def evaluate(self, score, b, h, rows, columns):
-        between = self.first.evaluate(score, b, h, rows, columns)
-        return self.second.evaluate(between, b, h, rows, columns)
+        score = self.first.evaluate(score, b, h, rows, columns)
+        return self.second.evaluate(score, b, h, rows, columns)
 
-    def per(self, unit):
-        first, second = self.first.per(unit), self.second.per(unit)
+    def in_units(self, unit):
+        first, second = self.first.in_units(unit), self.second.in_units(unit)
         return None if first is None or second is None else Then(first, second)
 
 
 def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
-    """Returns the score functions of a chain as a list, the first to apply first."""
+    """Returns the score functions of nested `Then`s as a list, in the order of application."""
     if isinstance(score, Then):
         return in_order(score.first) + in_order(score.second)
     return [] if score is None else [score]
@@ -135,9 +136,9 @@ ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree
 def as_score(value: Any) -> Any:
     """Converts a value to a score function.
 
-    Score functions and None are returned unchanged; a function becomes a `Score`. The state in
-    which a module holds its score function (`layer.score`) gives that function. Raises TypeError
-    for anything else.
+    Score functions and None are returned unchanged; a function becomes a `Score`. For the attribute
+    `layer.score` of a layer the result is the layer's score function. Raises TypeError for anything
+    else.
     """
     if not isinstance(value, ScoreFunction | types.FunctionType | None):
         value = held_by_module(value)
@@ -145,27 +146,28 @@ def as_score(value: Any) -> Any:
         return value
     if _is_function(value):
         return Score(value)
-    raise TypeError(f"score: expected a jattn score function or None, got {_meant(value)}")
+    raise TypeError(f"score: expected a jattn score function or None, got {_described(value)}")
 
 
-def _meant(value: Any) -> str:
-    """Describes a value passed in place of a score function, with what to write instead."""
+def _described(value: Any) -> str:
+    """Describes a value that is not a score function, and says what to write instead."""
     if isinstance(value, type) and issubclass(value, ScoreFunction):
         return f"the class {value.__name__}; write scores.{value.__name__}(...)"
     kind = type(value).__name__
-    return f"{kind}; wrap a function in scores.Score and an array in scores.Bias"
+    return f"{kind}; write scores.Bias(array) for an array, scores.Score(function) for a function"
 
 
 def _is_function(value: Any) -> bool:
     return inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType)
 
 
-def _like(value: Any, score: Scores) -> Any:
+def _in_dtype_of(score: Scores, value: Any) -> Any:
+    """Casts an array to the dtype of the scores; a number stays weakly typed."""
     return number(value) if is_static(value) else value.astype(score.dtype)
 
 
 def _divided(value: Any, unit: float) -> Any:
-    """Returns a parameter divided by a number, in the dtype of sums."""
+    """Returns a parameter divided by a number: a float, or an array in the accumulation dtype."""
     if is_static(value):
         return float(number(value)) / unit
     return value.astype(accumulation(value.dtype)) / unit
@@ -187,20 +189,20 @@ class SoftCap(ScoreFunction):
         check_number("SoftCap: cap", self.cap, positive=True, per_head=True)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of `cap`: a scalar, or one for each head."""
+        """The axis names of `cap`: none for a scalar, `N` for one cap per head."""
         return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
-        cap = _like(self.cap, score)
+        cap = _in_dtype_of(score, self.cap)
         if is_static(cap):
-            # Rounding to the dtype of scores must not make the cap 0 or infinite.
-            limits = jnp.finfo(score.dtype)
-            if cap > float(limits.max):
+            # The cap as a number of the scores' dtype must not become 0 or infinite.
+            dtype_limits = jnp.finfo(score.dtype)
+            if cap > float(dtype_limits.max):
                 return score
-            cap = max(cap, float(limits.tiny))
+            cap = max(cap, float(dtype_limits.tiny))
         return cap * jnp.tanh(score / cap)
 
-    def per(self, unit):
+    def in_units(self, unit):
         cap = _divided(self.cap, unit)
         return None if is_static(cap) and not 0 < cap < math.inf else SoftCap(cap)
 
@@ -221,11 +223,11 @@ class Temperature(ScoreFunction):
         check_number("Temperature: t", self.t, positive=True, per_head=True)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of `t`: a scalar, or one for each head."""
+        """The axis names of `t`: none for a scalar, `N` for one temperature per head."""
         return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
-        return score / _like(self.t, score)
+        return score / _in_dtype_of(score, self.t)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
@@ -245,14 +247,14 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
 
 
 def distance(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
-    """Computes |q − kv| of the positions of two spans."""
+    """Computes |q − kv| for the positions of two spans."""
     q, kv = rows.positions[:, None], columns.positions[None, :]
     if rows.consecutive and columns.consecutive:
         return jnp.abs((q - kv).astype(dtype))
     difference = jnp.maximum(q, kv) - jnp.minimum(q, kv)
-    # Positions have 32 bits, their distance has 33: an overflow makes it negative.
-    lost = jnp.where(difference < 0, jnp.asarray(2.0**32, dtype), 0)
-    return difference.astype(dtype) + lost
+    # A distance of int32 positions may need 33 bits; an overflow makes it negative by 2³².
+    correction = jnp.where(difference < 0, jnp.asarray(2.0**32, dtype), 0)
+    return difference.astype(dtype) + correction
 
 
 @pytree_dataclass
@@ -274,16 +276,20 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        return score - _like(self.slopes, score) * distance(rows, columns, score.dtype)
+        slope = _in_dtype_of(score, self.slopes)
+        return score - slope * distance(rows, columns, score.dtype)
 
-    def per(self, unit):
+    def in_units(self, unit):
         return Alibi(_divided(self.slopes, unit))
 
 
 def relative_bucket(
     distance: Int[Array, "..."], buckets: int, *, bidirectional: bool, max_distance: int
 ) -> Int[Array, "..."]:
-    """Returns the T5 bucket of kv − q: exact near zero, logarithmic up to `max_distance`.
+    """Returns the T5 bucket of each distance kv − q.
+
+    Small distances have buckets of their own; the width of the other buckets grows logarithmically
+    up to `max_distance`, and the last one holds all greater distances.
 
     Raffel et al. 2020, section 2.1. If bidirectional, each direction has half of the buckets;
     otherwise all keys after the query share the first bucket.
@@ -303,18 +309,19 @@ def relative_bucket(
         distance = jnp.abs(distance)
     else:
         distance = -jnp.minimum(distance, 0)
-    exact = buckets // 2
-    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(exact, 1))
-    steps = log_ratio / math.log(max_distance / max(exact, 1)) * (buckets - exact)
-    far = jnp.minimum(exact + steps.astype(distance.dtype), buckets - 1)
-    return offset + jnp.where(distance < exact, distance, far)
+    n_exact = buckets // 2  # distances with a bucket of their own
+    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(n_exact, 1))
+    steps = log_ratio / math.log(max_distance / max(n_exact, 1)) * (buckets - n_exact)
+    log_bucket = jnp.minimum(n_exact + steps.astype(distance.dtype), buckets - 1)
+    return offset + jnp.where(distance < n_exact, distance, log_bucket)
 
 
 def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
-    """Computes kv − q, clamped to ±(2³¹ − 1)."""
-    difference, most = kv - q, jnp.iinfo(kv.dtype).max
-    positive = jnp.where(difference > 0, difference, most)
-    negative = jnp.where(difference < 0, jnp.maximum(difference, -most), -most)
+    """Computes kv − q, clamped to the greatest integer of the dtype and its negative."""
+    difference, greatest = kv - q, jnp.iinfo(kv.dtype).max
+    # After an overflow the difference has the wrong sign.
+    positive = jnp.where(difference > 0, difference, greatest)
+    negative = jnp.where(difference < 0, jnp.maximum(difference, -greatest), -greatest)
     return jnp.where(kv == q, 0, jnp.where(kv > q, positive, negative))
 
 
@@ -337,11 +344,13 @@ class RelativeBias(ScoreFunction):
         check_array("RelativeBias: table", self.table, "[buckets, N]", rank=2)
         check_flag("RelativeBias: bidirectional", self.bidirectional)
         check_size("RelativeBias: max_distance", self.max_distance)
-        exact = self.table.shape[0] // (4 if self.bidirectional else 2)
-        if exact < 1 or self.max_distance <= exact:
+        least = 4 if self.bidirectional else 2
+        n_exact = self.table.shape[0] // least
+        if n_exact < 1 or self.max_distance <= n_exact:
             raise ValueError(
-                f"RelativeBias: {self.table.shape[0]} buckets and max_distance "
-                f"{self.max_distance} leave no logarithmic buckets"
+                f"RelativeBias: expected a table of at least {least} buckets, and max_distance > "
+                f"buckets // {least}, got {self.table.shape[0]} buckets and max_distance "
+                f"{self.max_distance}"
             )
 
     def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -354,18 +363,21 @@ class RelativeBias(ScoreFunction):
         )
 
     def evaluate(self, score, b, h, rows, columns):
-        table = _like(self.table, score)
+        table = _in_dtype_of(score, self.table)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
         distance = _difference(columns.positions[None, :], rows.positions[:, None])
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
-        """Adds one value per diagonal, or one to all: a table lookup for each score is slow."""
+        """Looks the table up once per diagonal, on which kv − q is equal: once per score is slow.
+
+        If all distances share a bucket, as in tiles far from the diagonal, adds one value to all.
+        """
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
         bucket = self.bucket(distance)
         values = table[bucket]
-        # Buckets are monotonic on each side of distance 0: if both ends are equal, all are.
+        # Buckets are monotonic on each side of distance 0: if first and last are equal, all are.
         is_one_bucket = bucket[0] == bucket[-1]
         add_diagonals = lambda score, values: score + _toeplitz(values, *score.shape)  # noqa: E731
         return jax.lax.cond(
@@ -374,14 +386,15 @@ class RelativeBias(ScoreFunction):
 
 
 def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
-    """Returns `[t, s]` with values[j - i + t - 1] at (i, j).
+    """Returns the Toeplitz matrix `[t, s]` with values[j − i + t − 1] at (i, j).
 
-    The values, padded by one, repeat as a cycle; rows one shorter than the cycle each start one
-    element earlier. This needs only slices and reshapes, also in the derivative.
+    The d = t + s − 1 values, padded to t + s, are repeated t times. Split into rows of t + s − 1,
+    one less than the period, this sequence starts one value earlier in each row. Slices and
+    reshapes suffice, also for the derivative: a gather would need a scatter there.
     """
-    cycle = jnp.pad(values, (0, 1))
-    rows = jnp.broadcast_to(cycle, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
-    return rows.reshape(t, t + s - 1)[:, t - 1 :]
+    period = jnp.pad(values, (0, 1))
+    repeated = jnp.broadcast_to(period, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
+    return repeated.reshape(t, t + s - 1)[:, t - 1 :]
 
 
 @pytree_dataclass
@@ -398,16 +411,17 @@ class Bias(ScoreFunction):
         check_array("Bias: array", self.array, "[*B, N, T, S]")
 
     def evaluate(self, score, b, h, rows, columns):
-        return score + _like(self.array, score)
+        return score + _in_dtype_of(score, self.array)
 
 
 @pytree_dataclass
 class Score(ScoreFunction):
     """A score function given by a function of scalars, as in FlexAttention.
 
-    `fn(score, b, h, q_idx, kv_idx, *operands)` returns the new score. It sees positions; `b` counts
-    batch rows row-major. Operands are passed whole and may be indexed; the float ones are
-    differentiable parameters. Each call of attention uses the current values of whatever the
+    `fn(score, b, h, q_idx, kv_idx, *operands)` gets a score, its batch row (row-major over several
+    batch axes), head, query position and key position; it returns the new score. Operands are given
+    whole and may be indexed; the float ones are differentiable parameters. Each call of attention
+    uses the current values of other variables that the
     function reads, see `masks.Predicate`.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
@@ -428,34 +442,36 @@ class Score(ScoreFunction):
         object.__setattr__(self, "operands", operands)
 
     def lasting(self, dtype: Any) -> "Score":
-        """The same function for scores of a dtype, which cannot change: see `functions.programs`.
+        """Returns this score function with `fn` traced for scores of a dtype: a `TracedFunction` no
+        longer changes with the variables that the function reads.
 
         Raises:
             TypeError: the function does not return a float scalar.
         """
         if isinstance(self.fn, TracedFunction):
             return self
-        wide = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
+        cast = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):
-            unnamed = without_named_axes("Score", self.fn, *_examples(dtype), *wide)
+            unnamed = without_named_axes("Score", self.fn, *_examples(dtype), *cast)
         if unnamed is not self.fn:
             return Score(unnamed, *self.operands).lasting(dtype)
-        name, n = function_name(self.fn), len(wide)
-        fn, operands = program_of(name, self.fn, self._scalar, wide, *_examples(dtype))
-        changed = object.__new__(Score)  # the arguments of the function were already checked
-        changed._set(fn, (*self.operands, *operands[n:]))
-        return changed
+        name, n = function_name(self.fn), len(cast)
+        fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
+        traced = object.__new__(Score)  # the arguments of the function were already checked
+        # Tracing adds arrays that the function reads to the operands, after the user's own.
+        traced._set(fn, (*self.operands, *operands[n:]))
+        return traced
 
     def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
-            changed = self.fn(score, b, h, q, kv, *(operands or self.operands))
-        return check_returned("Score", self.fn, changed, "floating-point").astype(score.dtype)
+            new_score = self.fn(score, b, h, q, kv, *(operands or self.operands))
+        return check_returned("Score", self.fn, new_score, "floating-point").astype(score.dtype)
 
     def evaluate(self, score, b, h, rows, columns):
-        per_key = jax.vmap(self._scalar, (0, None, None, None, 0))
-        per_query = jax.vmap(per_key, (0, None, None, 0, None))
+        over_keys = jax.vmap(self._scalar, (0, None, None, None, 0))
+        over_pairs = jax.vmap(over_keys, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
-        return per_query(score, b, h, rows.positions, columns.positions)
+        return over_pairs(score, b, h, rows.positions, columns.positions)
 
 
 def _in_dtype(x: Any, dtype: Any) -> Any:

@@ -1,14 +1,19 @@
 """Softmax-weighted sums as a monoid, so that attention can be computed in parts.
 
-One part of the keys contributes to a row of queries a maximum m (at least the lowest finite
-number), a total l = Σ exp(s − m) and a weighted sum a = Σ exp(s − m) v. Two parts combine into one
-of the same form (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), in any
-order and grouping; the part without keys, l = 0, is the identity. Normalised parts are passed as
-`(out, lse)`, with out = a / l and lse = m + log l, which `merge` combines.
+Some of the keys, with scores s and values v, contribute three results to a query, a `Partial`: the
+maximum m of the scores (at least the lowest finite number), a total l = Σ exp(s − m) and a weighted
+sum a = Σ exp(s − m) v. Contributions combine into one, in any order and grouping (Milakov and
+Gimelshein 2018, "Online normalizer calculation for softmax"); that of no keys, l = 0, is the
+identity. At the end, out = a / l and the log-sum-exp is lse = m + log l. Four functions merge:
 
-The maximum only shifts: results do not depend on it, so no gradient flows through it. A backward
-pass receives m and log l as two numbers, a `Normalizer`: at large logits their sum has no digits
-left for log l, and all weights of a row would be wrong by one factor.
+* `combine`: two contributions (m, l, a);
+* `join`: several finished parts in stacked arrays, out with m and log l;
+* `join_pair`: two finished parts, out with m and log l;
+* `merge`: several finished parts that users pass, out with lse.
+
+The maximum only shifts the exponents: results do not depend on it, so it needs no gradient. A
+backward pass receives m and log l as two numbers, a `Normalizer`. In their sum log l would be
+rounded away at large m, and all weights of the query would be wrong by one factor.
 """
 
 import functools
@@ -29,7 +34,7 @@ from jattn.functions.integers import is_known
 
 
 class Partial(NamedTuple):
-    """The contribution of some of the keys to a row of queries."""
+    """The contribution of some of the keys to t queries: m, l and a of the file's docstring."""
 
     maximum: Float[Array, " t"]
     total: Float[Array, " t"]
@@ -37,10 +42,10 @@ class Partial(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """The softmax normalizer of each row: its weights are exp((score − maximum) − log_total).
+    """The softmax normalizer of each query: its weights are exp((score − maximum) − log_total).
 
-    A row without keys has maximum −inf, a row that attends to NaN has maximum NaN; log_total is 0
-    in both.
+    A query that attends to no key has maximum −inf, a query that attends to NaN has maximum NaN;
+    log_total is 0 for both.
     """
 
     maximum: Float[Array, "..."]
@@ -52,23 +57,24 @@ class Normalizer(NamedTuple):
         return self.maximum + self.log_total
 
     def finite(self) -> "Normalizer":
-        """Returns the normalizer with a maximum of 0 in place of −inf, for derivatives."""
+        """Returns the normalizer with maximum 0 instead of −inf: −inf − (−inf) would be NaN."""
         return self._replace(maximum=jnp.where(self.maximum == -jnp.inf, 0, self.maximum))
 
 
 def _lowest(dtype: DTypeLike) -> float:
-    """Returns a shift with which a row without keys stays 0 instead of −inf − (−inf)."""
+    """Returns the maximum of no scores, finite so that −inf − maximum is −inf and not NaN."""
     return float(jnp.finfo(dtype).min)
 
 
-def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the scores such that no compiler fuses their last product with a later subtraction.
+def keep_rounding(scores: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the scores unchanged, but so that compilers cannot fuse them with a subtraction.
 
-    Compilers fuse a product and a difference into one operation without intermediate rounding. The
-    maximum of a row, however, is a rounded number: at large logits the largest score minus the
-    maximum would be up to half a unit in the last place instead of 0, and its exponential 0 or
-    infinite. A selection separates product and difference on every platform. XLA for CPUs drops
-    barriers before it fuses, and LLVM drops a `reduce_precision` to the number's own digits.
+    Compilers turn a multiplication and a later subtraction into one operation that does not round
+    the product. The maximum of a query's scores, however, is rounded: at large logits, the greatest
+    score minus the maximum would be up to half a unit in the last place of the score instead of 0,
+    and its exponential 0 or infinite. A `where` between the two prevents this on every platform. An
+    `optimization_barrier` does not, as XLA for CPUs removes barriers before it fuses, nor does a
+    `reduce_precision` to the dtype's own precision, as LLVM removes it.
     """
     return jnp.where(jnp.isnan(scores), jnp.nan, scores)
 
@@ -76,17 +82,17 @@ def rounded(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 def weights(
     scores: Scores, maximum: Float[Array, " t"], log_total: Float[Array, " t"], masked: bool = True
 ) -> Float[Array, "t s"]:
-    """Computes the weights of a tile from the normalizers of its rows; `maximum` must not be −inf.
+    """Computes the weights of a tile from its queries' normalizers; `maximum` must not be −inf.
 
-    Masked pairs have weight 0 even in a row that is NaN. `masked=False` is for tiles in which
-    nothing is masked.
+    Masked pairs have weight 0 even if the query's normalizer is NaN. `masked=False` is for tiles in
+    which no pair is masked.
     """
-    unmasked = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
-    return jnp.where(scores == -jnp.inf, 0, unmasked) if masked else unmasked
+    exponentials = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
+    return jnp.where(scores == -jnp.inf, 0, exponentials) if masked else exponentials
 
 
 def empty(rows: int, width: int, dtype: DTypeLike) -> Partial:
-    """Returns the identity: the contribution of no keys."""
+    """Returns the contribution of no keys, the identity of `combine`, for values of `width`."""
     return Partial(
         jnp.full((rows,), _lowest(dtype), dtype),
         jnp.zeros((rows,), dtype),
@@ -99,11 +105,11 @@ def of(
     weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
     differentiable: bool = True,
 ) -> Partial:
-    """Computes the contribution of the keys with `scores` [t, s]; `weigh` multiplies by the values.
+    """Computes the contribution of the keys with these scores; `weigh` multiplies by their values.
 
-    A score of −inf is a masked key: its weight is exp(−inf), exactly 0. Derivatives need this even
-    in rows that hold NaN, hence the selection if `differentiable`; without it XLA fuses maximum,
-    exponential and sum with the products around them.
+    A masked key has the score −inf, so that its exponential is exactly 0. With `differentiable`, a
+    maximum of NaN becomes 0, as derivatives need this 0 even for a query that attends to NaN.
+    Without this `where`, XLA fuses maximum, exponential and sum with the products around them.
     """
     maximum = jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=_lowest(scores.dtype))
     if differentiable:
@@ -113,7 +119,7 @@ def of(
 
 
 def combine(a: Partial, b: Partial) -> Partial:
-    """Combines two contributions. Associative and commutative, with `empty` as identity."""
+    """Combines two contributions. The operation is associative and commutative."""
     maximum = jnp.maximum(a.maximum, b.maximum)
     scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
     return Partial(
@@ -124,80 +130,84 @@ def combine(a: Partial, b: Partial) -> Partial:
 
 
 def denominator(partial: Partial) -> Float[Array, " t"]:
-    """Returns the divisor of a row: its total, or 1 for a row without keys or with NaN.
+    """Returns the divisor for each query: its total, or 1 if the total is 0 or NaN.
 
-    A quotient by NaN would also reach the keys that are masked for the row.
+    Dividing by NaN would also turn the weights of masked keys, which are 0, into NaN.
     """
     return jnp.where((partial.total == 0) | jnp.isnan(partial.total), 1, partial.total)
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
-    """Returns the output of a row and its normalizer; 0 and −inf without keys.
+    """Returns the output and the normalizer of each query: 0 and −inf if it attends to no key.
 
-    A row that attends to NaN is set to NaN by selection, which cuts its cotangent.
+    The output of a query that attends to NaN is set to NaN by a `where`, so that no gradient flows
+    back from it.
     """
-    broken, total = jnp.isnan(partial.total), denominator(partial)
-    out = jnp.where(broken[:, None], jnp.nan, partial.weighted / total[:, None])
+    is_nan, total = jnp.isnan(partial.total), denominator(partial)
+    out = jnp.where(is_nan[:, None], jnp.nan, partial.weighted / total[:, None])
     maximum = jnp.where(partial.total == 0, -jnp.inf, partial.maximum)
-    return out, Normalizer(jnp.where(broken, jnp.nan, maximum), jnp.log(total))
+    return out, Normalizer(jnp.where(is_nan, jnp.nan, maximum), jnp.log(total))
 
 
 def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
     """Computes the results of `finish` where no derivative is taken.
 
-    Nothing stands between sum and quotient, so that XLA fuses them with the product.
+    There is no `where` between sum and division, so that XLA fuses them with the product.
     """
     total = jnp.maximum(partial.total, jnp.finfo(partial.total.dtype).tiny)
-    dead = partial.total == 0
-    maximum = jnp.where(dead, -jnp.inf, partial.maximum)
-    log_total = jnp.where(dead, 0, jnp.log(total))
+    is_empty = partial.total == 0
+    maximum = jnp.where(is_empty, -jnp.inf, partial.maximum)
+    log_total = jnp.where(is_empty, 0, jnp.log(total))
     return partial.weighted / total[:, None], Normalizer(maximum, log_total)
 
 
 def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
-    """Returns the greatest magnitude, in the dtype of sums, as a constant; NaN if any is NaN."""
-    most = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0)
-    return most.astype(accumulation(values.dtype))
+    """Returns the greatest absolute value, without a gradient, in the accumulation dtype; NaN if
+    any value is NaN."""
+    magnitude = jnp.max(jnp.abs(jax.lax.stop_gradient(values)), initial=0)
+    return magnitude.astype(accumulation(values.dtype))
 
 
 def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
-    """Returns a factor for values with which a sum of this number of terms cannot overflow.
+    """Returns a factor for values such that a weighted sum of this number of them cannot overflow.
 
-    A power of two; 1 if the sum cannot overflow without it.
+    The factor is a power of two, so that it does not round; it is 1 if no sum can overflow anyway.
     """
-    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbol is any number
+    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbolic size may be any
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
     factor = 2.0 ** -math.ceil(math.log2(2 * terms))
     return jnp.where(greatest > limit, factor, 1).astype(greatest.dtype)
 
 
 def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, Normalizer]:
-    """Merges P normalised parts of the keys, `[P, ...]` each.
+    """Merges P finished parts: their outputs and normalizers, stacked along the first axis.
 
-    With maxima and logs kept separate, the shares are exact at any logits.
+    Maxima and logs of totals stay separate, so that the weights of the parts are exact at any
+    logits.
     """
     if len(out) == 1:
         return out[0], Normalizer(*(x[0] for x in normalizer))
-    top = jnp.max(normalizer.maximum, axis=0, keepdims=True)
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    shares = jnp.exp((normalizer.maximum - shift) + normalizer.log_total)
-    total = jnp.sum(shares, axis=0, keepdims=True)
+    maximum = jnp.max(normalizer.maximum, axis=0, keepdims=True)
+    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    part_totals = jnp.exp((normalizer.maximum - shift) + normalizer.log_total)
+    total = jnp.sum(part_totals, axis=0, keepdims=True)
     total = jnp.where(total == 0, 1, total)
-    weighted = jnp.sum((shares / total)[..., None] * out, axis=0)
-    return weighted, Normalizer(top[0], jnp.log(total[0]))
+    merged = jnp.sum((part_totals / total)[..., None] * out, axis=0)
+    return merged, Normalizer(maximum[0], jnp.log(total[0]))
 
 
 def join_pair(a: tuple[Array, Normalizer], b: tuple[Array, Normalizer]) -> tuple[Array, Normalizer]:
-    """Merges two parts like `join`, but unstacked: `(out [..., V], normalizer [...])` each."""
-    top = jnp.maximum(a[1].maximum, b[1].maximum)
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    shares = [jnp.exp((x.maximum - shift) + x.log_total) for _, x in (a, b)]
-    total = shares[0] + shares[1]
-    total = jnp.where(total == 0, 1, total)
-    first, second = (
-        (share / total)[..., None] * out for share, (out, _) in zip(shares, (a, b), strict=True)
+    """Merges two finished parts like `join`, each a pair `(out [..., V], normalizer [...])`."""
+    (out_a, normalizer_a), (out_b, normalizer_b) = a, b
+    maximum = jnp.maximum(normalizer_a.maximum, normalizer_b.maximum)
+    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    total_a, total_b = (
+        jnp.exp((x.maximum - shift) + x.log_total) for x in (normalizer_a, normalizer_b)
     )
-    return first + second, Normalizer(top, jnp.log(total))
+    total = total_a + total_b
+    total = jnp.where(total == 0, 1, total)
+    merged = (total_a / total)[..., None] * out_a + (total_b / total)[..., None] * out_b
+    return merged, Normalizer(maximum, jnp.log(total))
 
 
 def _check_part(name: str, out: Any, lse: Any) -> None:
@@ -215,9 +225,10 @@ def _check_part(name: str, out: Any, lse: Any) -> None:
 def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """Merges attention over disjoint parts of the keys into attention over all keys.
 
-    Each part is `(out [*B, T, N, V], lse [*B, N, T])`, as `attention(..., return_lse=True)` returns
-    it. A part without keys, `(0, −inf)`, changes nothing. Differentiable in all inputs. The results
-    have the dtypes of the first part; sums run in float32, or in float64 if any input is float64.
+    Each part is a pair `(out [*B, T, N, V], lse [*B, N, T])`, the results of
+    `attention(..., return_lse=True)`. For a query without keys in a part, out is 0 and lse is −inf
+    there. The function is differentiable in all inputs. The results have the dtypes of the first
+    part; sums are computed in float32, or in float64 if any input is float64.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
 
@@ -228,38 +239,41 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """
     if not parts:
         raise ValueError("merge: expected at least one part (out, lse), got none")
-    for place, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if not isinstance(part, tuple | list) or len(part) != 2:
             kind = type(part).__name__
-            raise TypeError(f"merge: part {place}: expected a pair (out, lse), got {kind}")
+            raise TypeError(f"merge: part {i}: expected a pair (out, lse), got {kind}")
         out, lse = part
-        _check_part(f"merge: part {place}", out, lse)
+        _check_part(f"merge: part {i}", out, lse)
         if out.shape != parts[0][0].shape:
             raise ValueError(
-                f"merge: part {place} has out {list(out.shape)}, "
-                f"part 0 has {list(parts[0][0].shape)}"
+                f"merge: part {i}: expected out {list(parts[0][0].shape)} as in part 0, "
+                f"got {list(out.shape)}"
             )
-    with jax.disable_jit(False):  # NaN and −inf arise before the selection: compile them away
+    # Intermediate NaN and −inf are replaced by a `where`. Without jit, `jax_debug_nans` would check
+    # each operation and stop at them.
+    with jax.disable_jit(False):
         return _merged(parts)
 
 
 @jax.jit
 def _merged(parts: tuple[tuple[Output, LogSumExp], ...]) -> tuple[Output, LogSumExp]:
-    doubles = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
-    wide = jnp.float64 if doubles else jnp.float32
-    lses = [rounded(lse.astype(wide)) for _, lse in parts]
-    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses, _lowest(wide)))
-    weights = [jnp.exp(lse - top) for lse in lses]
+    any_float64 = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
+    dtype = jnp.float64 if any_float64 else jnp.float32
+    lses = [keep_rounding(lse.astype(dtype)) for _, lse in parts]
+    maximum = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses, _lowest(dtype)))
+    weights = [jnp.exp(lse - maximum) for lse in lses]
     total = sum(weights[1:], start=weights[0])
-    dead = total == 0
-    total = jnp.where(dead, 1, total)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
     shares = [jnp.swapaxes(w / total, -1, -2)[..., None] for w in weights]  # [*B, T, N, 1]
-    first, *rest = (
+    summands = [
         share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
-    )
-    merged = jnp.where(dead, -jnp.inf, top + jnp.log(total))
+    ]
+    merged_out = sum(summands[1:], start=summands[0])
+    merged_lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(total))
     out, lse = parts[0]
-    return sum(rest, start=first).astype(out.dtype), merged.astype(lse.dtype)
+    return merged_out.astype(out.dtype), merged_lse.astype(lse.dtype)
 
 
 @may_be_minus_infinity(1)
@@ -268,9 +282,9 @@ def with_sink(
 ) -> tuple[Output, LogSumExp]:
     """Adds to each head's softmax a learned logit without a value ("attention sink").
 
-    The weights of a row then sum to less than one: out × σ(lse − sink) and lse = log(exp lse + exp
-    sink). `sink` is `[N]`, or a number for all heads, in the units of the scores after scaling;
-    −inf changes nothing. After gpt-oss (2025); Xiao et al. 2023 show the need.
+    The weights of a query then sum to less than 1. The results are out × σ(lse − sink) and
+    log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the scores
+    after scaling; −inf changes nothing. See gpt-oss (2025), and Xiao et al. 2023 for the need.
 
     Raises TypeError and ValueError for inputs that do not fit, and for known sinks of NaN or +inf.
 
@@ -284,9 +298,9 @@ def with_sink(
 
 
 def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
-    """Returns a sink as one logit for each head.
+    """Returns a sink, a number or `[N]`, as an array of one logit for each head.
 
-    Raises TypeError and ValueError for anything that is not a sink.
+    Raises TypeError and ValueError for other values, and for static sinks of NaN or +inf.
     """
     is_number = isinstance(sink, int | float) and not hasattr(sink, "dtype")
     if not is_number:
@@ -295,7 +309,7 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
         check_number(name, sink)
     if np.shape(sink) not in ((), (N,)):
         got = list(np.shape(sink))
-        raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got {got}")
+        raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
     if is_known(sink) and not np.all(np.asarray(sink) < np.inf):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
     return jnp.broadcast_to(jnp.asarray(sink, jnp.float32 if is_number else None), (N,))
@@ -305,9 +319,9 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
 def with_sink_in_weights(
     weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]
 ) -> Float[Array, "*B N T S"]:
-    """Adds a sink to weights with log-sum-exp `lse`; a row then sums to less than 1."""
-    nothing = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)
-    _, total = with_sink(nothing, lse, sink)
-    dead = lse == -jnp.inf
-    share = jnp.exp(jnp.where(dead, -jnp.inf, lse - jnp.where(dead, 0, total)))
+    """Scales the weights of queries with log-sum-exp `lse` by the share that the sink leaves."""
+    no_channels = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)  # only lse is needed
+    _, lse_with_sink = with_sink(no_channels, lse, sink)
+    is_empty = lse == -jnp.inf
+    share = jnp.exp(jnp.where(is_empty, -jnp.inf, lse - jnp.where(is_empty, 0, lse_with_sink)))
     return weights * share[..., None].astype(weights.dtype)

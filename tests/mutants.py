@@ -111,15 +111,17 @@ MUTANTS: dict[str, Mutant] = {
         "    ⟧return span(T, ⟦spec.q_positions⇒q⟧), span(S, spec.kv_positions)",
         "contract",
     ),
-    "window-one-more": mutant(MASKS, "allowed = allowed & (kv >= first[:, None]⟦⇒ - 1⟧)", "masks"),
-    "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last[:, None])", "masks"),
-    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first)", "masks"),
+    "window-one-more": mutant(
+        MASKS, "allowed = allowed & (kv >= first_key[:, None]⟦⇒ - 1⟧)", "masks"
+    ),
+    "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last_key[:, None])", "masks"),
+    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first_of_any)", "masks"),
     "window-in-c": mutant(BUILT_IN, "masks.shifted(jnp.maximum(q, 0), ⟦-⇒1 - ⟧left)", "native"),
     "soft-cap-after-mask": mutant(
         TILE,
-        "        score = ⟦rounded(⇒score if allowed is None else jnp.where(allowed, score, "
+        "        score = ⟦keep_rounding(⇒score if allowed is None else jnp.where(allowed, score, "
         "-jnp.inf)\n"
-        "        score = ⟧function.evaluate(⟦selected(score)⇒score⟧, b, h, rows, columns)⟦)⇒\n"
+        "        score = ⟧function.evaluate(⟦zero_masked(score)⇒score⟧, b, h, rows, columns)⟦)⇒\n"
         "        allowed = None⟧\n"
         "    if allowed is None:",
         "contract",
@@ -155,10 +157,12 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "merged-without-weights": mutant(
-        SOFTMAX, "weights = [jnp.⟦exp(lse - top⇒ones_like(lse⟧) for lse in lses]", "softmax"
+        SOFTMAX, "weights = [jnp.⟦exp(lse - maximum⇒ones_like(lse⟧) for lse in lses]", "softmax"
     ),
     "lse-of-the-first-part": mutant(
-        SOFTMAX, "merged = ⟦jnp.where(dead, -jnp.inf, top + jnp.log(total))⇒lses[0]⟧", "softmax"
+        SOFTMAX,
+        "merged_lse = ⟦jnp.where(is_empty, -jnp.inf, maximum + jnp.log(total))⇒lses[0]⟧",
+        "softmax",
     ),
     # Dropout.
     "dropout-before-softmax": mutant(

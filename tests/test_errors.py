@@ -562,7 +562,7 @@ OTHER_FUNCTIONS = {
     "odd_width": (lambda: positions.sinusoidal(jnp.arange(T), 5), "even | 5"),
     "coordinates": (
         lambda: positions.axial_rotary(array(3, 2, 6), jnp.ones((3, 2), int)),
-        "H a multiple of 2 A = 4 | H = 6",
+        "multiple of 2 A = 4 | H = 6",
     ),
     "negative_number_of_keys": (
         lambda: positions.aligned_to_end(3, np.array([4, -2])),

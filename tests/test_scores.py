@@ -60,7 +60,7 @@ def test_scores_may_be_counted_in_another_unit(score):
     unit = 0.17
     rows, columns = masks.span(5), masks.span(7)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3)
-    head = select_head(score, 0, 0), select_head(score.per(unit), 0, 0)
+    head = select_head(score, 0, 0), select_head(score.in_units(unit), 0, 0)
     plain, counted = (
         f.evaluate(x, 0, 0, rows, columns)
         for f, x in zip(head, (logits, logits / unit), strict=True)
@@ -70,9 +70,9 @@ def test_scores_may_be_counted_in_another_unit(score):
 
 def test_functions_without_units_say_so():
     anything = scores.Score(lambda s, b, h, q, kv: s * s)
-    assert anything.per(2.0) is None
-    assert (scores.Alibi([0.5]) >> anything).per(2.0) is None
-    assert scores.SoftCap(1e300).per(1e-30) is None
+    assert anything.in_units(2.0) is None
+    assert (scores.Alibi([0.5]) >> anything).in_units(2.0) is None
+    assert scores.SoftCap(1e300).in_units(1e-30) is None
 
 
 def test_alibi_takes_a_list_of_slopes():

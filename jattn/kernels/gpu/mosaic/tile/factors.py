@@ -30,7 +30,7 @@ class Factors(NamedTuple):
         spec = dataclasses.replace(spec, scale=1.0)
         if spec.score is None:
             return factors._replace(score_factor=scale), spec
-        score = spec.score.per(scale)
+        score = spec.score.in_units(scale)
         if score is None:
             return factors._replace(product_factor=scale), spec
         return factors._replace(score_factor=scale), dataclasses.replace(spec, score=score)
