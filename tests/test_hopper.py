@@ -561,8 +561,8 @@ def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, runtime, compilers
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     words = (
-        "CUDA 12.8.0 to 12.9.0 compile masks wrongly; expected CUDA 12.9.1 or later, which is "
-        f"{NVCC} and {NVJITLINK} 12.9.86, got {refused}"
+        "CUDA 12.8.0 to 12.9.0 miscompiles masks; expected the compilers of CUDA 12.9.1 or later, "
+        f"packages {NVCC} and {NVJITLINK} 12.9.86 or later, got {refused}"
     )
     assert reason(mask=masks.Causal()) == (words if refused else None)
 

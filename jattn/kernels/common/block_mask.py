@@ -131,8 +131,10 @@ class BlockMask(NamedTuple):
 
 
 class _VisitedTiles(NamedTuple):
-    """The tiles that a block (b, h, i) visits: the entries from `start` to `stop` − 1 of its list in
-    `order`. The entries below `full` are tiles that need no mask."""
+    """The tiles that a block (b, h, i) visits: entries `start` to `stop` − 1 of its list `order`.
+
+    The entries below `full` are tiles that need no mask.
+    """
 
     order: Any
     block: tuple[Any, Any, Any]
@@ -161,8 +163,11 @@ def clamped(x: Any, *index: Index) -> tuple[Any, ...]:
 
 
 def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
-    """Returns the block mask of tile maps `kinds [B, N, n, m]`: the key blocks that each query block
-    visits or, with `by_key`, the query blocks that each key block visits."""
+    """Returns the block mask of tile maps `kinds [B, N, n, m]`.
+
+    It lists the key blocks that each query block visits or, with `by_key`, the query blocks that
+    each key block visits.
+    """
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     static = isinstance(kinds, np.ndarray)
     xp: Any = np if static else jnp

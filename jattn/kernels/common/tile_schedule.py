@@ -50,10 +50,9 @@ class Schedule(NamedTuple):
     """The keys that each block of queries visits, or the queries that each block of keys visits.
 
     If the mask is static and the program stays short, loops are unrolled: `runs[i]` lists the runs
-    of block i, or a single `runs[0]` those of every block. Otherwise `runs` is None, and each entry
-    of `tiles` is a loop over tiles of one kind: `(width, masked, order, count)`. Block i of n visits
-    the first `count[i]` of `order[i]`; index j is the tile of `width` blocks from j × width on.
-    `block` is the size of one.
+    of block i, or a single `runs[0]` the runs of every block. Otherwise `runs` is None, and each
+    entry `(width, masked, order, count)` of `tiles` is a loop over tiles that are `width` blocks
+    wide: block i visits the first `count[i]` tiles of `order[i]`. `block` is the size of a block.
     """
 
     block: int
