@@ -504,7 +504,7 @@ def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> A
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
         (
             {"score": scores.Score(reverse_mode_only, jnp.ones((), jnp.bfloat16))},
-            "custom_vjp has not",
+            "`custom_vjp` does not have",
         ),
     ],
     ids=["float32", "head size", "captured", "sliced", "arctan", "reverse mode"],
@@ -866,7 +866,7 @@ def test_integers_of_8_bits_are_compared_wider():
         for x in equation.invars
     ]
     assert operands == [jnp.dtype("int32")] * 4
-    with pytest.raises(NotImplementedError, match="add of integers of 8 bits"):
+    with pytest.raises(NotImplementedError, match="add of 8-bit integers"):
         run(lambda x: x + x)(tile)
 
 
