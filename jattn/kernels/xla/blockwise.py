@@ -86,6 +86,7 @@ class BlockwiseCall(NamedTuple):
     def of(
         cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
     ) -> "BlockwiseCall":
+        """Chooses the strategy and, without a given tiling, the tiling of a call."""
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
         # The backward pass of a single tile computes its own normalizer. With a part of the keys it
@@ -156,8 +157,8 @@ class Values(NamedTuple):
         v = v.astype(accumulation(v.dtype))
         return cls(tile.finite(v), tile.nan_where_nonfinite(v) if has_mask(spec) else None)
 
-    def take(self, run: tile_schedule.TileRun) -> "Values":
-        """Returns the values of consecutive keys."""
+    def slice_keys(self, run: tile_schedule.TileRun) -> "Values":
+        """Returns the values of the keys of a run."""
         return jax.tree.map(lambda x: slicing.take(x, run.start, run.size), self)
 
 
@@ -183,7 +184,7 @@ def _forward_head(
 
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
-            k_j, v_j = slicing.take(k, run.start, run.size), values.take(run)
+            k_j, v_j = slicing.take(k, run.start, run.size), values.slice_keys(run)
             score, _ = head_tile.modified(products(head_tile, q_i, k_j, v_j), run.masked)
             partial = softmax.of(
                 score, lambda w: dot(head_tile.drop(w), v_j.finite, spec), differentiable=False
@@ -259,7 +260,7 @@ class _BackwardHead(NamedTuple):
         head_tile = slicing.HeadTile.at(self.spec, self.b, self.h, start, size, run)
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
         q, d_out, maximum, log_total, delta = (slicing.take(x, start, size) for x in arrays)
-        k, values = slicing.take(self.k, run.start, run.size), self.values.take(run)
+        k, values = slicing.take(self.k, run.start, run.size), self.values.slice_keys(run)
         score, pull = head_tile.modified(products(head_tile, q, k, values), run.masked)
         weights = softmax.weights(score, maximum, log_total, run.masked)
         d_weights = head_tile.drop(dot(d_out, values.finite.T, self.spec))

@@ -101,7 +101,7 @@ def _head_tangents(
                 slicing.slice_tile(tangent, i * block_q, block_q, run.start, run.size)
             )
             k_j, dk_j, dv_j = (slicing.take(x, run.start, run.size) for x in (k, dk, d_values))
-            v_j = values.take(run)
+            v_j = values.slice_keys(run)
 
             def score(params: list[Array], q: Array, k: Array) -> Array:
                 changed = head_tile._replace(spec=with_parameters(head_tile.spec, params))
@@ -141,12 +141,13 @@ def _tangent(
 
     `keys` are the key, its tangent, the value and its tangent.
     """
-    query, tangent, *keys = _to_accumulation(inputs.query, inputs.tangent, *keys)
+    query, tangent, *converted = _to_accumulation(inputs.query, inputs.tangent, *keys)
+    keys = tuple(converted)
     inputs = inputs._replace(query=query, tangent=tangent)
     call = BlockwiseCall.of(platform, spec, query, keys[2], tiling)
     specs = _SpecAndTangent(*(call.pad(x) for x in (spec, with_parameters(spec, d_params))))
     if call.strategy == "loop":
-        return _tangent_loop(specs, inputs, tuple(keys), call)
+        return _tangent_loop(specs, inputs, keys, call)
     T, S = call.padded
 
     def one_head(specs: Any, b: Index, h: Index, *operands: Array) -> tuple[Array, Array]:
@@ -157,7 +158,7 @@ def _tangent(
         return jax.tree.map(lambda x: x[: call.shapes.T], results)
 
     over_batch = _over_batch(platform, call)
-    return tile.over_heads(one_head, specs, inputs, tuple(keys), out_axes=1, over_batch=over_batch)
+    return tile.over_heads(one_head, specs, inputs, keys, out_axes=1, over_batch=over_batch)
 
 
 def _to_accumulation(*arrays: Array) -> list[Array]:

@@ -72,10 +72,10 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     def kernel(item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
         part, b, h, i = item()
-        kv, row, first = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
+        kv, row, first_turn = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
         block = pl.ds(row, rows)
-        queries.fill(first, query.at[b, h, block])
-        constants, (q,) = problem.constants(leaves, b, h), queries.wait(first)
+        queries.fill(first_turn, query.at[b, h, block])
+        constants, (q,) = problem.constants(leaves, b, h), queries.wait(first_turn)
 
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
@@ -93,9 +93,9 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
             return turn + 1, sums._replace(weighted=weighted)
 
-        state = first, initial(unit, rows, shapes.V)
+        state = first_turn, initial(unit, rows, shapes.V)
         _, sums = visits.fold_ahead(
-            visits_ref, (b, h, i), fetch, first, visit, state, (part, parts)
+            visits_ref, (b, h, i), fetch, first_turn, visit, state, (part, parts)
         )
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         out = out.astype(results[0].dtype)
@@ -119,13 +119,13 @@ class _AmpereGradients(backward.GradientProgram):
 
     def run(self, results: Tree, scratch: Tree) -> None:
         """Computes the gradients of the kept queries, or keys, and writes them to `results`."""
-        (resident, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
+        (resident, stream), unit, first_turn = scratch, self.problem.unit, jnp.int32(0)
         kept = self.part(self.place[2] * ROWS, ROWS, self.place[1])
-        resident.fill(first, *[x.at[kept] for x in self.resident])
+        resident.fill(first_turn, *[x.at[kept] for x in self.resident])
         rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
-        add_head = functools.partial(self.add_head, stream, resident.wait(first), rows)
+        add_head = functools.partial(self.add_head, stream, resident.wait(first_turn), rows)
         zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(results)
-        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
+        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, *zeros))
         gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
         for result, gradient in zip(results, gradients, strict=True):
             put(unit, result.at[kept], gradient.astype(result.dtype))

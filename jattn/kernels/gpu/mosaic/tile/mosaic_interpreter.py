@@ -295,7 +295,7 @@ class _Registers(NamedTuple):
         return _NodeValue(operations.compute(node, arrays), axes)
 
     def _as_program(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
-        """Computes a floor division or remainder of signed integers by JAX's program for it."""
+        """Computes a floor division or remainder by JAX's program for it."""
         program = read_division(node.op, node.dtype)
 
         def value(inner: Node, inner_args: list[_NodeValue]) -> _NodeValue:

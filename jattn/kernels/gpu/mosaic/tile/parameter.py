@@ -22,8 +22,8 @@ class Parameter(NamedTuple):
     @classmethod
     def of(cls, spec: Spec, which: int) -> "Parameter":
         leaf, letters = parameters(spec)[which], parameter_letters(spec)[which]
-        names = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
-        sizes = dict(zip(names, leaf.shape, strict=True))
+        axis_letters = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
+        sizes = dict(zip(axis_letters, leaf.shape, strict=True))
         return cls(which, sizes, (sizes.pop("*B", 1), sizes.pop("N", 1)))
 
     @property

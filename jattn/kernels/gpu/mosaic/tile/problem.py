@@ -190,9 +190,9 @@ def _operations(spec: Spec, refs: SpecRefs) -> set[str]:
 
 def _primitives(jaxpr: Any) -> set[str]:
     """Returns the names of the operations of a jaxpr, and of all jaxprs inside of it."""
-    names = {equation.primitive.name for equation in jaxpr.eqns}
-    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
-    return names.union(*map(_primitives, inner))
+    operations = {equation.primitive.name for equation in jaxpr.eqns}
+    inner_jaxprs = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
+    return operations.union(*map(_primitives, inner_jaxprs))
 
 
 def _approximate(spec: Spec, operations: set[str]) -> bool:

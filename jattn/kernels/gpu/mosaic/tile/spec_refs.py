@@ -74,10 +74,10 @@ class SpecRefs:
 
     def _transpose(self, i: int) -> None:
         """Transposes the axes T and S of array number i."""
-        names = self.letters[i]
-        t, s = names.index("T"), names.index("S")
+        letters = self.letters[i]
+        t, s = letters.index("T"), letters.index("S")
         self.arrays[i] = self.arrays[i].swapaxes(t, s)
-        self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
+        self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in letters]
 
     def parts(self, memory: list[Any], index: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
         """Returns each array and the index of a tile's part: None along axes that are looked up."""
