@@ -75,8 +75,8 @@ def _forward_head(
     out = out / factor
     if not has_mask(spec):  # all queries attend to a value that is not finite
         zero_or_nan = greatest - greatest
-        maximum = normalizer.maximum + zero_or_nan
-        out, normalizer = out + zero_or_nan, normalizer._replace(maximum=maximum)
+        out = out + zero_or_nan
+        normalizer = normalizer._replace(maximum=normalizer.maximum + zero_or_nan)
     return tuple(map(lax.optimization_barrier, (out, normalizer, *rest)))
 
 
