@@ -145,8 +145,8 @@ MUTANTS: dict[str, Mutant] = {
     "weights-in-bfloat16": mutant(
         BLOCKWISE,
         "score,⟦ ⇒\n"
-        "                ⟧lambda w: dot(⟦⇒lax.reduce_precision(part.drop(w), 8, 7) if v.dtype "
-        "== jnp.bfloat16 else ⟧part.drop(w), v_j.finite, spec),⟦ ⇒\n"
+        "                ⟧lambda w: dot(⟦⇒lax.reduce_precision(head_tile.drop(w), 8, 7) if v.dtype "
+        "== jnp.bfloat16 else ⟧head_tile.drop(w), v_j.finite, spec),⟦ ⇒\n"
         "                ⟧differentiable=False",
         "contract",
     ),

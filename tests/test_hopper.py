@@ -504,7 +504,7 @@ def reverse_mode_only(s: Any, b: Any, h: Any, q: Any, kv: Any, factor: Any) -> A
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
         (
             {"score": scores.Score(reverse_mode_only, jnp.ones((), jnp.bfloat16))},
-            "custom_vjp has not",
+            "`custom_vjp` does not have",
         ),
     ],
     ids=["float32", "head size", "captured", "sliced", "arctan", "reverse mode"],
@@ -561,8 +561,8 @@ def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, runtime, compilers
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     words = (
-        "CUDA 12.8.0 to 12.9.0 compile masks wrongly; expected CUDA 12.9.1 or later, which is "
-        f"{NVCC} and {NVJITLINK} 12.9.86, got {refused}"
+        "CUDA 12.8.0 to 12.9.0 miscompiles masks; expected the compilers of CUDA 12.9.1 or later, "
+        f"packages {NVCC} and {NVJITLINK} 12.9.86 or later, got {refused}"
     )
     assert reason(mask=masks.Causal()) == (words if refused else None)
 
@@ -866,7 +866,7 @@ def test_integers_of_8_bits_are_compared_wider():
         for x in equation.invars
     ]
     assert operands == [jnp.dtype("int32")] * 4
-    with pytest.raises(NotImplementedError, match="add of integers of 8 bits"):
+    with pytest.raises(NotImplementedError, match="add of 8-bit integers"):
         run(lambda x: x + x)(tile)
 
 

@@ -1,7 +1,7 @@
 """The tiles that each program of a Pallas kernel visits, as index arrays that the program reads.
 
-The tile map lists the non-empty tiles of each block of queries (or of keys): as constants for
-static masks, computed in the same program before the kernel for other masks.
+The arrays list the non-empty tiles of each block of queries, or of each block of keys. They are
+constants if the mask is static; for other masks operations before the kernel compute them.
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ from jattn.spec import Spec, Tiling
 
 
 class BlockMask(NamedTuple):
-    """The tiles that each block visits.
+    """The tiles that each of n blocks visits, for example the blocks of keys of each query block.
 
-    `order [B, N, n, m]` lists them, tiles that need no mask first, or is None if all blocks visit
-    0, 1, 2 and so on; `ends [B, N, n, 2]` holds the number of tiles that need no mask and the
-    number of all. Axes B and N have size 1 if all entries are equal. `kinds` are the kinds of tile
-    that may occur.
+    order: `[B, N, n, m]`, the indices of the tiles in the order in which a block visits them: full
+        tiles, which need no mask, before mixed ones. None if each block visits 0, 1, 2 and so on.
+    ends: `[B, N, n, 2]`, the number of full tiles and the number of all tiles that a block visits.
+    kinds: the kinds of tile that may occur, `masks.FULL`, `MIXED` or `EMPTY`.
+
+    B and N are 1 where the arrays are the same for all batch rows or heads.
     """
 
     order: Any
@@ -37,28 +39,30 @@ class BlockMask(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, Any]:
-        """The arrays that a kernel receives and passes to `fold` as `memory`."""
+        """The arrays that a kernel receives as operands and passes to `fold` as `memory`."""
         return self.order, self.ends
 
     def compact(self) -> "BlockMask":
-        """Returns the same without an order that is known to be 0, 1, 2 and so on."""
+        """Returns the block mask without its order if that is static and 0, 1, 2 and so on."""
         if not isinstance(self.order, np.ndarray):
             return self
-        places = np.arange(self.order.shape[-1])
-        is_ordered = (self.order == places) | (places >= self.ends[..., 1:])
+        entries = np.arange(self.order.shape[-1])
+        is_ordered = (self.order == entries) | (entries >= self.ends[..., 1:])
         return self._replace(order=None) if is_ordered.all() else self
 
     def without_full(self, heads: Array) -> "BlockMask":
-        """Returns the same, except that `heads [B, N]` treat all tiles as if they needed a mask."""
+        """Returns a block mask in which the heads that are True in `heads [B, N]` treat all tiles
+        as if they needed a mask."""
         full, visited = self.ends[..., 0], self.ends[..., 1]
         full = jnp.where(heads[..., None], 0, full)
         ends = jnp.stack([full, jnp.broadcast_to(visited, full.shape)], axis=-1)
         return self._replace(ends=ends, kinds=tuple(sorted({*self.kinds, masks.MIXED})))
 
     def longest_first(self, heads: int) -> AnyArray | None:
-        """Returns the blocks `[B, heads, n]` of each of `heads`, by falling number of tiles.
+        """Returns the blocks of each head, `[B, heads, n]`, by decreasing number of tiles.
 
-        B and heads have size 1 if all are equal. None if all blocks visit the same number.
+        `heads` is the number of query heads, or of key heads. An axis has size 1 if its entries are
+        equal. Returns None if all blocks of a head visit the same number of tiles.
         """
         visited = self.ends[..., 1]
         B, N, n = visited.shape
@@ -77,12 +81,12 @@ class BlockMask(NamedTuple):
         state: Tree,
         part: tuple[Any, int] = (0, 1),
     ) -> Tree:
-        """Folds `step(j, masked, state)` over the tiles that `block` (b, h, i) visits.
+        """Folds `step(j, masked, state)` over the tiles j that `block` (b, h, i) visits.
 
-        `part` selects one of several equal parts of them.
+        With `part` (p, parts), the tiles are split into equal parts, and part p is visited.
         """
-        run = _VisitedTiles.of(memory, block, part)
-        return self._over(run, lambda j, masked, _, state: step(j, masked, state), state)
+        tiles = _VisitedTiles.of(memory, block, part)
+        return self._over(tiles, lambda j, masked, _, state: step(j, masked, state), state)
 
     def fold_ahead(
         self,
@@ -96,73 +100,79 @@ class BlockMask(NamedTuple):
     ) -> Tree:
         """Folds like `fold`, with copies that start one step ahead.
 
-        `fetch(j, turn)` starts to copy the data of block j. It is called for the first block before
-        all steps, and `step(j, masked, fetch_next, state)` calls `fetch_next(turn)` for the next
-        block.
+        `fetch(j, turn)` starts to copy the data of tile j. It is called for the first tile before
+        all steps, with this method's `turn`. `step(j, masked, fetch_next, state)` must call
+        `fetch_next(turn)`, which starts to copy the data of the next tile, if there is one.
         """
-        run = _VisitedTiles.of(memory, block, part)
+        tiles = _VisitedTiles.of(memory, block, part)
 
-        def fetch_at(place: Any, turn: Array) -> None:
-            lax.cond(place < run.stop, lambda: fetch(run.tile(place), turn), lambda: None)
+        def fetch_entry(entry: Any, turn: Array) -> None:
+            lax.cond(entry < tiles.stop, lambda: fetch(tiles.tile(entry), turn), lambda: None)
 
-        def ahead(j: Array, masked: bool, place: Array, state: Tree) -> Tree:
-            return step(j, masked, functools.partial(fetch_at, place + 1), state)
+        def step_with_fetch(j: Array, masked: bool, entry: Array, state: Tree) -> Tree:
+            return step(j, masked, functools.partial(fetch_entry, entry + 1), state)
 
-        fetch_at(run.start, turn)
-        return self._over(run, ahead, state)
+        fetch_entry(tiles.start, turn)
+        return self._over(tiles, step_with_fetch, state)
 
-    def _over(self, run: "_VisitedTiles", step: Callable[..., Any], state: Tree) -> Tree:
-        """Folds `step(j, masked, place, state)` over a run."""
+    def _over(self, tiles: "_VisitedTiles", step: Callable[..., Any], state: Tree) -> Tree:
+        """Folds `step(j, masked, entry, state)` over the entries of a list of tiles."""
 
-        def visit(masked: bool, place: Array, state: Tree) -> Tree:
-            return step(run.tile(place), masked, place, state)
+        def visit(masked: bool, entry: Array, state: Tree) -> Tree:
+            return step(tiles.tile(entry), masked, entry, state)
 
         if masks.FULL in self.kinds:
-            ends = jnp.minimum(run.start, run.full), jnp.minimum(run.stop, run.full)
+            ends = jnp.minimum(tiles.start, tiles.full), jnp.minimum(tiles.stop, tiles.full)
             state = tile_schedule.repeat(*ends, functools.partial(visit, False), state)
         if masks.MIXED in self.kinds:
-            ends = jnp.maximum(run.start, run.full), jnp.maximum(run.stop, run.full)
+            ends = jnp.maximum(tiles.start, tiles.full), jnp.maximum(tiles.stop, tiles.full)
             state = tile_schedule.repeat(*ends, functools.partial(visit, True), state)
         return state
 
 
 class _VisitedTiles(NamedTuple):
-    """The tiles that a block (b, h, i) visits: entries start .. stop - 1 of its list in `order`.
-    Entries below `full` need no mask."""
+    """The tiles that a block (b, h, i) visits: entries `start` to `stop` − 1 of its list `order`.
+
+    The entries below `full` are tiles that need no mask.
+    """
 
     order: Any
-    place: tuple[Any, Any, Any]
+    block: tuple[Any, Any, Any]
     start: AnyArray
     stop: AnyArray
     full: AnyArray
 
     @classmethod
-    def of(cls, memory: Ref, place: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_VisitedTiles":
+    def of(cls, memory: Ref, block: tuple[Any, Any, Any], part: tuple[Any, int]) -> "_VisitedTiles":
         order, ends = memory
-        full, visited = (ends[(*clamped(ends, *place[:2]), place[2], x)] for x in (0, 1))
+        full, visited = (ends[(*clamped(ends, *block[:2]), block[2], x)] for x in (0, 1))
         part_size = lax.div(visited + part[1] - 1, np.int32(part[1]))
         start, stop = (jnp.minimum(x * part_size, visited) for x in (part[0], part[0] + 1))
-        return cls(order, place, start, stop, full)
+        return cls(order, block, start, stop, full)
 
     def tile(self, entry: Array) -> Array:
+        """Returns the index j of the tile at an entry of the list."""
         if self.order is None:
             return entry
-        return self.order[(*clamped(self.order, *self.place[:2]), self.place[2], entry)]
+        return self.order[(*clamped(self.order, *self.block[:2]), self.block[2], entry)]
 
 
 def clamped(x: Any, *index: Index) -> tuple[Any, ...]:
-    """Returns indices of the first axes of an array in which axes of size 1 broadcast."""
+    """Returns `index` into the first axes of x, with 0 along axes of size 1, which broadcast."""
     return tuple(i if size > 1 else 0 for i, size in zip(index, x.shape, strict=False))
 
 
 def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
-    """Returns for each block of queries the keys that it visits, or with `by_key` the other way
-    round, from tile maps `[B, N, n, m]`."""
+    """Returns the block mask of tile maps `kinds [B, N, n, m]`.
+
+    It lists the key blocks that each query block visits or, with `by_key`, the query blocks that
+    each key block visits.
+    """
     kinds = kinds.swapaxes(-1, -2) if by_key else kinds
     static = isinstance(kinds, np.ndarray)
     xp: Any = np if static else jnp
     order = xp.argsort(-kinds, axis=-1, stable=True)  # full, mixed, empty
-    ends = xp.stack([xp.sum(kinds >= least, axis=-1) for least in (masks.FULL, masks.MIXED)], -1)
+    ends = xp.stack([xp.sum(kinds >= kind, axis=-1) for kind in (masks.FULL, masks.MIXED)], -1)
     if static:
         order = order[..., : max(1, ends.max())]
     occurring = tuple(np.unique(kinds).tolist()) if static else (masks.MIXED, masks.FULL)
@@ -170,11 +180,12 @@ def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
 
 
 def of_heads(kinds: AnyArray, separate: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
-    """Returns for each tile, in the order of rows, the heads that visit it, all with the mask.
+    """Returns a block mask whose blocks are the n m tiles, numbered row by row, and whose entries
+    are the batch rows and heads that visit each tile, all with the mask.
 
-    `kinds` are tile maps `[B or 1, N or 1, n, m]`. There are `separate` batch rows and heads with
-    lists of their own; each list covers `shared` batch rows and heads, numbered batch row by batch
-    row; one of the two is 1.
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. `separate` is the number of batch rows and of
+    heads that have lists of their own. Each list covers `shared` batch rows and heads: an entry is
+    batch row × heads + head. For batch rows as for heads, `separate` or `shared` is 1.
     """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     (B, N), tiles = map(min, separate, kinds.shape), kinds.shape[2] * kinds.shape[3]
@@ -186,11 +197,11 @@ def of_heads(kinds: AnyArray, separate: tuple[int, int], shared: tuple[int, int]
 
 
 def of_diagonals(kinds: AnyArray, step: int, batch: int) -> BlockMask:
-    """Returns for each diagonal of tiles the (b, i) that visit it, all with the mask.
+    """Returns a block mask whose blocks are the diagonals of tiles, and whose entries are the batch
+    rows b and query blocks i with a tile on the diagonal, all with the mask.
 
-    `kinds` are tile maps `[B or 1, N or 1, n, m]`. Diagonals begin at the last queries and the
-    first keys; (b, i) are numbered batch row by batch row. A block of queries is as long as `step`
-    blocks of keys.
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. Diagonal 0 has the last query block and the
+    first key block. An entry is b n + i. A block of queries is as long as `step` blocks of keys.
     """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     _, N, n, m = kinds.shape
@@ -206,9 +217,10 @@ def of_diagonals(kinds: AnyArray, step: int, batch: int) -> BlockMask:
 
 
 def parts(programs: int, tiles: int) -> int:
-    """Returns the number of parts into which tiles of keys are split on a GPU.
+    """Returns the number of parts into which `tiles` of keys are split on a GPU.
 
-    With few queries, as in decoding, each part has a program of its own beside `programs` others.
+    Each of `programs` becomes one program for each part. If there are few, as in decoding with few
+    queries, more of them keep the device busy.
     """
     sizes = tuning.current()
     return max(1, min(sizes.gpu_programs // programs, tiles // sizes.gpu_tiles_each))
@@ -221,8 +233,9 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     B, N = max((1, *batch)), max(1, heads)
 
     def of_head(b: Any, h: Any) -> Any:
-        head = b if B > 1 else None, h if N > 1 else None  # None: a map for all heads
-        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *head)
+        # None: the map is the same for all batch rows, or all heads.
+        index = b if B > 1 else None, h if N > 1 else None
+        return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *index)
 
     if B == N == 1:
         return of_head(0, 0)[None, None]

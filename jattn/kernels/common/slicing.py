@@ -1,8 +1,8 @@
-"""Slices of a call: a tile of a head, batch rows, padding to whole tiles; and sums of gradients.
+"""Slicing a call to tiles or batch rows, padding it to whole tiles, and summing its gradients.
 
-The axis names of arrays of masks and score functions tell their axes B, N, T and S, so the arrays
-are sliced without knowing which mask or score function they belong to. Padding adds the mask
-`masks.Lengths`, which masks the padded queries and keys.
+Masks and score functions name the axes B, N, T and S of their arrays. So their arrays are sliced
+without knowing which mask or score function they belong to. Padding adds the mask `masks.Lengths`,
+which excludes padded queries and keys.
 """
 
 import dataclasses
@@ -23,26 +23,27 @@ from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
 
 
 def round_up(T: int, S: int, tiling: Tiling) -> tuple[int, int]:
-    """Rounds T and S up to whole tiles."""
+    """Returns T and S, rounded up to multiples of the tiling."""
     block_q, block_kv = tiling
     return -(-T // block_q) * block_q, -(-S // block_kv) * block_kv
 
 
 @runtime_checkable
 class Scored(Protocol):
-    """A maker of scores and weights from products: a tile of one head, or rows of several."""
+    """A tile that computes scores and weights from products, of one head or of several."""
 
     def modify(self, products: Array, masked: bool) -> Array:
         """Computes scores from products of queries and keys."""
         ...
 
     def drop_unscaled(self, weights: Array) -> Array:
-        """Applies dropout to weights without scaling those that it keeps."""
+        """Applies dropout to weights, but does not scale the weights that it keeps."""
         ...
 
 
 class HeadTile(NamedTuple):
-    """One tile of one head: the spec sliced to it, and its place."""
+    """A tile of head (b, h): the spec, sliced to the tile, and the spans of its queries (`rows`)
+    and of its keys (`columns`)."""
 
     spec: Spec
     b: Any
@@ -52,6 +53,7 @@ class HeadTile(NamedTuple):
 
     @classmethod
     def at(cls, spec: Spec, b: Index, h: Index, row: Index, rows: int, run: TileRun) -> "HeadTile":
+        """Returns the tile of `rows` queries, from query `row` on, and of the keys of `run`."""
         tile_spec = slice_tile(spec, row, rows, run.start, run.size)
         span = _span(tile_spec.q_positions, row, rows)
         return cls(tile_spec, b, h, span, _span(tile_spec.kv_positions, run.start, run.size))
@@ -68,7 +70,8 @@ class HeadTile(NamedTuple):
         )
 
     def modified(self, products: Array, masked: bool, select: bool = True) -> tuple[Array, Any]:
-        """Returns scores, and the map of their cotangent to those of products and parameters."""
+        """Returns scores, and a function from their cotangent to the cotangents of products and
+        parameters."""
 
         def modify(products: Array, params: list[Array]) -> Array:
             changed = self._replace(spec=with_parameters(self.spec, params))
@@ -77,27 +80,30 @@ class HeadTile(NamedTuple):
         return jax.vjp(modify, products, parameters(self.spec))
 
     def drop(self, weights: Array) -> Array:
+        """Applies dropout to weights."""
         return dropout.drop(self.spec, weights, self.b, self.h, self.rows, self.columns)
 
     def drop_unscaled(self, weights: Array) -> Array:
-        """Applies dropout by `dropout.Hashes` to weights without scaling those that it keeps."""
+        """Applies dropout by `dropout.Hashes`, but does not scale the weights that it keeps."""
         if self.spec.dropout_rate == 0:
             return weights
         return jnp.where(self.keeps(), weights, self.spec.dropout_key.dropped)
 
     def keeps(self) -> Array:
-        """Returns which weights dropout keeps."""
+        """Returns which weights `[t, s]` dropout keeps, as booleans."""
         return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
 def _axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
-    """Returns the axes along T and S of an array of one head, except those that broadcast."""
-    named = [x for x in split_letters(letters) if x not in ("*B", "N")]
-    return [(a, x) for a, x in enumerate(named) if x in ("T", "S") and leaf.shape[a] > 1]
+    """Returns the axes along T and S of an array of one head, with their names; axes of size 1,
+    which broadcast, are omitted."""
+    by_head = [x for x in split_letters(letters) if x not in ("*B", "N")]
+    return [(axis, x) for axis, x in enumerate(by_head) if x in ("T", "S") and leaf.shape[axis] > 1]
 
 
 def slice_tile(spec: Spec, row: Index, rows: int, column: Index, columns: int) -> Spec:
-    """Returns the spec of one head with its arrays along T and S sliced to a tile."""
+    """Slices the arrays of the spec of one head to `rows` queries, from query `row` on, and
+    `columns` keys, from key `column` on."""
 
     def sliced(letters: str, leaf: Any) -> Array:
         for axis, letter in _axes(letters, leaf):
@@ -109,7 +115,7 @@ def slice_tile(spec: Spec, row: Index, rows: int, column: Index, columns: int) -
 
 
 def slice_batch(spec: Spec, first: Array, rows: Size) -> Spec:
-    """Returns the spec with its arrays along B sliced to some batch rows."""
+    """Slices the arrays of a spec along B to `rows` batch rows, from batch row `first` on."""
 
     def sliced(letters: str, leaf: Any) -> Array:
         batched = "*B" in split_letters(letters) and leaf.shape[0] != 1
@@ -119,15 +125,17 @@ def slice_batch(spec: Spec, first: Array, rows: Size) -> Spec:
 
 
 def _span(positions: Array | None, start: Index, size: int) -> Span:
+    """Returns the span of `size` places from `start` on; `positions` are sliced to it already."""
     places = start + jnp.arange(size, dtype=jnp.int32)
     return Span(places if positions is None else positions.astype(jnp.int32), places)
 
 
 def span_in_kernel(positions: Array | None, places: Array) -> Span:
-    """Returns the span of a tile at these places. If T or S is 1, there is one position.
+    """Returns the span of a tile at `places`, the indices of its queries or keys.
 
-    Positions and places are never the same object, which would mark positions as consecutive: that
-    allows slicing by diagonals, which is for whole matrices.
+    `positions` has one entry for each place, or a single one. Without them, positions equal places
+    but must be another object: a span of twice the same object allows masks and score functions to
+    slice their arrays by diagonals, which a kernel cannot.
     """
     if positions is None:
         return Span(places + 0, places)
@@ -135,7 +143,7 @@ def span_in_kernel(positions: Array | None, places: Array) -> Span:
 
 
 def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
-    """Pads the spec's arrays along T and S to these lengths by repeating the last entry."""
+    """Pads the spec's arrays along T and S to lengths T and S by repeating the last entry."""
 
     def padded(letters: str, leaf: Any) -> Array:
         for letter, size in (("T", T), ("S", S)):
@@ -150,18 +158,19 @@ def pad_arrays(spec: Spec, T: int, S: int) -> Spec:
 
 
 def pad_spec(spec: Spec, T: int, S: int, T_padded: int, S_padded: int) -> Spec:
-    """Pads the spec to sizes that are whole tiles; queries past T and keys past S are masked."""
+    """Pads the spec to `T_padded` queries and `S_padded` keys, and masks those beyond T and S."""
     spec = pad_arrays(spec, T_padded, S_padded)
     if T_padded > T or S_padded > S:
-        exist = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
-        spec = dataclasses.replace(spec, mask=spec.mask & exist)
+        lengths = masks.Lengths(T if T_padded > T else None, S if S_padded > S else None)
+        spec = dataclasses.replace(spec, mask=spec.mask & lengths)
     return spec
 
 
 class PaddedCall(NamedTuple):
-    """A call in the sizes of a kernel: whole tiles, wider heads, words for a random key.
+    """A call, padded to the sizes of a kernel: T and S to whole tiles, H and V to its head sizes.
 
-    `rows` are the query and, backward, the other arrays along queries, each `[B, T, N, ...]`.
+    The dropout key of `spec` is its words, as integers. `rows` are the query and, in the backward
+    pass, the other arrays along queries, each `[B, T, N, ...]`.
     """
 
     spec: Spec
@@ -185,8 +194,8 @@ class PaddedCall(NamedTuple):
         T, S = round_up(shapes.T, shapes.S, tiling)
 
         def padded(x: Array, length: int) -> Array:
-            wide = [(0, width(size) - size) for size in x.shape[3:]]
-            return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *wide))
+            channels = [(0, width(size) - size) for size in x.shape[3:]]
+            return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), *channels))
 
         if spec.dropout_rate:
             spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
@@ -200,35 +209,36 @@ class PaddedCall(NamedTuple):
 
 
 def unpadded(x: Array, shape: Shape) -> Array:
-    """Removes the padding at the end of each axis of x."""
+    """Returns the first entries of x along each axis, in the given shape: x without padding."""
     return x[tuple(map(slice, shape))]
 
 
 def unpadded_parameters(gradients: list[Array], spec: Spec) -> list[Array]:
-    """Removes the padding from gradients of parameters, which may be padded along T and S."""
+    """Returns the gradients of parameters without their padding along T and S."""
     return [unpadded(d, x.shape) for d, x in zip(gradients, parameters(spec), strict=True)]
 
 
 def pad_to(x: Array, size: int) -> Array:
+    """Pads x with zeros along its first axis to `size`."""
     return x if len(x) == size else jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
 def take(x: Array, start: Index, size: Size, axis: int = 0) -> Array:
-    """Slices a run of `size` along an axis; returns the array itself if it has that size."""
+    """Returns `size` entries of x along an axis, from `start` on; x itself if it has that size."""
     if x.shape[axis] == size:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def add_at(x: Array, value: Array, start: Index, axis: int) -> Array:
-    """Adds `value` to a run of x along an axis."""
+    """Adds `value` to the entries of x along an axis, from `start` on."""
     starts: list[Any] = [0] * x.ndim
     starts[axis] = start
     return add_block(x, value, starts)
 
 
 def add_block(x: Array, value: Array, starts: list[Any]) -> Array:
-    """Adds `value`, which has as many axes as x, to the block of x that begins at `starts`."""
+    """Adds `value`, which has as many axes as x, to the block of x that starts at `starts`."""
     if x.shape == value.shape:
         return x + value
     starts = [jnp.int32(start) for start in starts]
@@ -237,21 +247,27 @@ def add_block(x: Array, value: Array, starts: list[Any]) -> Array:
 
 
 def add_leaves(
-    totals: list[Array], parts: list[Array], letters: list[str], starts: dict[str, Any]
+    totals: list[Array], gradients: list[Array], letters: list[str], starts: dict[str, Any]
 ) -> list[Array]:
-    """Adds a tile's gradients of parameters to the totals, at the tile's place."""
+    """Adds a tile's gradients of parameters to the totals of a head.
 
-    def add(total: Array, part: Array, letters: str) -> Array:
+    `starts` are the tile's first query and first key, `{"T": ..., "S": ...}`.
+    """
+
+    def add(total: Array, gradient: Array, letters: str) -> Array:
         start: list[Any] = [0] * total.ndim
-        for axis, letter in _axes(letters, part):
+        for axis, letter in _axes(letters, gradient):
             start[axis] = starts[letter]
-        return add_block(total, part, start)
+        return add_block(total, gradient, start)
 
-    return list(map(add, totals, parts, letters))
+    return list(map(add, totals, gradients, letters))
 
 
 def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -> list[Array]:
-    """Returns gradients of parameters from those of each block of queries, `[n, ...]`."""
+    """Returns gradients of parameters from the stacked gradients `[n, ...]` of n blocks of queries.
+
+    Blocks are joined along T in parameters that run along T, and summed in all others.
+    """
 
     def join(stacked: Array, leaf: Array, letters: str) -> Array:
         by_query = [axis for axis, letter in _axes(letters, leaf) if letter == "T"]
@@ -263,17 +279,17 @@ def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -
 
 
 def add_params(
-    totals: list[Array], parts: list[Array], letters: list[str], b: Array, h: Array
+    totals: list[Array], gradients: list[Array], letters: list[str], b: Array, h: Array
 ) -> list[Array]:
-    """Adds one head's gradients of parameters to the totals, at its batch row and head."""
+    """Adds the gradients of parameters of head (b, h) to the totals of all heads."""
 
-    def add(total: Array, part: Array, letters: str) -> Array:
-        named, start = split_letters(letters), list[Any]([0] * total.ndim)
-        for name, index in (("*B", b), ("N", h)):
-            if name in named:
-                axis = named.index(name)
-                part = jnp.expand_dims(part, axis)
+    def add(total: Array, gradient: Array, letters: str) -> Array:
+        axis_letters, start = split_letters(letters), list[Any]([0] * total.ndim)
+        for letter, index in (("*B", b), ("N", h)):
+            if letter in axis_letters:
+                axis = axis_letters.index(letter)
+                gradient = jnp.expand_dims(gradient, axis)
                 start[axis] = index if total.shape[axis] != 1 else 0
-        return add_block(total, part, start)
+        return add_block(total, gradient, start)
 
-    return list(map(add, totals, parts, letters))
+    return list(map(add, totals, gradients, letters))

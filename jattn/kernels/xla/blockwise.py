@@ -1,13 +1,14 @@
-"""Exact attention in memory linear in T and S, tile by tile, skipping tiles that the mask empties.
+"""Exact attention tile by tile, in memory linear in T and S.
 
-Forward, each block of queries visits its tiles of keys with the online softmax of `jattn.softmax`.
-Backward, the tiles are visited again, and their weights are computed again from q, k, v, out and
-the normalizer (Rabe and Staats 2021; Dao et al. 2022, FlashAttention; gradients as in Dao et al.,
-appendix B.2). `tile_schedule` determines which tiles are visited.
+In the forward pass, each block of queries visits its tiles of keys and combines them by the online
+softmax of `jattn.softmax`. The backward pass visits the tiles again and recomputes their weights
+from the queries, the keys and the normalizer (Rabe and Staats 2021; Dao et al. 2022,
+FlashAttention; gradients as in Dao et al., appendix B.2). `tile_schedule` determines which tiles
+are visited; tiles in which the mask allows no pair are skipped.
 
-On a CPU the heads run one after another: the tile of one head occupies all cores and stays in their
-caches. On other platforms all heads run at once. Short sequences use `single_tile`. The sizes of
-tiles stand in `jattn.tuning`.
+On a CPU the heads are computed one after another: one tile of one head occupies all cores and stays
+in their caches. On other platforms all heads are computed at once. Short sequences use
+`single_tile`. Tile sizes are defined in `jattn.tuning`.
 """
 
 import functools
@@ -44,18 +45,20 @@ from jattn.tuning import Sizes
 
 
 def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
-    """Returns the tiling of a call.
+    """Chooses the tiling of a call.
 
-    Small tiles follow a narrow band closely; if a block of queries visits many keys, the larger
-    products of larger tiles are faster.
+    Small tiles fit a narrow band of unmasked pairs closely. If a block of queries visits many keys,
+    larger tiles are faster.
     """
-    block = max(128, max(T, S) // 1024)
-    kinds = tile_schedule.kinds(select_head(spec, 0, 0), T, S, Tiling(block, block))
-    least, most = 0.0, float(S)  # keys that a block of queries visits on average; arrays are traced
-    if isinstance(kinds, np.ndarray):
-        least = most = float(np.mean(np.sum(kinds > 0, axis=1)) * block)
-    size = sizes.small if most <= sizes.narrow else sizes.large
-    if least >= sizes.wide:
+    block = max(128, max(T, S) // 1024)  # coarse, so that the tile map of a long sequence is small
+    tile_kinds = tile_schedule.kinds(select_head(spec, 0, 0), T, S, Tiling(block, block))
+    # Bounds of the number of keys that a block of queries visits on average. A traced mask leaves
+    # them at 0 and S.
+    min_keys, max_keys = 0.0, float(S)
+    if isinstance(tile_kinds, np.ndarray):
+        min_keys = max_keys = float(np.mean(np.sum(tile_kinds > 0, axis=1)) * block)
+    size = sizes.small if max_keys <= sizes.narrow else sizes.large
+    if min_keys >= sizes.wide:
         size = sizes.largest
     return Tiling(tile_schedule.even(T, size), tile_schedule.even(S, size))
 
@@ -66,10 +69,13 @@ def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
 
 
 class BlockwiseCall(NamedTuple):
-    """The sizes of a call, its tiles, and the strategy for its heads.
+    """The sizes of a call, its tiling, and the strategy by which its heads are computed.
 
-    Each head is a "single tile", all heads at once; or heads are computed over their tiles, one
-    after another ("loop") or all at once ("vmap").
+    The strategies are:
+
+    - "single tile": each head is one tile, and all heads are computed at once;
+    - "loop": heads are computed one after another, each tile by tile;
+    - "vmap": all heads are computed at once, each tile by tile.
     """
 
     shapes: Shapes
@@ -80,9 +86,11 @@ class BlockwiseCall(NamedTuple):
     def of(
         cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
     ) -> "BlockwiseCall":
+        """Chooses the strategy and, without a given tiling, the tiling of a call."""
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        # A single tile computes its weights without the normalizer.
+        # The backward pass of a single tile computes its own normalizer. With a part of the keys it
+        # needs the given one, of all parts.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"
@@ -90,20 +98,20 @@ class BlockwiseCall(NamedTuple):
 
     @property
     def padded(self) -> tuple[int, int]:
-        """T and S as whole tiles."""
+        """T and S, rounded up to whole tiles."""
         return slicing.round_up(self.shapes.T, self.shapes.S, self.tiling)
 
     def pad(self, spec: Spec) -> Spec:
-        """Returns the spec for whole tiles."""
+        """Returns the spec, padded to whole tiles."""
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
     def schedule(
         self, spec: Spec, b: Any, h: Any, *, by_key: bool = False
     ) -> tile_schedule.Schedule:
-        """Returns the schedule of a head.
+        """Returns the schedule of head (b, h), see `tile_schedule.schedule`.
 
-        GPUs and TPUs, whose heads run at once, unroll nothing: their compilers would run unrolled
-        tiles side by side, in memory for the scores of all keys.
+        With the strategy "vmap", on GPUs and TPUs, no loop is unrolled: their compilers would run
+        unrolled tiles concurrently, which takes memory for the scores of all of them.
         """
         unrolled = self.strategy != "vmap"
         return tile_schedule.schedule(
@@ -113,29 +121,32 @@ class BlockwiseCall(NamedTuple):
     def map_blocks(
         self, schedule: tile_schedule.Schedule, n: int, block: Callable[[Any], Any]
     ) -> Tree:
-        """Returns `block(i)` of n blocks, stacked; if heads run at once, several blocks do too.
+        """Returns the results of `block(i)` for each i < n, stacked.
 
-        A lone block is not mapped, so that its loops may end early.
+        With the strategy "vmap", several blocks are computed at once: at most as many as compute
+        `tuning.scores_together` scores in a step. A single block is called directly, because a
+        loop under `jax.vmap` runs as long as the longest loop of the batch.
         """
-        batched = 1
+        batch_size = 1
         if self.strategy == "vmap":
-            scores = self.shapes.B * self.shapes.N * tile_schedule.widest(self.tiling)
-            most = min(n, max(1, tuning.current().scores_together // scores))
-            batched = max(x for x in range(1, most + 1) if n % x == 0)
+            scores_of_block = self.shapes.B * self.shapes.N * tile_schedule.widest(self.tiling)
+            max_batch = min(n, max(1, tuning.current().scores_together // scores_of_block))
+            batch_size = max(x for x in range(1, max_batch + 1) if n % x == 0)
 
         def over_blocks(block: Callable[[Any], Any], indices: Array) -> Tree:
-            if batched == n > 1:
+            if batch_size == n > 1:
                 return jax.vmap(block)(indices)
-            return lax.map(block, indices, batch_size=batched if batched > 1 else None)
+            return lax.map(block, indices, batch_size=batch_size if batch_size > 1 else None)
 
         return tile_schedule.map_blocks(schedule, n, block, over_blocks)
 
 
 class Values(NamedTuple):
-    """The finite values, 0 in place of others, and the term that each key adds to its scores.
+    """The values of one head, separated into finite numbers and markers of non-finite rows.
 
-    The term is NaN for a value that is not finite; without a mask all queries attend to it, and
-    there are no terms.
+    `finite` has 0 in place of NaN and infinities. `nonfinite` is added to the scores of each key:
+    NaN if its value is not finite, else 0, so that only queries that attend to the key become NaN.
+    Without a mask `nonfinite` is None: all queries attend to all keys, see `tile.reach_all`.
     """
 
     finite: Float[Array, "S V"]
@@ -143,47 +154,51 @@ class Values(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, v: Array) -> "Values":
-        wide = v.astype(accumulation(v.dtype))
-        return cls(tile.finite(wide), tile.nan_where_nonfinite(wide) if has_mask(spec) else None)
+        v = v.astype(accumulation(v.dtype))
+        return cls(tile.finite(v), tile.nan_where_nonfinite(v) if has_mask(spec) else None)
 
-    def take(self, run: tile_schedule.TileRun) -> "Values":
-        """Returns the values of a run of keys."""
+    def slice_keys(self, run: tile_schedule.TileRun) -> "Values":
+        """Returns the values of the keys of a run."""
         return jax.tree.map(lambda x: slicing.take(x, run.start, run.size), self)
 
 
-def products(part: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
-    """Computes the products of a tile, NaN for keys whose value is not finite."""
-    result = tile.products(part.spec, q, k)
+def products(head_tile: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
+    """Computes the products `[t, s]` of a tile: NaN for keys marked in `values.nonfinite`."""
+    result = tile.products(head_tile.spec, q, k)
     return result if values.nonfinite is None else result + values.nonfinite[None, :]
 
 
 def _forward_head(
     spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array, call: BlockwiseCall
 ) -> tuple[Float[Array, "T V"], Normalizer]:
-    """Computes output and normalizer of one head; sizes are whole tiles."""
-    schedule, rows = call.schedule(spec, b, h), call.tiling.block_q
+    """Computes the output and the normalizer of one head, padded to whole tiles."""
+    schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q
     values = Values.of(spec, v)
+    # Large values are scaled down, so that their weighted sum cannot overflow.
     factor = softmax.headroom(softmax.greatest(values.finite), len(v))
     values = values._replace(finite=values.finite * factor)
     spec, q, _ = scaled(spec, q)
 
     def block(i: Index) -> tuple[Array, Normalizer]:
-        q_i = slicing.take(q, i * rows, rows)
+        q_i = slicing.take(q, i * block_q, block_q)
 
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
-            part = slicing.HeadTile.at(spec, b, h, i * rows, rows, run)
-            k_j, v_j = slicing.take(k, run.start, run.size), values.take(run)
-            score, _ = part.modified(products(part, q_i, k_j, v_j), run.masked)
+            head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
+            k_j, v_j = slicing.take(k, run.start, run.size), values.slice_keys(run)
+            score, _ = head_tile.modified(products(head_tile, q_i, k_j, v_j), run.masked)
             partial = softmax.of(
-                score, lambda w: dot(part.drop(w), v_j.finite, spec), differentiable=False
+                score, lambda w: dot(head_tile.drop(w), v_j.finite, spec), differentiable=False
             )
             return partial if state is None else softmax.combine(state, partial)
 
-        first = None if schedule.of(i) else softmax.empty(rows, v.shape[1], values.finite.dtype)
-        return softmax.quotient(tile_schedule.visit(schedule, i, add_run, first))
+        # An unrolled schedule starts with its first tile, a loop needs an initial state.
+        runs = schedule.of(i)
+        initial = None if runs else softmax.empty(block_q, v.shape[1], values.finite.dtype)
+        return softmax.quotient(tile_schedule.visit(schedule, i, add_run, initial))
 
-    blocks = call.map_blocks(schedule, len(q) // rows, block)
+    blocks = call.map_blocks(schedule, len(q) // block_q, block)
     out, (maximum, log_total) = jax.tree.map(tile_schedule.join, blocks)
+    # Without a mask all queries attend to a value that is not finite.
     return tile.reach_all(spec, v, out / factor), Normalizer(
         tile.reach_all(spec, v, maximum), log_total
     )
@@ -195,7 +210,7 @@ def dot(a: Array, b: Array, spec: Spec) -> Array:
 
 
 class _Gradients(NamedTuple):
-    """The gradients of one head; those of keys and values are transposed, see `backward_head`."""
+    """The gradients of one head. `key` and `value` are transposed, see `backward_head`."""
 
     query: Float[Array, "T H"]
     key: Float[Array, "H S"]
@@ -204,10 +219,11 @@ class _Gradients(NamedTuple):
 
 
 class _BackwardHead(NamedTuple):
-    """The operands of the backward pass of one head, in the dtype of sums; sizes are whole tiles.
+    """The operands of the backward pass of one head, padded to whole tiles.
 
-    The arrays along the queries are the fields of `PerQuery`. Sums over queries or keys use
-    `q_finite` and `k_finite`, in which everything is finite: 0 × NaN and 0 × inf are NaN.
+    q, d_out, maximum, log_total and delta are the fields of `PerQuery`. Scores are computed from q
+    and k. Sums over queries or keys use `q_finite` and `k_finite`, which have 0 in place of NaN and
+    infinities: the weight 0 of a masked pair times NaN or infinity would be NaN.
     """
 
     spec: Spec
@@ -230,46 +246,52 @@ class _BackwardHead(NamedTuple):
         q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
         q_finite, k_finite = (tile.finite(x.astype(dtype)) for x in (q, k))
-        rows = (q, q_finite, d_out, maximum, log_total, delta)
-        return cls(spec, b, h, *rows, k, k_finite, Values.of(spec, v))
+        per_query = (q, q_finite, d_out, maximum, log_total, delta)
+        return cls(spec, b, h, *per_query, k, k_finite, Values.of(spec, v))
 
-    def tile(self, row: Index, rows: int, run: tile_schedule.TileRun) -> tuple[Array, Array, Any]:
-        """Computes the cotangent of a tile's products, its weights and the gradients of parameters.
+    def tile_gradients(
+        self, start: Index, size: int, run: tile_schedule.TileRun
+    ) -> tuple[Array, Array, Any]:
+        """Returns the cotangent of a tile's products, its weights after dropout, and the gradients
+        of parameters; the tile has `size` queries from `start` on, and the keys of `run`.
 
         With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
         """
-        part = slicing.HeadTile.at(self.spec, self.b, self.h, row, rows, run)
+        head_tile = slicing.HeadTile.at(self.spec, self.b, self.h, start, size, run)
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
-        q, d_out, maximum, log_total, delta = (slicing.take(x, row, rows) for x in arrays)
-        k, values = slicing.take(self.k, run.start, run.size), self.values.take(run)
-        score, pull = part.modified(products(part, q, k, values), run.masked)
+        q, d_out, maximum, log_total, delta = (slicing.take(x, start, size) for x in arrays)
+        k, values = slicing.take(self.k, run.start, run.size), self.values.slice_keys(run)
+        score, pull = head_tile.modified(products(head_tile, q, k, values), run.masked)
         weights = softmax.weights(score, maximum, log_total, run.masked)
-        d_weights = part.drop(dot(d_out, values.finite.T, self.spec))
+        d_weights = head_tile.drop(dot(d_out, values.finite.T, self.spec))
         d_products, d_params = pull(weights * (d_weights - delta[:, None]))
-        return d_products, part.drop(weights), d_params
+        return d_products, head_tile.drop(weights), d_params
 
 
 def backward_head(
     spec: Spec, b: Array, h: Array, per_query: Any, k: Array, v: Array, call: BlockwiseCall
 ) -> _Gradients:
-    """Computes the gradients of one head, block after block; `per_query` is a `PerQuery`.
+    """Computes the gradients of one head, one block of queries after another.
 
-    Gradients of keys and values are summed as `[H, S]` and `[V, S]`: a product with its left side
-    transposed runs at a third of the speed on CPUs.
+    `per_query` has the fields of `PerQuery`. The gradients of keys and values are summed as
+    `[H, S]` and `[V, S]`, because a product whose left operand is transposed runs at a third of the
+    speed on CPUs.
     """
     q, d_out, *_ = per_query
-    schedule, rows = call.schedule(spec, b, h), call.tiling.block_q
+    schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _BackwardHead.of(spec, b, h, (q, *per_query[1:]), k, v)
     q_transposed, d_transposed = head.q_finite.T, d_out.T
     letters = parameter_letters(spec)
 
     def block(i: Index, total: _Gradients) -> _Gradients:
-        qt_i, dt_i = (slicing.take(x, i * rows, rows, 1) for x in (q_transposed, d_transposed))
+        qt_i, dt_i = (
+            slicing.take(x, i * block_q, block_q, 1) for x in (q_transposed, d_transposed)
+        )
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, dk, dv, d_params = state
-            d_products, weights, d_tile = head.tile(i * rows, rows, run)
+            d_products, weights, d_tile = head.tile_gradients(i * block_q, block_q, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
             if spec.pair is None:
                 dq, dkt = dot(d_products, k_j, spec), dot(qt_i, d_products, spec)
@@ -278,16 +300,16 @@ def backward_head(
                 dkt = dk_j.T
             dk = slicing.add_at(dk, dkt, run.start, 1)
             dv = slicing.add_at(dv, dot(dt_i, weights, spec), run.start, 1)
-            starts = {"T": i * rows, "S": run.start}
+            starts = {"T": i * block_q, "S": run.start}
             return dq_i + dq, dk, dv, slicing.add_leaves(d_params, d_tile, letters, starts)
 
-        state = (jnp.zeros_like(head.q_finite[:rows]), total.key, total.value, total.params)
+        state = (jnp.zeros_like(head.q_finite[:block_q]), total.key, total.value, total.params)
         dq_i, *rest = tile_schedule.visit(schedule, i, add_run, state)
-        return _Gradients(slicing.add_at(total.query, dq_i, i * rows, 0), *rest)
+        return _Gradients(slicing.add_at(total.query, dq_i, i * block_q, 0), *rest)
 
     zeros = (head.q_finite, head.k_finite.T, head.values.finite.T, parameters(spec))
     total = tile_schedule.fold_blocks(
-        schedule, len(q) // rows, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
+        schedule, len(q) // block_q, block, _Gradients(*jax.tree.map(jnp.zeros_like, zeros))
     )
     return total._replace(query=total.query * scale)
 
@@ -295,8 +317,11 @@ def backward_head(
 def _pair_gradients(
     spec: Spec, q: Array, k: Array, d_products: Array, d_params: list[Array]
 ) -> tuple[Array, Array, list[Array]]:
-    """Computes the gradients of a tile's queries and keys by the spec's pair score, and replaces
-    those of its parameters, which are the last."""
+    """Returns the gradients of a tile's queries, keys and parameters if the spec has a pair score.
+
+    The parameters of the pair score are the last of the spec's parameters: their gradients replace
+    the last of `d_params`.
+    """
     _, pull = jax.vjp(lambda pair, q, k: pair.products(q, k), spec.pair, q, k)
     d_pair, dq, dk = pull(d_products)
     d_pair = jax.tree.leaves(d_pair)
@@ -308,55 +333,55 @@ def _backward_blocks(
 ) -> _Gradients:
     """Computes the gradients of one head, several blocks at once.
 
-    Blocks of queries sum the gradients of queries and parameters over their keys, blocks of keys
-    the gradients of keys and values over their queries. Weights are computed twice, so that no two
-    blocks add to the same place: sums have one order.
+    A first pass over blocks of queries computes the gradients of queries and parameters, a second
+    pass over blocks of keys the gradients of keys and values. Both compute the weights. No two
+    blocks add to the same entry of a gradient, so the order of every sum is fixed.
     """
-    q, (rows, columns), S = per_query[0], call.tiling, len(k)
+    q, (block_q, block_kv), S = per_query[0], call.tiling, len(k)
     by_query, by_key = (call.schedule(spec, b, h, by_key=x) for x in (False, True))
     spec, q, scale = scaled(spec, q)
     head = _BackwardHead.of(spec, b, h, (q, *per_query[1:]), k, v)
     letters = parameter_letters(spec)
 
     def query_block(i: Index) -> tuple[Array, list[Array]]:
-        """Computes the gradients of a block of queries, and its part of those of parameters."""
+        """Computes the gradients of a block of queries, and its terms of the parameters'."""
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, d_params = state
-            d_products, _, d_tile = head.tile(i * rows, rows, run)
+            d_products, _, d_tile = head.tile_gradients(i * block_q, block_q, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
             if spec.pair is None:
                 dq = dot(d_products, k_j, spec)
             else:
-                q_i = slicing.take(head.q_finite, i * rows, rows)
+                q_i = slicing.take(head.q_finite, i * block_q, block_q)
                 dq, _, d_tile = _pair_gradients(spec, q_i, k_j, d_products, d_tile)
-            starts = {"T": 0, "S": run.start}
+            starts = {"T": 0, "S": run.start}  # `d_params` are those of this block of queries
             return dq_i + dq, slicing.add_leaves(d_params, d_tile, letters, starts)
 
-        params = parameters(slicing.slice_tile(spec, i * rows, rows, 0, S))
-        zeros = jax.tree.map(jnp.zeros_like, (head.q_finite[:rows], params))
+        params = parameters(slicing.slice_tile(spec, i * block_q, block_q, 0, S))
+        zeros = jax.tree.map(jnp.zeros_like, (head.q_finite[:block_q], params))
         return tile_schedule.visit(by_query, i, add_run, zeros)
 
     def key_block(j: Index) -> tuple[Array, Array]:
-        """Computes the gradients of a block of keys and of their values."""
+        """Computes the gradients of a block of keys and of its values."""
 
         def add_run(run: tile_schedule.TileRun, state: tuple[Array, ...]) -> tuple[Array, ...]:
             dk_j, dv_j = state
-            keys = tile_schedule.TileRun(j * columns, columns, run.masked)
-            d_products, weights, _ = head.tile(run.start, run.size, keys)
+            keys = tile_schedule.TileRun(j * block_kv, block_kv, run.masked)
+            d_products, weights, _ = head.tile_gradients(run.start, run.size, keys)
             q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
             if spec.pair is None:
                 dk = dot(d_products.T, q_i, spec)
             else:
-                k_j = slicing.take(head.k_finite, j * columns, columns)
+                k_j = slicing.take(head.k_finite, j * block_kv, block_kv)
                 _, dk, _ = _pair_gradients(spec, q_i, k_j, d_products, parameters(spec))
             return dk_j + dk, dv_j + dot(weights.T, d_i, spec)
 
-        zeros = (head.k_finite[:columns], head.values.finite[:columns])
+        zeros = (head.k_finite[:block_kv], head.values.finite[:block_kv])
         return tile_schedule.visit(by_key, j, add_run, jax.tree.map(jnp.zeros_like, zeros))
 
-    d_query, d_params = call.map_blocks(by_query, len(q) // rows, query_block)
-    d_key, d_value = call.map_blocks(by_key, S // columns, key_block)
+    d_query, d_params = call.map_blocks(by_query, len(q) // block_q, query_block)
+    d_key, d_value = call.map_blocks(by_key, S // block_kv, key_block)
     d_params = slicing.join_leaves(d_params, parameters(spec), letters)
     d_query, d_key, d_value = map(tile_schedule.join, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
@@ -368,20 +393,20 @@ def _backward_blocks(
 
 
 def take_head(x: Array, b: Array, h: Array, size: int) -> Array:
-    """Returns head (b, h) of `[B, T, N, ...]`, padded to whole tiles."""
+    """Returns head (b, h) of `x [B, T, N, ...]`, padded to `[size, ...]`."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     head = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
     return slicing.pad_to(head.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def write_head(total: Array, x: Array, b: Array, h: Array, row: Any = 0) -> Array:
-    """Writes the rows x `[t, ...]` of head (b, h), from `row` on, into `[B, T, N, ...]`."""
-    start = (b, jnp.int32(row), h) + (np.int32(0),) * (total.ndim - 3)
+def write_head(total: Array, x: Array, b: Array, h: Array, query: Any = 0) -> Array:
+    """Writes `x [t, ...]` into head (b, h) of `total [B, T, N, ...]`, from index `query` on."""
+    start = (b, jnp.int32(query), h) + (np.int32(0),) * (total.ndim - 3)
     return lax.dynamic_update_slice(total, x[None, : total.shape[1], None], start)
 
 
 def forward_loop(spec: Spec, query: Array, key: Array, value: Array, call: BlockwiseCall) -> Tree:
-    """Computes `(out [B, T, N, V], normalizer of [B, T, N])`, one head after another."""
+    """Computes `out [B, T, N, V]` and the normalizer `[B, T, N]`, one head after another."""
     shapes, (T, S) = call.shapes, call.padded
 
     def body(n: Array, total: Tree) -> Tree:
@@ -391,21 +416,22 @@ def forward_loop(spec: Spec, query: Array, key: Array, value: Array, call: Block
         results = _forward_head(select_head(spec, b, h), b, h, q, k, v, call)
         return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
-    total = _no_results(shapes, shapes.T, accumulation(query.dtype))
+    total = _zero_results(shapes, shapes.T, accumulation(query.dtype))
     return tile_schedule.repeat(0, shapes.B * shapes.N, body, total)
 
 
-def _no_results(shapes: Shapes, T: int, dtype: DTypeLike) -> tuple[Array, Normalizer]:
-    """Returns zeros in the shapes of output and normalizer, for T queries of all heads."""
-    rows = jnp.zeros((shapes.B, T, shapes.N), accumulation(dtype))
-    return jnp.zeros((*rows.shape, shapes.V), dtype), Normalizer(rows, rows)
+def _zero_results(shapes: Shapes, T: int, dtype: DTypeLike) -> tuple[Array, Normalizer]:
+    """Returns an output and a normalizer of zeros, for T queries of all heads."""
+    zeros = jnp.zeros((shapes.B, T, shapes.N), accumulation(dtype))
+    return jnp.zeros((*zeros.shape, shapes.V), dtype), Normalizer(zeros, zeros)
 
 
 def _band(spec: Spec, call: BlockwiseCall) -> tile_schedule.Band | None:
-    """Returns the band for the forward pass of a padded spec, if its mask leaves one.
+    """Returns the band of a padded spec if the forward pass can use one, else None.
 
-    The backward pass of a part of the keys receives the normalizer of all keys, and so needs the
-    scores of the same tiles.
+    It cannot if the keys are one part of a sequence (`spec.partial`). The backward pass then
+    receives the normalizer of all parts and cannot recompute it, see `_normalized_by_tiles`; so
+    both passes must compute the scores of the same tiles.
     """
     if call.strategy != "loop" or spec.pair is not None or spec.partial:
         return None
@@ -420,60 +446,64 @@ def _forward_band(
     call: BlockwiseCall,
     band: tile_schedule.Band,
 ) -> Any:
-    """Computes the results of `forward_loop` along a band, several pieces of one head at once."""
+    """Computes the results of `forward_loop` along a band, several blocks of one head at once.
+
+    A block has `band.rows` queries and the `band.width` keys that they visit. It is a single tile.
+    """
     shapes, (T, S) = call.shapes, call.padded
     query, key, value = (
         jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
         for x, size in ((query, T), (key, S), (value, S))
     )
-    n, starts = len(band.starts), jnp.asarray(band.starts)
-    batched = min(n, tuning.current().band_blocks)
-    batches = -(-n // batched)
+    n_blocks, starts = len(band.starts), jnp.asarray(band.starts)
+    batch_size = min(n_blocks, tuning.current().band_blocks)
+    n_batches = -(-n_blocks // batch_size)
 
-    def piece(
-        head: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
+    def one_block(
+        attend: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
     ) -> Any:
-        run = tile_schedule.TileRun(starts[i], band.width, True)
-        return head(slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, run), *qkv)
+        keys = tile_schedule.TileRun(starts[i], band.width, True)
+        return attend(slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, keys), *qkv)
 
-    def run(head: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:
-        axes = (0, None, None, None, 0, 0, 0)
-        return over_batch(functools.partial(piece, head), axes)(*operands)
+    def map_blocks(attend: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:
+        axes = (0, None, None, None, 0, 0, 0)  # of i, spec, b, h, q, k and v
+        return over_batch(functools.partial(one_block, attend), axes)(*operands)
 
     def body(index: Any, total: Any) -> Any:
-        head, batch = divmod(index, batches)
+        head, batch = divmod(index, n_batches)
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(head, shapes.N))
-        # The last batch starts early enough to have as many pieces as the others.
-        i = jnp.minimum(batch * batched, n - batched) + jnp.arange(batched, dtype=jnp.int32)
-        q = _pieces(query, b, i * band.rows, h, band.rows)
-        k, v = (_pieces(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
+        # The last batch is as large as the others: it may compute some blocks a second time.
+        first_block = jnp.minimum(batch * batch_size, n_blocks - batch_size)
+        i = first_block + jnp.arange(batch_size, dtype=jnp.int32)
+        q = _slices(query, b, i * band.rows, h, band.rows)
+        k, v = (_slices(x, b, starts[i], h // shapes.G, band.width) for x in (key, value))
         operands = (i, select_head(spec, b, h), b, h, q, k, v)
         results, _ = single_tile.attempt(
-            single_tile.FORWARD, run, tuple, operands, spec, optimistic=True
+            single_tile.FORWARD, map_blocks, tuple, operands, spec, optimistic=True
         )
 
         def write(total: Array, x: Array) -> Array:
-            joined = x.reshape(batched * band.rows, *x.shape[2:])
+            joined = x.reshape(batch_size * band.rows, *x.shape[2:])
             return write_head(total, joined, b, h, i[0] * band.rows)
 
         return jax.tree.map(write, total, results)
 
-    total = _no_results(shapes, T, accumulation(query.dtype))
-    results = tile_schedule.repeat(0, shapes.B * shapes.N * batches, body, total)
+    total = _zero_results(shapes, T, accumulation(query.dtype))
+    results = tile_schedule.repeat(0, shapes.B * shapes.N * n_batches, body, total)
     return jax.tree.map(lambda x: x[:, : shapes.T], results)
 
 
-def _pieces(x: Array, b: Index, starts: Array, h: Index, size: int) -> Array:
-    """Returns runs of tokens of head (b, h) of `[B, T, N, H]`, as `[n, size, H]`."""
+def _slices(x: Array, b: Index, starts: Array, h: Index, size: int) -> Array:
+    """Returns the slices of head (b, h) of `x [B, T, N, H]` at `starts [n]`, as `[n, size, H]`."""
 
-    def piece(start: Index) -> Array:
+    def slice_at(start: Index) -> Array:
         return lax.dynamic_slice(x, (b, start, h, np.int32(0)), (1, size, 1, x.shape[3]))
 
-    return jax.vmap(piece)(starts).reshape(-1, size, x.shape[3])
+    return jax.vmap(slice_at)(starts).reshape(-1, size, x.shape[3])
 
 
 def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, call: BlockwiseCall) -> Tree:
-    """Computes `(out [B, T, N, V], normalizer of [B, T, N])`, all heads at once."""
+    """Computes `out [B, T, N, V]` and the normalizer `[B, T, N]`, all heads at once."""
     shapes, (T, S) = call.shapes, call.padded
 
     def one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Tree:
@@ -487,7 +517,10 @@ def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, call: Block
 def backward_loop(
     spec: Spec, per_head: PerQuery, key: Array, value: Array, call: BlockwiseCall
 ) -> Tree:
-    """Computes the gradients of parameters, query, key and value, one head after another."""
+    """Computes the gradients of parameters, query, key and value, one head after another.
+
+    `per_head` holds the arrays of all heads, each `[B, T, N, ...]`.
+    """
     shapes, (T, S) = call.shapes, call.padded
     letters, inputs = parameter_letters(spec), (per_head[0], key, value)
 
@@ -500,17 +533,17 @@ def backward_loop(
             params, d_query, *sums = state
             h = kv * shapes.G + g
             per_query = tuple(take_head(x, b, h, T) for x in per_head)
-            part = backward_head(select_head(spec, b, h), b, h, per_query, k, v, call)
-            params = slicing.add_params(params, part.params, letters, b, h)
-            sums = [x + y for x, y in zip(sums, (part.key, part.value), strict=True)]
-            return params, write_head(d_query, part.query, b, h), *sums
+            head = backward_head(select_head(spec, b, h), b, h, per_query, k, v, call)
+            params = slicing.add_params(params, head.params, letters, b, h)
+            sums = [x + y for x, y in zip(sums, (head.key, head.value), strict=True)]
+            return params, write_head(d_query, head.query, b, h), *sums
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
         params, d_query, *sums = tile_schedule.repeat(
             0, shapes.G, add_head, (params, d_query, *zeros)
         )
-        each = zip((d_key, d_value), sums, strict=True)
-        return params, d_query, *(write_head(x, y.T, b, kv) for x, y in each)
+        pairs = zip((d_key, d_value), sums, strict=True)
+        return params, d_query, *(write_head(x, y.T, b, kv) for x, y in pairs)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
@@ -527,7 +560,10 @@ def backward_vmap(
     call: BlockwiseCall,
     over_batch: Any = jax.vmap,
 ) -> Tree:
-    """Computes the gradients of `backward_loop`, all heads at once."""
+    """Computes the gradients of parameters, query, key and value, all heads at once.
+
+    `per_head` holds the arrays of all heads, each `[B, T, N, ...]`.
+    """
     shapes, (T, S) = call.shapes, call.padded
     backward = backward_head if call.strategy == "single tile" else _backward_blocks
 
@@ -535,8 +571,8 @@ def backward_vmap(
         *per_query, k, v = operands
         per_query = tuple(slicing.pad_to(x, T) for x in per_query)
         k, v = (slicing.pad_to(x, S) for x in (k, v))
-        part = backward(spec, b, h, per_query, k, v, call)
-        return part.query[: shapes.T], part.key.T[: shapes.S], part.value.T[: shapes.S], part.params
+        head = backward(spec, b, h, per_query, k, v, call)
+        return head.query[: shapes.T], head.key.T[: shapes.S], head.value.T[: shapes.S], head.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
     gradients = tile.over_heads(one_head, spec, per_head, (key, value), axes, over_batch)
@@ -546,14 +582,14 @@ def backward_vmap(
 def parameter_gradients(
     spec: Spec, per_head: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
-    """Returns the gradients of parameters alone, for kernels that cannot scatter.
+    """Computes the gradients of parameters only, for kernels that cannot scatter.
 
-    Sizes are whole tiles; `per_head` has the fields of `PerQuery`.
+    T and S are whole tiles; `per_head` has the fields of `PerQuery`.
     """
     query, *rest = per_head
-    wide = [x.astype(accumulation(key.dtype)) for x in rest]
+    rest = [x.astype(accumulation(key.dtype)) for x in rest]
     call = BlockwiseCall(Shapes.of(query, value), tiling, "vmap")
-    return backward_vmap(spec, (query, *wide), key, value, call)[0]
+    return backward_vmap(spec, (query, *rest), key, value, call)[0]
 
 
 def _forward(
@@ -574,25 +610,32 @@ def _forward(
         run = functools.partial(_forward_band, band=band)
     results = run(spec, query, key, value, call)
     weights = (no_weights(query, key, value),) if keep else ()
+    # Only a single tile needs its third result, `all_finite`, in the backward pass.
     return *results, jnp.zeros((), bool), *weights
 
 
-_COARSE = 2.0**16  # the least logits for which the rounding of products affects weights
+_LARGE_LOGITS = 2.0**16  # a rounding error of these may change the weights noticeably
 
 
 def _normalized_by_tiles(
     spec: Spec, per_query: PerQuery, key: Array, value: Array, call: BlockwiseCall
 ) -> PerQuery:
-    """Returns `per_query`, for large logits with the normalizer of the scores of tiles: XLA rounds
-    the products of a tile differently from those of a piece of the band."""
+    """Returns `per_query`, with a recomputed normalizer if logits are large.
 
-    def by_tiles(per_query: PerQuery, key: Array, value: Array) -> Any:
+    The forward pass computed the normalizer along a band, the backward pass computes scores tile by
+    tile, and XLA rounds the products of the two differently. Large logits need a normalizer of
+    scores that were computed tile by tile.
+    """
+
+    def unchanged(per_query: PerQuery, *_: Array) -> Any:
+        return per_query.maximum, per_query.log_total
+
+    def recomputed(per_query: PerQuery, key: Array, value: Array) -> Any:
         _, normalizer = forward_loop(spec, per_query.query, key, value, call)
-        return per_query.with_normalizer(normalizer)[2:4]
+        return unchanged(per_query.with_normalizer(normalizer))
 
-    fine = jnp.max(jnp.abs(per_query.maximum), initial=0) < _COARSE
-    unchanged = lambda per_query, *_: per_query[2:4]  # noqa: E731
-    maximum, log_total = unbatched_cond(fine, unchanged, by_tiles, per_query, key, value)
+    is_small = jnp.max(jnp.abs(per_query.maximum), initial=0) < _LARGE_LOGITS
+    maximum, log_total = unbatched_cond(is_small, unchanged, recomputed, per_query, key, value)
     return per_query._replace(maximum=maximum, log_total=log_total)
 
 
@@ -617,12 +660,13 @@ def _backward(
 
 
 def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
-    """Returns the forward and backward functions, with a tiling that is given or chosen.
+    """Returns the forward and backward functions.
 
-    Without a given tiling, short sequences are a single tile.
+    By default short sequences are a single tile, and `choose_tiling` chooses the tiling of others.
     """
     forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
     return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
 
 
+# There is no reason against any call: this kernel supports all of them.
 KERNEL = Kernel(supports=lambda call: None, functions=functions)

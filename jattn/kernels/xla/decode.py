@@ -1,10 +1,10 @@
-"""A few queries against a cache: every key and value is read once, in the order of the memory.
+"""Attention of a few queries to a cache: each key and value is read once, in memory order.
 
-A step of decoding does two operations for each number that it reads, so only reading takes time.
-All heads run at once; the heads of a group share one product with their keys. If the mask empties
-at least half of the blocks of a long cache, the cache is read in blocks, without those that are
-empty for all rows, and the online softmax of `jattn.softmax` merges their results (after Dao et al.
-2023, "Flash-Decoding").
+A decoding step does two operations for each number that it reads, so its time is the time of
+reading the cache. All heads are computed at once, and the query heads of a group share one product
+with their keys. A long cache is read in blocks if the mask excludes at least half of them. Blocks
+in which no query attends to any key are skipped, and the online softmax of `jattn.softmax` merges
+the results of the others (after Dao et al. 2023, "Flash-Decoding").
 """
 
 import dataclasses
@@ -35,18 +35,20 @@ from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 
 CacheForward = Callable[[Spec, Array, Any], tuple[Array, Normalizer]]
-"""`(spec, query, cache)` to `out [B, T, N, V]` in the dtype of sums and the normalizers
+"""Maps `(spec, query, cache)` to `out [B, T, N, V]` in the accumulation dtype and the normalizer
 `[B, T, N]`."""
 
 
 def _over_heads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a function of one key head over `[B, K]`."""
+    """Maps a function of one key head over arrays `[B, K, ...]`."""
     return jax.vmap(jax.vmap(function))
 
 
 def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Float[Array, "R s"]:
-    """Computes q kᵀ, for one query as a vector: on CPUs XLA copies the operands of a product of
-    matrices."""
+    """Computes q kᵀ.
+
+    A single query is multiplied as a vector: on CPUs XLA copies the operands of matrix products.
+    """
     if len(q) > 1:
         return tile.product(q, k, spec.precision)
     dtype = accumulation(q.dtype)
@@ -54,13 +56,13 @@ def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Floa
 
 
 def _weigh(spec: Spec, v: Float[Array, "s V"], weights: Float[Array, "R s"]) -> Array:
-    """Computes weights · v, for one query as a vector."""
+    """Computes weights · v; the weights of a single query are multiplied as a vector."""
     if len(weights) > 1:
         return jnp.dot(weights, v, precision=spec.precision)
     return jnp.dot(weights[0], v, precision=spec.precision)[None]
 
 
-def _part(
+def _attend_to_run(
     spec: Spec,
     T: int,
     queries: Float[Array, "B K R H"],
@@ -69,11 +71,11 @@ def _part(
     run: tile_schedule.TileRun,
     exact: bool,
 ) -> softmax.Partial:
-    """Computes the part of a run of keys for R = G × T queries of each key head.
+    """Attends from R = G × T queries of each key head to the consecutive keys of `run`.
 
-    Masked values have weight 0, and 0 × NaN is NaN: `exact` replaces values that are not finite by
-    0, for which it reads values twice, and makes the queries that attend to them NaN through their
-    scores.
+    Masked values have weight 0, but 0 × NaN is NaN. So `exact` replaces values that are not finite
+    by 0, and sets the scores of their keys to NaN for the queries that attend to them. It reads the
+    values twice.
     """
     dtype = accumulation(queries.dtype)
     key, value = key.astype(queries.dtype), value.astype(dtype)
@@ -82,17 +84,17 @@ def _part(
         products = products + _over_heads(tile.nan_where_nonfinite)(value)[:, :, None, :]
         value = tile.finite(value)
 
-    def part(scores: Array, value: Array) -> softmax.Partial:
+    def partial_of_head(scores: Array, value: Array) -> softmax.Partial:
         weigh = functools.partial(_weigh, spec, value)
         return softmax.of(scores, weigh, differentiable=False)
 
-    return _over_heads(part)(_modified(spec, T, products, run), value)
+    return _over_heads(partial_of_head)(_modified(spec, T, products, run), value)
 
 
 def _modified(
     spec: Spec, T: int, products: Float[Array, "B K R s"], run: tile_schedule.TileRun
 ) -> Array:
-    """Applies scale, score functions and mask, which may differ between the heads of a group."""
+    """Computes scores from products by scale, score functions and mask, for each query head."""
     B, K, R, s = products.shape
 
     def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
@@ -103,7 +105,7 @@ def _modified(
 
 
 def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array, " n"]:
-    """Returns which blocks of keys any of `[B, N]` heads sees."""
+    """Returns which blocks of keys a query of any head may attend to; `shape` is (B, N)."""
 
     def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
         return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size), b, h))[0]
@@ -114,15 +116,21 @@ def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array,
 
 
 def _block_size(cache: Cache) -> int:
-    """Returns the largest size of blocks that divide the cache into whole pages."""
+    """Returns the largest block size, at most `tuning.decode_block`, that divides the capacity.
+
+    A block has whole pages, and at least one.
+    """
     page = cache.page_size if isinstance(cache, PagedCache) else 1
     pages = cache.capacity // page
-    most = max(1, tuning.current().decode_block // page)
-    return page * max(d for d in range(1, min(most, pages) + 1) if pages % d == 0)
+    max_pages = max(1, tuning.current().decode_block // page)
+    return page * max(d for d in range(1, min(max_pages, pages) + 1) if pages % d == 0)
 
 
-def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """Computes `out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]`, by XLA."""
+def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
+    """Computes `out [B, T, N, V]` in the accumulation dtype and the normalizer `[B, T, N]`.
+
+    `exact` results are right even if masked values are not finite, see `_attend_to_run`.
+    """
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
     spec, query, _ = scaled(spec, query)
@@ -130,74 +138,79 @@ def _portable(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Arra
 
     finished = _over_heads(softmax.quotient)
 
-    def batched(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
-        part = _part(spec, T, queries, *cache.read(), tile_schedule.TileRun(0, S, True), exact)
-        return finished(part)
+    def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
+        run = tile_schedule.TileRun(0, S, True)
+        return finished(_attend_to_run(spec, T, queries, *cache.read(), run, exact))
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         def add_block(i: Any, state: softmax.Partial) -> softmax.Partial:
             run = tile_schedule.TileRun(order[i] * size, size, True)
-            part = _part(spec, T, queries, *cache.block(run.start, size), run, exact)
-            return _over_heads(softmax.combine)(state, part)
+            block = cache.block(run.start, size)
+            partial = _attend_to_run(spec, T, queries, *block, run, exact)
+            return _over_heads(softmax.combine)(state, partial)
 
         V = cache.values.shape[-1]
-        nothing = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
-        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), nothing)
+        empty = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), empty)
         return finished(tile_schedule.repeat(0, count, add_block, state))
 
-    small = size < tuning.current().decode_block // 4
-    if size == S or (small and not isinstance(cache, PagedCache)):
-        return _by_token(query, *batched(spec, queries, cache))
+    is_small = size < tuning.current().decode_block // 4
+    if size == S or (is_small and not isinstance(cache, PagedCache)):
+        return _by_token(query, *at_once(spec, queries, cache))
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
-    if exact or isinstance(cache, PagedCache):  # `exact` makes copies, which blocks keep small
+    if exact or isinstance(cache, PagedCache):  # both copy keys and values: a block at a time
         return _by_token(query, *in_blocks(spec, queries, cache))
-    # A block is copied before it is read, which doubles the time.
-    most_are_seen = 2 * count > S // size
+    # A block is copied before it is read, which doubles its time: blocks pay if half are skipped.
+    most_are_visited = 2 * count > S // size
     return _by_token(
-        query, *unbatched_cond(most_are_seen, batched, in_blocks, spec, queries, cache)
+        query, *unbatched_cond(most_are_visited, at_once, in_blocks, spec, queries, cache)
     )
 
 
 def _by_token(query: Array, *results: Tree) -> Tree:
-    """Returns `[B, K, R, V]` and `[B, K, R]` as `[B, T, N, V]` and `[B, T, N]`."""
+    """Reorders arrays `[B, K, R, V]` and `[B, K, R]` to `[B, T, N, V]` and `[B, T, N]`."""
     B, T, N, _ = query.shape
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(B, N, T, *x.shape[3:]), 1, 2), results)
 
 
 def or_exact(results: Tree, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """Returns the results, or, if they are not finite, those of XLA with `exact`."""
-    first = lambda results, *_: results  # noqa: E731
-    again = lambda _, *operands: _portable(True, *operands)  # noqa: E731
+    """Returns the results or, if they are not finite, the exact results of `_attend_by_xla`."""
+    unchanged = lambda results, *_: results  # noqa: E731
+    recomputed = lambda _, *operands: _attend_by_xla(True, *operands)  # noqa: E731
     is_finite = jnp.isfinite(jnp.sum(results[0]))
-    return unbatched_cond(is_finite, first, again, results, spec, query, cache)
+    return unbatched_cond(is_finite, unchanged, recomputed, results, spec, query, cache)
 
 
 def _read(_: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    return or_exact(_portable(False, spec, query, cache), spec, query, cache)
+    return or_exact(_attend_by_xla(False, spec, query, cache), spec, query, cache)
 
 
+# There is no reason against any cache: this reader supports all of them.
 READER = Reader(lambda platform, call, cache: None, _read)
 
 
 def attend_part(
     read: Callable[..., Any], spec: Spec, query: Array, cache: Cache
 ) -> tuple[Output, Normalizer]:
-    """Computes `out [B, T, N, V]` in the dtype of sums and the normalizers `[B, T, N]` with a
-    `Reader`'s function, without a derivative: parts of a cache are merged by these."""
-    (*rows, _), dtype = query.shape, accumulation(query.dtype)
-    row = jax.ShapeDtypeStruct(rows, dtype)
-    out = jax.ShapeDtypeStruct((*rows, cache.values.shape[-1]), dtype)
+    """Computes the attention to one part of a cache, without a derivative, by `Reader.read`.
+
+    Returns `out [B, T, N, V]` in the accumulation dtype and the normalizer `[B, T, N]`, by which
+    the caller merges the parts.
+    """
+    (*shape, _), dtype = query.shape, accumulation(query.dtype)
+    row = jax.ShapeDtypeStruct(shape, dtype)
+    out = jax.ShapeDtypeStruct((*shape, cache.values.shape[-1]), dtype)
     like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
     read = partition.partitioned_on_cache(read, spec, query, cache)
     return lowering.platform_dependent(read, like, spec, query, cache)
 
 
-def _as_arrays(
+def _attend_to_contents(
     spec: Spec, cache: Any, params: list[Array], query: Array, keys: Array, values: Array
 ) -> tuple[Output, LogSumExp]:
-    """Computes the results of `attend` by `blockwise`."""
+    """Computes the results of `attend` by blockwise attention to the contents of the cache."""
     contents = dataclasses.replace(cache, keys=keys, values=values).read()
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in contents)
     return tangents.attend(with_parameters(spec, params), query, key, value)
@@ -208,8 +221,8 @@ def attend(
 ) -> tuple[Output, LogSumExp]:
     """Computes `(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
 
-    `forward` reads the cache, see `registry.reader`. The derivative is that of blockwise attention
-    to the contents of the cache.
+    `forward` reads the cache, see `registry.reader`. The derivative is the derivative of
+    `_attend_to_contents`.
     """
 
     def without_derivative(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
@@ -230,7 +243,9 @@ def attend(
 
     def backward(operands: Tree, cotangents: tuple[Array, ...]) -> Tree:
         (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
-        results, pull = jax.vjp(functools.partial(_as_arrays, spec, cache), *differentiable)
+        results, pull = jax.vjp(
+            functools.partial(_attend_to_contents, spec, cache), *differentiable
+        )
         cast = [d.astype(x.dtype) for d, x in zip(cotangents, results, strict=True)]
         return *pull(tuple(cast)), None
 

@@ -1,14 +1,16 @@
-"""Attention of short sequences: all heads at once, each as one tile, differentiated by formula.
+"""Attention of short sequences: all heads at once, each as one tile, with its own derivative.
 
-If a mask selects scores one by one, XLA cannot fuse the products with the softmax between them. So
-without a score function the mask is first *added*, as 0 or −inf, which is the same unless something
-masked is not finite or overflows, and then every row that it reaches is NaN. Only in that case is
-everything computed again: with such queries and keys set to 0, for the rows that do not attend to
-them, and with selection for the others. With jax 0.12 the two ways differ by rounding: XLA compiles
-them separately, and to compile them alike would take up to twice the time.
+A mask can select scores (`where(allowed, score, -inf)`) or be added to them as 0 or −inf. XLA fuses
+an addition with the products and the softmax around it, but not a selection. So without a score
+function the mask is first added. This gives the right result unless a masked query, key or value is
+not finite or overflows; the queries that it reaches then become NaN. Only then are all results
+computed again, see `_forward_fallback`: by selection for the queries that attend to such a key, and
+by addition, with such queries and keys set to 0, for all others. With JAX 0.12 the results of the
+two computations may differ by rounding, because XLA compiles them separately; compiling them alike
+would take up to twice the time.
 
 Batch rows are computed in groups that fit into the caches. Weights that are no larger than the
-queries are kept for the backward pass; others are computed again.
+queries are kept for the backward pass, larger ones are recomputed.
 """
 
 import functools
@@ -30,38 +32,40 @@ from jattn.tuning import Sizes
 
 
 def _scores(
-    select: bool, part: slicing.HeadTile, q: Array, k: Array, v: Array
+    select: bool, head_tile: slicing.HeadTile, q: Array, k: Array, v: Array
 ) -> tuple[Array, Any]:
-    """Computes the scores of a head, and the pullback to the cotangents of products and parameters.
+    """Returns the scores `[T, S]` of a head, and a function from their cotangent to the cotangents
+    of products and parameters.
 
-    With `select` the mask selects scores, and keys whose values are not finite make the queries
-    that attend to them NaN; otherwise the mask is added.
+    With `select` the mask selects scores, and a value that is not finite makes the queries that
+    attend to it NaN; otherwise the mask is added.
     """
-    products = tile.product(q, k, part.spec.precision)
+    products = tile.product(q, k, head_tile.spec.precision)
     if select:
         products = products + tile.nan_where_nonfinite(v)[None, :]
-    return part.modified(products, True, select)
+    return head_tile.modified(products, True, select)
 
 
 def _widened(select: bool, *arrays: Array) -> list[Array]:
-    wide = [x.astype(accumulation(x.dtype)) for x in arrays]
-    return [tile.finite(x) for x in wide] if select else wide
+    """Returns arrays in the accumulation dtype; with `select`, 0 in place of NaN and infinities."""
+    arrays = tuple(x.astype(accumulation(x.dtype)) for x in arrays)
+    return [tile.finite(x) for x in arrays] if select else [*arrays]
 
 
 def _forward_head(
-    select: bool, part: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
+    select: bool, head_tile: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
     """Computes output `[T, V]` and normalizer `[T]` and, with `keep`, the weights `[T, S]`."""
-    spec, q, _ = scaled(part.spec, q)
-    part = part._replace(spec=spec)
+    spec, q, _ = scaled(head_tile.spec, q)
+    head_tile = head_tile._replace(spec=spec)
     (values,) = _widened(select, v)
     greatest = softmax.greatest(values)
     factor = softmax.headroom(greatest, len(v))
     values = values * factor
-    score, _ = _scores(select, part, q, k, v)
+    score, _ = _scores(select, head_tile, q, k, v)
 
     def weigh(weights: Array) -> Array:
-        return jnp.dot(part.drop(weights), values, precision=spec.precision)
+        return jnp.dot(head_tile.drop(weights), values, precision=spec.precision)
 
     if keep:
         weights, normalizer = lax.optimization_barrier(_weights(select, score))
@@ -69,42 +73,43 @@ def _forward_head(
     else:
         out, normalizer, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
     out = out / factor
-    if not has_mask(spec):  # all queries attend to non-finite values, which make them NaN
-        reach = greatest - greatest
-        out, normalizer = out + reach, normalizer._replace(maximum=normalizer.maximum + reach)
+    if not has_mask(spec):  # all queries attend to a value that is not finite
+        zero_or_nan = greatest - greatest
+        out = out + zero_or_nan
+        normalizer = normalizer._replace(maximum=normalizer.maximum + zero_or_nan)
     return tuple(map(lax.optimization_barrier, (out, normalizer, *rest)))
 
 
 def _weights(select: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
-    """Computes the weights `[T, S]` and the normalizer `[T]`."""
-    part = softmax.of(score, lambda weights: weights, differentiable=select)
-    weights, normalizer = softmax.quotient(part)
-    if select:  # NaN in a row must not reach the keys that are masked for it
-        weights = part.weighted / softmax.denominator(part)[:, None]
+    """Returns the weights `[T, S]` and the normalizer `[T]`."""
+    partial = softmax.of(score, lambda weights: weights, differentiable=select)
+    weights, normalizer = softmax.quotient(partial)
+    if select:  # masked pairs of a query that is NaN keep the weight 0
+        weights = partial.weighted / softmax.denominator(partial)[:, None]
     return weights, normalizer
 
 
 def _backward_head(
-    select: bool, part: slicing.HeadTile, rows: tuple[Array, ...], k: Array, v: Array
+    select: bool, head_tile: slicing.HeadTile, per_query: tuple[Array, ...], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Computes the gradients of q, k, v and parameters, with p = softmax(s) and
-    ds = p (d_out vᵀ − delta).
+    """Computes the gradients of q, k, v and parameters.
 
-    `rows` are q, d_out, delta and, if the forward pass kept them, p.
+    With the weights p = softmax(s), the cotangent of the scores is ds = p (d_out vᵀ − delta).
+    `per_query` holds q, d_out, delta and, if the forward pass kept them, the weights p.
     """
-    q, d_out, delta, *weights = rows
-    spec, q, scale = scaled(part.spec, q)
-    part = part._replace(spec=spec)
-    score, pull = _scores(select, part, q, k, v)
+    q, d_out, delta, *weights = per_query
+    spec, q, scale = scaled(head_tile.spec, q)
+    head_tile = head_tile._replace(spec=spec)
+    score, pull = _scores(select, head_tile, q, k, v)
     queries, keys, values = _widened(select or not has_mask(spec), q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:
         return jnp.einsum(pattern, x, y, precision=spec.precision)
 
     p = weights[0] if weights else _weights(select, score)[0]
-    d_p = part.drop(contract("tv,sv->ts", d_out, values))
+    d_p = head_tile.drop(contract("tv,sv->ts", d_out, values))
     d_products, d_params = pull(p * (d_p - delta[:, None]))
-    dropped = part.drop(p)
+    dropped = head_tile.drop(p)
     d_q = contract("ts,sh->th", d_products, keys) * scale
     d_k = contract("st,th->sh", _transposed(d_products), queries)
     d_v = contract("st,tv->sv", _transposed(dropped), d_out)
@@ -113,15 +118,16 @@ def _backward_head(
 
 
 def _transposed(x: Array) -> Array:
-    """Transposes x in memory, which the barrier ensures.
+    """Transposes x in memory: without the barrier XLA would fuse the transposition with a product.
 
-    Products with a transposed left side run at half the speed on CPUs.
+    Products whose left operand is transposed run at half the speed on CPUs.
     """
     return lax.optimization_barrier(x.T)
 
 
 def _overflow_rows(x: Array) -> Array:
-    """Returns which rows of x hold NaN, infinities, or numbers whose products may overflow."""
+    """Returns which rows of `x [t, H]` hold NaN, infinities or numbers whose products may overflow,
+    as booleans `[t]`."""
     largest = jnp.max(jnp.abs(x.astype(accumulation(x.dtype))), axis=-1, initial=0)
     # A maximum may ignore NaN, a sum does not.
     overflows = largest >= jnp.finfo(largest.dtype).max ** 0.5 / x.shape[-1]
@@ -129,46 +135,59 @@ def _overflow_rows(x: Array) -> Array:
 
 
 def _where(rows: Array, x: Array | int, y: Array) -> Array:
-    """Returns x in these rows, and y in all others."""
+    """Returns x where `rows [t]` is True, else y `[t, ...]`."""
     return jnp.where(rows.reshape(-1, *[1] * (y.ndim - 1)), x, y)
 
 
 def _zeroed(rows: Array, x: Array) -> Array:
-    """Returns x with 0 in these rows; with the barrier, XLA rounds its products as those of x."""
+    """Returns x with 0 in the rows where `rows` is True.
+
+    The barrier keeps XLA from fusing the selection with products, which it would round differently.
+    """
     return lax.optimization_barrier(_where(rows, 0, x))
 
 
-def _affected(part: slicing.HeadTile, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-    """Returns `(allowed [T, S], rows [T], keys [S])`: the keys that `_overflow_rows` marks, and the
-    rows that it marks or that see such a key."""
-    allowed = part.spec.mask.evaluate(part.b, part.h, part.rows, part.columns)
+def _affected(head_tile: slicing.HeadTile, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+    """Returns `(allowed [T, S], queries [T], keys [S])`.
+
+    `allowed` is the mask. `keys` are the keys that `_overflow_rows` marks by themselves or their
+    values. `queries` are the queries that it marks or that may attend to one of these keys.
+    """
+    allowed = head_tile.spec.mask.evaluate(
+        head_tile.b, head_tile.h, head_tile.rows, head_tile.columns
+    )
     allowed = jnp.broadcast_to(allowed, (q.shape[0], k.shape[0]))
     keys = _overflow_rows(k) | _overflow_rows(v)
     return allowed, _overflow_rows(q) | jnp.any(allowed & keys[None, :], axis=1), keys
 
 
 def _forward_fallback(
-    part: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
+    head_tile: slicing.HeadTile, q: Array, k: Array, v: Array, keep: bool = False
 ) -> tuple[Any, ...]:
-    """Computes output and normalizer as `_forward_head`, whatever is masked."""
-    _, rows, keys = _affected(part, q, k, v)
-    selected = _forward_head(True, part, q, k, v, keep)
-    zeroed = _zeroed(rows, q), _zeroed(keys, k), _zeroed(keys, v)
-    added = _forward_head(False, part, *zeroed, keep)
-    return jax.tree.map(functools.partial(_where, rows), selected[:2], added[:2])
+    """Computes output and normalizer, right even if masked queries, keys or values are not finite.
+
+    The queries that `_affected` returns have the result of selection. For all others, adding the
+    mask is right once the overflowing queries, keys and values are 0.
+    """
+    _, queries, keys = _affected(head_tile, q, k, v)
+    selected = _forward_head(True, head_tile, q, k, v, keep)
+    zeroed = _zeroed(queries, q), _zeroed(keys, k), _zeroed(keys, v)
+    added = _forward_head(False, head_tile, *zeroed, keep)
+    return jax.tree.map(functools.partial(_where, queries), selected[:2], added[:2])
 
 
 def _backward_fallback(
-    part: slicing.HeadTile, rows: tuple[Array, ...], k: Array, v: Array
+    head_tile: slicing.HeadTile, per_query: tuple[Array, ...], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
-    """Computes the gradients of `_backward_head` without a score function, whatever is masked."""
-    q, d_out, delta, *_ = rows
-    allowed, affected, overflow = _affected(part, q, k, v)
+    """Computes the gradients of `_backward_head`, right even if masked queries, keys or values are
+    not finite. There are no parameters: calls with a score function select from the start."""
+    q, d_out, delta, *_ = per_query
+    allowed, affected, overflow = _affected(head_tile, q, k, v)
     affected = affected | ~jnp.isfinite(delta)
     keys = overflow | jnp.any(allowed & affected[:, None], axis=0)
-    selected = _backward_head(True, part, (q, d_out, delta), k, v)
+    selected = _backward_head(True, head_tile, (q, d_out, delta), k, v)
     zeroed = tuple(_zeroed(affected, x) for x in (q, d_out, delta))
-    added = _backward_head(False, part, zeroed, _zeroed(overflow, k), _zeroed(overflow, v))
+    added = _backward_head(False, head_tile, zeroed, _zeroed(overflow, k), _zeroed(overflow, v))
     d_q, d_k, d_v = map(_where, (affected, keys, keys), selected, added)
     return d_q, d_k, d_v, []
 
@@ -176,10 +195,11 @@ def _backward_fallback(
 class OneHead(NamedTuple):
     """The forward or backward pass of one head.
 
-    head: the function `head(select, tile, ...)`.
-    fallback: the same function `fallback(tile, ...)`, right whatever is masked.
-    enough: returns whether results of `head` are right although the mask was added.
-    extra: the number of last results that are only used if they are, and else 0.
+    head: the function `head(select, head_tile, ...)`, whose mask selects scores or is added.
+    fallback: the function `fallback(head_tile, ...)`, with right results even if masked arrays are
+        not finite.
+    enough: returns whether results of `head` with an added mask are right.
+    extra: the number of last results that only `head` has; they are set to 0 if they are not right.
     """
 
     head: Callable[..., Any]
@@ -189,44 +209,48 @@ class OneHead(NamedTuple):
 
 
 def attempt(
-    which: OneHead,
+    one_head: OneHead,
     run: Callable[..., Any],
     finish: Callable[..., Any],
     operands: tuple[Any, ...],
     spec: Spec,
     optimistic: bool,
 ) -> tuple[Any, Any]:
-    """Returns the results of many pieces, and whether adding the mask was enough.
+    """Returns the results of many tiles, and whether adding the mask was enough.
 
-    `run(head, *operands)` maps a function of one head over the pieces; to save memory rather than
-    time, `attempt` passes it `over_batch=tile.in_turn`. `finish` returns the final form of all but
-    the extra results. `optimistic=False` selects from the start.
+    `run(function, *operands)` maps a function of one head over all tiles; the fallback is run with
+    `over_batch=tile.in_turn`, which takes less memory but more time. `finish` returns the final
+    form of all but the extra results. With `optimistic=False` the mask selects from the start.
     """
-    adding, selecting = (functools.partial(which.head, select) for select in (False, True))
+    adding, selecting = (functools.partial(one_head.head, select) for select in (False, True))
     optimistic = optimistic and spec.score is None and not parameters(spec)
     results = run(selecting if has_mask(spec) and not optimistic else adding, *operands)
-    last = len(results) - which.extra
+    n = len(results) - one_head.extra
     if not has_mask(spec) or not optimistic:
-        return (*finish(results[:last]), *results[last:]), np.bool_(not has_mask(spec))
-    enough = which.enough(results)
+        return (*finish(results[:n]), *results[n:]), np.bool_(not has_mask(spec))
+    enough = one_head.enough(results)
 
-    # Heads are joined, and so copied back between tokens, within the branch: a result that only
-    # passes through a branch would be copied once more.
+    # `finish` transposes the results, and the reshape makes XLA copy them, within the branch: a
+    # result that only passed through the branch would be copied once more.
     def joined(results: Tree) -> Tree:
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), finish(results))
 
-    def again(_: Tree, *operands: Tree) -> Tree:
-        return joined(run(which.fallback, *operands, over_batch=tile.in_turn))
+    def finished(results: Tree, *_: Tree) -> Tree:
+        return joined(results)
 
-    first = lambda results, *_: joined(results)  # noqa: E731
-    final = unbatched_cond(enough, first, again, results[:last], *operands)
-    shapes = jax.eval_shape(finish, results[:last])
+    def recomputed(_: Tree, *operands: Tree) -> Tree:
+        return joined(run(one_head.fallback, *operands, over_batch=tile.in_turn))
+
+    final = unbatched_cond(enough, finished, recomputed, results[:n], *operands)
+    shapes = jax.eval_shape(finish, results[:n])
     final = jax.tree.map(lambda x, y: x.reshape(y.shape), final, shapes)
-    extra = (jnp.where(enough, x, 0) for x in results[last:])  # no NaN that is masked
+    # Unless adding was enough, nothing uses these, and they may hold NaN of masked pairs.
+    extra = (jnp.where(enough, x, 0) for x in results[n:])
     return (*final, *extra), enough
 
 
-# Scores that are not finite make their rows NaN, and so do 0 × NaN and 0 × inf in every row.
+# The output of a query is NaN if one of its scores is NaN or +inf, also of a masked key, and all
+# outputs of a head are NaN if a value is NaN or infinite. So finite outputs are right.
 FORWARD = OneHead(
     _forward_head, _forward_fallback, lambda results: jnp.isfinite(jnp.sum(results[0]))
 )
@@ -239,40 +263,40 @@ _KEEPING = OneHead(
 
 
 def _by_token(results: Tree) -> tuple[Any, ...]:
-    """Returns arrays `[B, N, T, ...]` as `[B, T, N, ...]`."""
+    """Transposes arrays `[B, N, T, ...]` to `[B, T, N, ...]`."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), tuple(results))
 
 
 def _rows(shapes: Shapes, together: int) -> Size:
-    """Returns the number of batch rows in a group, if possible one that divides them all.
+    """Returns the number of batch rows in a group, if possible a divisor of B.
 
-    The operands, results and scores of a group have about `together` numbers.
+    The operands, results and scores of a group have about `together` entries.
     """
     _, T, S, N, _, H, V, _ = shapes
-    if not isinstance(shapes.B, int):  # a dimension of an exported program, known when it runs
+    if not isinstance(shapes.B, int):  # a symbolic dimension of an exported program
         return shapes.B
-    most = max(1, together // (N * (T * S + (T + S) * (H + V))))
-    if shapes.B <= 2 * most:  # slicing and joining two groups would take longer than it saves
+    max_rows = max(1, together // (N * (T * S + (T + S) * (H + V))))
+    if shapes.B <= 2 * max_rows:  # slicing and joining two groups would take longer than it saves
         return shapes.B
-    even = next(n for n in range(most, 0, -1) if shapes.B % n == 0)
-    return even if 2 * even > most else -(-shapes.B // -(-shapes.B // most))
+    divisor = next(n for n in range(max_rows, 0, -1) if shapes.B % n == 0)
+    return divisor if 2 * divisor > max_rows else -(-shapes.B // -(-shapes.B // max_rows))
 
 
 def _in_groups(
     run: Callable[..., Any], rows: Size, spec: Spec, start: Tree, operands: tuple[Array, ...]
 ) -> tuple[Any, Any]:
     """Folds `run(total, size, first, spec, *operands) -> (total, results)` over groups of batch
-    rows, which it slices with `_group`.
+    rows; a group has `size` batch rows from `first` on, which `run` slices by `_group`.
 
-    All rows at once would write and read each [T, S] before the next step; those of a group stay in
-    the caches, in memory that is not allocated anew in every call. A lone group has no total before
-    it: None.
+    The `[T, S]` arrays of a group stay in the caches, and the groups share their memory; those of
+    all batch rows at once would be written to main memory and read again. The first total is
+    `start`, or None if all batch rows are one group.
     """
     B = operands[0].shape[0]
     if rows == B:
         return run(None, B, jnp.int32(0), spec, *operands)
-    steps, rest = divmod(B, rows)
-    starts = rows * jnp.arange(steps, dtype=jnp.int32)
+    groups, rest = divmod(B, rows)
+    starts = rows * jnp.arange(groups, dtype=jnp.int32)
     total, results = lax.scan(
         lambda total, first: run(total, rows, first, spec, *operands), start, starts
     )
@@ -284,7 +308,10 @@ def _in_groups(
 
 
 def _group(size: Size, first: Array, spec: Spec, *operands: Array) -> Tree:
-    """Slices some batch rows, where they are used: a branch would copy them."""
+    """Returns the spec and the operands of `size` batch rows from `first` on.
+
+    It is called inside of branches: slices that are passed to a branch are copied.
+    """
     return slicing.slice_batch(spec, first, size), *(slicing.take(x, first, size) for x in operands)
 
 
@@ -296,22 +323,25 @@ def forward(
     sizes: Sizes,
     keep: bool,
 ) -> tuple[Any, ...]:
-    """Computes `(out [B, T, N, V], normalizer of [B, T, N], all_finite)` and, with `keep`, the
-    weights `[B, N, T, S]`; `backward` receives `all_finite` and the weights.
+    """Returns `out [B, T, N, V]`, the normalizer `[B, T, N]`, `all_finite` and, with `keep`, the
+    weights `[B, N, T, S]`.
 
-    Groups of batch rows hold about `sizes.together` numbers.
+    `all_finite` tells `backward` whether adding the mask was enough. Groups of batch rows have
+    about `sizes.together` numbers.
     """
 
     def group(total: Any, size: Size, *operands: Tree) -> Tree:
-        def run(head: Callable[..., Any], first: Array, *operands: Tree, **how: Any) -> Tree:
-            def one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> Tree:
+        def run(head: Callable[..., Any], first: Array, *operands: Tree, **options: Any) -> Tree:
+            def whole_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> Tree:
                 return head(slicing.HeadTile.whole(spec, b, h, len(q), len(k)), q, k, v)
 
             spec, query, *keys = _group(size, first, *operands)
-            return tile.over_heads(one_head, spec, (query,), tuple(keys), 0, first=first, **how)
+            return tile.over_heads(
+                whole_head, spec, (query,), tuple(keys), 0, first=first, **options
+            )
 
-        which = _KEEPING if keep else FORWARD
-        results, all_finite = attempt(which, run, _by_token, operands, spec, sizes.add_masks)
+        one_head = _KEEPING if keep else FORWARD
+        results, all_finite = attempt(one_head, run, _by_token, operands, spec, sizes.add_masks)
         return (all_finite if total is None else total & all_finite), results
 
     rows = _rows(Shapes.of(query, value), sizes.together)
@@ -327,12 +357,13 @@ def backward(
     forward_results: tuple[Array, ...],
     sizes: Sizes,
 ) -> Tree:
-    """Computes the gradients of parameters, query, key and value; `per_head` is a `PerQuery`, and
-    `forward_results` are `all_finite` and the weights, if they were kept.
+    """Computes the gradients of parameters, query, key and value.
 
-    Otherwise weights are computed again from the scores: with the normalizer as a second result the
-    forward pass would not be one fused kernel. A group has half as many rows as there, as each
-    holds twice as much.
+    `per_head` is a `PerQuery` of all heads. `forward_results` are `all_finite` and, if the forward
+    pass kept them, the weights; otherwise the weights are recomputed from the scores. They are not
+    computed from the normalizer: if the program used it, XLA would not compile the forward pass to
+    one fused kernel. A group has half as many batch rows as in the forward pass, because a batch
+    row takes twice the memory.
     """
     query, d_out, _, _, delta = per_head
     all_finite, *weights = forward_results
@@ -340,19 +371,19 @@ def backward(
 
     def group(total: Any, size: Size, *operands: Any) -> Tree:
         def enough(results: Tree) -> Array:
-            # If a masked value overflows in a product with d_out, its row of d_key is NaN.
+            # If the product of d_out and a masked value overflows, d_key is NaN for that key.
             return all_finite & jnp.isfinite(jnp.sum(results[1]))
 
-        def run(head: Callable[..., Any], first: Any, *operands: Any, **how: Any) -> Tree:
-            def one_head(spec: Spec, b: Index, h: Index, *arrays: Array) -> Tree:
-                *rows, k, v = arrays
-                whole = slicing.HeadTile.whole(spec, b, h, len(rows[0]), len(k))
-                return head(whole, tuple(rows), k, v)
+        def run(head: Callable[..., Any], first: Any, *operands: Any, **options: Any) -> Tree:
+            def whole_head(spec: Spec, b: Index, h: Index, *arrays: Array) -> Tree:
+                *per_query, k, v = arrays
+                head_tile = slicing.HeadTile.whole(spec, b, h, len(per_query[0]), len(k))
+                return head(head_tile, tuple(per_query), k, v)
 
             spec, query, d_out, delta, key, value, *weights = _group(size, first, *operands)
-            rows = (query, d_out, delta, *(jnp.swapaxes(x, 1, 2) for x in weights))
-            axes = (0, 0, 0, [0] * len(parameters(spec)))
-            return tile.over_heads(one_head, spec, rows, (key, value), axes, first=first, **how)
+            per_query = (query, d_out, delta, *(jnp.swapaxes(x, 1, 2) for x in weights))
+            axes, keys = (0, 0, 0, [0] * len(parameters(spec))), (key, value)
+            return tile.over_heads(whole_head, spec, per_query, keys, axes, first=first, **options)
 
         def finish(results: Tree) -> Tree:
             *by_head, d_params = results
@@ -361,8 +392,8 @@ def backward(
 
         first, spec, *_ = operands
         spec = slicing.slice_batch(spec, first, size)
-        which = OneHead(_backward_head, _backward_fallback, enough)
-        (d_params, *gradients), _ = attempt(which, run, finish, operands, spec, sizes.add_masks)
+        one_head = OneHead(_backward_head, _backward_fallback, enough)
+        (d_params, *gradients), _ = attempt(one_head, run, finish, operands, spec, sizes.add_masks)
         return _add_rows(total, d_params, first), gradients
 
     rows = _rows(Shapes.of(query, value), sizes.together // 2)
@@ -373,7 +404,7 @@ def backward(
 
 
 def _add_rows(total: Any, parts: list[Array], first: Index) -> list[Array]:
-    """Adds the gradients of parameters of batch rows from `first` on to the total."""
+    """Adds gradients of parameters, of the batch rows from `first` on, to the total."""
     if total is None:
         return parts
     pairs = zip(total, parts, strict=True)

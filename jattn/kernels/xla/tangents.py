@@ -1,15 +1,16 @@
-"""The derivative functions that no kernel has: tile by tile, in memory linear in T and S.
+"""Forward-mode derivatives and second derivatives, tile by tile, in memory linear in T and S.
 
-ds, the tangent of the scores s, is the derivative of the same `jattn.tile` that computes s, by
-tangents of parameters, queries and keys. With the weights p = softmax(s) of the rows
+All kernels share these functions. JAX's forward mode computes ds, the tangent of the scores s,
+through the functions of `jattn.tile`. With the weights p = softmax(s), and sums over the keys of a
+query, the tangents of lse and out are
 
     d_lse = Σ p ds        d_out = Σ drop(p) (ds v + dv) − d_lse out
 
-so that each tile is visited once. Second derivatives are JAX's derivatives in forward mode of this
-function and of `blockwise`'s backward function.
+so that each tile is visited once. For second derivatives, JAX differentiates `_tangent` and
+`_backward` in forward mode.
 
-Both compute the normalizer of their own scores. A kernel may round scores differently; if these are
-large, its normalizer does not fit our scores.
+Both functions recompute the normalizer from their own scores: the kernel of the forward pass may
+have rounded scores differently, and with large logits its normalizer would not fit.
 """
 
 import functools
@@ -33,40 +34,41 @@ from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
 @pytree_dataclass
 class _SpecAndTangent:
-    """A spec, and a spec that holds the tangents of its parameters; both are sliced alike."""
+    """A spec, and a second one with tangents in place of parameters, to slice both alike."""
 
     spec: Spec
     tangent: Spec
 
 
 class _BlockOrder(NamedTuple):
-    """The order in which the tiles of a head are visited: by blocks of `rows` queries.
+    """The order in which the tiles of a head are visited, by blocks of `block_q` queries.
 
-    `visit(i, add_run, state)` folds over the keys that block i visits. `map(block)` stacks the
-    results of all blocks.
+    `visit(i, add_run, state)` folds over the runs of keys that block i visits. `map(block)` returns
+    the results of `block(i)` for all blocks, stacked.
     """
 
-    rows: int
+    block_q: int
     visit: Callable[..., Any]
     map: Callable[[Callable[[Any], Any]], Any]
 
     @classmethod
     def of(cls, call: BlockwiseCall, spec: Spec, b: Any, h: Any) -> "_BlockOrder":
-        schedule, (rows, _) = call.schedule(spec, b, h), call.tiling
-        over_blocks = functools.partial(call.map_blocks, schedule, call.padded[0] // rows)
-        return cls(rows, functools.partial(tile_schedule.visit, schedule), over_blocks)
+        schedule, (block_q, _) = call.schedule(spec, b, h), call.tiling
+        over_blocks = functools.partial(call.map_blocks, schedule, call.padded[0] // block_q)
+        return cls(block_q, functools.partial(tile_schedule.visit, schedule), over_blocks)
 
     @classmethod
     def of_band(cls, band: tile_schedule.Band) -> "_BlockOrder":
-        """Returns the order for a band: each block visits one run, several blocks at a time."""
+        """Returns the order for a band: each block visits one run of keys, and several blocks are
+        computed at once."""
         starts = jnp.asarray(band.starts)
 
         def visit(i: Index, add_run: Callable[..., Any], state: Tree) -> Any:
             return add_run(tile_schedule.TileRun(starts[i], band.width, True), state)
 
         indices = jnp.arange(len(starts), dtype=jnp.int32)
-        batched = min(len(starts), tuning.current().band_blocks)
-        return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=batched))
+        batch_size = min(len(starts), tuning.current().band_blocks)
+        return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=batch_size))
 
 
 def _head_tangents(
@@ -77,7 +79,10 @@ def _head_tangents(
     keys: tuple[Array, ...],
     order: _BlockOrder,
 ) -> tuple[Array, Array]:
-    """Computes `(d_out [T, V], d_lse [T])` of one head; sizes are whole tiles."""
+    """Computes `d_out [T, V]` and `d_lse [T]` of one head, padded to whole tiles.
+
+    `keys` are the key, its tangent, the value and its tangent.
+    """
     (spec, q, _), (tangent, dq, _) = (
         scaled(*x) for x in ((specs.spec, operands.query), (specs.tangent, operands.tangent))
     )
@@ -85,35 +90,38 @@ def _head_tangents(
     k, dk, v, dv = keys
     values, d_values = Values.of(spec, v), dv.astype(accumulation(v.dtype))
     d_values = jnp.where(jnp.isfinite(v), d_values, 0)
-    rows = order.rows
+    block_q = order.block_q
 
     def block(i: Index) -> tuple[Array, Array]:
-        block_inputs = TangentInputs(*(slicing.take(x, i * rows, rows) for x in operands))
+        block_inputs = TangentInputs(*(slicing.take(x, i * block_q, block_q) for x in operands))
 
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
-            part = slicing.HeadTile.at(spec, b, h, i * rows, rows, run)
-            d_params = parameters(slicing.slice_tile(tangent, i * rows, rows, run.start, run.size))
+            head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
+            d_params = parameters(
+                slicing.slice_tile(tangent, i * block_q, block_q, run.start, run.size)
+            )
             k_j, dk_j, dv_j = (slicing.take(x, run.start, run.size) for x in (k, dk, d_values))
-            v_j = values.take(run)
+            v_j = values.slice_keys(run)
 
             def score(params: list[Array], q: Array, k: Array) -> Array:
-                changed = part._replace(spec=with_parameters(part.spec, params))
+                changed = head_tile._replace(spec=with_parameters(head_tile.spec, params))
                 return changed.modify(blockwise.products(changed, q, k, v_j), run.masked)
 
-            primals = (parameters(part.spec), block_inputs.query, k_j)
+            primals = (parameters(head_tile.spec), block_inputs.query, k_j)
             s, ds = jax.jvp(score, primals, (d_params, block_inputs.tangent, dk_j))
 
             def weigh(weights: Array) -> Array:
+                # d_out + d_lse out, and in the last column d_lse, so that one fold sums both.
                 weighted_ds = weights * ds
-                d_out = dot(part.drop(weighted_ds), v_j.finite, spec)
-                d_out = d_out + dot(part.drop(weights), dv_j, spec)
+                d_out = dot(head_tile.drop(weighted_ds), v_j.finite, spec)
+                d_out = d_out + dot(head_tile.drop(weights), dv_j, spec)
                 return jnp.append(d_out, jnp.sum(weighted_ds, axis=-1)[:, None], axis=1)
 
             return softmax.combine(state, softmax.of(s, weigh))
 
         out = block_inputs.out
-        nothing = softmax.empty(rows, out.shape[1] + 1, out.dtype)
-        tangents, _ = softmax.finish(order.visit(i, add_run, nothing))
+        empty = softmax.empty(block_q, out.shape[1] + 1, out.dtype)
+        tangents, _ = softmax.finish(order.visit(i, add_run, empty))
         d_out, d_lse = tangents[:, :-1], tangents[:, -1]
         return d_out - d_lse[:, None] * out, d_lse
 
@@ -129,37 +137,43 @@ def _tangent(
     inputs: TangentInputs,
     *keys: Array,
 ) -> tuple[Array, Array]:
-    """Computes `DerivativeFunctions.tangent`."""
-    query, tangent, *wide = _widened(inputs.query, inputs.tangent, *keys)
+    """Computes `DerivativeFunctions.tangent`.
+
+    `keys` are the key, its tangent, the value and its tangent.
+    """
+    query, tangent, *converted = _to_accumulation(inputs.query, inputs.tangent, *keys)
+    keys = tuple(converted)
     inputs = inputs._replace(query=query, tangent=tangent)
-    call = BlockwiseCall.of(platform, spec, query, wide[2], tiling)
+    call = BlockwiseCall.of(platform, spec, query, keys[2], tiling)
     specs = _SpecAndTangent(*(call.pad(x) for x in (spec, with_parameters(spec, d_params))))
     if call.strategy == "loop":
-        return _tangent_loop(specs, inputs, tuple(wide), call)
+        return _tangent_loop(specs, inputs, keys, call)
     T, S = call.padded
 
     def one_head(specs: Any, b: Index, h: Index, *operands: Array) -> tuple[Array, Array]:
-        rows = TangentInputs(*(slicing.pad_to(x, T) for x in operands[: len(inputs)]))
-        columns = tuple(slicing.pad_to(x, S) for x in operands[len(inputs) :])
+        head_inputs = TangentInputs(*(slicing.pad_to(x, T) for x in operands[: len(inputs)]))
+        head_keys = tuple(slicing.pad_to(x, S) for x in operands[len(inputs) :])
         order = _BlockOrder.of(call, specs.spec, b, h)
-        results = _head_tangents(specs, b, h, rows, columns, order)
+        results = _head_tangents(specs, b, h, head_inputs, head_keys, order)
         return jax.tree.map(lambda x: x[: call.shapes.T], results)
 
     over_batch = _over_batch(platform, call)
-    return tile.over_heads(one_head, specs, inputs, tuple(wide), out_axes=1, over_batch=over_batch)
+    return tile.over_heads(one_head, specs, inputs, keys, out_axes=1, over_batch=over_batch)
 
 
-def _widened(*arrays: Array) -> list[Array]:
-    """Returns arrays in the dtype of sums.
+def _to_accumulation(*arrays: Array) -> list[Array]:
+    """Returns arrays in the accumulation dtype.
 
-    XLA's CPU code for derivatives of products of 16-bit numbers, summed in 32 bits, has returned
-    garbage.
+    XLA on CPUs has returned wrong derivatives of products of 16-bit numbers summed in 32 bits.
     """
     return [x.astype(accumulation(x.dtype)) for x in arrays]
 
 
 def _over_batch(platform: str, call: BlockwiseCall) -> Any:
-    """Returns `tile.in_turn` for single tiles if those of all batch rows save no time."""
+    """Returns the map over batch rows: sequential for single tiles on a CPU, else `jax.vmap`.
+
+    All batch rows at once would take more memory there and no less time.
+    """
     in_turn = call.strategy == "single tile" and tuning.sizes(platform).in_turn
     return tile.in_turn if in_turn else jax.vmap
 
@@ -167,7 +181,7 @@ def _over_batch(platform: str, call: BlockwiseCall) -> Any:
 def _tangent_loop(
     specs: _SpecAndTangent, inputs: TangentInputs, keys: tuple[Array, ...], call: BlockwiseCall
 ) -> tuple[Array, Array]:
-    """Computes the tangents of one head after another."""
+    """Computes `_tangent`, one head after another."""
     shapes, (T, S) = call.shapes, call.padded
     band = None
     if specs.spec.pair is None:
@@ -175,11 +189,11 @@ def _tangent_loop(
 
     def body(n: Any, total: Any) -> Any:
         b, h = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.N))
-        rows = TangentInputs(*(take_head(x, b, h, T) for x in inputs))
-        columns = tuple(take_head(x, b, h // shapes.G, S) for x in keys)
+        head_inputs = TangentInputs(*(take_head(x, b, h, T) for x in inputs))
+        head_keys = tuple(take_head(x, b, h // shapes.G, S) for x in keys)
         selected = select_head(specs, b, h)
         order = _BlockOrder.of_band(band) if band else _BlockOrder.of(call, selected.spec, b, h)
-        results = _head_tangents(selected, b, h, rows, columns, order)
+        results = _head_tangents(selected, b, h, head_inputs, head_keys, order)
         return jax.tree.map(lambda x, y: write_head(x, y, b, h), total, results)
 
     total = (jnp.zeros_like(inputs.out), jnp.zeros_like(inputs.out[..., 0]))
@@ -189,8 +203,8 @@ def _tangent_loop(
 def _backward(
     tiling: Tiling | None, platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array
 ) -> Any:
-    """Computes `DerivativeFunctions.backward`, by functions of `blockwise` for several tiles."""
-    query, key, value = _widened(per_query[0], key, value)
+    """Computes `DerivativeFunctions.backward` by `blockwise`, also if heads are single tiles."""
+    query, key, value = _to_accumulation(per_query[0], key, value)
     per_query = per_query._replace(query=query)
     call = BlockwiseCall.of(platform, spec, query, value, tiling)
     is_loop, padded = call.strategy == "loop", call.pad(spec)
@@ -207,11 +221,11 @@ def _backward(
 
 
 def functions(tiling: Tiling | None = None) -> DerivativeFunctions:
-    """Returns the derivative functions, with the tiling of `blockwise.functions`."""
+    """Returns the derivative functions; `tiling` is as in `blockwise.functions`."""
     return DerivativeFunctions(*(functools.partial(f, tiling) for f in (_tangent, _backward)))
 
 
 def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` for one flat batch axis, by `blockwise`."""
+    """Computes `(out [B, T, N, V], lse [B, N, T])` by `blockwise`, for a single batch axis."""
     kernel = vjp.Functions(blockwise.functions)
     return vjp.attention(kernel, functions(), spec, query, key, value)

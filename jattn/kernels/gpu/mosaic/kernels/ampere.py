@@ -1,12 +1,12 @@
-"""Attention on GPUs since Ampere for any mask, by the products of single warps.
+"""Attention on Ampere and later GPUs for any mask, by tensor core products of single warps (mma).
 
-FlashAttention-2 (Dao 2023) in Pallas's Mosaic GPU. A program is one warpgroup. It keeps 64 queries,
-or in the backward pass 64 queries or keys, and computes while the next tile is copied to shared
-memory, see `streams`.
+FlashAttention-2 (Dao 2023) in Pallas's Mosaic GPU. A program is one warpgroup. It keeps 64 queries
+or, for the gradients of keys and values, 64 keys. It computes one tile while the next one is copied
+to shared memory, see `streams`.
 
-Index arrays say which tiles are visited and which need no mask, see `block_mask`; the scores of a
-tile come from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
-interpreter.
+Index arrays list the tiles to visit, and tell which of them need no mask, see `block_mask`. The
+scores of a tile are computed by `jattn.tile`, which `mosaic_interpreter` runs on arrays in
+registers. On a CPU the same kernels run in JAX's interpreter.
 """
 
 import functools
@@ -42,7 +42,7 @@ from jattn.softmax import Normalizer
 from jattn.spec import Spec, Tiling
 
 
-LEAST = (8, 0)  # compute capability: others have no products in bfloat16
+LEAST = (8, 0)  # GPUs of lower compute capabilities cannot multiply bfloat16
 
 
 def supports(call: Call) -> str | None:
@@ -52,29 +52,30 @@ def supports(call: Call) -> str | None:
 
 
 def old() -> str | None:
-    """Returns why this version of JAX cannot compile for this machine's device; None if it can."""
+    """Returns why this version of JAX cannot compile for this machine's GPU; None if it can, or if
+    there is no GPU, because the program is for another machine."""
     return None if device.device() is None or knows_ampere() else OLD
 
 
-OLD = "this version of JAX has no products of single warps; expected JAX 0.12 or later"
+OLD = "this version of JAX cannot multiply by single warps; expected JAX 0.12 or later"
 
 
 def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`.
 
-    There is a program for every 64 queries and each part of the keys (Dao et al. 2023,
+    There is a program for each block of 64 queries and each part of its keys (Dao et al. 2023,
     "Flash-Decoding").
     """
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     visits, parts = problem.visits(spec), problem.parts()
 
-    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
+    def kernel(item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
-        part, b, h, i = place()
-        kv, row, first = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
+        part, b, h, i = item()
+        kv, row, first_turn = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
         block = pl.ds(row, rows)
-        queries.fill(first, query.at[b, h, block])
-        constants, (q,) = problem.constants(leaves, b, h), queries.wait(first)
+        queries.fill(first_turn, query.at[b, h, block])
+        constants, (q,) = problem.constants(leaves, b, h), queries.wait(first_turn)
 
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
@@ -92,9 +93,10 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
             return turn + 1, sums._replace(weighted=weighted)
 
-        state = first, initial(unit, rows, shapes.V)
-        share = part, parts
-        _, sums = visits.fold_ahead(visits_ref, (b, h, i), fetch, first, visit, state, share)
+        state = first_turn, initial(unit, rows, shapes.V)
+        _, sums = visits.fold_ahead(
+            visits_ref, (b, h, i), fetch, first_turn, visit, state, (part, parts)
+        )
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
@@ -112,24 +114,28 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 class _AmpereGradients(backward.GradientProgram):
-    """64 queries or, with `by_key`, 64 keys, which the only warpgroup keeps."""
+    """A program of a backward pass. Its warpgroup keeps 64 queries or, with `by_key`, 64 keys, and
+    sums their gradients over the streamed tiles."""
 
     def run(self, results: Tree, scratch: Tree) -> None:
-        """Sums the gradients of what the program keeps, and writes them."""
-        (resident, stream), unit, first = scratch, self.problem.unit, jnp.int32(0)
-        part = self.part(self.place[2] * ROWS, ROWS, self.place[1])
-        resident.fill(first, *[x.at[part] for x in self.resident])
+        """Computes the gradients of the kept queries, or keys, and writes them to `results`."""
+        (resident, stream), unit, first_turn = scratch, self.problem.unit, jnp.int32(0)
+        kept = self.part(self.place[2] * ROWS, ROWS, self.place[1])
+        resident.fill(first_turn, *[x.at[kept] for x in self.resident])
         rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
-        add_head = functools.partial(self.add_head, stream, resident.wait(first), rows)
+        add_head = functools.partial(self.add_head, stream, resident.wait(first_turn), rows)
         zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(results)
-        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first, *zeros))
+        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, *zeros))
         gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
         for result, gradient in zip(results, gradients, strict=True):
-            put(unit, result.at[part], gradient.astype(result.dtype))
+            put(unit, result.at[kept], gradient.astype(result.dtype))
 
     def add_head(self, stream: Stream, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
-        """Adds all tiles of a head to the state. `resident` are arrays in shared memory, and
-        `kept_rows` the statistics of queries that the program keeps."""
+        """Adds all streamed tiles of query head g of the group to the state.
+
+        `resident` are the kept arrays in shared memory. `kept_rows` are the statistics of kept
+        queries, or None if keys are kept.
+        """
         problem, (b, key_head, i) = self.problem, self.place
         h = key_head * problem.heads + g
         constants = problem.constants(self.leaves, b, h)
@@ -143,8 +149,8 @@ class _AmpereGradients(backward.GradientProgram):
             fetch_next(turn + 1)
             index = self.tile_index(h, i * ROWS, x * problem.streamed)
             tile = problem.tile(self.leaves, index, constants)
-            read = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
-            rows = read if kept_rows is None else kept_rows
+            read_rows = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
+            rows = read_rows if kept_rows is None else kept_rows
             totals = dict(zip(self.which, totals, strict=True))
             operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
             return turn + 1, *add_gradients(problem, totals, arrays, **operands)
@@ -153,8 +159,8 @@ class _AmpereGradients(backward.GradientProgram):
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
-    """Computes gradients as `mosaic_call.GradientKernels.run`, in a program for every 64 queries or
-    keys."""
+    """Computes gradients, see `mosaic_call.GradientKernels.run`, with one program for each block of
+    64 queries or keys."""
     shapes, size = problem.shapes, problem.streamed
     scratch = [
         Stream.scratch(problem.unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
@@ -166,12 +172,14 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    """Returns the keys of a streamed tile in gradients of queries, and the queries of a streamed
+    tile in gradients of keys: the most that fit the registers."""
     if width <= 64:
         return 32 if spec.score is not None and spec.dropout_rate else 64, 32
     return 32 if width <= 128 else 16, 16
 
 
-# The most keys and queries that fit registers beside those of masks and score functions.
+# A tile has the most keys for which registers are left for masks and score functions.
 _FORWARD = mosaic_call.ForwardKernel(
     tiling=lambda _, x: Tiling(ROWS, 64 if max(x.H, x.V) <= 128 else 16),
     products=Products.WARP,
@@ -192,7 +200,7 @@ def functions(platform: str) -> AttentionVJP:
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    """Computes attention to a cache, see `gpu_decode.attend`."""
+    """Computes the attention to a cache, see `gpu_decode.attend`."""
     check_version("ampere", platform)
     return gpu_decode.attend(_FORWARD, platform, spec, query, cache)
 

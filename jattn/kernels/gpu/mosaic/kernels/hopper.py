@@ -1,16 +1,21 @@
-"""Attention on Hopper GPUs for any mask, asynchronous from memory to matrix units.
+"""Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, learned from its documentation and from
-`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One only copies
-tiles of keys and values to shared memory, a few ahead of their use. The other two keep 64 queries
-each and compute; in the forward pass they alternate: the tensor cores compute products of one while
-the other computes its softmax. Barriers say whose turn it is, which place in shared memory is
-filled, and which is free again. With a causal mask there are as many programs as run at once, if
-registers suffice: each continues with other queries, whose keys are copied before it has finished.
+`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One only copies:
+it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
+two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
+products of one while the other computes its softmax. Barriers synchronize the two, and tell which
+buffers are filled and which are free again. The streamed tiles of a program are numbered; the
+number of a tile is its `turn`, and turn modulo `_BUFFERS` its buffer.
 
-Index arrays say which tiles are visited and which need no mask, see `block_mask`; the scores of a
-tile come from `jattn.tile`, through `mosaic_interpreter`. On a CPU the same kernels run in JAX's
-interpreter.
+With a causal mask, blocks of queries visit different numbers of tiles. If registers suffice, the
+program is then persistent: the grid has only as many programs as run at once, and each computes
+several blocks of queries. The keys of the next block are copied while the last tiles of the
+previous one are computed.
+
+Index arrays list the tiles to visit, and tell which of them need no mask, see `block_mask`. The
+scores of a tile are computed by `jattn.tile`, which `mosaic_interpreter` runs on arrays in
+registers. On a CPU the same kernels run in JAX's interpreter.
 """
 
 import contextlib
@@ -55,12 +60,18 @@ from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling
 
 
-CAPABILITY = (9, 0)  # others have no wgmma
-_AHEAD = 2  # places in shared memory for streamed tiles
-# CUDA 12.8.0 to 12.9.0 compile masks wrongly: JAX's `attention_mgpu` refuses causal ones there. The
-# compilers of 12.9.0 and 12.9.1 differ in their version, and their CUDA runtimes do not.
-_MISCOMPILING, _MENDED = range(12080, 12100), (12, 9, 86)
-_COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"  # the first with JAX before 0.12
+CAPABILITY = (9, 0)  # GPUs of other compute capabilities have no wgmma
+_BUFFERS = 2  # in shared memory, for streamed tiles
+
+
+# CUDA 12.8.0 to 12.9.0 miscompiles masks: JAX's `attention_mgpu` refuses causal masks there. The
+# runtime version is the same for CUDA 12.9.0 and 12.9.1, so the compilers' versions decide.
+_MISCOMPILING_RUNTIMES = range(12080, 12100)
+_FIRST_CORRECT_COMPILER = (12, 9, 86)
+
+
+# The packages that hold them: JAX before 0.12 compiles by the first, later versions by the second.
+_COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
 
 
 def supports(call: Call) -> str | None:
@@ -70,27 +81,29 @@ def supports(call: Call) -> str | None:
 
 
 def _miscompiled() -> str | None:
-    if device.device() is None or _cuda_version() not in _MISCOMPILING:
+    """Returns why the machine's CUDA miscompiles masks; None if it does not."""
+    if device.device() is None or _cuda_version() not in _MISCOMPILING_RUNTIMES:
         return None
     versions = _compilers()
-    if versions and min(versions.values()) >= _MENDED:
+    if versions and min(versions.values()) >= _FIRST_CORRECT_COMPILER:
         return None
-    named = [f"{name} {'.'.join(map(str, version))}" for name, version in versions.items()]
+    installed = [f"{name} {'.'.join(map(str, version))}" for name, version in versions.items()]
     return (
-        "CUDA 12.8.0 to 12.9.0 compile masks wrongly; expected CUDA 12.9.1 or later, which is "
-        f"{' and '.join(_COMPILERS)} 12.9.86, got {' and '.join(named) or 'neither'}"
+        "CUDA 12.8.0 to 12.9.0 miscompiles masks; expected the compilers of CUDA 12.9.1 or later, "
+        f"packages {' and '.join(_COMPILERS)} 12.9.86 or later, "
+        f"got {' and '.join(installed) or 'neither'}"
     )
 
 
 def _cuda_version() -> int:
-    """The version of the CUDA runtime as CUDA encodes it: 12090 is 12.9.0 or 12.9.1; 0 if JAX has
-    none."""
+    """Returns the version of the CUDA runtime as CUDA encodes it (12090 for 12.9.0 and 12.9.1), or
+    0 if JAX has no CUDA runtime."""
     versions = importlib.import_module("jax._src.lib").cuda_versions
     return versions.cuda_runtime_get_version() if versions else 0
 
 
 def _compilers() -> dict[str, tuple[int, ...]]:
-    """The versions of CUDA's compilers that are installed as packages."""
+    """Returns the versions of CUDA's compilers that are installed as Python packages."""
     versions = {}
     for name in _COMPILERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -104,16 +117,21 @@ def _compilers() -> dict[str, tuple[int, ...]]:
 
 
 class _HopperForward(NamedTuple):
-    """A program of the forward pass: some queries, and all their keys or one of `parts` of them.
+    """A program of the forward pass. It computes one work item, or several one after another.
 
-    `each_place(visit, state)` folds `visit(place, state)` over the places whose queries the program
-    computes one after another; `place(count)` reads (part, b, h, i), see `launch_in_rounds`.
+    A work item (part, b, h, i) is block i of the queries of head (b, h), and the tiles of keys that
+    the block visits or, if these are split into several `parts`, one part of them.
+
+    fold_items: folds `function(item, state)` over the program's work items, where `item(count)`
+        reads (part, b, h, i), see `launch_in_rounds`.
+    leaves: the spec's arrays in global memory, see `SpecRefs`.
+    visits_ref: the arrays of `visits` in global memory.
     """
 
     problem: GPUProblem
     visits: block_mask.BlockMask
     parts: int
-    each_place: Callable[[Any, Any], Any]
+    fold_items: Callable[[Any, Any], Any]
     memory: WarpgroupMemory
     query: Ref
     key: Ref
@@ -121,56 +139,59 @@ class _HopperForward(NamedTuple):
     leaves: list[Any]
     visits_ref: Tree
 
-    def fold(self, place: tuple[Any, ...], visit: Callable[..., Any], state: Tree) -> Tree:
-        """Folds `visit(j, masked, state)` over the tiles j of keys that a place visits."""
-        part, *block = place
+    def fold(self, item: tuple[Any, ...], visit: Callable[..., Any], state: Tree) -> Tree:
+        """Folds `visit(j, masked, state)` over the tiles j of keys of a work item."""
+        part, *block = item
         return self.visits.fold(self.visits_ref, tuple(block), visit, state, (part, self.parts))
 
     def copy(self) -> None:
-        """Copies the tiles of keys and values of all places, in one warpgroup."""
-        self.memory.drain(self.each_place(self.copy_tiles, jnp.int32(0)))
+        """Copies the tiles of keys and values of all work items, in the copying warpgroup."""
+        self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
-    def copy_tiles(self, place: Callable[..., Any], turn: Array) -> Array:
-        """Copies the tiles of one place, and returns the next turn."""
+    def copy_tiles(self, item: Callable[..., Any], turn: Array) -> Array:
+        """Copies the tiles of one work item, the first in this turn, and returns the next turn."""
         rows, columns = self.problem.tiling
-        part, b, h, i = place(0)
+        part, b, h, i = item(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
 
         def visit(j: Array, masked: bool, turn: Array) -> Array:
-            run = pl.ds(j * columns, columns)
+            keys = pl.ds(j * columns, columns)
             index = TileIndex(b, h, i * rows, j * columns)
-            parts = self.problem.streamed_parts(self.leaves, index)
-            self.memory.streams[0].fill(turn, self.key.at[b, run, kv], *parts)
-            self.memory.streams[1].fill(turn, self.value.at[b, run, kv])
+            spec_parts = self.problem.streamed_parts(self.leaves, index)
+            self.memory.streams[0].fill(turn, self.key.at[b, keys, kv], *spec_parts)
+            self.memory.streams[1].fill(turn, self.value.at[b, keys, kv])
             return turn + 1
 
         return self.fold((part, b, h, i), visit, turn)
 
     def compute(self, results: Ref, group: Array) -> None:
-        """Attends from a warpgroup's queries of all places, in each of the other warpgroups."""
-        self.each_place(functools.partial(self.attend, results, group), jnp.int32(0))
+        """Computes the 64 queries of this warpgroup in all work items, in a computing warpgroup."""
+        self.fold_items(functools.partial(self.attend, results, group), jnp.int32(0))
 
-    def attend(self, results: Ref, group: Array, place: Callable[..., Any], turn: Array) -> Array:
-        """Attends from a warpgroup's queries of one place, and returns the next turn."""
+    def attend(self, results: Ref, group: Array, item: Callable[..., Any], turn: Array) -> Array:
+        """Computes the queries of this warpgroup in one work item, and returns the next turn."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
-        part, b, h, i = place(0)
+        part, b, h, i = item(0)
         memory.load(0, group, self.query.at[b, pl.ds(i * rows + group * ROWS, ROWS), h])
         constants = problem.constants(self.leaves, b, h)
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
-            hidden = _hidden(group, turn, _has_much_to_keep(problem, masked))
-            _, b, h, i = place(turn)
-            index = TileIndex(b, h, i * rows + hidden * ROWS, j * columns)
+            opaque = _opaque_group(group, turn, _needs_most_registers(problem, masked))
+            # Read again, so that the indices take up no registers from one tile to the next.
+            _, b, h, i = item(turn)
+            index = TileIndex(b, h, i * rows + opaque * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
-            return turn + 1, _attend_to_tile(problem, memory, hidden, masked, read, turn, sums)
+            return turn + 1, _attend_to_tile(problem, memory, opaque, masked, read, turn, sums)
 
+        # Warpgroup 1 starts half a step after warpgroup 0, so that they alternate, and ends half a
+        # step after it.
         pl.when(group == 1)(memory.change_turns)
         state = turn, initial(problem.unit, ROWS, problem.shapes.V)
         turn, sums = self.fold((part, b, h, i), visit, state)
         pl.when(group == 0)(memory.change_turns)
-        part, b, h, i = place(turn)
+        part, b, h, i = item(turn)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
         _write_results(problem.factors, memory, group, sums, block, results)
         return turn
@@ -179,18 +200,19 @@ class _HopperForward(NamedTuple):
 def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
     """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`.
 
-    There is a program for every 128 queries and each part of the keys (Dao et al. 2023,
-    "Flash-Decoding").
+    There is a work item for each block of 128 or 64 queries and each part of its keys (Dao et al.
+    2023, "Flash-Decoding").
     """
     shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
 
-    def kernel(fold: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
-        program = _HopperForward(problem, visits, parts, fold, WarpgroupMemory(*scratch), *operands)
+    def kernel(fold_items: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
+        memory = WarpgroupMemory(*scratch)
+        program = _HopperForward(problem, visits, parts, fold_items, memory, *operands)
         by_group(problem.groups, program.copy, functools.partial(program.compute, results))
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    rounds = order.rounds(device.multiprocessors()) if _has_registers(spec, visits) else None
+    rounds = order.rounds(device.multiprocessors()) if _can_be_persistent(spec, visits) else None
     rest = operands, forward_results(shapes, parts), _forward_scratch(problem), problem.groups + 1
     return joined(*launch_in_rounds(name, problem, order, rounds, kernel, *rest))
 
@@ -204,52 +226,62 @@ def _attend_to_tile(
     turn: Array,
     sums: softmax.Partial,
 ) -> softmax.Partial:
-    """Adds one more tile of keys and values to the sums of a warpgroup; `read` reads its spec."""
+    """Returns the sums of a warpgroup with one more tile of keys and values.
+
+    `read` reads the tile's parts of the spec's arrays to registers.
+    """
     unit = problem.unit
-    # A tile that needs a mask is read where registers are free.
+    # Parts for a mask need many registers, which are free only after the products.
     early = None if masked else read()
 
-    def of_keys(k: Ref, *streamed: Ref) -> Tree:
+    def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
         pair, change = [(memory.resident[0].at[group], k)], memory.change_turns
         (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
         return products, (early or read()).completed(streamed)
 
-    products, tile = memory.streams[0].use(turn, of_keys)
+    products, tile = memory.streams[0].use(turn, multiply_keys)
     weights, sums = online(problem, masked, tile, products, sums)
     weights = weights.astype(problem.shapes.dtype)
-    memory.change_turns()
+    memory.change_turns()  # the other warpgroup's softmax follows
 
-    def of_values(v: Ref) -> list[Array]:
+    def add_values(v: Ref) -> list[Array]:
         return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
 
-    (weighted,) = memory.streams[1].use(turn, of_values)
+    (weighted,) = memory.streams[1].use(turn, add_values)
     return sums._replace(weighted=weighted)
 
 
-def _has_registers(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Returns whether tiles leave registers for what a program keeps between two places: with score
-    functions and dropout not all do."""
+def _can_be_persistent(spec: Spec, visits: block_mask.BlockMask) -> bool:
+    """Returns whether there are registers for the state of a program with several work items.
+
+    Some score functions, dropout and lists of tiles leave too few.
+    """
     return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
-def _has_much_to_keep(problem: GPUProblem, masked: bool) -> bool:
+def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers."""
     return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
 
 
-def _hidden(group: Array, turn: Array, scarce: bool) -> Array:
-    """Returns the number of a warpgroup, hidden from the compiler if registers are scarce: it then
-    computes addresses where they are used."""
+def _opaque_group(group: Array, turn: Array, scarce: bool) -> Array:
+    """Returns the number of a warpgroup, in a form that the compiler cannot simplify if registers
+    are `scarce`.
+
+    Addresses that depend on it are then computed where they are used, not kept in registers.
+    """
     return group + later(turn) if scarce else group
 
 
 def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
+    """Allocates the shared memory of a program: queries (later the output) and the two numbers of
+    the normalizer for each computing warpgroup, and streams of keys and of values."""
     shapes, columns, groups = problem.shapes, problem.tiling.block_kv, problem.groups
     queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
     resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
-    tiles = tiles_in_memory(_AHEAD, columns, shapes.H, shapes.dtype)
+    tiles = tiles_in_memory(_BUFFERS, columns, shapes.H, shapes.dtype)
     return WarpgroupMemory.scratch(
-        groups, resident, (tiles, *problem.streamed_scratch(_AHEAD)), (tiles,)
+        groups, resident, (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     )
 
 
@@ -261,9 +293,12 @@ def _write_results(
     block: Tree,
     results: Ref,
 ) -> None:
-    """Writes output and normalizer of a warpgroup's queries, through the memory that it keeps; the
-    output of a part of the keys directly, in float32."""
-    (part, b, h, rows), (queries, *resident) = block, (place.at[group] for place in memory.resident)
+    """Writes the output and the normalizer of a warpgroup's queries to global memory.
+
+    They pass through the warpgroup's resident arrays in shared memory. The float32 output of one of
+    several parts of the keys does not fit there, and is written directly.
+    """
+    (part, b, h, rows), (queries, *resident) = block, (x.at[group] for x in memory.resident)
     out, normalizer = mosaic_interpreter.run(functools.partial(finish, factors), sums)
     result = results[0].at[part, b, rows, h]
     is_part = result.dtype != queries.dtype
@@ -271,40 +306,41 @@ def _write_results(
         result[...] = out
     else:
         queries[...] = out.astype(queries.dtype)
-    for place, x in zip(resident, normalizer, strict=True):
-        place[...] = x
-    along = [(x, to.at[part, b, h, rows]) for x, to in zip(resident, results[1:], strict=True)]
-    store(along if is_part else [(queries, result), *along])
+    for array, x in zip(resident, normalizer, strict=True):
+        array[...] = x
+    copies = [(x, to.at[part, b, h, rows]) for x, to in zip(resident, results[1:], strict=True)]
+    store(copies if is_part else [(queries, result), *copies])
 
 
 class _HopperGradients(backward.GradientProgram):
-    """128 queries or, with `by_key`, 128 keys, of which each computing warpgroup keeps 64."""
+    """A program of a backward pass. Each computing warpgroup keeps 64 queries or, with `by_key`, 64
+    keys, and sums their gradients over the streamed tiles."""
 
     def copy(self, memory: WarpgroupMemory) -> None:
-        """Copies all tiles, in one warpgroup."""
+        """Copies all streamed tiles, in the copying warpgroup."""
         b, _, i = self.place
 
         def visit(h: Array, x: Array, masked: bool, turn: Array) -> Array:
-            first = i * self.problem.groups * ROWS
-            index = self.tile_index(h, first, x * self.problem.streamed)
-            rows = [self.rows.at[b, h, x]] if self.problem.by_key else []
-            parts = self.problem.streamed_parts(self.leaves, index)
-            memory.streams[0].fill(turn, *self.tiles(h, x), *rows, *parts)
+            first_kept = i * self.problem.groups * ROWS
+            index = self.tile_index(h, first_kept, x * self.problem.streamed)
+            statistics = [self.rows.at[b, h, x]] if self.problem.by_key else []
+            spec_parts = self.problem.streamed_parts(self.leaves, index)
+            memory.streams[0].fill(turn, *self.tiles(h, x), *statistics, *spec_parts)
             return turn + 1
 
         memory.drain(self.fold(visit, jnp.int32(0)))
 
     def compute(self, memory: WarpgroupMemory, results: Ref, group: Array) -> None:
-        """Computes the gradients of 64 queries or keys, in each of the other warpgroups."""
+        """Computes the gradients of 64 queries or keys, in a computing warpgroup."""
         problem, (b, key_head, i) = self.problem, self.place
         block = i * problem.groups + group
         start = block * ROWS
-        part = b, pl.ds(start, ROWS), key_head
-        resident = [memory.load(x, group, self.resident[x].at[part]) for x in range(2)]
+        kept = b, pl.ds(start, ROWS), key_head
+        resident = [memory.load(x, group, self.resident[x].at[kept]) for x in range(2)]
         unit, by_key = problem.unit, problem.by_key
         rows = None if by_key else RowStatistics.read(unit, self.rows, b, key_head, block)
 
-        def of_head(h: Any) -> Callable[..., Any]:
+        def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
 
             def visit(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -312,8 +348,9 @@ class _HopperGradients(backward.GradientProgram):
                 index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
-                hidden = _hidden(group, turn, by_key or _has_much_to_keep(problem, masked))
-                arrays = [x.at[hidden] for x in memory.resident]
+                scarce = by_key or _needs_most_registers(problem, masked)
+                opaque = _opaque_group(group, turn, scarce)
+                arrays = [x.at[opaque] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, rows, arrays, totals)
                 return turn + 1, *memory.streams[0].use(turn, add)
@@ -321,16 +358,20 @@ class _HopperGradients(backward.GradientProgram):
             return visit
 
         zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in results]
-        _, *totals = self.fold_heads(of_head, (jnp.int32(0), *zeros))
+        _, *totals = self.fold_heads(visit_head, (jnp.int32(0), *zeros))
         gradients = finished(problem, dict(zip(self.which, totals, strict=True)), rows)
-        for place, gradient in zip(resident, gradients, strict=False):
-            place[...] = gradient.astype(place.dtype)
-        store([(x, y.at[part]) for x, y in zip(resident, results, strict=False)])
+        for array, gradient in zip(resident, gradients, strict=False):
+            array[...] = gradient.astype(array.dtype)
+        store([(x, y.at[kept]) for x, y in zip(resident, results, strict=False)])
 
     def add(
         self, tile: Any, masked: bool, rows: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
-        """Adds a streamed tile to the totals."""
+        """Adds a streamed tile to the totals.
+
+        `arrays` are its two tiles, with `by_key` the statistics of its queries, and its parts of
+        the spec's arrays, all in shared memory.
+        """
         tiles, rest = arrays[:2], arrays[2:]
         if rows is None:
             rows, rest = functools.partial(RowStatistics.read, self.problem.unit, rest[0]), rest[1:]
@@ -339,7 +380,7 @@ class _HopperGradients(backward.GradientProgram):
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
-    """Computes gradients as `mosaic_call.GradientKernels.run`."""
+    """Computes gradients, see `mosaic_call.GradientKernels.run`."""
     shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
     groups = problem.groups
 
@@ -350,8 +391,8 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     resident = [tiles(groups, ROWS) for _ in range(2)]
-    rows = [mosaic().SMEM((_AHEAD, 3 * size), jnp.float32)] if by_key else []
-    stream = *[tiles(_AHEAD, size)] * 2, *rows, *problem.streamed_scratch(_AHEAD)
+    rows = [mosaic().SMEM((_BUFFERS, 3 * size), jnp.float32)] if by_key else []
+    stream = *[tiles(_BUFFERS, size)] * 2, *rows, *problem.streamed_scratch(_BUFFERS)
     scratch = WarpgroupMemory.scratch(groups, tuple(resident), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     block = size if by_key else ROWS
@@ -360,15 +401,18 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
-    """Two tiles fit shared memory (227 KiB), and one the registers of a warpgroup."""
+    """Returns the queries of a program and the keys of a tile.
+
+    Two tiles of keys and of values fit shared memory (227 KiB), and the scores of one tile fit the
+    registers of a warpgroup.
+    """
     drops = spec.dropout_rate > 0
-    # Beside another mask, keys are compared with both ends of a window.
+    # Combined with another mask, a window compares keys with both of its ends.
     windowed = _has(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
     many = drops or _needs_many(spec) or windowed
     scarce = many if few() else drops and _is_long(spec)
-    widest = 0 if scarce else 128  # head size that has long tiles
     width = max(shapes.H, shapes.V)
-    return Tiling(_rows(width), 128 if width <= widest else 64)
+    return Tiling(_rows(width), 128 if width <= 128 and not scarce else 64)
 
 
 def _has(tree: Tree, *kinds: type) -> bool:
@@ -378,8 +422,11 @@ def _has(tree: Tree, *kinds: type) -> bool:
 
 
 def _rows(width: int) -> int:
-    """The number of rows of a program: those of two computing warpgroups. If registers cannot be
-    moved, wide heads need more than these and a copying one have, and one computes."""
+    """Returns the queries, or keys, of a program: 64 for each computing warpgroup.
+
+    There are two of these, except for wide heads if registers cannot be moved from the copying to
+    the computing warpgroups: their tiles need more than a third of all registers.
+    """
     return ROWS if few() and width > 128 else 2 * ROWS
 
 
@@ -387,6 +434,8 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
+    """Returns the keys of a streamed tile in gradients of queries, and the queries of a streamed
+    tile in gradients of keys."""
     reads = spec.score is not None or (few() and _has(spec.mask, masks.Dense))
     many = _needs_many(spec) if few() else _is_long(spec) or width > 128
     scarce = many or (reads and spec.dropout_rate > 0)
@@ -394,22 +443,23 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
 
 
 def _needs_many(spec: Spec) -> bool:
-    """Returns whether a tile's scores need more registers than products leave them.
+    """Returns whether the scores of a tile need more registers than products leave free.
 
-    Products leave enough for a mask or function of few operations that reads no array along T or S,
-    without dropout.
+    Without dropout, products leave enough for masks and score functions of few operations that read
+    no array along T or S.
     """
-    formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score  # perhaps long ones
-    arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
-    return _has((spec.mask, spec.score), *formulas) or arrays
+    # Functions of the user, and formulas of many operations.
+    long_formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score
+    reads_arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
+    return _has((spec.mask, spec.score), *long_formulas) or reads_arrays
 
 
 def _is_long(spec: Spec) -> bool:
-    """Returns whether a tile's scores and their derivative need more registers than gradients of
-    keys and of values leave.
+    """Returns whether the scores of a tile and their derivative need more registers than the
+    gradients of keys and of values leave free.
 
-    These are a chain of more than two functions, T5's bias by positions, and a user's function
-    whose derivative depends on the score.
+    That is so for a chain of more than two score functions, for T5's bias by positions, and for a
+    user's function whose derivative depends on the score.
     """
     chain = scores.in_order(spec.score)
     by_positions = not hoisted.positions_are_places(spec)

@@ -1,4 +1,9 @@
-"""Launches programs of warpgroups, in an order, over the places of a grid."""
+"""Launches of Mosaic GPU kernels, and the order in which their programs start.
+
+The work of a kernel is divided into work items (part, b, h, i): block i of head (b, h), and the
+tiles that the block visits or, if these are split, one part of them. A program computes one work
+item, or several one after another.
+"""
 
 import functools
 import heapq
@@ -21,133 +26,148 @@ from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.spec import Shapes
 
 
-_MAX_PLACES = 2**16  # for which rounds are computed in advance
+_MAX_ITEMS = 2**16  # the most work items that are assigned to programs in advance
 
 
-_NAMES = ("section", "rank", "unit")  # of the axes of a grid
+_GRID_NAMES = ("section", "rank", "unit")
 
 
 class Order(NamedTuple):
-    """The programs (part, b, h, i) of a launch in the order in which they start.
+    """The work items of a launch in the order in which they start.
 
-    Programs that visit most tiles start first, so that all end at about the same time; otherwise
-    the last programs of a causal mask would run alone. Heads start together if the L2 cache holds
-    their keys and values.
+    The blocks of a head that visit the most tiles start first, so that all programs end at about
+    the same time; otherwise the last programs of a causal mask would run alone. The heads of a
+    section start together: as many as have keys and values that fit the L2 cache.
+
+    sizes: the number of batch rows and of heads.
+    grid: the number of sections, of blocks of a head, and of units in a section. A unit is one part
+        of one head.
+    longest_first: the blocks in their order, `[B or 1, heads or 1, blocks]`; None for 0, 1, 2 and
+        so on, if all blocks visit the same number of tiles.
+    visited: the number of tiles that each block visits, `[B or 1, heads or 1, blocks]`.
     """
 
-    sizes: tuple[int, int]  # batch rows, heads of each
-    grid: tuple[int, int, int]  # sections, blocks of each head, consecutive heads of a section
-    longest_first: Any  # the blocks, [B or 1, heads or 1, blocks]; None if all are equally long
-    visited: Any = None  # the number of tiles, [B or 1, heads or 1, blocks], for rounds
+    sizes: tuple[int, int]
+    grid: tuple[int, int, int]
+    longest_first: Any
+    visited: Any = None
 
     @classmethod
     def of(
         cls, problem: GPUProblem, visits: block_mask.BlockMask, heads: int, parts: int = 1
     ) -> "Order":
-        """Orders programs for each block and each of `parts` of the tiles that it visits."""
+        """Returns the order of the work items for each block and each of `parts` of its tiles."""
         shapes, longest_first = problem.shapes, visits.longest_first(heads)
-        each, units = 2 * shapes.S * shapes.H * shapes.dtype.itemsize, parts * shapes.B * heads
-        most = 1 if longest_first is None else tuning.current().gpu_cached_bytes // each
-        together = max(x for x in range(1, units + 1) if units % x == 0 and x <= max(1, most))
+        units = parts * shapes.B * heads
+        bytes_of_head = 2 * shapes.S * shapes.H * shapes.dtype.itemsize
+        cached = 1 if longest_first is None else tuning.current().gpu_cached_bytes // bytes_of_head
+        together = max(x for x in range(1, units + 1) if units % x == 0 and x <= max(1, cached))
         grid = units // together, problem.blocks[problem.by_key], together
         return cls((shapes.B, heads), grid, longest_first, visits.ends[..., 1])
 
     def place(self, index: tuple[Any, ...], longest_first: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns (part, b, h, i) of the program at this place of the grid."""
+        """Returns the work item (part, b, h, i) at an index (section, rank, unit) of the grid."""
         section, rank, unit = index
-        row, h = _split(section * np.int32(self.grid[2]) + unit, self.sizes[1])
-        part, b = _split(row, self.sizes[0])
+        part_and_row, h = _split(section * np.int32(self.grid[2]) + unit, self.sizes[1])
+        part, b = _split(part_and_row, self.sizes[0])
         if longest_first is None:
             return part, b, h, rank
         return part, b, h, longest_first[(*block_mask.clamped(longest_first, b, h), rank)]
 
     def rounds(self, programs: int) -> Any:
-        """Assigns the places of the grid, by number, to programs: `[programs, rounds]`; −1 is none.
+        """Assigns the work items to a number of programs: `[programs, rounds]`.
 
-        None if there are no more places than programs, if all take equally long, or if it is not
-        known while tracing which take longer.
+        A row lists the work items of one program by their flat index into the grid, and then −1.
+        Returns None if there are no more work items than programs, if all visit the same number of
+        tiles, or if the mask is not static.
         """
-        places = math.prod(self.grid)
+        items = math.prod(self.grid)
         static = isinstance(self.longest_first, np.ndarray)
-        if not static or not programs < places <= _MAX_PLACES:
+        if not static or not programs < items <= _MAX_ITEMS:
             return None
-        index = np.unravel_index(np.arange(places), self.grid)
+        index = np.unravel_index(np.arange(items), self.grid)
         _, b, h, i = self.place(index, self.longest_first)
         tiles = self.visited[(*block_mask.clamped(self.visited, b, h), i)]
         return _rounds(tiles, programs)
 
 
 def _rounds(tiles: AnyArray, programs: int) -> AnyArray:
-    """Assigns places with these numbers of tiles to programs: each place to the program that ends
-    first, as if a place took as long as its tiles and one more."""
-    free, taken = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
-    for place, count in enumerate(tiles.tolist()):
-        time, program = free[0]
-        heapq.heapreplace(free, (time + count + 1, program))
-        taken[program].append(place)
-    most = max(map(len, taken))
-    return np.array([x + [-1] * (most - len(x)) for x in taken], np.int32)
+    """Assigns work items that visit `tiles` to programs, see `Order.rounds`.
+
+    Each work item goes to the program that ends its others first. Its time is taken to be
+    proportional to its number of tiles plus one.
+    """
+    ends, assigned = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
+    for item, count in enumerate(tiles.tolist()):
+        time, program = ends[0]
+        heapq.heapreplace(ends, (time + count + 1, program))
+        assigned[program].append(item)
+    rounds = max(map(len, assigned))
+    return np.array([x + [-1] * (rounds - len(x)) for x in assigned], np.int32)
 
 
 def launch(
     name: str, problem: GPUProblem, order: Order, kernel: Callable[..., Any], *rest: Tree
 ) -> list[Array]:
-    """Runs `kernel(place, operands, results, scratch)` in a program for each place of a grid.
+    """Runs `kernel(item, operands, results, scratch)` in one program for each work item.
 
-    `place()` reads (part, b, h, i): a place that all warpgroups share takes up registers in each of
-    them. For the rest see `_launch`.
+    `item()` reads the work item (part, b, h, i). It is a function so that each warpgroup reads it
+    where it needs it: numbers that all warpgroups share take up registers in each of them. For
+    `rest` see `_launch`.
     """
 
-    def placed(longest_first: Ref | None, *refs: Tree) -> None:
-        kernel(lambda: order.place(tuple(map(lax.axis_index, _NAMES)), longest_first), *refs)
+    def kernel_of_item(longest_first: Ref | None, *refs: Tree) -> None:
+        kernel(lambda: order.place(tuple(map(lax.axis_index, _GRID_NAMES)), longest_first), *refs)
 
-    grid = zip(_NAMES, order.grid, strict=True)
-    return _launch(name, problem, order.longest_first, grid, placed, *rest)
+    grid = zip(_GRID_NAMES, order.grid, strict=True)
+    return _launch(name, problem, order.longest_first, grid, kernel_of_item, *rest)
 
 
 def launch_in_rounds(
     name: str, problem: GPUProblem, order: Order, rounds: Any, kernel: Any, *rest: Any
 ) -> list[Array]:
-    """Runs `kernel(fold, operands, results, scratch)` in programs that have several places.
+    """Runs `kernel(fold_items, operands, results, scratch)` in programs with several work items.
 
-    `fold(visit, state)` folds `visit(place, state)` over the places of a program. `place(count)`
-    reads (part, b, h, i) at that point of the program, if the compiler does not know `count`.
-    `rounds` are those of the order: while a place ends, tiles of the next are copied. If None, each
-    program has one place, and the device starts programs as others end. For the rest see `_launch`.
+    `fold_items(function, state)` folds `function(item, state)` over the work items of a program.
+    `item(count)` reads (part, b, h, i) at that point of the program: a `count` that the compiler
+    does not know, such as the number of a tile, keeps it from reading earlier, see `later`.
+
+    `rounds` are `Order.rounds`. If None, each program has one work item, and the device starts
+    programs as others end. For `rest` see `_launch`.
     """
     if rounds is None:
 
-        def once(place: Callable[[], Any], *refs: Ref) -> None:
-            index = place()
-            kernel(lambda visit, state: visit(lambda _: index, state), *refs)
+        def kernel_of_item(read_item: Callable[[], Any], *refs: Ref) -> None:
+            item = read_item()
+            kernel(lambda function, state: function(lambda _: item, state), *refs)
 
-        return launch(name, problem, order, once, *rest)
+        return launch(name, problem, order, kernel_of_item, *rest)
 
-    def in_rounds(known: Any, *refs: Any) -> None:
-        longest_first, places = known
+    def kernel_of_items(indices: Any, *refs: Any) -> None:
+        longest_first, items_of_programs = indices
 
-        def of_turn(visit: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
-            def number(count: Any) -> Any:
-                return places[lax.axis_index("program"), turn + later(count)]
+        def fold_step(function: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
+            def flat_index(count: Any) -> Any:
+                return items_of_programs[lax.axis_index("program"), turn + later(count)]
 
-            def place(count: Any) -> Any:
-                section, n = _split(number(count), order.grid[1] * order.grid[2])
-                return order.place((section, *_split(n, order.grid[2])), longest_first)
+            def item(count: Any) -> Any:
+                section, rest = _split(flat_index(count), order.grid[1] * order.grid[2])
+                return order.place((section, *_split(rest, order.grid[2])), longest_first)
 
-            return lax.cond(number(0) >= 0, lambda x: visit(place, x), lambda x: x, state)
+            return lax.cond(flat_index(0) >= 0, lambda x: function(item, x), lambda x: x, state)
 
-        def fold(visit: Callable[[Any, Any], Any], state: Tree) -> Any:
-            visit = functools.partial(of_turn, visit)
-            return tile_schedule.repeat(0, rounds.shape[1], visit, state)
+        def fold_items(function: Callable[[Any, Any], Any], state: Tree) -> Any:
+            step = functools.partial(fold_step, function)
+            return tile_schedule.repeat(0, rounds.shape[1], step, state)
 
-        kernel(fold, *refs)
+        kernel(fold_items, *refs)
 
-    known = order.longest_first, rounds
-    return _launch(name, problem, known, [("program", rounds.shape[0])], in_rounds, *rest)
+    indices, grid = (order.longest_first, rounds), [("program", rounds.shape[0])]
+    return _launch(name, problem, indices, grid, kernel_of_items, *rest)
 
 
 def _split(n: AnyArray, size: int) -> tuple[Any, Any]:
-    """Returns quotient and remainder, as NumPy arrays for these."""
+    """Returns quotient and remainder, as NumPy arrays if n is one."""
     if isinstance(n, np.ndarray):
         return np.divmod(n, size)
     return lax.div(n, np.int32(size)), lax.rem(n, np.int32(size))
@@ -156,7 +176,7 @@ def _split(n: AnyArray, size: int) -> tuple[Any, Any]:
 def _launch(
     name: str,
     problem: GPUProblem,
-    known: Any,
+    indices: Any,
     grid: Iterable[tuple[str, int]],
     kernel: Callable[..., Any],
     operands: Tree,
@@ -164,17 +184,22 @@ def _launch(
     scratch: Tree,
     warpgroups: int,
 ) -> list[Array]:
-    """Runs `kernel(known, operands, results, scratch)` at each place of a grid, whose axes have
-    names and sizes; interpreted on a CPU.
+    """Runs `kernel(indices, operands, results, scratch)` in a program for each index of a grid.
 
-    `known` and `operands` are arrays, `results` shapes and dtypes. Each program has `warpgroups`.
+    indices, operands: trees of arrays, which the kernel reads as references to global memory.
+    grid: names and sizes of the axes.
+    results: shapes and dtypes of the results.
+    scratch: the shared memory and barriers of a program.
+    warpgroups: the number of warpgroups of a program.
+
+    On a CPU the kernel is interpreted.
     """
     names, sizes = zip(*grid, strict=True)
-    arrays, over = reverse_mode.varying_alike(jax.tree.map(jnp.asarray, (known, operands)))
-    flat, structure = jax.tree.flatten(arrays)
+    arrays, over = reverse_mode.varying_alike(jax.tree.map(jnp.asarray, (indices, operands)))
+    inputs, structure = jax.tree.flatten(arrays)
 
     def body(*refs: Any) -> None:
-        n, m = len(flat), len(flat) + len(results)
+        n, m = len(inputs), len(inputs) + len(results)
         kernel(*jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
 
     call = mosaic().kernel(
@@ -192,23 +217,24 @@ def _launch(
             lowering_semantics=mosaic().LoweringSemantics.Lane,
         ),
     )
-    return [_explicit.vary(over.varying, x) for x in call(*flat)]
+    return [_explicit.vary(over.varying, x) for x in call(*inputs)]
 
 
 def forward_results(shapes: Shapes, parts: int, heads_first: bool = False) -> list[Any]:
-    """The shapes and dtypes of output and normalizer of each part of the keys.
+    """Returns the shapes and dtypes of the output and the normalizer of each part of the keys.
 
-    The normalizer is `[parts, B, N, T]`, the output `[parts, B, T, N, V]` or, with `heads_first`,
-    `[parts, B, N, T, V]`. Outputs of several parts are in float32, to be joined.
+    The two arrays of the normalizer are `[parts, B, N, T]`. The output is `[parts, B, T, N, V]` or,
+    with `heads_first`, `[parts, B, N, T, V]`. It is in float32 if there are several parts, which
+    are joined later.
     """
-    rows = parts, shapes.B, shapes.N, shapes.T
-    out = (*rows, shapes.V) if heads_first else (parts, shapes.B, shapes.T, shapes.N, shapes.V)
+    by_head = parts, shapes.B, shapes.N, shapes.T
+    out = (*by_head, shapes.V) if heads_first else (parts, shapes.B, shapes.T, shapes.N, shapes.V)
     dtype = jnp.float32 if parts > 1 else shapes.dtype
-    return [(out, dtype), (rows, jnp.float32), (rows, jnp.float32)]
+    return [(out, dtype), (by_head, jnp.float32), (by_head, jnp.float32)]
 
 
 def joined(out: Array, maximum: Array, log_total: Array) -> tuple[Array, softmax.Normalizer]:
-    """Joins the results of all parts of the keys to output `[B, T, N, V]` and normalizer
+    """Joins the results of all parts of the keys to the output `[B, T, N, V]` and the normalizer
     `[B, T, N]`."""
-    along = (jnp.swapaxes(x, 2, 3) for x in (maximum, log_total))
-    return softmax.join(out, softmax.Normalizer(*along))
+    by_token = (jnp.swapaxes(x, 2, 3) for x in (maximum, log_total))
+    return softmax.join(out, softmax.Normalizer(*by_token))

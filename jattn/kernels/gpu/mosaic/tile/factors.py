@@ -9,12 +9,14 @@ from jattn.spec import Spec
 
 
 class Factors(NamedTuple):
-    """Constant factors of a positive scale and of dropout, outside of the loops over tiles.
+    """The constant factors that replace a static positive scale and the scale of dropout.
 
-    Score functions take products times `product_factor`. The softmax takes scores times
-    `score_factor`, in the operation that subtracts the maximum. One of the two is 1:
-    `product_factor`, if score functions can count in units of products. Sums are multiplied by
-    `dropout_scale` at the end, instead of the weights that dropout keeps.
+    product_factor: multiplies products before score functions. It is the scale if the score
+        function cannot be applied to unscaled products (see `ScoreFunction.per`), else 1.
+    score_factor: multiplies scores in the softmax, in the operation that subtracts the maximum. It
+        is the scale in all other cases, else 1.
+    dropout_scale: 1 / (1 − dropout rate). It multiplies sums of weighted values once at the end,
+        instead of each weight that dropout keeps.
     """
 
     product_factor: float = 1.0
@@ -37,7 +39,7 @@ class Factors(NamedTuple):
 
     @property
     def gradient(self) -> float:
-        """The factor of sums of the scores' cotangents."""
+        """The factor by which the gradients of queries and keys are multiplied at the end."""
         return self.product_factor * self.score_factor * self.dropout_scale
 
 

@@ -1,4 +1,4 @@
-"""The cotangents of a tile's products in registers, from its weights, which are recomputed."""
+"""The gradients of a tile in registers, from its recomputed weights."""
 
 import functools
 from collections.abc import Callable
@@ -23,14 +23,15 @@ from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 from jattn.spec import has_mask, parameters, with_parameters
 
 
-_MAX_SUM = 256.0  # numbers below have at least 15 binary digits behind the point
+_MAX_SUM = 256.0  # smaller float32 numbers have at least 15 binary digits behind the point
 
 
 class RowStatistics(NamedTuple):
-    """Numbers of each query for the backward pass.
+    """Three numbers of each query of a tile for the backward pass.
 
-    The softmax's shift and the log of its total, both to the base 2; and minus delta, the sum of
-    output times its cotangent, without the scale of dropout.
+    shift: what the softmax subtracts from scores, times log2(e).
+    log_total: the base-2 log of the total; None if it is part of the shift, or applied at the end.
+    minus_delta: −delta, divided by the scale of dropout; delta = rowsum(d_out · out) − d_lse.
     """
 
     shift: Array
@@ -39,10 +40,10 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def stacked(cls, factors: Factors, per_query: Tree, size: int) -> tuple[Array, Array]:
-        """Stacks maximum, log_total and delta `[B, T, N]` to `[B, N, blocks, 3 · size]`.
+        """Stacks maximum, log_total and delta `[B, T, N]` to `[B, N, blocks, 3 × size]`.
 
-        Shift and log of the total are added up in the shift, and the log is 0, except in heads
-        whose sums would have too few digits: the second result `[B, N]` says which.
+        `log_total` is added to the shift and replaced by 0, except in heads in which a sum would
+        have too few digits. The second result, booleans `[B, N]`, tells which heads these are.
         """
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
         shift, log_total = maximum * LOG2E, log_total * LOG2E
@@ -53,25 +54,27 @@ class RowStatistics(NamedTuple):
             jnp.where(separate, shift, shift + log_total),
             jnp.where(separate, log_total, 0),
         )
-        stacked = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
-        rows = jnp.stack(stacked, axis=2)
-        blocks = rows.reshape(*rows.shape[:3], -1, size).swapaxes(2, 3)
+        statistics = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
+        stacked = jnp.stack(statistics, axis=2)
+        blocks = stacked.reshape(*stacked.shape[:3], -1, size).swapaxes(2, 3)
         return blocks.reshape(*blocks.shape[:3], 3 * size), is_large
 
     @classmethod
     def read(cls, unit: Unit, memory: Ref, *block: Index) -> "RowStatistics":
-        """Reads the numbers of a block of queries from shared or global memory."""
+        """Reads the statistics of a block of queries from shared or global memory."""
         letters = [""] * len(block) + ["t"]
         size = memory.shape[-1] // 3
-        runs = [pl.ds(i * size, size) for i in range(3)]
-        return cls(*(unit.read(memory, (*block, run), letters).value for run in runs))
+        slices = [pl.ds(i * size, size) for i in range(3)]
+        return cls(*(unit.read(memory, (*block, x), letters).value for x in slices))
 
 
 class Derivation(NamedTuple):
     """The derivatives of a tile, whose scores need the mask if `masked`.
 
-    Its functions take products of queries and keys, the cotangents of weights, which are d_out vᵀ,
-    and the statistics of rows. "dropped" are weights after dropout, without its scale.
+    Its methods take `products` q kᵀ, the cotangents of weights, `d_weights` = d_out vᵀ, and the
+    statistics of the tile's queries, `rows`. "Dropped weights" are weights after dropout, which
+    sets some to 0 and does not scale the others. "Signed weights" are weights before dropout, with
+    a negative sign where dropout sets them to 0.
     """
 
     masked: bool
@@ -90,18 +93,18 @@ class Derivation(NamedTuple):
         weights = self._weights(score, rows)
         dropped = tile.drop_unscaled(weights)
         (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, rows))
-        if self.masked:  # after all else, which may be NaN, also in all of a row
-            hidden = score == -jnp.inf
-            dropped, gradient = jnp.where(hidden, 0, dropped), jnp.where(hidden, 0, gradient)
+        if self.masked:  # at the end: weights and gradients of masked pairs may be NaN
+            excluded = score == -jnp.inf
+            dropped, gradient = jnp.where(excluded, 0, dropped), jnp.where(excluded, 0, gradient)
         return gradient, dropped
 
     def weights_first(
         self, tile: HeadTile, products: Array, rows: RowStatistics
     ) -> tuple[Array, Array, Any]:
-        """Returns what products of queries and keys determine alone.
+        """Computes what depends on `products` only, before `d_weights` are computed.
 
-        The dropped weights; for `d_products_then` those before dropout, with a negative sign if it
-        drops them; and the derivative of the scores, or None if scores are the products.
+        Returns the dropped weights and, for `d_products_then`, the signed weights and the pullback
+        of the scores, or None if scores are the products.
         """
         products, pull = times(products, self.factors.product_factor), None
         if is_unmodified(tile.spec):
@@ -110,7 +113,7 @@ class Derivation(NamedTuple):
             score, pull = self._score_and_pull(tile, products)
             weights = self._weights(score, rows)
             weights = jnp.where(score == -jnp.inf, 0, weights) if self.masked else weights
-        # One number in registers for a weight and for whether dropout keeps it.
+        # The sign saves registers: it tells whether dropout keeps a weight.
         signed = jnp.where(tile.keeps(), weights, -weights) if tile.spec.dropout_rate else weights
         return _unsigned(tile, signed)[1], signed, pull
 
@@ -125,13 +128,13 @@ class Derivation(NamedTuple):
         gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
         if pull is not None:
             (gradient,) = pull(gradient)
-        # What is masked has no weight; its products may be NaN.
+        # The gradient of a masked pair, whose weight is 0, may be NaN.
         return jnp.where(weights == 0, 0, gradient) if self.masked else gradient
 
     def d_signed(
         self, tile: HeadTile, signed: Array, d_weights: Array, rows: RowStatistics
     ) -> tuple[Array, Array]:
-        """Returns the same as `d_products`, from the signed weights of unmodified scores."""
+        """Computes the results of `d_products` from signed weights, if scores are unmodified."""
         weights, dropped = _unsigned(tile, signed)
         return self._d_unmodified(tile, weights, dropped, d_weights, rows), dropped
 
@@ -143,39 +146,44 @@ class Derivation(NamedTuple):
         rows: RowStatistics,
         parameter: Parameter,
     ) -> Array:
-        """Returns a tile's contribution to the gradient of a parameter, without `score_factor` and
+        """Returns a tile's term of the gradient of a parameter, without `score_factor` and
         `dropout_scale`."""
         products = times(products, self.factors.product_factor)
         score, slope = with_slope(tile, parameter.which, products, self.masked)
         weights = self._weights(score, rows)
         dropped = tile.drop_unscaled(weights)
         gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
-        if self.masked:  # also in a row that is NaN
+        if self.masked:  # masked pairs of a query whose weights are NaN
             gradient = jnp.where(score == -jnp.inf, 0, gradient)
         return jnp.sum(gradient, axis=tuple({0, 1} - set(parameter.axes)))
 
     def _score_and_pull(self, tile: HeadTile, products: Array) -> tuple[Array, Any]:
-        """Returns scores, and their derivative without the mask."""
+        """Returns scores, and their pullback without the mask."""
         score, pull = jax.vjp(lambda x: tile.modify(x, False), products)
         return (jnp.where(_allowed(tile), score, -jnp.inf) if self._masks(tile) else score), pull
 
     def _masks(self, tile: HeadTile) -> bool:
+        """Returns whether the mask must be applied."""
         return self.masked and has_mask(tile.spec)
 
     def _unmodified_weights(self, tile: HeadTile, products: Array, rows: RowStatistics) -> Array:
-        """The weights of products, 0 where masked, also in a row that is NaN."""
+        """Returns the weights of scores that are products: 0 for masked pairs, also of a query
+        whose other weights are NaN."""
         weights = self._weights(products, rows)
         return jnp.where(_allowed(tile), weights, 0) if self._masks(tile) else weights
 
     def _d_unmodified(
         self, tile: HeadTile, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
     ) -> Array:
+        """Returns the cotangent of products that are scores: 0 for masked pairs."""
         gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
         return jnp.where(weights == 0, 0, gradient) if self._masks(tile) else gradient
 
     def _weights(self, score: Array, rows: RowStatistics) -> Array:
-        """The weights of a tile. If no mask is needed, the log of the total is part of the shift,
-        or applied at the end."""
+        """Returns the weights of a tile.
+
+        In a tile without a mask, the log of the total is part of the shift, or applied at the end.
+        """
         exponent = score * (self.factors.score_factor * LOG2E) - rows.shift[:, None]
         if self.masked and rows.log_total is not None:
             exponent = exponent - rows.log_total[:, None]
@@ -185,29 +193,32 @@ class Derivation(NamedTuple):
 def _d_scores(
     spec: Tree, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
 ) -> Array:
-    """The cotangent of scores: weights × (d_weights − delta), where `d_weights` are of `dropped`.
-    Without dropout, −delta is already in the sum `d_weights`."""
+    """Returns the cotangent of scores, dropped × d_weights − weights × delta / dropout_scale.
+
+    Without dropout −delta is already part of `d_weights`: the product starts from it.
+    """
     if not spec.dropout_rate:
         return weights * d_weights
     return dropped * d_weights + weights * rows.minus_delta[:, None]
 
 
 def _allowed(tile: HeadTile) -> Any:
+    """Returns the mask of a tile."""
     return tile.spec.mask.evaluate(tile.b, tile.h, tile.rows, tile.columns)
 
 
 def _unsigned(tile: HeadTile, signed: Array) -> tuple[Array, Array]:
-    """Returns the weights before dropout, and after it, without its scale."""
+    """Returns the weights before dropout and the dropped weights from signed weights."""
     if not tile.spec.dropout_rate:
         return signed, signed
     return jnp.abs(signed), jnp.maximum(signed, 0)
 
 
 def with_slope(tile: HeadTile, which: int, products: Array, masked: bool) -> tuple[Array, Array]:
-    """Returns scores, and the derivative of each by the entry of a parameter that it depends on.
+    """Returns scores, and the derivative of each by the entry of parameter `which` that it reads.
 
-    A score depends on at most one entry. So forward mode computes all derivatives at once, with
-    ones in all directions.
+    A score reads at most one entry. So forward mode computes all derivatives at once, from a
+    tangent of ones.
     """
     values = parameters(tile.spec)
 
@@ -221,9 +232,9 @@ def with_slope(tile: HeadTile, which: int, products: Array, masked: bool) -> tup
 def add_gradients(
     problem: GPUProblem, totals: dict[int, Array], streamed: Ref, **operands: Any
 ) -> list[Array]:
-    """Adds a tile to the gradients: number 0 is of queries or keys, 1 of values.
+    """Adds a tile to the gradients `totals`: 0 is the gradient of queries or keys, 1 of values.
 
-    `operands` are those of `of_tile`.
+    `operands` are arguments of `of_tile`.
     """
     derive = None if 0 in totals else Derivation.d_products
     gradients = of_tile(problem, streamed=streamed, derive=derive, **operands)
@@ -242,13 +253,16 @@ def of_tile(
     streamed_arrays: Tree = (),
     derive: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Computes `derive`, a function of `Derivation`, for a tile; by default `d_products`, where
-    registers are free.
+    """Computes a derivative of a tile.
 
-    `resident` and `streamed` are query and d_out, and key and value, or the other way round. `rows`
-    are the statistics of kept queries, or a function that reads them while products are computed.
-    `tile` is a tile, or a function that reads it when it is needed: that takes longer, but leaves
-    more registers.
+    resident, streamed: query and d_out, and key and value, or the other way round; references to
+        shared memory.
+    rows: the statistics of kept queries, or a function that reads the statistics of streamed ones.
+    tile: the tile, or a function that reads it where it is needed, which takes longer but fewer
+        registers.
+    streamed_arrays: the tile's parts of the spec's arrays that were streamed.
+    derive: a method of `Derivation`. By default `d_products`, or `d_signed` with weights that are
+        computed between the two products.
     """
     unit, derivation = problem.unit, Derivation(masked, problem.factors)
     (products,), (d_weights,) = ([pair] for pair in zip(resident, streamed, strict=True))
@@ -258,27 +272,31 @@ def of_tile(
     def completed() -> RegisterTile:
         return (tile() if callable(tile) else tile).completed(streamed_arrays)
 
-    statistics, known = read(), None if callable(tile) else completed()
-    # Registers are scarce while products are computed: what takes many is computed between two
-    # products, or read after them, possibly a second time.
+    statistics, early = read(), None if callable(tile) else completed()
+    # Registers are scarce while products are computed. So masks and dropout of unmodified scores
+    # are computed between the two products, and other functions after them, where the tile and the
+    # statistics may be read a second time.
     between = derive is None and problem.unmodified and (masked or problem.drops)
     if between:
-        known = known or completed()
-        first = derivation.weights_first
-        products = known.run(lambda *operands: first(*operands)[1], products, statistics)
+        early = early or completed()
+        signed = lambda *operands: derivation.weights_first(*operands)[1]  # noqa: E731
+        products = early.run(signed, products, statistics)
     drops, columns = problem.drops, problem.refs.sizes["S"]
     onto = None if drops else [unit.spread(statistics.minus_delta, columns)]
     (d_weights,) = matrix_units.multiply(unit, [d_weights], transposed=True, onto=onto)
     statistics = statistics if problem.unmodified else read()
     derive = derive or (Derivation.d_signed if between else Derivation.d_products)
     function = functools.partial(derive, derivation)
-    return (known or completed()).run(function, products, d_weights, statistics)
+    return (early or completed()).run(function, products, d_weights, statistics)
 
 
 def finished(
     problem: GPUProblem, totals: dict[int, Array], rows: RowStatistics | None
 ) -> list[Array]:
-    """Returns the gradients from the totals; `rows` are the statistics of queries that are kept."""
+    """Returns the gradients from the totals of all tiles.
+
+    `rows` are the statistics of the kept queries, or None if keys are kept.
+    """
     factor = problem.factors.gradient
     if rows is None:
         dropout_scale = problem.factors.dropout_scale

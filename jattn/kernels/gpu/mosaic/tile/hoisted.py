@@ -1,13 +1,14 @@
-"""Entries that score functions look up, gathered before the kernel, which reads them by tile.
+"""Look-ups of score functions that are moved out of the kernel.
 
-A user's function may index its operands, in FlexAttention's way (Dong et al. 2024):
-`score * gate[h] + by_key[b, kv] + table[h, q - kv + 5]`. Its expression tells on which of the batch
-row b, the head h, the query q and the key kv an index depends. If it does not depend on both q and
-kv, or only on their distance, there are few different entries. They are gathered in one array for
-each look-up, which runs along T, S, neither or the distances. Kernels sum the array's gradient, and
-the gradient of the gather adds it to the operand's.
+A user's function may index its operands, as in FlexAttention (Dong et al. 2024):
+`score * gate[h] + by_key[b, kv] + table[h, q - kv + 5]`. The expression of the function tells on
+which of batch row b, head h, query q and key kv each index depends. If it does not depend on both q
+and kv, or only on their distance, there are few different entries. They are gathered before the
+kernel, into one array for each look-up: along T, along S, along the distances, or without these
+axes. The kernel reads the array by tile, and computes its gradient; the derivative of the gather
+adds that to the gradient of the operand.
 
-An operand with any other index is unchanged.
+An operand that is also looked up with any other index is left to the kernel.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _INPUTS = (np.float32, *[np.int32] * 4)  # a score, b, h, q and kv
 
 
 def replaced(spec: Spec, shapes: Shapes) -> Spec:
-    """Returns the prepared spec of a call in whole tiles with such arrays in place of look-ups."""
+    """Returns the spec with gathered arrays in place of look-ups; `shapes` are whole tiles."""
     if spec.score is None:
         return spec
     chain = [_replaced(x, spec, shapes) for x in scores.in_order(spec.score)]
@@ -44,22 +45,28 @@ def replaced(spec: Spec, shapes: Shapes) -> Spec:
 
 
 def _replaced(score: scores.ScoreFunction, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
+    """Returns one score function of a chain with gathered arrays in place of look-ups."""
     if isinstance(score, scores.RelativeBias):
-        places = positions_are_places(spec)
-        return by_distance.of_places(score, shapes) if places else by_distance.of_positions(score)
+        if positions_are_places(spec):
+            return by_distance.of_places(score, shapes)
+        return by_distance.of_positions(score)
     return _of_function(score, spec, shapes) if isinstance(score, scores.Score) else score
 
 
 def positions_are_places(spec: Spec) -> bool:
+    """Returns whether the position of a query or key is its index along T or S."""
     return spec.q_positions is None and spec.kv_positions is None
 
 
 @pytree_dataclass
 class Hoisted(scores.ScoreFunction):
-    """A function with an array for each look-up in some of its operands.
+    """A user's score function, with gathered arrays in place of some look-ups.
 
-    `result` is its expression, in which look-up n is input `KEY + 1 + n`. `sites` has the field of
-    the values of each look-up, and their number there. `tables` are the operands that remain.
+    tables: the operands whose look-ups remain in the kernel.
+    by_head, by_query, by_key, by_distance: the gathered arrays, by the kind of their look-ups.
+    result: the expression of the function, in which look-up n is input number `KEY + 1 + n`.
+    sites: the kind of each look-up, and the index of its array among the arrays of the kind.
+    zero: the index of the distance kv − q = 0 along the arrays by distance.
     """
 
     tables: tuple[Any, ...]
@@ -69,7 +76,7 @@ class Hoisted(scores.ScoreFunction):
     by_distance: Any = array_field("#N distances")
     result: Node = static_field()
     sites: tuple[tuple[str, int], ...] = static_field()
-    zero: int = static_field()  # the number of the values of distance kv − q = 0
+    zero: int = static_field()
 
     def evaluate(self, score, b, h, rows, columns):
         per_key = jax.vmap(self._scalar, (0, None, None, None, 0, None, 0))
@@ -79,13 +86,13 @@ class Hoisted(scores.ScoreFunction):
         return per_query(score, b, h, q, kv, self.by_query, self.by_key)
 
     def _scalar(self, score, b, h, q, kv, by_query, by_key):
-        along = {"head": self.by_head, "query": by_query, "key": by_key}
-        distance = (kv - q) + self.zero  # compiled in this order it needs fewer registers
+        arrays = {"head": self.by_head, "query": by_query, "key": by_key}
+        index = (kv - q) + self.zero  # compiled in this order it needs fewer registers
 
         def value(kind: str, which: int) -> Any:
             if kind == "distance":
-                return entries_of(self.by_distance[which], distance)
-            return along[kind][which]
+                return entries_of(self.by_distance[which], index)
+            return arrays[kind][which]
 
         inputs = score, b, h, q, kv, *(value(*site) for site in self.sites)
         return operations.evaluated([self.result], inputs, self.tables)[0]
@@ -98,7 +105,7 @@ def depends_on_score(function: Callable[..., Any]) -> bool:
 
 
 def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.ScoreFunction:
-    """Returns the function with arrays for all look-ups in an operand, if all can be hoisted."""
+    """Returns the function with gathered arrays for each operand whose look-ups all allow it."""
     leaves, structure = jax.tree.flatten(score)
 
     def scalar(*arguments: Any) -> Any:
@@ -109,20 +116,25 @@ def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.Scor
     depends = dependence.of_nodes(expression.results)
     look_ups = [x for x in expression.nodes if x.op == "look_up" and _is_float_table(x, expression)]
     kinds = [_kind(depends[id(x)], positions_are_places(spec)) for x in look_ups]
-    stay = {x.param for x, kind in zip(look_ups, kinds, strict=True) if kind == "pair"}
+    remaining = {x.param for x, kind in zip(look_ups, kinds, strict=True) if kind == "pair"}
     hoisted = {
-        id(x): (x, kind) for x, kind in zip(look_ups, kinds, strict=True) if x.param not in stay
+        id(x): (x, kind)
+        for x, kind in zip(look_ups, kinds, strict=True)
+        if x.param not in remaining
     }
-    # A table that remains and may be differentiated must be an operand itself.
-    made = any(all(expression.tables[n] is not leaf for leaf in leaves) for n in stay)  # pyright: ignore
-    if made or not hoisted:
+    # Kernels compute gradients of operands, not of a table that the function computes from these.
+    computed = any(
+        all(expression.tables[n] is not leaf for leaf in leaves)  # pyright: ignore
+        for n in remaining
+    )
+    if computed or not hoisted:
         return score
     arrays: dict[str, list[Array]] = {kind: [] for kind in ("head", "query", "key", "distance")}
     sites = []
     for node, kind in hoisted.values():
         sites.append((kind, len(arrays[kind])))
         arrays[kind].append(_values(node, kind, expression.tables, spec, shapes))
-    result, tables = _cut(expression, [*hoisted])
+    result, tables = _without_look_ups(expression, [*hoisted])
     return Hoisted(
         tables=tables,
         **{f"by_{kind}": tuple(values) for kind, values in arrays.items()},
@@ -133,33 +145,45 @@ def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.Scor
 
 
 def _is_float_table(node: Node, expression: nodes.Expression) -> bool:
+    """Returns whether a look-up reads an array of floats that has axes and entries."""
     table: Any = expression.tables[node.param]  # pyright: ignore
     return jnp.issubdtype(table.dtype, jnp.floating) and table.ndim > 0 and table.size > 0
 
 
-def _kind(on: dependence.Dependence, positions_are_places: bool) -> str:
-    by_distance = positions_are_places and BATCH_ROW not in on.on
-    return "pair" if on.kind == "distance" and not by_distance else on.kind
+def _kind(dependent: dependence.Dependence, positions_are_places: bool) -> str:
+    """Returns what the entries of a look-up depend on: "head", "query", "key", "distance" or, in
+    all other cases, "pair"."""
+    by_distance = positions_are_places and BATCH_ROW not in dependent.on
+    return "pair" if dependent.kind == "distance" and not by_distance else dependent.kind
 
 
-def _cut(expression: nodes.Expression, look_ups: Sequence[int]) -> tuple[Node, tuple[Any, ...]]:
-    """Returns the result with inputs in place of look-ups, and the tables that it still reads."""
+def _without_look_ups(
+    expression: nodes.Expression, look_ups: Sequence[int]
+) -> tuple[Node, tuple[Any, ...]]:
+    """Returns the result with inputs in place of look-ups, and the tables that it still reads.
+
+    `look_ups` are the ids of their nodes.
+    """
     numbers = {look_up: KEY + 1 + n for n, look_up in enumerate(look_ups)}
 
-    def cut(node: Node, _: Any) -> Node | None:
-        known = id(node) in numbers
-        return Node("input", (), node.dtype, numbers[id(node)]) if known else None
+    def as_input(node: Node, _: Any) -> Node | None:
+        is_replaced = id(node) in numbers
+        return Node("input", (), node.dtype, numbers[id(node)]) if is_replaced else None
 
-    (result,) = nodes.replaced(expression.results, cut)
-    left = sorted({x.param for x in nodes.in_order([result]) if x.op == "look_up"})  # pyright: ignore
+    (result,) = nodes.replaced(expression.results, as_input)
+    still_read = sorted({x.param for x in nodes.in_order([result]) if x.op == "look_up"})  # pyright: ignore
 
     def renumbered(node: Node, args: list[Node]) -> Node | None:
         is_look_up = node.op == "look_up"
         param: Any = node.param
-        return Node("look_up", tuple(args), node.dtype, left.index(param)) if is_look_up else None
+        return (
+            Node("look_up", tuple(args), node.dtype, still_read.index(param))
+            if is_look_up
+            else None
+        )
 
     (result,) = nodes.replaced([result], renumbered)
-    return result, tuple(expression.tables[n] for n in left)  # pyright: ignore
+    return result, tuple(expression.tables[n] for n in still_read)  # pyright: ignore
 
 
 def _values(node: Node, kind: str, tables: list[Any], spec: Spec, shapes: Shapes) -> Array:
@@ -181,7 +205,7 @@ def _values(node: Node, kind: str, tables: list[Any], spec: Spec, shapes: Shapes
 
 
 def _positions(positions: Array | None, size: int) -> Array:
-    """Returns positions `[B or 1, T]`, or those of keys."""
+    """Returns positions as `[B or 1, size]`."""
     if positions is None:
         return jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.broadcast_to(positions.astype(jnp.int32), (positions.shape[0], size))

@@ -1,9 +1,9 @@
-"""Functions of tiles as Mosaic GPU computes them: without axes of size 1.
+"""Computes functions of tiles by the operations of Mosaic GPU, on arrays without axes of size 1.
 
-Its arrays are spread over the registers of 128 threads: whole tiles `[t, s]`, and `[t]` or `[s]`
-for rows or columns. It has no `[t, 1]`, through which array code broadcasts. A function is traced
-for the shapes that it expects and read as an expression of one row and one column. Its operations
-then run on arrays without axes of size 1.
+Mosaic GPU spreads arrays over the registers of 128 threads: tiles `[t, s]`, numbers of rows `[t]`
+and numbers of columns `[s]`. It has no arrays `[t, 1]`, by which array code broadcasts. So `run`
+traces a function for the shapes that it expects, reads it as an expression of the entry at one row
+and one column, and computes the operations of the expression on arrays without axes of size 1.
 """
 
 import functools
@@ -24,28 +24,28 @@ from jattn.functions.read import read_division
 from jattn.kernels.common import entries
 
 
-# The operations of Mosaic GPU.
+# The operations that Mosaic GPU computes entry by entry.
 _OPERATIONS = frozenset(
     """abs add and bitcast_convert_type clamp convert_element_type cos div eq erf exp exp2
     floor_divide ge gt integer_pow le log logistic lt max min mul ne neg not or rem remainder round
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin square sub tanh
     xor""".split()
 )
-_KNOWN = {dropout.shared_p: "shared"}
+_FURTHER_PRIMITIVES = {dropout.shared_p: "shared"}
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
-_ANY_WIDTH = frozenset("and convert_element_type not or select_n xor".split())
-_NARROW = jnp.dtype("int8"), jnp.dtype("uint8")
+_NARROW_OPERATIONS = frozenset("and convert_element_type not or select_n xor".split())
+_NARROW_DTYPES = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_add": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-_MOVES = frozenset(("look_up", "shared", *_REDUCTIONS))
+_SPECIAL_OPERATIONS = frozenset(("look_up", "shared", *_REDUCTIONS))
 _DIVISIONS = {"div": lax.div, "floor_divide": lax.div, "rem": lax.rem, "remainder": lax.rem}
-_OTHER_WORDS = {"custom_lin": "a parameter's derivative in forward mode, which custom_vjp has not"}
+_DESCRIPTIONS = {"custom_lin": "a derivative in forward mode, which a `custom_vjp` does not have"}
 
 
 class Table:
-    """An array in memory that functions index, one entry after another.
+    """An array in memory that functions index.
 
-    `inside(places, axes)` reads the entries at row-major places, which lie along `axes` of a tile.
-    Booleans are bytes. `interval`, if known, holds all entries.
+    `inside(indices, axes)` reads entries by row-major indices into the flat array; `indices` run
+    along `axes` of a tile. Booleans are read as bytes. `interval` contains all entries, if known.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class Table:
         self.interval = interval
 
 
-def _at_one_place(tables: list[Any], node: Node, args: list[Node]) -> Node | None:
-    """A look-up by the row-major place of its entry; None for other nodes."""
+def _with_flat_index(tables: list[Any], node: Node, args: list[Node]) -> Node | None:
+    """Returns a look-up node with one row-major index; None for other nodes."""
     if node.op != "look_up":
         return None
     table: Any = tables[node.param]  # pyright: ignore
     if not operations.is_reference(table):
-        raise NotImplementedError("a captured array")
-    place, int32 = None, np.dtype(np.int32)
+        raise NotImplementedError("entries of a captured array, which is not one of its operands")
+    flat_index, int32 = None, np.dtype(np.int32)
     for x, size in zip(args, table.shape, strict=True):
         index = x if x.dtype == int32 else Node("convert_element_type", (x,), int32)
-        if place is not None:
-            start = Node("mul", (place, const(size, int32)), int32)
+        if flat_index is not None:
+            start = Node("mul", (flat_index, const(size, int32)), int32)
             index = Node("add", (start, index), int32)
-        place = index
-    assert place is not None
+        flat_index = index
+    assert flat_index is not None
     if table.dtype != bool:
-        return Node("look_up", (place,), node.dtype, node.param)
+        return Node("look_up", (flat_index,), node.dtype, node.param)
     byte = np.dtype(np.int8)
-    entry = Node("look_up", (place,), byte, node.param)
+    entry = Node("look_up", (flat_index,), byte, node.param)
     return Node("ne", (entry, const(0, byte)), node.dtype)
 
 
 class IntegerRun(NamedTuple):
-    """An argument of consecutive integers, of which the first is `first`."""
+    """An argument whose `values` are consecutive integers from `first` on."""
 
     first: Any
     values: Array
@@ -93,11 +93,11 @@ def _unchanged(x: Array) -> Array:
 
 
 class RegisterLayout(NamedTuple):
-    """The layout of arrays in registers.
+    """Functions that `run` applies to arrays in registers, to set or exploit their layout.
 
-    to_layout: converts a tile that was broadcast from rows or columns to the layout of other tiles.
-    shared: converts row hashes, see `dropout.shared_p`.
-    diagonals: converts a tile that is the same along each of its diagonals.
+    to_layout: applied to tiles broadcast from rows or columns; converts to the layout of tiles.
+    shared: applied to row hashes, some of which are equal, see `dropout.shared_p`.
+    diagonals: applied to tiles whose entries are equal along each diagonal.
     """
 
     to_layout: Callable[[Array], Array] = _unchanged
@@ -105,11 +105,11 @@ class RegisterLayout(NamedTuple):
     diagonals: Callable[[Array], Array] = _unchanged
 
 
-_PLAIN = RegisterLayout()
+_NO_LAYOUT = RegisterLayout()
 
 
 def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Computes `function(*arguments)`; `options` as in `run_typed`."""
+    """Computes `function(*arguments)`; `options` are those of `run_typed`."""
     return run_typed(function, *arguments, **options)[0]
 
 
@@ -120,23 +120,26 @@ def run_typed(
     transposed: bool = False,
     runs: tuple[IntegerRun, ...] = (),
     below: Any = (),
-    layout: RegisterLayout = _PLAIN,
+    layout: RegisterLayout = _NO_LAYOUT,
 ) -> tuple[Any, Any]:
     """Computes `function(*arguments)`, and returns the results and their types.
 
-    `shapes` are the types that the function expects. Arguments and results lack their axes of size
-    1, and are `[s, t]` in place of `[t, s]` if transposed; types have all axes and are `[t, s]`.
+    Arguments and results are arrays without axes of size 1, `[s, t]` in place of `[t, s]` if
+    `transposed`. Arguments that a function indexes are of class `Table`.
 
-    `runs` lists arguments of consecutive integers, and `below` pairs of arguments with sizes: these
-    are integers from 0 to size − 1. Arguments that are a `Table` are looked up.
+    shapes: the types of the arguments that the function expects, with all axes, `[t, s]`; by
+        default the types of `arguments`.
+    runs: arguments of consecutive integers.
+    below: pairs (argument, size) of integer arguments from 0 to size − 1.
+    layout: functions that are applied to some arrays.
 
-    Raises NotImplementedError for what registers cannot compute.
+    Raises NotImplementedError for operations that Mosaic GPU does not have.
     """
     expected = jax.tree.map(jax.typeof, arguments) if shapes is None else shapes
-    read = entries.read(function, arguments, expected, _KNOWN)
+    read = entries.read(function, arguments, expected, _FURTHER_PRIMITIVES)
     leaves = jax.tree.leaves(arguments, is_leaf=operations.is_reference)
     registers = _Registers(leaves, transposed, runs, below, read.tables, layout, {})
-    nodes = replaced(read.results, functools.partial(_at_one_place, read.tables))
+    nodes = replaced(read.results, functools.partial(_with_flat_index, read.tables))
     values = fold(nodes, registers.value)
     results = [
         registers.spread(values[id(node)], _axes_of_result(values[id(node)], x), x.shape)
@@ -146,15 +149,16 @@ def run_typed(
 
 
 def _axes_of_result(x: "_NodeValue", aval: Any) -> str:
-    """The axes of a tile along which a result runs; it may have the same number along these."""
+    """Returns the axes of a tile along which a result of type `aval` must run, even if all of its
+    entries along these axes are equal."""
     if len(aval.shape) == 1:
         return "" if aval.shape == (1,) else x.axes or "t"
     return "".join(axis for axis, size in zip("ts", aval.shape, strict=False) if size != 1)
 
 
 class _Distance(NamedTuple):
-    """The difference of two values of a tile, of which one runs along its rows and one along its
-    columns, or its absolute value."""
+    """The difference `left − right` of an array along rows and one along columns, or its absolute
+    value."""
 
     left: "_NodeValue"
     right: "_NodeValue"
@@ -162,8 +166,13 @@ class _Distance(NamedTuple):
 
 
 class _NodeValue(NamedTuple):
-    """The value of a node: a number, or an array along axes of a tile; the interval of integers;
-    and, if the value is the tile of a distance, that."""
+    """The value of a node.
+
+    array: a number, or an array in registers.
+    axes: the axes of a tile along which it runs, of "ts".
+    interval: an interval that contains all entries, if they are integers and it is known.
+    distance: the distance that the value is, if it is one.
+    """
 
     array: Any
     axes: str
@@ -171,12 +180,16 @@ class _NodeValue(NamedTuple):
     distance: _Distance | None = None
 
 
-# A thread has the columns of a tile whose numbers differ in bits other than these.
-_THREAD_BITS = 6
+# The columns of a thread have the same values of these bits of their index, and differ in others.
+_THREAD_BITS = 0b110
 
 
 class _Registers(NamedTuple):
-    """Computes nodes of an expression, on arrays in registers."""
+    """Computes the nodes of an expression on arrays in registers.
+
+    `leaves` are the arguments. `tiles` holds the arrays that have been broadcast, by their ids and
+    axes. The other fields are arguments of `run_typed`.
+    """
 
     leaves: list[Any]
     transposed: bool
@@ -184,24 +197,27 @@ class _Registers(NamedTuple):
     below: Any
     tables: list[Any]
     layout: RegisterLayout
-    tiles: dict[tuple[int, str], Any]  # arrays that have been spread, by their ids
+    tiles: dict[tuple[int, str], Any]
 
     def value(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """Computes one node from the values of its arguments."""
         if node.op in ("input", "const"):
-            return self._known(node)
+            return self._input(node)
         if node.op == "clamp" and _is_inside(*args):
             return args[1]
-        value = self._moved(node, *args) if node.op in _MOVES else self._computed(node, args)
+        if node.op in _SPECIAL_OPERATIONS:
+            value = self._special(node, *args)
+        else:
+            value = self._computed(node, args)
         if not jnp.issubdtype(node.dtype, jnp.integer) or node.op == "look_up":
             return value
         pairs = zip(args, node.args, strict=True)
-        of_args = [x.interval or intervals.anything(y.dtype) for x, y in pairs]
-        interval = intervals.of_operation(node.op, node.dtype, of_args, node.param)
+        arg_intervals = [x.interval or intervals.anything(y.dtype) for x, y in pairs]
+        interval = intervals.of_operation(node.op, node.dtype, arg_intervals, node.param)
         return value._replace(interval=interval)
 
-    def _known(self, node: Node) -> _NodeValue:
-        """An argument or a constant."""
+    def _input(self, node: Node) -> _NodeValue:
+        """Returns an argument or a constant."""
         param: Any = node.param
         if node.op == "const":
             value = np.asarray(param, node.dtype)
@@ -213,8 +229,8 @@ class _Registers(NamedTuple):
         size = next((size for leaf, size in self.below if leaf is x), None)
         return _NodeValue(x, axes, size and Interval(np.int32(0), np.int32(size - 1)))
 
-    def _moved(self, node: Node, x: _NodeValue) -> _NodeValue:
-        """An operation that is not computed entry by entry."""
+    def _special(self, node: Node, x: _NodeValue) -> _NodeValue:
+        """Computes a look-up, a reduction, or `dropout.shared_p`."""
         param: Any = node.param
         if node.op == "look_up":
             table = self.tables[param]
@@ -224,10 +240,11 @@ class _Registers(NamedTuple):
         return self._reduced(node, x)
 
     def _computed(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
+        """Computes an operation entry by entry, or the conversion of a distance to floats."""
         param: Any = node.param
         if node.op not in _OPERATIONS:
             name = param if node.op == "unknown" else node.op
-            raise NotImplementedError(_OTHER_WORDS.get(name, name))
+            raise NotImplementedError(_DESCRIPTIONS.get(name, name))
         distance = _distance(node, args)
         if distance is not None and node.op == "convert_element_type":
             tile = self._float_distance(distance, args[0])
@@ -236,16 +253,20 @@ class _Registers(NamedTuple):
         return self._by_entry(node, args)._replace(distance=distance)
 
     def _reduced(self, node: Node, x: _NodeValue) -> _NodeValue:
-        along, shape = node.param  # pyright: ignore
-        axes = "".join(axis for axis in "ts" if axis in x.axes or axis in along)
+        """Computes a reduction over some axes."""
+        over, shape = node.param  # pyright: ignore
+        axes = "".join(axis for axis in "ts" if axis in x.axes or axis in over)
         array = self.spread(x, axes, shape)
         order = axes[::-1] if self.transposed else axes
-        reduced = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in along))
-        return _NodeValue(reduced, "".join(axis for axis in axes if axis not in along))
+        reduced = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in over))
+        return _NodeValue(reduced, "".join(axis for axis in axes if axis not in over))
 
     def _by_entry(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
-        """Computes an operation entry by entry. Numbers may stand beside arrays, except as cases of
-        a selection."""
+        """Computes an operation entry by entry.
+
+        Arrays along fewer axes than the result are broadcast. Numbers are so only as cases of a
+        selection; other operations of Mosaic GPU take a number and an array.
+        """
         axes = "".join(axis for axis in "ts" if any(axis in x.axes for x in args))
         sizes = {}
         for x in args:
@@ -257,35 +278,37 @@ class _Registers(NamedTuple):
             self.spread(x, axes, shape) if x.axes or any(x is y for y in cases) else x.array
             for x in args
         ]
-        if any(x.dtype in _NARROW for x in node.args):
+        if any(x.dtype in _NARROW_DTYPES for x in node.args):
             arrays = _widened(node.op, arrays)
         is_integer = jnp.issubdtype(node.dtype, jnp.integer)
         if node.op in _DIVISIONS and is_integer:
             if _never_negative(args):
-                return _NodeValue(_unsigned(_DIVISIONS[node.op], node.dtype, *arrays), axes)
+                return _NodeValue(
+                    _divided_as_unsigned(_DIVISIONS[node.op], node.dtype, *arrays), axes
+                )
             if node.op in ("floor_divide", "remainder"):
                 return self._as_program(node, args)
         if node.op == "integer_pow":
             return _NodeValue(_power(arrays[0], node.param), axes)
         if node.op == "div" and arrays[0].shape and not arrays[1].shape:
-            return _NodeValue(_quotient(*arrays), axes)
+            return _NodeValue(_divided_by_number(*arrays), axes)
         return _NodeValue(operations.compute(node, arrays), axes)
 
     def _as_program(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
-        """A floor division or remainder by the operations that JAX has for it."""
-        raw = read_division(node.op, node.dtype)
+        """Computes a floor division or remainder by JAX's program for it."""
+        program = read_division(node.op, node.dtype)
 
         def value(inner: Node, inner_args: list[_NodeValue]) -> _NodeValue:
             number: Any = inner.param
             return args[number] if inner.op == "input" else self.value(inner, inner_args)
 
-        return fold([raw], value)[id(raw)]
+        return fold([program], value)[id(program)]
 
     def _float_distance(self, distance: _Distance, converted: _NodeValue) -> Array | None:
-        """The difference of places as floats, in fewer operations than converting the difference of
-        integers, which takes two. None if rows or columns are not known to be consecutive.
+        """Returns a distance as floats; None unless rows and columns are runs of integers.
 
-        It adds numbers that each thread knows of rows and of columns. All count from the first
+        A difference of integers and its conversion take two operations for each entry. Rows and
+        columns that are converted to floats before take one. They are counted from the first
         column, so that the floats are exact where converted integers are.
         """
         pair = distance.left, distance.right
@@ -302,10 +325,12 @@ class _Registers(NamedTuple):
             tile = lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))
             return self.layout.to_layout(tile)
 
+        # The part of a column that all columns of a thread share is subtracted from the rows: then
+        # the offsets are the same numbers in each thread.
         column = columns.array - first_column
-        of_thread = column & np.int32(_THREAD_BITS)
-        offset, start = spread(column - of_thread, 1), spread(of_thread, 1)
-        if self.transposed:  # registers are scarce there
+        shared_part = column & np.int32(_THREAD_BITS)
+        offset, start = spread(column - shared_part, 1), spread(shared_part, 1)
+        if self.transposed:  # registers are scarce in these kernels: one operation fewer
             row = spread(rows.array - first_column, 0) - start
         else:
             row = spread(rows.array - first_row, 0) - start
@@ -316,22 +341,22 @@ class _Registers(NamedTuple):
 
     @property
     def _first(self) -> str:
-        """The axis of a tile along which its first axis in registers runs."""
+        """The axis of a tile, "t" or "s", that is the first axis of its array in registers."""
         return "s" if self.transposed else "t"
 
     def spread(self, x: _NodeValue, axes: str, sizes: Any) -> Any:
-        """Broadcasts an array along these axes of a tile; `sizes` are those of all its axes."""
+        """Broadcasts an array to `axes` of a tile; `sizes` are the sizes of all axes."""
         if x.axes == axes:
             return x.array
         if (id(x.array), axes) not in self.tiles:
-            wide = [size for size in sizes if size != 1]
-            shape = tuple(wide[::-1] if self.transposed else wide)
+            larger_sizes = [size for size in sizes if size != 1]
+            shape = tuple(larger_sizes[::-1] if self.transposed else larger_sizes)
             if len(axes) == 1:
                 shape = tuple(size for axis, size in zip("ts", sizes, strict=False) if axis in axes)
-                shape = shape or tuple(wide)
-            places = () if not x.axes else (0 if x.axes == self._first else 1,)
-            tile = lax.broadcast_in_dim(x.array, shape, places)
-            # With the array, so that its id stays its own.
+                shape = shape or tuple(larger_sizes)
+            array_axes = () if not x.axes else (0 if x.axes == self._first else 1,)
+            tile = lax.broadcast_in_dim(x.array, shape, array_axes)
+            # The array is kept alive, so that no other array gets its id.
             self.tiles[id(x.array), axes] = (
                 self.layout.to_layout(tile) if x.axes else tile,
                 x.array,
@@ -340,7 +365,7 @@ class _Registers(NamedTuple):
 
 
 def _distance(node: Node, args: list[_NodeValue]) -> _Distance | None:
-    """The distance whose tile a node is, or which it converts to floats; None for other nodes."""
+    """Returns the distance that a node computes or converts to floats; None for other nodes."""
     if node.op == "sub" and {x.axes for x in args} == {"t", "s"}:
         return _Distance(args[0], args[1])
     if not args or args[0].distance is None:
@@ -352,9 +377,11 @@ def _distance(node: Node, args: list[_NodeValue]) -> _Distance | None:
 
 
 def _never_negative(args: list[_NodeValue]) -> bool:
-    """Returns whether a division is of integers that are at least 0 by integers of at least 1."""
-    x, by = (x.interval for x in args)
-    return x is not None and by is not None and bool(x.lo >= 0 and by.lo >= 1)
+    """Returns whether a division is known to divide integers ≥ 0 by integers ≥ 1."""
+    dividend, divisor = (x.interval for x in args)
+    if dividend is None or divisor is None:
+        return False
+    return bool(dividend.lo >= 0 and divisor.lo >= 1)
 
 
 def _is_inside(low: _NodeValue, x: _NodeValue, high: _NodeValue) -> bool:
@@ -365,16 +392,19 @@ def _is_inside(low: _NodeValue, x: _NodeValue, high: _NodeValue) -> bool:
 
 
 def _widened(name: str, values: list[Any]) -> list[Any]:
-    """Converts integers of 8 bits to what Mosaic GPU can compute with."""
+    """Returns the operands of an operation of 8-bit integers in a dtype that Mosaic GPU supports.
+
+    Raises NotImplementedError for operations other than comparisons and bitwise ones.
+    """
     if name in _COMPARISONS:
         return [lax.convert_element_type(x, jnp.int32) for x in values]
-    if name not in _ANY_WIDTH:
-        raise NotImplementedError(f"{name} of integers of 8 bits")
+    if name not in _NARROW_OPERATIONS:
+        raise NotImplementedError(f"{name} of 8-bit integers")
     return values
 
 
 def _power(x: Array, exponent: Any) -> Array:
-    """x to the power of an integer; of powers Mosaic GPU has the square only."""
+    """Returns x to the power of an integer by squares: Mosaic GPU has no other power."""
     if exponent < 0:
         return 1 / _power(x, -exponent)
     if exponent < 2:
@@ -383,16 +413,18 @@ def _power(x: Array, exponent: Any) -> Array:
     return half * x if exponent % 2 else half
 
 
-def _unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
-    """Divides integers that are not negative as unsigned ones, in half as many instructions."""
+def _divided_as_unsigned(divide: Callable[..., Any], dtype: Any, x: Any, by: Any) -> Any:
+    """Divides non-negative integers as unsigned ones, which takes half the instructions."""
     shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(by))
     operands = [lax.convert_element_type(y, f"uint{8 * dtype.itemsize}") for y in (x, by)]
-    spread = [y if jnp.shape(y) == shape else lax.broadcast_in_dim(y, shape, ()) for y in operands]
-    return lax.convert_element_type(divide(*spread), dtype)
+    operands = [
+        y if jnp.shape(y) == shape else lax.broadcast_in_dim(y, shape, ()) for y in operands
+    ]
+    return lax.convert_element_type(divide(*operands), dtype)
 
 
-def _quotient(x: Array, by: Any) -> Array:
-    """A tile divided by one number. Floats are multiplied by its reciprocal: that is one
+def _divided_by_number(x: Array, by: Any) -> Array:
+    """Divides an array by one number; floats are multiplied by its reciprocal, which takes one
     instruction instead of ten."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.div(x, lax.broadcast_in_dim(by, x.shape, ()))

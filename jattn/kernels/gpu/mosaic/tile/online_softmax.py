@@ -21,16 +21,16 @@ from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 LOG2E = math.log2(math.e)
 
 
-LOWEST = float(jnp.finfo(jnp.float32).min)  # maximum of no keys, to the base 2
+LOWEST = float(jnp.finfo(jnp.float32).min)  # the running maximum before the first key
 
 
-# The increase of a maximum, to the base 2, from which on sums are rescaled. Weights are at most 2^8
-# then, also in float16, and have all their digits.
+# Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
+# Weights are then at most 2^8, which float16 holds without loss of digits.
 _SLACK = 8.0
 
 
 def initial(unit: Unit, rows: int, width: int) -> softmax.Partial:
-    """The state before the first key, in registers."""
+    """Returns the state before the first key, in registers, for `rows` queries and V = `width`."""
     total, weighted = (jnp.zeros(shape, jnp.float32) for shape in ((rows,), (rows, width)))
     maximum = jnp.full((rows,), LOWEST, jnp.float32)
     return softmax.Partial(*map(unit.to_layout, (maximum, total, weighted), ("t", "t", "ts")))
@@ -39,10 +39,8 @@ def initial(unit: Unit, rows: int, width: int) -> softmax.Partial:
 def online(
     problem: GPUProblem, masked: bool, tile: RegisterTile, products: Array, state: softmax.Partial
 ) -> tuple[Array, softmax.Partial]:
-    """Returns the weights of more keys and the new state, to which weighted values must be added.
-
-    Both are relative to the new shift.
-    """
+    """Returns the weights of one more tile, and the new state without the tile's weighted values,
+    which the caller adds. Both are relative to the new shift."""
     new = online_softmax_step(problem, masked, tile, products, state.maximum, state.total)
 
     def rescaled(x: Array) -> Array:
@@ -53,8 +51,11 @@ def online(
 
 
 class SoftmaxStep(NamedTuple):
-    """The weights of more keys, and shift and total of all keys so far. If it `rescales`, each row
-    of sums that are relative to the previous shift must be multiplied by a factor."""
+    """The weights of one more tile, and the shift and the total of all keys so far.
+
+    If `rescales`, sums of earlier tiles must be multiplied by `factor [t]`, because they are
+    relative to the previous shift.
+    """
 
     weights: Array
     shift: Array
@@ -71,11 +72,11 @@ def online_softmax_step(
     shift: Array,
     total: Array,
 ) -> SoftmaxStep:
-    """Computes the softmax of more keys.
+    """Computes one step of the online softmax.
 
-    Sums stay relative to an earlier maximum until the maximum of any row has increased by much
-    (Zadouri et al. 2026, "FlashAttention-4"). This is exact, because all sums of a row are relative
-    to the same shift.
+    Sums stay relative to an earlier maximum, the shift, until the maximum of any row exceeds it by
+    `_SLACK` (Zadouri et al. 2026, "FlashAttention-4"). This is exact, because all sums of a row are
+    relative to the same shift.
     """
     score, maximum = tile.run(
         functools.partial(_running_maximum, masked, problem.factors), products, shift
@@ -90,10 +91,10 @@ def online_softmax_step(
 def _running_maximum(
     masked: bool, factors: Factors, tile: slicing.Scored, products: Array, maximum: Array
 ) -> tuple[Array, Array]:
-    """Returns the scores of more keys, and the maximum of all keys so far to the base 2.
+    """Returns the scores of a tile, and the running maximum in units of log 2.
 
-    Shifts are rounded maxima: a maximum comes from `max`, so that no product is fused with the
-    subtraction of a shift.
+    The shift must be a rounded number, equal in all operations. The compiler would fuse a product
+    with the subtraction of a shift, without rounding it; `jnp.maximum` between them prevents that.
     """
     score = tile.modify(times(products, factors.product_factor), masked)
     return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.score_factor * LOG2E))
@@ -111,7 +112,8 @@ def _weigh(
     """Returns weights relative to the new shift, the new total, and the factor of sums that are
     relative to the previous shift.
 
-    If scores take `special` functions, the unit for 2^x computes nothing but these and weights.
+    If score functions use the special function unit (`special`), which also computes the weights,
+    the factor is computed without it.
     """
     weights = jnp.exp2(score * (factors.score_factor * LOG2E) - new_shift[:, None])
     scale = (exp2_by_products if special else jnp.exp2)(shift - new_shift)
@@ -121,7 +123,7 @@ def _weigh(
 def finish_factor(
     factors: Factors, maximum: Array, total: Array
 ) -> tuple[Array, softmax.Normalizer]:
-    """Returns the factor that makes weighted sums the output, and the normalizer."""
+    """Returns the factor `[t]` from weighted sums to the output, and the normalizer."""
     ones = jnp.ones_like(total)[:, None]
     out, normalizer = finish(factors, softmax.Partial(maximum, total, ones))
     return out.reshape(-1), normalizer
@@ -130,34 +132,37 @@ def finish_factor(
 def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
     """Returns output and normalizer.
 
-    The maximum is rounded once more. The backward pass converts it to the base 2 again, and the
-    difference that this makes is added to the log of the total.
+    The maximum is converted from units of log 2, and the backward pass converts it back. Both
+    conversions round; the error of the two is added to the log of the total.
     """
-    maximum = jnp.maximum(part.maximum * math.log(2), LOWEST)  # or two products become one
-    lost = (part.maximum - _shift(maximum)) * math.log(2)
-    natural = part._replace(maximum=maximum)
-    out, normalizer = softmax.finish(natural)
-    lost = jnp.where(part.total > 0, lost, 0)
+    # Without `jnp.maximum` the compiler would merge the two factors, and round only once.
+    maximum = jnp.maximum(part.maximum * math.log(2), LOWEST)
+    error = (part.maximum - _shift(maximum)) * math.log(2)
+    out, normalizer = softmax.finish(part._replace(maximum=maximum))
+    error = jnp.where(part.total > 0, error, 0)
     return times(out, factors.dropout_scale), normalizer._replace(
-        log_total=normalizer.log_total + lost
+        log_total=normalizer.log_total + error
     )
 
 
 def _shift(maximum: Array) -> Array:
-    """Converts a maximum to the base 2, rounded: `maximum` prevents that the product is fused with
-    a subtraction."""
+    """Returns a maximum in units of log 2, rounded.
+
+    `jnp.maximum` keeps the compiler from fusing the product with a subtraction.
+    """
     return jnp.maximum(maximum * LOG2E, LOWEST)
 
 
-# Coefficients of 2^r for |r| of at most a half, from r^5 down: relative error 9e-8, and none at 0,
-# so that unchanged maxima rescale exactly by 1.
+# Coefficients of a polynomial for 2^r with |r| ≤ 1/2, from r^5 down to r^0. The relative error is
+# at most 9e-8, and 0 at r = 0, so that the factor of an unchanged maximum is exactly 1.
 _POWERS = 1.32647272e-3, 9.67151268e-3, 5.55073374e-2, 2.40222421e-1, 6.93146978e-1, 1.0
 
 
 def exp2_by_products(x: Array) -> Array:
-    """Returns 2^x for x of at most 0, and 2^-126 below -126."""
+    """Returns 2^x for −126 ≤ x ≤ 0, and 2^−126 for x < −126, by multiplications and additions."""
     x = jnp.maximum(x, -126.0)
-    magic = np.float32(1.5 * 2**23)  # adding it rounds, and leaves an integer in the lowest bits
+    # The sum of x and this number has x, rounded to an integer, in its lowest bits.
+    magic = np.float32(1.5 * 2**23)
     bits = lax.bitcast_convert_type(x + magic, jnp.int32)
     rest = x - (bits - magic.view(np.int32)).astype(jnp.float32)
     power = functools.reduce(lambda sums, power: sums * rest + power, _POWERS, jnp.zeros_like(x))
@@ -166,4 +171,5 @@ def exp2_by_products(x: Array) -> Array:
 
 
 def times(x: Array, factor: float) -> Array:
+    """Returns x times a static factor, without an operation if that is 1."""
     return x if factor == 1 else x * factor

@@ -1,4 +1,4 @@
-"""A call as the warpgroups of a kernel compute it: its sizes in whole tiles, and its spec."""
+"""The static description of a call for a kernel: sizes in whole tiles, tiling, spec and factors."""
 
 import functools
 from collections.abc import Callable
@@ -23,9 +23,16 @@ from jattn.spec import Shapes, Spec, Tiling
 class GPUProblem(NamedTuple):
     """The sizes of a call in whole tiles, the tiles of a program, and the spec.
 
-    Each warpgroup keeps some of the program's queries or, with `by_key`, of its keys; tiles of keys
-    or queries are streamed past them. `max_streamed_arrays` limits the arrays of the spec that are
-    streamed through shared memory with them.
+    Each warpgroup keeps some of the program's queries, and tiles of keys are streamed through
+    shared memory; with `by_key` it keeps keys, and queries are streamed.
+
+    tiling: the queries of a program and the keys of a streamed tile, or the other way round.
+    refs: the arrays of the spec, and the part of each that a tile reads.
+    approximate: whether approximate instructions suffice for score functions.
+    special: whether score functions use the special function unit, which computes 2^x.
+    drops: whether there is dropout.
+    unmodified: whether scores are products of queries and keys, except for the mask.
+    max_streamed_arrays: limits the number of the spec's arrays that are streamed with a tile.
     """
 
     shapes: Shapes
@@ -49,10 +56,12 @@ class GPUProblem(NamedTuple):
         refs: Callable[..., SpecRefs] = SpecRefs,
         columns: int | None = None,
     ) -> "GPUProblem":
-        """Makes the problem; a warpgroup computes `columns` of a tile at once, by default all."""
+        """Makes the problem of a spec; a warpgroup computes `columns` of a tile at once, by default
+        all."""
         by_key = unit.transposed
         q, kv = (x if columns is None else min(x, columns) for x in tiling)
-        # Streamed queries have their hashes with them; others compute theirs once.
+        # The dropout hashes of streamed queries are computed before the kernel and streamed too; a
+        # program computes the hashes of queries that it keeps once.
         spec = dropout.hashed(spec, shapes, rows=by_key)
         factors, spec = Factors.of(spec)
         tile = Tiling(q, unit.rows) if by_key else Tiling(unit.rows, kv)
@@ -76,7 +85,7 @@ class GPUProblem(NamedTuple):
 
     @property
     def streamed(self) -> int:
-        """The number of queries of a streamed tile with `by_key`, else of keys."""
+        """The number of keys of a streamed tile, or of queries with `by_key`."""
         return self.tiling[0 if self.by_key else 1]
 
     @property
@@ -86,12 +95,12 @@ class GPUProblem(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """The number of such shares of a tile."""
+        """The number of shares of a tile that a warpgroup computes one after another."""
         return self.streamed // self.share
 
     @property
     def groups(self) -> int:
-        """The number of warpgroups of a program that keep queries, or keys with `by_key`."""
+        """The number of computing warpgroups of a program."""
         return self.tiling[1 if self.by_key else 0] // self.unit.rows
 
     @property
@@ -100,13 +109,13 @@ class GPUProblem(NamedTuple):
         return self.shapes.T // self.tiling.block_q, self.shapes.S // self.tiling.block_kv
 
     def parts(self) -> int:
-        """The number of parts of the keys, each of which a program of its own attends to."""
-        queries, keys = self.blocks
-        return block_mask.parts(self.shapes.B * self.shapes.N * queries, keys)
+        """Returns the number of parts into which the keys are split, one work item for each."""
+        query_blocks, key_blocks = self.blocks
+        return block_mask.parts(self.shapes.B * self.shapes.N * query_blocks, key_blocks)
 
     @property
     def heads(self) -> int:
-        """The number of query heads that share the keys of a program; 1 without `by_key`."""
+        """The number of query heads that a program computes: 1, or with `by_key` the group's."""
         return self.shapes.G if self.by_key else 1
 
     def visits(self, spec: Spec) -> block_mask.BlockMask:
@@ -119,37 +128,38 @@ class GPUProblem(NamedTuple):
 
     @property
     def streamed_arrays(self) -> list[int]:
-        """The numbers of the spec's arrays that are streamed with a tile of keys (queries)."""
+        """The indices of the spec's arrays that are streamed with a tile."""
         along = self.refs.along("T" if self.by_key else "S")
         return [] if self.unit.by_warp else along[: self.max_streamed_arrays]
 
-    def streamed_scratch(self, *places: int) -> list[Any]:
-        """Shared memory for the streamed arrays of some tiles."""
+    def streamed_scratch(self, *buffers: int) -> list[Any]:
+        """Allocates shared memory `[*buffers, share]` for each of the streamed arrays."""
         arrays = [self.refs.arrays[i] for i in self.streamed_arrays]
-        return [mosaic().SMEM((*places, self.share), x.dtype) for x in arrays]
+        return [mosaic().SMEM((*buffers, self.share), x.dtype) for x in arrays]
 
     def streamed_parts(self, leaves: list[Any], index: TileIndex) -> list[Any]:
-        """A tile's parts of the streamed arrays, in global memory."""
+        """Returns a tile's parts of the streamed arrays, in global memory."""
         parts = self.refs.parts(leaves, index)
         return [memory.at[part] for memory, part in (parts[i] for i in self.streamed_arrays)]
 
     def constants(self, leaves: list[Any], b: Index, h: Index) -> dict[int, RegisterValue]:
-        """Reads the arrays of the spec that are one number for all tiles of a head."""
+        """Reads the arrays of the spec that have a single number for all tiles of a head."""
         return self._read(leaves, TileIndex(b, h, 0, 0), self.refs.varying)
 
     def tile(
         self, leaves: list[Any], index: TileIndex, constants: dict[int, RegisterValue]
     ) -> RegisterTile:
-        """Reads a tile's parts of the spec's arrays, except those that are streamed.
+        """Reads a tile's parts of the spec's arrays to registers, except those that are streamed.
 
-        It is called before the wait for products.
+        Kernels call it before they wait for products, so that reads and products overlap.
         """
-        known: dict[int, Any] = dict.fromkeys(self.streamed_arrays) | constants
+        # Streamed arrays are None, until `RegisterTile.completed`.
+        leaves_so_far: dict[int, Any] = dict.fromkeys(self.streamed_arrays) | constants
         for i, x in self.refs.tables.items():
             look_up = functools.partial(self.unit.look_up, leaves[i])
             table = Table(x.shape, x.dtype, look_up, self.refs.interval(i))
-            known[i] = RegisterValue(table, x, "")
-        parts = known | self._read(leaves, index, [*known])
+            leaves_so_far[i] = RegisterValue(table, x, "")
+        parts = leaves_so_far | self._read(leaves, index, [*leaves_so_far])
         return RegisterTile(
             self.unit, self.shapes, self.refs, [parts[i] for i in range(len(leaves))], index
         )
@@ -161,12 +171,12 @@ class GPUProblem(NamedTuple):
         return {i: self.unit.read(*x, letters) for i, (x, letters) in pairs if i not in omitted}
 
 
-# Operations that special instructions approximate, too roughly for functions of positions. The
-# error of tanh is 5e-4, about that of rounding to 16 bits.
+# Operations whose approximate instructions are too inaccurate for large arguments, like positions.
+# The approximate tanh has an error of 5e-4, about the error of rounding to 16 bits.
 _ROUGH = frozenset("sin cos tan log log1p".split())
 
 
-# Operations that the unit for 2^x computes too.
+# Operations of the special function unit, which also computes 2^x.
 _SPECIAL = _ROUGH | frozenset("erf exp exp2 logistic rsqrt sqrt tanh".split())
 
 
@@ -179,12 +189,13 @@ def _operations(spec: Spec, refs: SpecRefs) -> set[str]:
 
 
 def _primitives(jaxpr: Any) -> set[str]:
-    names = {equation.primitive.name for equation in jaxpr.eqns}
-    inner = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
-    return names.union(*map(_primitives, inner))
+    """Returns the names of the operations of a jaxpr, and of all jaxprs inside of it."""
+    operations = {equation.primitive.name for equation in jaxpr.eqns}
+    inner_jaxprs = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
+    return operations.union(*map(_primitives, inner_jaxprs))
 
 
 def _approximate(spec: Spec, operations: set[str]) -> bool:
-    """Returns whether approximate instructions suffice. For exp2 they always do."""
+    """Returns whether approximate instructions suffice; for exp2 they always do."""
     exact = spec.precision in ("highest", "float32", lax.Precision.HIGHEST)
     return not operations & (_ROUGH | {"tanh", "logistic"} if exact else _ROUGH)

@@ -1,4 +1,4 @@
-"""A tile of a spec in registers, on which functions of masks and scores run."""
+"""A tile's parts of a spec's arrays in registers, where masks and score functions are computed."""
 
 import functools
 import operator
@@ -19,7 +19,11 @@ from jattn.spec import Shapes
 
 
 class RegisterTile(NamedTuple):
-    """A spec in registers: `leaves` are None where parts are streamed through shared memory."""
+    """A tile's parts of the arrays of a spec, in registers, and the index of the tile.
+
+    `leaves` are None for arrays whose part still has to be read from shared memory, see
+    `completed`.
+    """
 
     unit: Unit
     shapes: Shapes
@@ -28,27 +32,31 @@ class RegisterTile(NamedTuple):
     place: TileIndex
 
     def completed(self, streamed: Tree) -> "RegisterTile":
-        """Returns the tile with the parts that were streamed through shared memory."""
+        """Returns the tile with the parts `streamed`, which are in shared memory."""
         letter = "T" if self.unit.transposed else "S"
-        run, rest = (pl.ds(0, self.refs.sizes[letter]),), iter(streamed)
+        index, rest = (pl.ds(0, self.refs.sizes[letter]),), iter(streamed)
         leaves = [
-            self.unit.read(next(rest), run, [letter]) if x is None else x for x in self.leaves
+            self.unit.read(next(rest), index, [letter]) if x is None else x for x in self.leaves
         ]
         return self._replace(leaves=leaves)
 
     def run(self, function: Callable[..., Any], *operands: Tree) -> Tree:
-        """Computes `function(tile, *operands)`."""
+        """Computes `function(head_tile, *operands)` in registers, with this tile's `HeadTile`."""
         results = self.run_typed(function, *operands)
         return jax.tree.map(lambda x: x.value, results, is_leaf=_is_value)
 
     def run_typed(self, function: Callable[..., Any], *operands: Tree) -> Tree:
-        """Returns the same with types: later calls take operands that lack axes of size 1."""
+        """Returns the results of `run` with their types.
+
+        Arrays in registers have no axes of size 1. The types tell a later call, whose operands the
+        results may be, where these axes are.
+        """
         unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.refs.sizes.values()
-        at_tile = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
+        indices = b, h, unit.places(row, rows, "t"), unit.places(column, columns, "s")
 
-        def of_tile(leaves: Tree, place: tuple[Array, ...], operands: Tree) -> Tree:
-            return function(self.refs.tile(leaves, *place), *operands)
+        def with_tile(leaves: Tree, indices: tuple[Array, ...], operands: Tree) -> Tree:
+            return function(self.refs.tile(leaves, *indices), *operands)
 
         typed = jax.tree.map(self._typed, operands, is_leaf=_is_value)
         operands, expected = (
@@ -56,15 +64,15 @@ class RegisterTile(NamedTuple):
             for x in ("value", "expected")
         )
         results, types = mosaic_interpreter.run_typed(
-            of_tile,
+            with_tile,
             [x and x.value for x in self.leaves],
-            at_tile,
+            indices,
             operands,
-            shapes=([x and x.expected for x in self.leaves], _types(at_tile), expected),
+            shapes=([x and x.expected for x in self.leaves], _types(indices), expected),
             transposed=unit.transposed,
             layout=register_layout(unit),
-            runs=(IntegerRun(row, at_tile[2]), IntegerRun(column, at_tile[3])),
-            below=[*zip(at_tile, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
+            runs=(IntegerRun(row, indices[2]), IntegerRun(column, indices[3])),
+            below=[*zip(indices, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
         )
         return jax.tree.map(lambda x, expected: RegisterValue(x, expected, ""), results, types)
 
@@ -82,8 +90,10 @@ def _types(operands: Tree, transposed: bool = False) -> Any:
 
 
 def register_layout(unit: Unit) -> RegisterLayout:
-    """Returns the layout of tiles in registers. If a thread has two rows, these share registers
-    where they are equal."""
+    """Returns the layout of tiles in registers.
+
+    Where a thread has two rows of a tile, numbers that are equal in both share a register.
+    """
     to_layout = functools.partial(unit.to_layout, axes="ts")
     if unit.interpreted or (unit.by is Products.TENSOR_MEMORY and not unit.splits_rows):
         return RegisterLayout(to_layout)
@@ -93,7 +103,7 @@ def register_layout(unit: Unit) -> RegisterLayout:
 
 
 def _aliased(unit: Unit, x: Array, alias: Callable[[Any], None], axes: str) -> Array:
-    """Returns the same array; `alias` replaces registers by others that hold equal numbers."""
+    """Returns x; `alias` replaces some of its registers by others that hold equal numbers."""
     layout = unit.layout(axes)
     result = mosaic().ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
@@ -109,12 +119,12 @@ def _aliased(unit: Unit, x: Array, alias: Callable[[Any], None], axes: str) -> A
 
 
 def _share_rows(registers: Any) -> None:
-    """Shares the registers of rows, or columns, with a distance of 8."""
+    """Uses the registers of row r, or column r, of a thread for r + 8 too."""
     registers.flat[1::2] = registers.flat[::2]
 
 
 def _share_diagonals(registers: Any) -> None:
-    """Shares the registers of entries with a distance of 8 rows and 8 columns."""
-    by_place = registers.reshape(registers.shape[1], registers.shape[4])
-    for row in range(1, by_place.shape[1]):
-        by_place[1:, row] = by_place[:-1, row - 1]
+    """Uses the register of entry (r, c) of a thread for entry (r + 8, c + 8) too."""
+    by_entry = registers.reshape(registers.shape[1], registers.shape[4])
+    for row in range(1, by_entry.shape[1]):
+        by_entry[1:, row] = by_entry[:-1, row - 1]

@@ -1,8 +1,8 @@
-"""The arrays of a spec inside a kernel: the parts of them that a tile reads.
+"""The arrays of a spec inside a kernel, and the part of each that a tile reads.
 
-Masks and score functions do not know where they run. In a kernel their arrays are references to
-memory. A warpgroup reads the part for one head and one tile of arrays along B, N, T or S. Arrays
-that functions index stay in memory, each as a `Table`.
+Masks and score functions are the same inside and outside of kernels. In a kernel their arrays are
+references to memory: of an array along B, N, T or S a warpgroup reads the part for its head and
+tile. Arrays that functions index stay in memory, each as a `Table`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from jattn.spec import Spec, Tiling
 
 
 class TileIndex(NamedTuple):
-    """The place of a tile: batch row, head, first query and first key."""
+    """The index of a tile: batch row, head, first query and first key."""
 
     b: Any
     h: Any
@@ -34,10 +34,13 @@ class TileIndex(NamedTuple):
 
 
 class SpecRefs:
-    """A spec as a warpgroup reads it: `arrays` are the operands of the kernel.
+    """The arrays of a spec in the form in which a kernel receives them.
 
-    Booleans are bytes, as in memory. Arrays along T and S are transposed if tiles are. Arrays that
-    functions index, `tables`, are flat; for these it holds the types that functions see.
+    arrays: the operands of the kernel. Booleans are bytes; arrays along both T and S are transposed
+        if tiles are; arrays that functions index are flat.
+    letters: the axis names of each array.
+    sizes: the number of queries, "T", and of keys, "S", of a tile.
+    tables: the types that functions see of the arrays that they index, by number of the array.
     """
 
     def __init__(self, spec: Spec, tiling: Tiling, transposed: bool = False):
@@ -58,42 +61,47 @@ class SpecRefs:
                 self._transpose(i)
 
     def _flatten(self, i: int, x: Array) -> None:
+        """Makes array number i a table."""
         if {"T", "S"} & set(self.letters[i]):
             raise NotImplementedError("to look up entries of an array along T or S")
         if x.size > np.iinfo(np.int32).max:
-            raise NotImplementedError(f"to look up entries of an array of {x.size} numbers")
+            raise NotImplementedError(
+                f"to look up entries of an array of {x.size} entries; expected at most 2147483647"
+            )
         self.tables[i] = jax.ShapeDtypeStruct(x.shape, bool if self.is_boolean[i] else x.dtype)
         self._table_letters[i] = self.letters[i]
         self.arrays[i], self.letters[i] = x.reshape(-1), ["entries"]
 
     def _transpose(self, i: int) -> None:
-        names = self.letters[i]
-        t, s = names.index("T"), names.index("S")
+        """Transposes the axes T and S of array number i."""
+        letters = self.letters[i]
+        t, s = letters.index("T"), letters.index("S")
         self.arrays[i] = self.arrays[i].swapaxes(t, s)
-        self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in names]
+        self.letters[i] = [{"T": "S", "S": "T"}.get(x, x) for x in letters]
 
-    def parts(self, memory: list[Any], place: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Each array and the index of its part at a place: None for axes that are looked up."""
+    def parts(self, memory: list[Any], index: TileIndex) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Returns each array and the index of a tile's part: None along axes that are looked up."""
         triples = zip(memory, self.letters, self._is_scalar, strict=True)
-        return [(x, (0,) if scalar else self._index(x, y, place)) for x, y, scalar in triples]
+        return [(x, (0,) if is_scalar else self._index(x, y, index)) for x, y, is_scalar in triples]
 
-    def _index(self, array: Any, names: list[str], place: TileIndex) -> tuple[Any, ...]:
-        names = names or ["captured"] * len(array.shape)
-        starts = {"*B": place.b, "N": place.h, "T": place.row, "S": place.column}
+    def _index(self, array: Any, letters: list[str], tile: TileIndex) -> tuple[Any, ...]:
+        letters = letters or ["captured"] * len(array.shape)
+        starts = {"*B": tile.b, "N": tile.h, "T": tile.row, "S": tile.column}
         index: list[Any] = []
-        for name, size in zip(names, array.shape, strict=True):
-            start = starts.get(name)
+        for letter, size in zip(letters, array.shape, strict=True):
+            start = starts.get(letter)
             if start is not None and size == 1:
                 start = 0
-            if start is not None and name in self.sizes:
-                start = pl.ds(start, min(size, self.sizes[name]))
+            if start is not None and letter in self.sizes:
+                start = pl.ds(start, min(size, self.sizes[letter]))
             index.append(start)
         return tuple(index)
 
     def tile(
         self, leaves: list[Any], b: Index, h: Index, rows: Array, columns: Array
     ) -> slicing.HeadTile:
-        """The tile of these parts of the arrays, at these places; of a table the part is all."""
+        """Returns the tile of `rows` queries and `columns` keys; `leaves` are the arrays' parts for
+        it, and whole tables."""
         pairs = enumerate(zip(leaves, self.is_boolean, strict=True))
         leaves = [x != 0 if boolean and i not in self.tables else x for i, (x, boolean) in pairs]
         for i, letters in self._table_letters.items():
@@ -103,13 +111,13 @@ class SpecRefs:
         spec = jax.tree.unflatten(self._structure, leaves)
         if not self.tables and spec.q_positions is None and spec.kv_positions is None:
             return slicing.HeadTile(spec, b, h, Span(rows, rows), Span(columns, columns))
-        # Tables may be read along diagonals of whole matrices, which these spans prevent.
+        # With these spans functions do not slice tables by diagonals, see `span_in_kernel`.
         pairs = (spec.q_positions, rows), (spec.kv_positions, columns)
         return slicing.HeadTile(spec, b, h, *(slicing.span_in_kernel(*x) for x in pairs))
 
     def example(self) -> tuple[Callable[..., Any], Any]:
-        """A function from a tile's products to scores and their derivative, and the types of its
-        operands, to be traced."""
+        """Returns a function that computes the scores of a tile and their derivative, and the types
+        of its operands, with which to trace it."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         rows, columns = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in self.sizes.values())
         parts = self.parts(self.arrays, TileIndex(0, 0, 0, 0))
@@ -130,7 +138,7 @@ class SpecRefs:
         )
 
     def run_example(self, function: Callable[..., Any], operands: Tree) -> Tree:
-        """Runs a function of the operands of `example`, on zeros in registers."""
+        """Computes a function of the operands of `example` by `mosaic_interpreter`, on zeros."""
 
         def zeros(x: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros([size for size in x.shape if size != 1], x.dtype)
@@ -146,7 +154,10 @@ class SpecRefs:
         )
 
     def interval(self, i: int) -> Interval | None:
-        """The interval of a table's entries: `by_distance` looks up buckets, which exist."""
+        """Returns the interval that holds the entries of table number i, if it is known.
+
+        It is for the buckets of `by_distance`, which are indices into another table.
+        """
         if self._table_letters[i] != ["distances"] or self.tables[i].dtype != jnp.int32:
             return None
         pairs = zip(self._table_letters.values(), self.tables.values(), strict=True)
@@ -156,20 +167,20 @@ class SpecRefs:
         return Interval(np.int32(0), np.int32(max(buckets) - 1))
 
     def differs_by_key(self) -> bool:
-        """Returns whether a tile reads numbers for each of its keys."""
+        """Returns whether a tile may read different numbers for each of its keys."""
         return bool(self.tables) or any("S" in x for x in self.letters)
 
     @property
     def varying(self) -> list[int]:
-        """The numbers of the arrays of which tiles of one head read different parts."""
-        parts = {"T", "S", "entries"}
-        return [i for i, letters in enumerate(self.letters) if parts & set(letters)]
+        """The indices of the arrays of which the tiles of one head read different parts."""
+        within_head = {"T", "S", "entries"}
+        return [i for i, letters in enumerate(self.letters) if within_head & set(letters)]
 
     def along(self, letter: str) -> list[int]:
-        """The numbers of the arrays that run along one letter only, for each batch row and head.
+        """Returns the indices of the arrays that run along only one of T and S, named by `letter`.
 
-        A tile's part of these can be copied. Their numbers have 4 bytes, so that parts start at
-        multiples of 128 bytes.
+        A tile's part of such an array can be copied to shared memory: it is contiguous, and as
+        numbers have 4 bytes, it starts at a multiple of 128 bytes.
         """
         return [
             i
@@ -182,5 +193,5 @@ class SpecRefs:
 
 
 def entries_of(table: Array, *index: Any) -> Array:
-    """The entries of an array at places that are known to be inside it."""
+    """Returns the entries of an array at indices that are known to be inside it."""
     return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
