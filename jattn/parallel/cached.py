@@ -136,7 +136,7 @@ def _check_dense(cache: Any) -> None:
         name = type(cache).__name__
         reason = _REASONS.get(name, "its slots may not be in the order of positions")
         raise NotImplementedError(
-            f"cache: expected a DenseCache: a {name} cannot be sharded along its tokens, as {reason}"
+            f"cache: expected a DenseCache: a {name} cannot be sharded along its tokens: {reason}"
         )
 
 
