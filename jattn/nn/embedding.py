@@ -207,8 +207,8 @@ def embedded(
     encoding: LearnedPositions | SinusoidalPositions | None,
     positions: Positions,
 ) -> Float[Array, "*B T D"]:
-    """Returns the vectors of ids `[*B, T]`, plus those of their positions by `encoding`, unless it is
-    None."""
+    """Returns the vectors of ids `[*B, T]`, plus the vectors of their positions from `encoding`
+    unless that is None."""
     x = tokens(ids)
     if encoding is None:
         return x

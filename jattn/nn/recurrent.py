@@ -253,7 +253,7 @@ class RecurrentState(NamedTuple):
 
 
 class Maxout(Module):
-    """The deep output (appendix A.2.2), a maxout layer: the greater of two linear maps per feature.
+    """The deep output (appendix A.2.2), maxout: the greater of two linear maps, per feature.
 
     The inputs are the state, the previous token and the context (U_o, V_o, C_o).
     """
