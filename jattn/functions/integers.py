@@ -85,8 +85,8 @@ def lengths(name: str, x: Any) -> Any:
         return x
     if np.min(x) < 0:
         raise ValueError(
-            f"{name}: expected lengths that fit int32 or uint32, {_outside(x)} together with negative "
-            "lengths; enable 64-bit types with jax_enable_x64"
+            f"{name}: expected lengths that fit int32 or uint32, {_outside(x)} together with "
+            "negative lengths; enable 64-bit types with jax_enable_x64"
         )
     return np.minimum(x, 2**32 - 1).astype(np.uint32)
 
@@ -167,8 +167,8 @@ def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
         return jnp.asarray(q, dtype).astype(jnp.int32), jnp.asarray(kv, dtype).astype(jnp.int32)
     if not jnp.issubdtype(dtype, jnp.integer) or not jax.config.read("jax_enable_x64"):
         raise TypeError(
-            f"{name}: expected ids of one integer dtype, got {q.dtype} and {kv.dtype}; convert them "
-            "to int32"
+            f"{name}: expected ids of one integer dtype, got {q.dtype} and {kv.dtype}; convert "
+            "them to int32"
         )
     return _ranks_unless_fit(jnp.asarray(q, dtype), jnp.asarray(kv, dtype))
 
@@ -195,7 +195,7 @@ def _concrete_ranks(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def numbered(
     q: Int[Array, "... t"], kv: Int[Array, "... s"]
 ) -> tuple[Int[Array, "... t"], Int[Array, "... s"]]:
-    """Returns the rank of each id among the ids `[t + s]` of its row; equal ids have equal ranks."""
+    """Returns the rank of each id among the t + s ids of its row; equal ids have equal ranks."""
     batch = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
     rows = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (q, kv)], axis=-1)
     rank = jnp.vectorize(lambda row: jnp.searchsorted(jnp.sort(row), row), signature="(n)->(n)")

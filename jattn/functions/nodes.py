@@ -1,8 +1,8 @@
 """Expressions: functions of scalars as graphs of operations.
 
-A `Node` is one operation on scalars. An `Expression` holds the results of a function, and the arrays
-that they index. `read` makes the expression of a function; bounds, dependence on arguments and
-generated code are derived from it.
+A `Node` is one operation on scalars. An `Expression` holds the results of a function, and the
+arrays that they index. `read` makes the expression of a function; bounds, dependence on arguments
+and generated code are derived from it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Node:
 
     * `input`: the argument of the function with the number `param`;
     * `const`: the constant `param`;
-    * `look_up`: the entry of table number `param` at the index `args`, clamped to the table's sizes;
+    * `look_up`: the entry of table number `param` at the index `args`, clamped to its sizes;
     * `floor_divide` and `remainder` of integers, as `//` and `%` in Python;
     * `custom`: the value of `args[0]`, with the derivatives of the function `param` of `args[1:]`;
     * `unknown`: the result of an operation that has no node; `param` is the operation's name.

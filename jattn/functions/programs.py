@@ -80,7 +80,7 @@ def _of_snapshot(
     operands: tuple[Any, ...],
     *scalars: Any,
 ) -> TracedFunction:
-    """Returns the program of a snapshot, traced once for all operands of these shapes and dtypes."""
+    """Returns the program of a snapshot, traced once for operands of these shapes and dtypes."""
     leaves, structure = jax.tree.flatten(operands)
     dtypes = tuple(x.dtype for x in scalars)
     types = tuple((x.shape, x.dtype) for x in leaves)

@@ -117,7 +117,7 @@ def _is_export(value: Any) -> bool:
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return False
-    # An object that a package returned, such as by `numpy.vectorize`, is not its module's attribute.
+    # A function that a package returned, as `numpy.vectorize` does, is no attribute of the module.
     is_theirs = getattr(sys.modules.get(module), name, None) is value
     return is_theirs and _package(module) in _PACKAGES and _is_pure(f"{module}.{name}")
 

@@ -60,8 +60,8 @@ def _is_point(x: Interval) -> bool:
 
 
 def _extremes(least: Any, most: Any, indices: Interval) -> tuple[Any, Any]:
-    """Returns the minimum of `least` and the maximum of `most`, `[n, ...]`, over each of p ranges of
-    indices, as `[p, ...]`.
+    """Returns the minimum of `least` and the maximum of `most`, `[n, ...]`, over each of p ranges
+    of indices, as `[p, ...]`.
 
     Step k combines neighbouring ranges of 2**k indices to ranges of 2**(k + 1). A range of any size
     is the union of two overlapping ranges whose size is a power of two.

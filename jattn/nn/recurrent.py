@@ -303,7 +303,7 @@ class RecurrentDecoder(Module):
         in_features: E, the width of the tokens.
         features: H, the width of the state.
         memory_features: C, the width of the memory. The initial state is computed from the last H
-            entries at position 0, which a `RecurrentEncoder` sets to its backward unit's last state.
+            entries at position 0, where a `RecurrentEncoder` has its backward unit's last state.
         alignment_features: A, the inner width of the attention.
         out_features: the width of the output.
         options: those of `RecurrentOptions`.
