@@ -63,7 +63,7 @@ def _growth(node: Node, args: list[Dependence]) -> int | None:
 
 
 def reads(function: Callable[..., Any], arguments: int) -> set[int]:
-    """Returns the numbers of the arguments on which a function of so many int32 scalars depends."""
+    """Returns the numbers of the arguments on which a function of int32 scalars depends."""
     expression = read(function, [np.int32] * arguments)
     dependences = of_nodes(expression.results)
     return set().union(*(dependences[id(x)].on for x in expression.results))
