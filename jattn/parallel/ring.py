@@ -53,7 +53,7 @@ class HopGroup(NamedTuple):
     def send_all(self, tree: Tree, axes: Axes) -> Tree:
         """Returns the arrays that this device receives in one hop of all devices.
 
-        Gradients need this: `Route.home` returns the gradients of all shards over the same distance,
+        Gradients need this: `Route.home` returns those of all shards over the same distance,
         so that they have to move on even where their shard is no longer sent.
         """
         return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
