@@ -585,9 +585,9 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
     places = jnp.arange(2)
     wrong: dict[str, Any] = {"inputs_k": x, "positions": places, "kv_positions": places}
     for name, array in wrong.items():
-        with pytest.raises(ValueError, match=f"{name}: expected None: a call with a cache"):
+        with pytest.raises(ValueError, match=f"{name}: expected None in a call with a cache"):
             layer(x, cache=cache, **{name: array})
-    with pytest.raises(ValueError, match="valid: expected a cache"):
+    with pytest.raises(ValueError, match="valid: expected None in a call without a cache"):
         layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="captured"):
         jattn.nn.capture_weights(layer, x, cache=cache)

@@ -193,9 +193,9 @@ def test_parts_of_equal_greatest_scores_count_by_their_tokens():
 def test_what_is_not_cut_by_places_is_named():
     new, mesh = tokens(1), mesh_of(context=8)
     for kind in ("rolling", "paged"):
-        with pytest.raises(NotImplementedError, match=r"Cache is not cut along its tokens"):
+        with pytest.raises(NotImplementedError, match=r"Cache cannot be sharded along its tokens"):
             parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
-    with pytest.raises(NotImplementedError, match=r"has no derivatives; parallel\.attention has"):
+    with pytest.raises(NotImplementedError, match=r"no derivatives; use parallel\.attention"):
         options: Any = {"mesh": mesh, "axis_name": "context"}
         dense = DenseCache.create(B, S, K, H, V)
         attend = lambda q: parallel.cached_attention(q, *new[1:], dense, **options)  # noqa: E731

@@ -1,4 +1,5 @@
-"""The inputs on which a function of pairs depends, and whether only their distance matters."""
+"""The arguments on which a mask or score function depends, and whether it depends on query and key
+positions only by their distance."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,21 +10,25 @@ from jattn.functions.nodes import Node, fold
 from jattn.functions.read import read
 
 
-SCORE, BATCH_ROW, HEAD, QUERY, KEY = range(5)  # inputs of a function of pairs
+SCORE, BATCH_ROW, HEAD, QUERY, KEY = range(5)  # numbers of the `input` nodes of such a function
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 
 
 class Dependence(NamedTuple):
-    """The inputs on which a node depends, and its growth if query and key both grow by one, also if
-    it overflows 32 bits; None for an unknown growth."""
+    """The dependence of a node on the function's inputs.
+
+    on: the numbers of the inputs on which it depends.
+    growth: the difference in its value when the positions of query and key both increase by one,
+        modulo 2**32; None if that is not constant or not determined.
+    """
 
     on: frozenset[int]
     growth: int | None
 
     @property
     def kind(self) -> str:
-        """The kind of dependence: `head` (or batch row), `query` or `key` if the node depends on
-        nothing else, `distance` if it depends on the distance of query and key, else `pair`."""
+        """The inputs besides batch row and head: "head" for none, "query", "key", "distance" for
+        query and key by their distance only, else "pair"."""
         on = self.on - {BATCH_ROW, HEAD}
         kinds = {(): "head", (QUERY,): "query", (KEY,): "key"}
         if on == {QUERY, KEY} and self.growth == 0:
@@ -32,8 +37,8 @@ class Dependence(NamedTuple):
 
 
 def of_nodes(roots: Sequence[Node]) -> dict[int, Dependence]:
-    """Returns the dependence of each node below the roots, by the node's id. Unknown operations
-    depend on everything."""
+    """Returns the dependence of the roots and of all nodes that they use, by id of the node. A node
+    `unknown` depends on every input."""
 
     def dependence(node: Node, args: list[Dependence]) -> Dependence:
         inputs: Any = {"input": [node.param], "unknown": range(KEY + 1)}.get(node.op, ())
@@ -43,6 +48,7 @@ def of_nodes(roots: Sequence[Node]) -> dict[int, Dependence]:
 
 
 def _growth(node: Node, args: list[Dependence]) -> int | None:
+    """Returns `Dependence.growth` of a node, given the dependences of its operands."""
     growths = [x.growth for x in args]
     if node.op == "input":
         return int(node.param in (QUERY, KEY))
@@ -57,7 +63,7 @@ def _growth(node: Node, args: list[Dependence]) -> int | None:
 
 
 def reads(function: Callable[..., Any], arguments: int) -> set[int]:
-    """Returns the numbers of the arguments, int32 scalars, that may change a function's result."""
+    """Returns the numbers of the arguments on which a function of int32 scalars depends."""
     expression = read(function, [np.int32] * arguments)
     dependences = of_nodes(expression.results)
     return set().union(*(dependences[id(x)].on for x in expression.results))

@@ -1,10 +1,10 @@
-"""Conversion of users' integers to int32, in which attention counts, exactly or with an error.
+"""Conversion of integer arguments to int32, the dtype of positions, lengths and ids in attention.
 
-JAX narrows integers silently: 64-bit arrays of NumPy if 64-bit types are not enabled, and any array
-in `astype`. So each integer is converted here once, by its kind. Known values that fit become
-int32, whatever their dtype. Other values become equivalent ones: ids only need to be distinct, so
-they are numbered; lengths are clamped. Positions have no equivalent: known ones raise an error,
-traced ones are reported, and the results are then NaN.
+JAX narrows integers without an error: 64-bit arrays of NumPy if 64-bit types are not enabled, and
+any array in `astype`. The functions here keep their meaning. Concrete values that fit become int32,
+whatever their dtype. Of other values, ids are replaced by their ranks, as only their equality
+matters, and lengths are clamped. Positions outside int32 raise an error if they are concrete; if
+they are traced, a traced flag reports them, and the results of attention are then NaN.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ LEAST, MOST = -(2**31), 2**31 - 1
 
 
 def is_known(x: Any) -> bool:
-    """Returns whether the values of an array are known while tracing."""
+    """Returns whether an array is concrete, so that its values can be read while tracing."""
     if isinstance(x, jax.Array):
         return not isinstance(x, Tracer) and x.is_fully_addressable
     return isinstance(x, np.ndarray | np.generic)
@@ -32,8 +32,8 @@ def is_integer(value: Any) -> bool:
 
 
 def known_range(x: Any) -> tuple[int, int] | None:
-    """Returns the least and greatest value of an integer or an array; None if it is empty or
-    traced."""
+    """Returns the least and greatest value of an integer or a concrete array; None if it is empty
+    or traced."""
     if not (isinstance(x, int) or is_known(x)) or not np.size(x):
         return None
     values = np.asarray(x)  # jnp's minimum would be traced
@@ -41,13 +41,13 @@ def known_range(x: Any) -> tuple[int, int] | None:
 
 
 def is_narrow(x: Any) -> bool:
-    """Returns whether int32 has every value of an array's dtype."""
+    """Returns whether int32 can represent every value of an array's dtype."""
     limits = jnp.iinfo(x.dtype)
     return limits.min >= LEAST and limits.max <= MOST
 
 
 def fits(x: Any) -> bool:
-    """Returns whether all values are known to fit int32, from the dtype or from the values."""
+    """Returns whether all values certainly fit int32, by the dtype or the concrete values."""
     if is_narrow(x):
         return True
     values = known_range(x)
@@ -55,12 +55,12 @@ def fits(x: Any) -> bool:
 
 
 def as_int32(x: Any) -> Any:
-    """Casts an array whose values fit; an array of NumPy stays one."""
+    """Casts an array whose values fit to int32; an array of NumPy stays one."""
     return x if x.dtype == np.int32 else x.astype(np.int32)
 
 
 def clamped(x: Any) -> Any:
-    """Returns the nearest values of int32, for an integer or an array."""
+    """Clamps an integer or an array to the range of int32; arrays become int32."""
     if isinstance(x, int):
         return min(max(int(x), LEAST), MOST)
     if is_narrow(x):
@@ -73,9 +73,9 @@ def clamped(x: Any) -> Any:
 
 
 def lengths(name: str, x: Any) -> Any:
-    """Returns lengths for `is_below`: int32 if they fit, else a wider dtype.
+    """Returns lengths for `is_below`: int32 if they fit, else with more bits.
 
-    Raises ValueError for known lengths that no available dtype can hold.
+    Raises ValueError for concrete lengths that no enabled dtype can hold.
     """
     if not hasattr(x, "astype"):
         return x
@@ -84,17 +84,20 @@ def lengths(name: str, x: Any) -> Any:
     if isinstance(x, jax.Array) or jax.config.read("jax_enable_x64"):
         return x
     if np.min(x) < 0:
-        raise ValueError(f"{name}: {_outside(x)} beside negative lengths, which needs 64 bits")
+        raise ValueError(
+            f"{name}: expected lengths that fit int32 or uint32, {_outside(x)} together with "
+            "negative lengths; enable 64-bit types with jax_enable_x64"
+        )
     return np.minimum(x, 2**32 - 1).astype(np.uint32)
 
 
 def is_below(x: Any, length: Any) -> Any:
-    """Computes `x < length` for positions and results of `lengths`, or any Python integer."""
+    """Computes `x < length` for positions x; `length` is a result of `lengths` or an integer."""
     if isinstance(x, int):
         return x < length
     limits = jnp.iinfo(x.dtype)
     if isinstance(length, int):
-        length = int(length)  # a static one has no weak type
+        length = int(length)  # a subclass of int, such as a static length, has no weak type
         return x <= limits.max if length > limits.max else x < max(length, limits.min)
     if limits.bits > 32:
         return x < length.astype(x.dtype)
@@ -103,9 +106,10 @@ def is_below(x: Any, length: Any) -> Any:
 
 
 def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
-    """Returns positions as int32, and a traced boolean, true if some do not fit, or None.
+    """Returns positions as int32, and a traced boolean that is true if some do not fit; None in its
+    place if all certainly fit.
 
-    Raises ValueError for known positions that do not fit.
+    Raises ValueError for concrete positions that do not fit.
     """
     if not hasattr(x, "astype"):
         return x, None
@@ -113,7 +117,7 @@ def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
         return as_int32(x), None
     if is_known(x):
         raise ValueError(
-            f"{name}: expected positions of 32 bits, {_outside(x)}; subtract an offset"
+            f"{name}: expected positions that fit int32, {_outside(x)}; subtract an offset"
         )
     outside = x > MOST
     if jnp.issubdtype(x.dtype, jnp.signedinteger):
@@ -122,11 +126,12 @@ def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
 
 
 def of_formula(name: str, x: Any) -> Any:
-    """Returns positions as int32, or as int64 if they are traced in a wider dtype.
+    """Returns positions as int32, or as int64 if their dtype has more bits and they are traced.
 
-    For formulas of positions, which cannot report traced positions that do not fit.
+    This is for functions of positions that cannot report traced positions outside int32.
 
-    Raises ValueError and TypeError for positions that do not fit.
+    Raises ValueError for concrete positions that do not fit int32, TypeError for traced positions
+    in such a dtype if 64-bit types are not enabled.
     """
     x = x if hasattr(x, "astype") else np.asarray(x)
     if fits(x) or is_known(x):
@@ -139,57 +144,60 @@ def of_formula(name: str, x: Any) -> Any:
 
 
 def _outside(x: Any) -> str:
-    """Returns the words "got X" for the value X that does not fit."""
+    """Returns the text "got X", where X is a value outside int32."""
     least, most = known_range(x) or (0, 0)
     return f"got {most if most > MOST else least}"
 
 
 def ids(name: str, q: Any, kv: Any) -> tuple[Any, Any]:
-    """Returns ids of queries `[*B, T]` and keys `[*B, S]` as int32 that are equal, within each row,
-    exactly if the original ids are.
+    """Returns the ids of queries `[*B, T]` and of keys `[*B, S]` as int32. Within a batch row, the
+    new ids of a query and a key are equal if and only if the original ids are.
 
     Raises TypeError for traced ids without a common integer dtype.
     """
     if not (hasattr(q, "astype") and hasattr(kv, "astype")):
         return q, kv
     if fits(q) and fits(kv):
-        new = as_int32(q)
-        return new, new if kv is q else as_int32(kv)
+        q_ids = as_int32(q)
+        return q_ids, q_ids if kv is q else as_int32(kv)
     if is_known(q) and is_known(kv):
-        return _numbered_now(np.asarray(q), np.asarray(kv))
+        return _concrete_ranks(np.asarray(q), np.asarray(kv))
     dtype = np.promote_types(q.dtype, kv.dtype)
     if dtype == np.uint32:  # distinct values stay distinct as int32
         return jnp.asarray(q, dtype).astype(jnp.int32), jnp.asarray(kv, dtype).astype(jnp.int32)
     if not jnp.issubdtype(dtype, jnp.integer) or not jax.config.read("jax_enable_x64"):
-        raise TypeError(f"{name}: expected ids of one dtype, got {q.dtype} and {kv.dtype}")
-    return _numbered_if_wide(jnp.asarray(q, dtype), jnp.asarray(kv, dtype))
+        raise TypeError(
+            f"{name}: expected ids of one integer dtype, got {q.dtype} and {kv.dtype}; convert "
+            "them to int32"
+        )
+    return _ranks_unless_fit(jnp.asarray(q, dtype), jnp.asarray(kv, dtype))
 
 
-def _numbered_if_wide(q: Array, kv: Array) -> tuple[Array, Array]:
+def _ranks_unless_fit(q: Array, kv: Array) -> tuple[Array, Array]:
     """Returns the ids unchanged if they fit 32 bits, so that shards of one sequence stay
-    comparable; otherwise `numbered`."""
-    narrow = q.astype(jnp.int32), kv.astype(jnp.int32)
-    fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(narrow, (q, kv), strict=True)]
-    q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(narrow, numbered(q, kv), strict=True))
+    comparable; otherwise their ranks, see `numbered`."""
+    as_is = q.astype(jnp.int32), kv.astype(jnp.int32)
+    fit = [jnp.all(x.astype(y.dtype) == y) for x, y in zip(as_is, (q, kv), strict=True)]
+    q, kv = (jnp.where(fit[0] & fit[1], *x) for x in zip(as_is, numbered(q, kv), strict=True))
     return q, kv
 
 
-def _numbered_now(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes `numbered` by NumPy, over all rows together."""
+def _concrete_ranks(q: np.ndarray, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Computes `numbered` of concrete ids by NumPy, with ranks among the ids of all rows."""
     common = np.promote_types(q.dtype, kv.dtype)
+    # NumPy promotes int64 and uint64 to float64, which rounds; Python's integers are exact.
     exact = common if np.issubdtype(common, np.integer) else np.dtype(object)
-    both = np.concatenate([x.astype(exact).ravel() for x in (q, kv)])
-    places = np.unique(both, return_inverse=True)[1].reshape(-1).astype(np.int32)
-    return places[: q.size].reshape(q.shape), places[q.size :].reshape(kv.shape)
+    all_ids = np.concatenate([x.astype(exact).ravel() for x in (q, kv)])
+    ranks = np.unique(all_ids, return_inverse=True)[1].reshape(-1).astype(np.int32)
+    return ranks[: q.size].reshape(q.shape), ranks[q.size :].reshape(kv.shape)
 
 
 def numbered(
     q: Int[Array, "... t"], kv: Int[Array, "... s"]
 ) -> tuple[Int[Array, "... t"], Int[Array, "... s"]]:
-    """Returns the rank of each id among the ids of its row: below t + s, and equal where ids are
-    equal."""
+    """Returns the rank of each id among the t + s ids of its row; equal ids have equal ranks."""
     batch = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
     rows = jnp.concatenate([jnp.broadcast_to(x, (*batch, x.shape[-1])) for x in (q, kv)], axis=-1)
-    place = jnp.vectorize(lambda row: jnp.searchsorted(jnp.sort(row), row), signature="(n)->(n)")
-    ranks = place(rows).astype(jnp.int32)
+    rank = jnp.vectorize(lambda row: jnp.searchsorted(jnp.sort(row), row), signature="(n)->(n)")
+    ranks = rank(rows).astype(jnp.int32)
     return ranks[..., : q.shape[-1]], ranks[..., q.shape[-1] :]

@@ -1,11 +1,12 @@
-"""Interval arithmetic: the interval of each operation's result, given intervals of its operands.
+"""Interval arithmetic: the interval of an operation's result, given intervals of its operands.
 
-Intervals are never too narrow, whatever the arithmetic does: integers that may overflow may be
-anything, ends of floats are moved outwards by the possible rounding errors, and results that may be
-NaN are marked. `RULES` has a rule for each operation of `nodes.Node` with a known interval.
+An interval always contains every value that the operation may give on a device: if integers may
+overflow, it has all values of the dtype; the ends of intervals of floats are moved outwards by the
+possible rounding errors; and results that may be NaN are marked. `RULES` holds the rule of each
+operation. An operation without a rule may give any value.
 
-Ends are arrays with an entry for each of several tiles, in NumPy if everything is known while
-tracing.
+The ends `lo` and `hi` are arrays with an entry for each of several tiles: arrays of NumPy if they
+are static, else of JAX.
 """
 
 import functools
@@ -23,9 +24,9 @@ from jattn.functions.nodes import Node
 
 
 class Interval(NamedTuple):
-    """The numbers `lo..hi`, both inclusive; with `nan` possibly NaN as well.
+    """The numbers from `lo` to `hi`, both inclusive. `nan` is true if NaN is possible as well.
 
-    For booleans `lo` is true if the value is certainly true, `hi` if it may be true.
+    For booleans, `lo` is true if the value is certainly true, and `hi` if it may be true.
     """
 
     lo: Any
@@ -34,17 +35,17 @@ class Interval(NamedTuple):
 
 
 def is_static(*values: Any) -> bool:
-    """Returns whether no value is an array of JAX."""
+    """Returns whether no array in the values is an array of JAX."""
     return not any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
 
 
 def numpy_of(*values: Any) -> Any:
-    """Returns the module to compute with these values: numpy if they are static, or jax.numpy."""
+    """Returns numpy if all values are static, else jax.numpy."""
     return np if is_static(*values) else jnp
 
 
 def kind_of(dtype: Any) -> str:
-    """Returns "b" for booleans, "i" for integers, "f" for floats."""
+    """Returns "b" for booleans, "i" for integers, "f" for floats, "?" for other dtypes."""
     for letter, kind in (("b", np.bool_), ("i", jnp.integer), ("f", jnp.floating)):
         if jnp.issubdtype(dtype, kind):
             return letter
@@ -52,7 +53,7 @@ def kind_of(dtype: Any) -> str:
 
 
 def anything(dtype: Any) -> Interval:
-    """Returns the interval of all numbers of a dtype."""
+    """Returns the interval of all values of a dtype, with NaN for floats."""
     kind = kind_of(dtype)
     if kind == "b":
         return Interval(np.False_, np.True_)
@@ -73,8 +74,8 @@ def either(condition: Any, x: Interval, y: Interval) -> Interval:
 
 
 def checked(x: Interval, dtype: Any) -> Interval:
-    """Casts the ends to the dtype. An end that is NaN becomes infinite, and an end next to 0
-    becomes 0, because small numbers may be flushed to 0."""
+    """Casts the ends to the dtype. If an end is NaN, the value may be anything. An end between 0
+    and the least normal number is moved to 0, as devices may flush subnormal numbers to 0."""
     xp = numpy_of(x)
     lo = xp.asarray(x.lo).astype(dtype)
     hi = lo if x.hi is x.lo else xp.asarray(x.hi).astype(dtype)
@@ -82,17 +83,19 @@ def checked(x: Interval, dtype: Any) -> Interval:
         return Interval(lo, hi)
     tiny = jnp.finfo(dtype).tiny
     lo, hi = where((lo > 0) & (lo < tiny), 0, lo), where((hi < 0) & (hi > -tiny), 0, hi)
-    unknown = xp.isnan(lo) | xp.isnan(hi) | x.nan
-    lo, hi = where(unknown, -np.inf, lo), where(unknown, np.inf, hi)
-    return Interval(lo.astype(dtype), hi.astype(dtype), unknown)
+    may_be_nan = xp.isnan(lo) | xp.isnan(hi) | x.nan
+    lo, hi = where(may_be_nan, -np.inf, lo), where(may_be_nan, np.inf, hi)
+    return Interval(lo.astype(dtype), hi.astype(dtype), may_be_nan)
 
 
 _Rule = Callable[..., Interval]
 RULES: dict[str, _Rule] = {}
-"""The rule of each operation, `rule(node, *intervals of its operands)`."""
+"""The rule of each operation: `rule(node, *operands)`, where each operand is an `Interval`."""
 
 
 def _rule(*names: str) -> Callable[[_Rule], _Rule]:
+    """Returns a decorator that registers the rule of the operations with these names."""
+
     def register(rule: _Rule) -> _Rule:
         RULES.update(dict.fromkeys(names, rule))
         return rule
@@ -101,24 +104,26 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_booleans(operation: Callable[..., Any], rule: _Rule) -> _Rule:
-    """Returns a rule that applies an increasing operation to booleans, and `rule` to numbers."""
+    """Returns a rule that applies `operation`, which must be increasing, to the ends of booleans,
+    and `rule` to numbers."""
 
-    def of_dtype(node: Node, x: Interval, y: Interval) -> Interval:
+    def rule_by_dtype(node: Node, x: Interval, y: Interval) -> Interval:
         if kind_of(node.dtype) == "b":
             return Interval(operation(x.lo, y.lo), operation(x.hi, y.hi))
         return rule(node, x, y)
 
-    return of_dtype
+    return rule_by_dtype
 
 
-def _as_wide(x: Any) -> Any:
-    """Converts x to a wide float, which does not overflow."""
-    wide = np.float64 if is_static(x) else jnp.zeros(0).dtype  # the widest float that is enabled
-    return numpy_of(x).asarray(x).astype(wide)
+def _as_float(x: Any) -> Any:
+    """Converts integers to the widest float dtype, in which sums and products do not overflow."""
+    dtype = np.float64 if is_static(x) else jnp.zeros(0).dtype  # JAX may have only float32 enabled
+    return numpy_of(x).asarray(x).astype(dtype)
 
 
 def _moved_out(x: Interval, dtype: Any, roundings: int = 2, absolute: float = 0.0) -> Interval:
-    """Widens an interval by the difference that other orders of rounding may make."""
+    """Moves the ends of an interval outwards by the rounding errors of its computation: a number of
+    roundings, relative to the end, and an absolute error."""
     limits = jnp.finfo(dtype)
     relative, absolute = roundings * float(limits.eps), max(float(limits.tiny), absolute)
 
@@ -133,13 +138,15 @@ def _extremes(xp: Any, values: list[Any]) -> tuple[Any, Any]:
 
 
 def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Interval:
-    """Returns the interval of an operation that is monotonic in each of its operands."""
+    """Returns the interval of an operation that is monotonic in each operand: from its results at
+    all combinations of the operands' ends."""
     corners = list(itertools.product(*(x[:2] for x in args)))
     nan = functools.reduce(lambda a, b: a | _truth(b), [x.nan for x in args])
     lo, hi = _extremes(numpy_of(args), [exact(*corner) for corner in corners])
     if kind_of(node.dtype) == "f":
         return _moved_out(Interval(lo, hi, nan), node.dtype)
-    estimates = [exact(*map(_as_wide, corner)) for corner in corners]
+    # If a result in floats is in the range of the dtype, the integers did not overflow.
+    estimates = [exact(*map(_as_float, corner)) for corner in corners]
     limits = jnp.iinfo(node.dtype)
     margin = 4.0 * float(jnp.finfo(estimates[0].dtype).eps) * max(abs(limits.min), limits.max)
     fits = np.True_
@@ -154,7 +161,7 @@ def _corners(exact: Callable[..., Any]) -> _Rule:
 
 RULES["add"] = _of_booleans(operator.or_, _corners(operator.add))
 RULES["sub"] = _corners(operator.sub)
-# 0 times an infinite end is NaN, which stands for anything.
+# 0 times an infinite end is NaN, which `checked` replaces by all numbers.
 RULES["mul"] = _of_booleans(operator.and_, _corners(operator.mul))
 RULES["neg"] = _corners(operator.neg)
 RULES["square"] = lambda node, x: _power(node, x, 2)
@@ -168,6 +175,7 @@ def _(node: Node, x: Interval) -> Interval:
 
 def _power(node: Node, x: Interval, exponent: int) -> Interval:
     def power(a: Any) -> Any:
+        """Computes a**exponent by squaring."""
         product, bits = None, exponent
         while bits:
             if bits % 2:
@@ -180,8 +188,8 @@ def _power(node: Node, x: Interval, exponent: int) -> Interval:
         result = _moved_out(result, node.dtype, 2 * exponent)
     if exponent % 2:
         return result
-    through_0 = (x.lo <= 0) & (x.hi >= 0)
-    return result._replace(lo=where(through_0, numpy_of(x).minimum(result.lo, 0), result.lo))
+    contains_0 = (x.lo <= 0) & (x.hi >= 0)
+    return result._replace(lo=where(contains_0, numpy_of(x).minimum(result.lo, 0), result.lo))
 
 
 @_rule("abs")
@@ -190,8 +198,8 @@ def _(node: Node, x: Interval) -> Interval:
     if not is_float:
         x = either(x.lo > jnp.iinfo(node.dtype).min, x, anything(node.dtype))
     ends = abs(x.lo), abs(x.hi)
-    through_0 = (x.lo <= 0) & (x.hi >= 0)
-    result = Interval(where(through_0, 0, xp.minimum(*ends)), xp.maximum(*ends), x.nan)
+    contains_0 = (x.lo <= 0) & (x.hi >= 0)
+    result = Interval(where(contains_0, 0, xp.minimum(*ends)), xp.maximum(*ends), x.nan)
     if is_float:
         return result
     return either(x.lo > jnp.iinfo(node.dtype).min, result, anything(node.dtype))
@@ -202,87 +210,94 @@ def _(node: Node, x: Interval) -> Interval:
     return Interval(numpy_of(x).sign(x.lo), numpy_of(x).sign(x.hi), x.nan)
 
 
-def _choice(name: str, x: Interval, y: Interval) -> Interval:
-    choose = getattr(numpy_of(x, y), name)
-    return Interval(choose(x.lo, y.lo), choose(x.hi, y.hi), x.nan | _truth(y.nan))
+def _extreme(name: str, x: Interval, y: Interval) -> Interval:
+    """Returns the interval of "maximum" or "minimum"."""
+    extreme = getattr(numpy_of(x, y), name)
+    return Interval(extreme(x.lo, y.lo), extreme(x.hi, y.hi), x.nan | _truth(y.nan))
 
 
-RULES["max"] = lambda node, x, y: _choice("maximum", x, y)
-RULES["min"] = lambda node, x, y: _choice("minimum", x, y)
-RULES["clamp"] = lambda node, low, x, high: _choice("minimum", _choice("maximum", x, low), high)
+RULES["max"] = lambda node, x, y: _extreme("maximum", x, y)
+RULES["min"] = lambda node, x, y: _extreme("minimum", x, y)
+RULES["clamp"] = lambda node, low, x, high: _extreme("minimum", _extreme("maximum", x, low), high)
 
 
 @_rule("div")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     if kind_of(node.dtype) != "f":
-        return _quotient(node, x, y, _truncated)
+        return _integer_division(node, x, y, _truncating_division)
     not_0 = (y.lo > 0) | (y.hi < 0)
     return either(not_0, _at_corners(node, operator.truediv, x, y), anything(node.dtype))
 
 
 @_rule("floor_divide")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    return _quotient(node, x, y, operator.floordiv)
+    return _integer_division(node, x, y, operator.floordiv)
 
 
-def _truncated(a: Any, b: Any) -> Any:
+def _truncating_division(a: Any, b: Any) -> Any:
     quotient = abs(a) // abs(b)
     return where((a < 0) != (b < 0), -quotient, quotient)
 
 
-def _quotient(node: Node, x: Interval, y: Interval, divide: Any) -> Interval:
+def _integer_division(node: Node, x: Interval, y: Interval, divide: Any) -> Interval:
+    """Returns the interval of `divide(x, y)`: any number if y may be 0, or if an operand may be the
+    least integer, whose absolute value overflows."""
     least = jnp.iinfo(node.dtype).min
-    usual = ((y.lo > 0) | (y.hi < 0)) & (x.lo > least) & (y.lo > least)
-    safe = [either(usual, z, Interval(*[np.asarray(1, node.dtype)] * 2)) for z in (x, y)]
-    ends = [divide(a, b) for a in safe[0][:2] for b in safe[1][:2]]
-    return either(usual, Interval(*_extremes(numpy_of(safe), ends)), anything(node.dtype))
+    is_valid = ((y.lo > 0) | (y.hi < 0)) & (x.lo > least) & (y.lo > least)
+    one = Interval(*[np.asarray(1, node.dtype)] * 2)
+    x, y = (either(is_valid, z, one) for z in (x, y))  # NumPy must not divide by 0
+    corners = [divide(a, b) for a in x[:2] for b in y[:2]]
+    return either(is_valid, Interval(*_extremes(numpy_of(x, y), corners)), anything(node.dtype))
 
 
 @_rule("remainder")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    """Exact within one period, else a whole period."""
+    """Exact if y is one number and x stays between two multiples of it; else 0..y − 1 for y > 0."""
     limits = jnp.iinfo(node.dtype)
-    usual = y.lo > 0
-    low, high = (where(usual, end, 1) for end in y[:2])
-    in_one_period = usual & (low == high) & (x.lo // low == x.hi // low)
-    period = Interval(where(usual, 0, limits.min), where(usual, high - 1, limits.max))
-    return either(in_one_period, Interval(x.lo % low, x.hi % low), period)
+    is_positive = y.lo > 0
+    low, high = (where(is_positive, end, 1) for end in y[:2])
+    is_exact = is_positive & (low == high) & (x.lo // low == x.hi // low)
+    period = Interval(where(is_positive, 0, limits.min), where(is_positive, high - 1, limits.max))
+    return either(is_exact, Interval(x.lo % low, x.hi % low), period)
 
 
 @_rule("rem")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    """The remainder has the sign of x, as in C++."""
+    """`lax.rem`, whose result has the sign of x; for x ≥ 0 it equals the remainder."""
     if kind_of(node.dtype) == "f":
         return anything(node.dtype)
     return either(x.lo >= 0, RULES["remainder"](node, x, y), anything(node.dtype))
 
 
-def _bits_of_points(x: Interval, y: Interval, operation: Any, other: Interval) -> Any:
-    """Returns the exact result for two single numbers, else the interval `other`."""
+def _exact_at_points(x: Interval, y: Interval, operation: Any, other: Interval) -> Any:
+    """Returns `operation(x, y)` if each interval is a single number, else the interval `other`."""
     are_points = (x.lo == x.hi) & (y.lo == y.hi)
     point = operation(x.lo, y.lo)
     return either(are_points, Interval(point, point), other)
 
 
 def _and(node: Node, x: Interval, y: Interval) -> Interval:
+    """Returns the interval of `x & y` of integers, which is narrow if one of them is a constant of
+    the form 2**n − 1 (the last bits) or −2**n (all bits but the last)."""
     xp, limits = numpy_of(x, y), jnp.iinfo(node.dtype)
     most = xp.minimum(where(x.lo >= 0, x.hi, limits.max), where(y.lo >= 0, y.hi, limits.max))
     result = Interval(where((x.lo >= 0) | (y.lo >= 0), 0, limits.min), most)
     for mask, z in ((x, y), (y, x)):
         is_point = mask.lo == mask.hi
-        # The last bits of a number are its remainder.
-        last = is_point & (mask.lo >= 0) & (mask.lo < limits.max) & (mask.lo & (mask.lo + 1) == 0)
-        period = where(last, mask.lo, 0) + np.asarray(1, node.dtype)
+        is_below_max = (mask.lo >= 0) & (mask.lo < limits.max)
+        is_last_bits = is_point & is_below_max & (mask.lo & (mask.lo + 1) == 0)
+        period = where(is_last_bits, mask.lo, 0) + np.asarray(1, node.dtype)
+        # The last bits of z are its remainder by 2**n.
         remainder = RULES["remainder"](node, z, Interval(period, period))
-        result = either(last, remainder, result)
-        # A number without its last bits increases with the number.
-        first = is_point & (mask.lo < 0) & (~mask.lo & (~mask.lo + 1) == 0)
-        result = either(first, Interval(z.lo & mask.lo, z.hi & mask.lo), result)
-    return _bits_of_points(x, y, operator.and_, result)
+        result = either(is_last_bits, remainder, result)
+        is_first_bits = is_point & (mask.lo < 0) & (~mask.lo & (~mask.lo + 1) == 0)
+        # z without its last bits is non-decreasing in z.
+        result = either(is_first_bits, Interval(z.lo & mask.lo, z.hi & mask.lo), result)
+    return _exact_at_points(x, y, operator.and_, result)
 
 
 def _or(node: Node, x: Interval, y: Interval) -> Interval:
-    return _bits_of_points(x, y, operator.or_, anything(node.dtype))
+    return _exact_at_points(x, y, operator.or_, anything(node.dtype))
 
 
 RULES["and"] = _of_booleans(operator.and_, _and)
@@ -292,9 +307,9 @@ RULES["or"] = _of_booleans(operator.or_, _or)
 @_rule("xor")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
     if kind_of(node.dtype) == "b":
-        known = (x.lo == x.hi) & (y.lo == y.hi)
-        return Interval(known & (x.lo ^ y.lo), ~known | (x.lo ^ y.lo))
-    return _bits_of_points(x, y, operator.xor, anything(node.dtype))
+        is_certain = (x.lo == x.hi) & (y.lo == y.hi)
+        return Interval(is_certain & (x.lo ^ y.lo), ~is_certain | (x.lo ^ y.lo))
+    return _exact_at_points(x, y, operator.xor, anything(node.dtype))
 
 
 @_rule("not")
@@ -304,34 +319,35 @@ def _(node: Node, x: Interval) -> Interval:
 
 @_rule("shift_right_arithmetic", "shift_right_logical")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    usual = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < jnp.iinfo(node.dtype).bits)
+    is_valid = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < jnp.iinfo(node.dtype).bits)
     if node.op == "shift_right_logical":
-        usual = usual & (x.lo >= 0)
-    distance = where(usual, y.lo, 0).astype(node.dtype)
-    return either(usual, Interval(x.lo >> distance, x.hi >> distance), anything(node.dtype))
+        is_valid = is_valid & (x.lo >= 0)
+    distance = where(is_valid, y.lo, 0).astype(node.dtype)
+    return either(is_valid, Interval(x.lo >> distance, x.hi >> distance), anything(node.dtype))
 
 
 @_rule("shift_left")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    usual = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < jnp.iinfo(node.dtype).bits - 1)
-    factor = np.asarray(1, node.dtype) << where(usual, y.lo, 0).astype(node.dtype)
+    is_valid = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < jnp.iinfo(node.dtype).bits - 1)
+    factor = np.asarray(1, node.dtype) << where(is_valid, y.lo, 0).astype(node.dtype)
     product = RULES["mul"](node, x, Interval(factor, factor))
-    return either(usual, product, anything(node.dtype))
+    return either(is_valid, product, anything(node.dtype))
 
 
 def _truth(x: Any) -> Any:
-    """Returns a boolean as an array, which may be traced: `~True` is an integer."""
+    """Returns a boolean as an array, so that `~` negates it: `~True` is the integer −2."""
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
 def _as_numbers(x: Interval) -> tuple[Any, Any]:
-    """Returns the ends of an interval, booleans as integers."""
+    """Returns the ends of an interval, with booleans as integers, which can be compared."""
     if x.lo.dtype == np.bool_:
         return x.lo.astype(np.int8), x.hi.astype(np.int8)
     return x.lo, x.hi
 
 
 def _less(x: Interval, y: Interval, compare: Any) -> Interval:
+    """Returns the interval of `x < y` or `x <= y`, which is false for NaN."""
     (x_lo, x_hi), (y_lo, y_hi) = _as_numbers(x), _as_numbers(y)
     return Interval(compare(x_hi, y_lo) & ~(x.nan | _truth(y.nan)), compare(x_lo, y_hi))
 
@@ -351,8 +367,8 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
 
 @_rule("ne")
 def _(node: Node, x: Interval, y: Interval) -> Interval:
-    same = RULES["eq"](node, x, y)
-    return Interval(~same.hi, ~same.lo)
+    equal = RULES["eq"](node, x, y)
+    return Interval(~equal.hi, ~equal.lo)
 
 
 def _union(x: Interval, y: Interval) -> Interval:
@@ -380,18 +396,20 @@ def _(node: Node, x: Interval) -> Interval:
         margin = 4 * float(jnp.finfo(x.lo.dtype).eps) * limits.max
         fits = (x.lo >= min(limits.min + margin, 0)) & (x.hi <= limits.max - margin) & ~x.nan
     else:
-        wide = jnp.iinfo(x.lo.dtype)
-        fits = (x.lo >= max(limits.min, wide.min)) & (x.hi <= min(limits.max, wide.max))
+        source_limits = jnp.iinfo(x.lo.dtype)
+        least, most = max(limits.min, source_limits.min), min(limits.max, source_limits.max)
+        fits = (x.lo >= least) & (x.hi <= most)
     ends = (where(fits, end, 0) for end in x[:2])
     safe = (xp.trunc(end) if source == "f" else end for end in ends)
     return either(fits, Interval(*(end.astype(node.dtype) for end in safe)), anything(node.dtype))
 
 
 def _increasing(roundings: int, absolute: float, function: Callable[..., Any]) -> _Rule:
-    """Returns the rule of an increasing function, `function(xp, x)`.
+    """Returns the rule of an increasing function, which `function(xp, x)` computes with numpy or
+    jax.numpy as `xp`.
 
-    XLA's relative error is at most `roundings`, its absolute error `absolute`, in units in the last
-    place of 1.
+    The error of XLA's result is at most `roundings` times the result's magnitude plus `absolute`,
+    both in units of the dtype's epsilon.
     """
 
     def rule(node: Node, x: Interval) -> Interval:
@@ -421,7 +439,7 @@ RULES["logistic"] = _increasing(32, 32.0, lambda xp, x: 1 / (1 + xp.exp(-x)))
 
 @_rule("round")
 def _(node: Node, x: Interval) -> Interval:
-    """Halves may be rounded up or down."""
+    """Contains both roundings of halves, up and down."""
     return Interval(numpy_of(x).ceil(x.lo - 0.5), numpy_of(x).floor(x.hi + 0.5), x.nan)
 
 
@@ -449,11 +467,11 @@ def _(node: Node, x: Interval) -> Interval:
 
 @_rule("sin", "cos")
 def _(node: Node, x: Interval) -> Interval:
-    unknown = (abs(x.lo) == np.inf) | (abs(x.hi) == np.inf)
-    return Interval(np.float32(-1.001), np.float32(1.001), x.nan | unknown)
+    may_be_infinite = (abs(x.lo) == np.inf) | (abs(x.hi) == np.inf)
+    return Interval(np.float32(-1.001), np.float32(1.001), x.nan | may_be_infinite)
 
 
 @_rule("is_finite")
 def _(node: Node, x: Interval) -> Interval:
-    known = (abs(x.lo) < np.inf) & (abs(x.hi) < np.inf) & ~_truth(x.nan)
-    return Interval(known, np.True_)
+    is_certain = (abs(x.lo) < np.inf) & (abs(x.hi) < np.inf) & ~_truth(x.nan)
+    return Interval(is_certain, np.True_)

@@ -1,10 +1,11 @@
-"""The interval of an expression, given intervals of its scalars.
+"""The interval of the values of an expression, given intervals of its scalars.
 
-Masks use it for tiles, whose queries and keys are intervals of positions: a rule that is certainly
-false in a tile empties the tile. The result of an unknown operation may be anything.
+A mask function is evaluated like this for a tile, whose queries and keys are intervals of
+positions: if it is certainly false, the tile is empty and is skipped. An operation without an
+interval rule gives the interval of all values of its dtype.
 
-A node that depends on one scalar alone is evaluated for each integer of the scalar's interval, if
-that is known while tracing, so that `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
+A node that depends on a single scalar is evaluated at each integer of the scalar's interval, if
+that is static, so that the interval of `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ from jattn.functions.nodes import Expression, Node, fold
 
 
 def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
-    """Returns the interval of an expression's single result, given intervals of its scalars."""
+    """Returns the interval of an expression's only result, given intervals of its scalars."""
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
-        alone = _OneScalar(expression, scalars)
+        exact_nodes = _NodesOfOneScalar(expression, scalars)
 
         def interval(node: Node, args: list[Interval]) -> Interval:
-            if id(node) in alone:
-                return alone.over_runs(node)
+            if id(node) in exact_nodes:
+                return exact_nodes.interval(node)
             return _of_node(node, args, scalars, expression.tables)
 
         results = fold(expression.results, interval)
@@ -42,77 +43,79 @@ def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
 
 
 def of_operation(op: str, dtype: Any, args: Sequence[Interval], param: Any = None) -> Interval:
-    """Returns the interval of one operation of `nodes.Node`, given intervals of its operands."""
+    """Returns the interval of a single operation, given intervals of its operands."""
     operands = tuple(Node("input", (), x.lo.dtype) for x in args)
     with np.errstate(all="ignore"), jax.numpy_dtype_promotion("standard"):
         return _of_node(Node(op, operands, np.dtype(dtype), param), [*args], (), [])
 
 
-_MOST_NUMBERS = 2**20  # the most values of a scalar that are enumerated
-_TRACED = -1  # stands, in place of a scalar, for a table whose values are traced
+_MOST_INTEGERS = 2**20  # the most integers of a scalar's intervals that are enumerated
+_TRACED = -1  # stands for a traced table among the numbers of the scalars on which a node depends
 
 
-class _OneScalar:
-    """The nodes that depend on one scalar, whose integers are all known, and on nothing else that
-    varies. They are evaluated for single numbers, which are intervals of one number."""
+class _NodesOfOneScalar:
+    """The nodes that depend on one scalar with static integer intervals, and on nothing else that
+    varies. They are evaluated at each integer, as intervals that hold one number."""
 
     def __init__(self, expression: Expression, scalars: Sequence[Interval]):
         self.tables = expression.tables
-        self.points = [_numbers(x) for x in scalars]
-        self.fixed = [_is_static_point(x) for x in scalars]
         self.scalars = scalars
-        self.of: dict[int, set[int]] = {}
-        self.found: dict[int, Interval] = {}
+        self.integers = [_integers(x) for x in scalars]  # `[..., integers]` or None, by scalar
+        self.scalars_of: dict[int, set[int]] = {}  # the numbers of the scalars, by id of a node
+        self.values: dict[int, Interval] = {}  # the results of `at_integers`, by id of a node
+        is_constant = [_is_static_point(x) for x in scalars]
         for node in expression.nodes:
-            self.of[id(node)] = set().union(*(self.of[id(x)] for x in node.args))
+            self.scalars_of[id(node)] = set().union(*(self.scalars_of[id(x)] for x in node.args))
             number: Any = node.param
-            if node.op == "input" and not self.fixed[number]:
-                self.of[id(node)] = {number}
+            if node.op == "input" and not is_constant[number]:
+                self.scalars_of[id(node)] = {number}
             if node.op == "look_up" and isinstance(self.tables[number], Tracer):
-                self.of[id(node)] |= {_TRACED}
+                self.scalars_of[id(node)] |= {_TRACED}
 
     def __contains__(self, node: int) -> bool:
-        on = self.of[node]
-        return len(on) == 1 and on != {_TRACED} and self.points[min(on)] is not None
+        numbers = self.scalars_of[node]
+        is_one_scalar = len(numbers) == 1 and numbers != {_TRACED}
+        return is_one_scalar and self.integers[min(numbers)] is not None
 
-    def over_runs(self, node: Node) -> Interval:
-        """Returns the interval of a node over each run of integers."""
-        lo, hi, nan = self.at_points(node)
-        shape = np.shape(self.points[min(self.of[id(node)])])  # pyright: ignore
+    def interval(self, node: Node) -> Interval:
+        """Returns the interval of a node's values at the integers of each of the intervals."""
+        lo, hi, nan = self.at_integers(node)
+        shape = np.shape(self.integers[min(self.scalars_of[id(node)])])  # pyright: ignore
         lo, hi = (np.broadcast_to(x, shape) for x in (lo, hi))
         return Interval(lo.min(axis=-1), hi.max(axis=-1), np.broadcast_to(nan, shape).any(axis=-1))
 
-    def at_points(self, node: Node) -> Interval:
-        """Returns the interval of a node at each integer of the runs, `[..., numbers]`."""
-        if id(node) not in self.found:
-            args = [self.at_points(x) for x in node.args]
-            self.found[id(node)] = _of_node(node, args, self._inputs(), self.tables)
-        return self.found[id(node)]
+    def at_integers(self, node: Node) -> Interval:
+        """Returns the interval of a node at each integer, `[..., integers]`."""
+        if id(node) not in self.values:
+            args = [self.at_integers(x) for x in node.args]
+            self.values[id(node)] = _of_node(node, args, self._inputs(), self.tables)
+        return self.values[id(node)]
 
     def _inputs(self) -> list[Interval]:
-        pairs = zip(self.points, self.scalars, strict=True)
-        return [x if points is None else Interval(points, points) for points, x in pairs]
+        pairs = zip(self.integers, self.scalars, strict=True)
+        return [x if integers is None else Interval(integers, integers) for integers, x in pairs]
 
 
-def _numbers(x: Interval) -> np.ndarray | None:
-    """Returns the integers of each run, `[..., numbers]`, the last repeated; None if they are not
-    known or too many."""
+def _integers(x: Interval) -> np.ndarray | None:
+    """Returns the integers in each of several intervals, `[..., integers]`; shorter intervals
+    repeat their last integer. None if they are traced, too many, or a single number."""
     if not is_static(x) or kind_of(np.asarray(x.lo).dtype) != "i" or _is_static_point(x):
         return None
     lo, hi = np.broadcast_arrays(x.lo, x.hi)
     widths = hi.astype(np.float64) - lo + 1
-    if not lo.size or lo.size * widths.max() > _MOST_NUMBERS or widths.min() < 1:
+    if not lo.size or lo.size * widths.max() > _MOST_INTEGERS or widths.min() < 1:
         return None
     offsets = np.arange(int(widths.max()), dtype=lo.dtype)
     return lo[..., None] + np.minimum(offsets, (hi - lo)[..., None])
 
 
 def _is_static_point(x: Interval) -> bool:
-    """Returns whether an interval is one known number, the same for all tiles."""
+    """Returns whether an interval is one static number, the same for all tiles."""
     return is_static(x) and not np.shape(x.lo) and bool(np.all(x.lo == x.hi))
 
 
 def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) -> Interval:
+    """Returns the interval of a node, given those of its operands and of the scalars."""
     if node.op == "input":
         return scalars[node.param]
     if node.op == "const":
@@ -123,8 +126,8 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
     rule = RULES.get(node.op)
     if (
         rule is None
-        or not _is_number(node.dtype)
-        or not all(_is_number(x.dtype) for x in node.args)
+        or not _is_numpy_dtype(node.dtype)
+        or not all(_is_numpy_dtype(x.dtype) for x in node.args)
     ):
         return anything(node.dtype)
     if (
@@ -133,10 +136,11 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
         and kind_of(node.dtype) in "bi"
         and all(x.lo is x.hi for x in args)
     ):
-        exact = operations.apply(node, [x.lo for x in args])  # a batch row or a head
+        # Each operand is one traced number, such as the index of a batch row or a head.
+        exact = operations.apply(node, [x.lo for x in args])
         return Interval(exact, exact)
     return checked(rule(node, *args), node.dtype)
 
 
-def _is_number(dtype: Any) -> bool:
+def _is_numpy_dtype(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype)

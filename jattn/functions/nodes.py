@@ -1,8 +1,8 @@
 """Expressions: functions of scalars as graphs of operations.
 
-A `Node` is one operation on scalars; an `Expression` is the results of a function with the arrays
-that they index. `read` makes the expression of a function. Bounds, dependence on arguments and
-generated code are all derived from these nodes.
+A `Node` is one operation on scalars. An `Expression` holds the results of a function, and the
+arrays that they index. `read` makes the expression of a function; bounds, dependence on arguments
+and generated code are derived from it.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """A scalar: the result of an operation, with its operands `args` and its dtype.
+    """A scalar: the result of operation `op` on the operands `args`, with its dtype.
 
     Operations have the names of JAX's primitives. Further operations are
 
-    * `input`, with its number as `param`, and `const`, with its value;
-    * `look_up`: the entry of table `param` at the places `args`, which are clamped to its sizes;
-    * `floor_divide` and `remainder` of integers, with Python's meaning;
-    * `custom`: the node `args[0]`, which is the function `param` of the other nodes; JAX takes its
-      derivative from this function;
-    * `unknown`, with the name of the operation.
+    * `input`: the argument of the function with the number `param`;
+    * `const`: the constant `param`;
+    * `look_up`: the entry of table number `param` at the index `args`, clamped to its sizes;
+    * `floor_divide` and `remainder` of integers, as `//` and `%` in Python;
+    * `custom`: the value of `args[0]`, with the derivatives of the function `param` of `args[1:]`;
+    * `unknown`: the result of an operation that has no node; `param` is the operation's name.
     """
 
     op: str
@@ -34,8 +34,12 @@ class Node:
 
 
 class Expression(NamedTuple):
-    """The results of a program, the arrays that it indexes, and the name of an operation with side
-    effects, such as printing, if there is one."""
+    """The results of a function.
+
+    results: the nodes of the results.
+    tables: the arrays that `look_up` nodes index.
+    effect: the name of an operation with side effects, such as printing; None if there is none.
+    """
 
     results: list[Node]
     tables: list[Any]
@@ -43,12 +47,12 @@ class Expression(NamedTuple):
 
     @property
     def nodes(self) -> list[Node]:
-        """All nodes of the results, each after its operands."""
+        """The results and all nodes that they use, each after its operands."""
         return in_order(self.results)
 
 
 def in_order(roots: Sequence[Node]) -> list[Node]:
-    """Returns the nodes of an expression with these roots, each once and after its operands."""
+    """Returns the roots and all nodes that they use, each once and after its operands."""
     results: dict[int, Node] = {}
     remaining = [(node, False) for node in reversed(roots)]
     while remaining:
@@ -64,7 +68,8 @@ def in_order(roots: Sequence[Node]) -> list[Node]:
 
 
 def fold(roots: Sequence[Node], rule: Callable[[Node, list[Any]], Any]) -> dict[int, Any]:
-    """Returns `rule(node, results of its operands)` for each node below the roots, by node id."""
+    """Returns `rule(node, operands' results)` for the roots and all nodes that they use, by id of
+    the node."""
     results: dict[int, Any] = {}
     for node in in_order(roots):
         results[id(node)] = rule(node, [results[id(x)] for x in node.args])
@@ -72,12 +77,13 @@ def fold(roots: Sequence[Node], rule: Callable[[Node, list[Any]], Any]) -> dict[
 
 
 def replaced(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node | None]) -> list[Node]:
-    """Returns the roots with each node replaced by `rule(node, replaced operands)`, unless None."""
+    """Returns the roots with each node replaced by `rule(node, operands)`, where the operands are
+    replaced already. A node for which the rule returns None keeps its operation."""
 
     def replacement(node: Node, args: list[Node]) -> Node:
-        new = rule(node, args)
-        if new is not None:
-            return new
+        new_node = rule(node, args)
+        if new_node is not None:
+            return new_node
         unchanged = all(x is y for x, y in zip(args, node.args, strict=True))
         return node if unchanged else replace(node, args=tuple(args))
 
@@ -91,5 +97,5 @@ def values(roots: Sequence[Node]) -> list[Node]:
 
 
 def const(value: Any, dtype: Any) -> Node:
-    """Returns the node of a known number."""
+    """Returns the node of a constant."""
     return Node("const", (), np.dtype(dtype), np.asarray(value, dtype).item())

@@ -1,4 +1,4 @@
-"""Operations of expressions on arrays, by JAX."""
+"""Evaluation of expressions on arrays, by JAX."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,8 +11,7 @@ from jax import lax
 from jattn.functions.nodes import Node, fold
 
 
-# JAX's primitives that are computed entry by entry. Expressions have them under these names, and
-# the operations that `nodes.Node` lists.
+# JAX's elementwise primitives that are operations of nodes, besides those that `nodes.Node` lists.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -27,7 +26,7 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def is_reference(x: Any) -> bool:
-    """Returns whether an operand is a kernel's reference to memory, in place of an array."""
+    """Returns whether an operand is not an array but a kernel's reference to memory."""
     return hasattr(x, "inside")
 
 
@@ -69,10 +68,10 @@ def evaluated(
     known: Mapping[int, Any] = _NOTHING,
     apply: Callable[[Node, list[Any]], Any] = apply,
 ) -> list[Any]:
-    """Evaluates nodes on arrays that broadcast.
+    """Returns the values of the roots, for inputs that are arrays and broadcast.
 
-    `scalars` are the inputs by their numbers, `known` the values of other nodes by their ids;
-    `apply` computes an operation.
+    `scalars[n]` is the value of input n, `known` holds values of other nodes by id of the node, and
+    `apply` computes the other operations.
     """
 
     def value(node: Node, args: list[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Users' functions as traced programs, which are keys of compiled programs.
+"""Users' functions as traced programs, which are part of the keys of compiled programs.
 
-`program_of` traces a function once for all functions that certainly compute the same. It traces
-any other function in each call; equal programs are one object, and so share compiled programs.
+`program_of` traces once for all functions that certainly compute the same. Other functions are
+traced in each call; equal programs are then one object, so that they share compiled programs.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from jattn.functions.snapshots import Key, Same, Unsure
 
 
 class TracedFunction:
-    """A function of scalars and operands, in its state when it was traced."""
+    """A function of scalars and operands, with the state that it had when it was traced."""
 
     def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
         self.__name__, self._n_arguments = name, n_arguments
         self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
         self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        # From 0.12 on JAX holds the constants in the program itself; this makes their variables the
-        # first arguments.
+        # From version 0.12 on, JAX keeps the constants in the program itself; replacing `constvars`
+        # makes their variables the first arguments.
         self._jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
 
     @property
     def key(self) -> Hashable:
-        """A key that is equal only for programs that compute the same, as do their derivatives."""
+        """A key that is equal only for programs with the same results and derivatives."""
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -58,14 +58,14 @@ def program_of(
     """Returns the program of `scalar(*scalars, *operands)`, which calls a user's function, and the
     program's operands.
 
-    The program holds the current values of everything that the function reads. Traced arrays that
-    the function reads become further operands: they are differentiable, and the program outlives
-    their trace.
+    The program holds the current values of everything that the function reads. Traced arrays among
+    them become further operands, so that they are differentiable and the program does not hold
+    tracers.
     """
     snapshot = snapshots.frozen(function)
     if snapshots.is_frozen(snapshot):
         return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
-    with without_mesh():  # the program may run where the mesh has other types
+    with without_mesh():  # the program may run under a mesh with other axis types
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
         traced = TracedFunction(name, program, len(scalars) + len(operands))
         arrays = [x for x in program.consts if is_bound(x)]
@@ -80,7 +80,7 @@ def _of_snapshot(
     operands: tuple[Any, ...],
     *scalars: Any,
 ) -> TracedFunction:
-    """Returns the program of a snapshot, which is traced once for operands of these types."""
+    """Returns the program of a snapshot, traced once for operands of these shapes and dtypes."""
     leaves, structure = jax.tree.flatten(operands)
     dtypes = tuple(x.dtype for x in scalars)
     types = tuple((x.shape, x.dtype) for x in leaves)
@@ -96,17 +96,17 @@ def _of_snapshot(
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function as a new object, which JAX traces again instead of reusing a program."""
+    """Returns the function as a new object, so that JAX traces it and uses no cached trace."""
 
-    def again(*arguments: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         return function(*arguments)
 
-    return again
+    return call
 
 
 def _with_copies(value: Any) -> Any:
-    """Returns a program, or a parameter of one, with copies of NumPy's arrays. JAX reuses its own
-    copy of an array while that lives, even if the NumPy array was written to."""
+    """Returns a program, or a parameter of one, with copies of its NumPy arrays. JAX caches its own
+    copy of a NumPy array by identity, even if the array was written to since."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Literal):
@@ -125,12 +125,12 @@ def _with_copies(value: Any) -> Any:
     return value
 
 
-_ORDERS = 3  # orders of derivatives that a key includes: one more than attention has
+_ORDERS = 3  # the orders of derivatives that a key covers: one more than attention supports
 
 
 def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
-    """Returns a key that is equal only for programs that compute the same, as do their derivatives
-    up to this order. A constant of None is an operand."""
+    """Returns a key that is equal only for programs with the same results, and derivatives up to
+    this order. None stands for a constant that is passed as an operand."""
     numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     avals = tuple(x.aval for x in numbers)
 
@@ -150,11 +150,11 @@ def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) ->
 
 
 def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
-    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace,
-    so that the program of the derivative stands in its place."""
+    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace;
+    the key has the program of the derivative instead."""
     params = equation.params
     if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
-        with contextlib.suppress(Exception):  # a rule that raises does so when it is called
+        with contextlib.suppress(Exception):  # an error of the rule is raised when it is used
             program = _derivative(equation) if orders else None
             derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
             return _parameter(params["call_jaxpr"], orders), derivative
@@ -162,7 +162,7 @@ def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
 
 
 def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program of the derivative of a call that has its own rule."""
+    """Returns the program of the derivative of a call with its own derivative rule."""
     primitive = equation.primitive
     avals: list[Any] = [x.aval for x in equation.invars]
     is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
@@ -199,6 +199,6 @@ def _parameter(value: Any, orders: int) -> Hashable:
             return Key().memory(np.asarray(value))
         key = type(value), repr(value) if isinstance(value, float | complex) else value
         hash(key)
-    except (Unsure, TypeError):  # an array of random keys, say
+    except (Unsure, TypeError):  # for instance an array of random keys
         return Same(value)
     return key

@@ -1,9 +1,9 @@
-"""Snapshots of users' functions, as keys of compiled programs.
+"""Snapshots of users' functions, for the keys of compiled programs.
 
-A function that is defined again, in a notebook's cell or in a loop, is a new object. `frozen`
-returns one object for all functions that certainly compute the same, so that they share compiled
-programs. A function that reads mutable state, such as a list or an attribute, is traced in each
-call, see `programs.program_of`.
+A function that is defined again, in a notebook cell or in a loop, is a new object. `frozen` returns
+one object for all functions that certainly compute the same, so that they share compiled programs.
+A function that reads mutable state, such as a list or an attribute, has no snapshot and is traced
+in each call, see `programs.program_of`.
 """
 
 import builtins
@@ -26,13 +26,13 @@ _transient: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function in its current state, one for all functions with the same code
-    and equal defaults, closure and globals; the function itself if equality cannot be determined.
+    """Returns a copy of a function in its current state: the same copy for all functions with equal
+    code, defaults, closure and globals. Returns the function itself if these cannot be compared.
 
-    It can for numbers, strings, None, JAX's arrays (by identity), NumPy's arrays (by their bytes),
-    tuples of these, functions that read nothing else, and exports of JAX, NumPy and this package.
-    Later assignments to variables that the function reads, or to entries of arrays, do not change
-    the copy.
+    Values that can be compared are numbers, strings, None, JAX's arrays (by identity), NumPy's
+    arrays (by their bytes), tuples of these, functions that read nothing else, and functions and
+    classes of JAX, NumPy and this package. Later assignments to variables that the function reads,
+    or to entries of arrays, do not change the copy.
     """
     if is_frozen(function):
         return function
@@ -53,8 +53,8 @@ _lasting: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def is_transient(function: Any) -> bool:
-    """Returns whether a function is a snapshot of mutable memory, so that the next call may have
-    another one."""
+    """Returns whether a function is a snapshot that holds a copy of a NumPy array, or a program
+    traced in one call, so that the next call may need another one."""
     return function in _transient
 
 
@@ -73,7 +73,7 @@ def kept(key: Hashable, function: Any, transient: bool) -> Any:
 
 
 class Unsure(Exception):
-    """Raised for a value that may change, or about which nothing is known."""
+    """Raised for a value that may change, or whose equality cannot be determined."""
 
 
 _SCALARS = (int, bool, str, bytes, type(None), type(Ellipsis))
@@ -83,7 +83,7 @@ _BUILTINS = frozenset(
 )
 # Packages whose functions and classes never change.
 _PACKAGES = frozenset(("jax", "jaxlib", "numpy", "math", "operator", "jattn"))
-# Their names with different values in each call.
+# Names in these packages whose results or values are not the same in each call.
 _IMPURE = {
     "numpy": frozenset(
         """DataSource empty empty_like fromfile fromregex genfromtxt load loadtxt memmap
@@ -91,7 +91,7 @@ _IMPURE = {
     ),
     "jax": frozenset(("config",)),
 }
-# Instructions that may change something outside of a function, or its copy.
+# Instructions by which a function may change state outside of itself.
 _WRITES = frozenset(
     dis.opmap[x]
     for x in """DELETE_ATTR DELETE_GLOBAL DELETE_SUBSCR IMPORT_NAME STORE_ATTR STORE_GLOBAL
@@ -117,7 +117,7 @@ def _is_export(value: Any) -> bool:
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return False
-    # Results of these packages, such as that of `numpy.vectorize`, are not found by their name.
+    # A function that a package returned, as `numpy.vectorize` does, is no attribute of the module.
     is_theirs = getattr(sys.modules.get(module), name, None) is value
     return is_theirs and _package(module) in _PACKAGES and _is_pure(f"{module}.{name}")
 
@@ -127,7 +127,7 @@ def _is_pure(path: str) -> bool:
 
 
 class Same:
-    """A key that compares a value by identity, whatever `==` means for it."""
+    """A key that is equal only for the same object, whatever `==` means for it."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -140,11 +140,11 @@ class Same:
 
 
 class Key:
-    """Makes keys of values, equal only for equal values. Raises `Unsure`."""
+    """Makes keys of values, equal only for equal values; raises `Unsure` if it cannot."""
 
     def __init__(self) -> None:
         self.reading: list[Any] = []
-        self.reads_memory = False  # whether a value is mutable memory
+        self.reads_memory = False  # whether a value was a NumPy array
 
     def value(self, value: Any) -> Hashable:
         if type(value) in _SCALARS:
@@ -190,13 +190,14 @@ class Key:
         return key
 
     def code(self, code: types.CodeType) -> Hashable:
-        """Returns a key of code: what is executed, wherever it is written."""
+        """Returns a key of code that does not depend on the file and line where it stands."""
         sizes = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
         names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-        run, table = code.co_code, code.co_exceptiontable
-        if not (_WRITES_OF_CLOSURES if code.co_freevars else _WRITES).isdisjoint(run[::2]):
+        instructions, table = code.co_code, code.co_exceptiontable
+        writes = _WRITES_OF_CLOSURES if code.co_freevars else _WRITES
+        if not writes.isdisjoint(instructions[::2]):  # every other byte is an opcode
             raise Unsure
-        return "code", sizes, names, run, table, tuple(map(self.value, code.co_consts))
+        return "code", sizes, names, instructions, table, tuple(map(self.value, code.co_consts))
 
 
 def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
@@ -214,7 +215,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals that a function may read. Raises `Unsure` if it names an impure
+    """Returns the globals that a function may read, by name. Raises `Unsure` if it names an impure
     function."""
     names = sorted(_names(function.__code__))
     values_by_name = {

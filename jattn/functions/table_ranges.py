@@ -1,4 +1,4 @@
-"""The least and greatest entry of a table over runs of places, in memory linear in the table."""
+"""The least and greatest entry of a table over ranges of indices, in memory linear in the table."""
 
 from typing import Any
 
@@ -10,41 +10,41 @@ from jax.core import Tracer
 from jattn.functions.interval_rules import Interval, is_static, numpy_of, where
 
 
-def looked_up(table: Any, places: list[Interval]) -> Interval:
-    """Returns the interval of a table's entries at places in these intervals."""
+def looked_up(table: Any, indices: list[Interval]) -> Interval:
+    """Returns the interval of a table's entries at indices in these intervals, one per axis."""
     if isinstance(table, jax.Array) and not isinstance(table, Tracer):
         with jax.ensure_compile_time_eval():
             table = np.asarray(table)
     if jnp.issubdtype(table.dtype, jnp.bool_):
         table = table.astype(np.int8)
-    while places and not np.shape(places[0].lo) and _is_point(places[0]):
-        place, places = places[0].lo, places[1:]
-        table = (table if is_static(place) else jnp.asarray(table))[place]
-    if not places:
+    while indices and not np.shape(indices[0].lo) and _is_point(indices[0]):
+        index, indices = indices[0].lo, indices[1:]
+        table = (table if is_static(index) else jnp.asarray(table))[index]
+    if not indices:
         return Interval(table, table)
-    if is_static(table, places) and all(_is_point(x) for x in places):
-        sizes = zip(places, table.shape, strict=True)
+    if is_static(table, indices) and all(_is_point(x) for x in indices):
+        sizes = zip(indices, table.shape, strict=True)
         entries = table[tuple(np.clip(x.lo, 0, n - 1) for x, n in sizes)]
         return Interval(entries, entries)
     least = most = table
-    shapes = [np.broadcast_shapes(np.shape(x.lo), np.shape(x.hi)) for x in places]
-    if len(places) == 1:
-        return Interval(*(x.reshape(shapes[0]) for x in _extremes(least, most, places[0])))
+    shapes = [np.broadcast_shapes(np.shape(x.lo), np.shape(x.hi)) for x in indices]
+    if len(indices) == 1:
+        return Interval(*(x.reshape(shapes[0]) for x in _extremes(least, most, indices[0])))
     rows = _side_of_rows(shapes)
-    if len(places) > 2 or rows is None:
+    if len(indices) > 2 or rows is None:
         xp = numpy_of(table)
         return Interval(xp.min(table), xp.max(table))
     if rows == 1:
         least = most = table.T
-        places = places[::-1]
-    least, most = (x.T for x in _extremes(least, most, places[0]))  # [S, n]
-    least, most = (x.T for x in _extremes(least, most, places[1]))  # [n, m]
+        indices = indices[::-1]
+    least, most = (x.T for x in _extremes(least, most, indices[0]))  # [S, n]
+    least, most = (x.T for x in _extremes(least, most, indices[1]))  # [n, m]
     return Interval(least, most)
 
 
 def _side_of_rows(shapes: list[Any]) -> int | None:
-    """Returns which of two intervals runs along the rows of tiles, if the other runs along the
-    columns; None otherwise."""
+    """Returns the number of the interval, of two, whose ends vary along the first axis of the grid
+    of tiles, if the ends of the other vary along the second axis; None otherwise."""
     sides = [
         {n for n, size in enumerate((1,) * (2 - len(shape)) + shape) if size > 1}
         for shape in shapes
@@ -59,17 +59,20 @@ def _is_point(x: Interval) -> bool:
     return x.lo is x.hi or (is_static(x) and bool(np.all(x.lo == x.hi)))
 
 
-def _extremes(least: Any, most: Any, places: Interval) -> tuple[Any, Any]:
-    """Returns the minimum of `least` and the maximum of `most`, `[n, ...]`, over each of p runs of
-    places, `[p, ...]`. Doubling gives them for runs of a power of two; two of these cover any
-    run."""
+def _extremes(least: Any, most: Any, indices: Interval) -> tuple[Any, Any]:
+    """Returns the minimum of `least` and the maximum of `most`, `[n, ...]`, over each of p ranges
+    of indices, as `[p, ...]`.
+
+    Step k combines neighbouring ranges of 2**k indices to ranges of 2**(k + 1). A range of any size
+    is the union of two overlapping ranges whose size is a power of two.
+    """
     n = least.shape[0]
-    shape = np.broadcast_shapes(np.shape(places.lo), np.shape(places.hi))
-    xp = numpy_of(least, most, places)
+    shape = np.broadcast_shapes(np.shape(indices.lo), np.shape(indices.hi))
+    xp = numpy_of(least, most, indices)
     least, most = xp.asarray(least), xp.asarray(most)
-    lo, hi = (xp.clip(xp.broadcast_to(x, shape).reshape(-1), 0, n - 1) for x in places[:2])
+    lo, hi = (xp.clip(xp.broadcast_to(x, shape).reshape(-1), 0, n - 1) for x in indices[:2])
     lo, hi = lo.astype(np.int32), hi.astype(np.int32)
-    level = _floor_log2(xp, hi - lo + 1)
+    level = _floor_log2(xp, hi - lo + 1)  # the step with the two ranges that cover lo..hi
     levels = int(level.max(initial=0)) + 1 if xp is np else (n - 1).bit_length() + 1
 
     def double(k: Any, state: Any) -> Any:
@@ -79,8 +82,8 @@ def _extremes(least: Any, most: Any, places: Interval) -> tuple[Any, Any]:
         ends = lo, xp.maximum(hi - width + 1, 0)
         extremes = xp.minimum(*(least[x] for x in ends)), xp.maximum(*(most[x] for x in ends))
         results = [where(is_level, x, y) for x, y in zip(extremes, results, strict=True)]
-        next_one = xp.minimum(xp.arange(n, dtype=np.int32) + width, n - 1)
-        return xp.minimum(least, least[next_one]), xp.maximum(most, most[next_one]), *results
+        neighbour = xp.minimum(xp.arange(n, dtype=np.int32) + width, n - 1)
+        return xp.minimum(least, least[neighbour]), xp.maximum(most, most[neighbour]), *results
 
     state = least, most, least[lo], most[lo]
     if xp is np:

@@ -1,9 +1,12 @@
-"""Exact evaluation of the tiles that bounds leave undecided, if there are few.
+"""Exact evaluation of the tiles that bounds leave undecided, while a program is traced.
 
-This is for masks that are functions of positions alone and hold no arrays, and happens while a
-program is traced. `by_parts` computes bounds of parts of a tile: a rule of rows and columns,
-`i // 17` and `i % 17`, is certain in each run within a row. `truths` evaluates all pairs of a tile
-and caches the result for the mask. The cost depends on the number of undecided tiles, not on T × S.
+This is for masks that are functions of positions alone and hold no arrays. `by_parts` computes
+bounds of parts of a tile: for a mask function of `i // 17` and `i % 17`, bounds are exact on ranges
+between multiples of 17. `truths` evaluates all pairs of a tile, and caches the result for the mask.
+The cost depends on the number of undecided tiles, not on T × S.
+
+A box is a rectangle of pairs: int32 `[4]`, the least and greatest query position, then the least
+and greatest key position.
 """
 
 import functools
@@ -20,13 +23,16 @@ from jattn import tuning
 
 
 def boxes(ends: tuple[Any, ...], undecided: np.ndarray, visited: int) -> np.ndarray | None:
-    """Returns the undecided tiles of `[n, m]` as int32 `[u, 4]`: least and greatest position of the
-    queries, then of the keys. None if they are too few of the visited tiles for an exact evaluation
-    to pay. `ends` are these positions for all tiles, and broadcast to `[n, m]`."""
+    """Returns the boxes of the tiles, of a grid `[n, m]`, that are `undecided`, as `[u, 4]`.
+
+    `ends` are the four numbers of the boxes of all tiles; each broadcasts to `[n, m]`. Returns None
+    if `ends` are traced, or if at most an eighth of the `visited` tiles are undecided, so that an
+    exact evaluation would save little.
+    """
     if 8 * undecided.sum() <= visited or not all(isinstance(x, np.ndarray) for x in ends):
         return None
-    each = [np.broadcast_to(x, undecided.shape)[undecided] for x in ends]
-    return np.stack(each, axis=1).astype(np.int32)
+    undecided_ends = [np.broadcast_to(x, undecided.shape)[undecided] for x in ends]
+    return np.stack(undecided_ends, axis=1).astype(np.int32)
 
 
 Bounds = Callable[[np.ndarray], tuple[Any, Any]]
@@ -34,17 +40,18 @@ _MOST_PARTS = 2**14
 
 
 def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns `(maybe_any, surely_all, known)` of boxes that `bounds` leaves undecided.
+    """Returns `(maybe_any, surely_all, decided)` of the boxes `ends [u, 4]`, by bounds of parts.
 
-    A box is known if it has both an allowed and a masked part, or if all its parts are decided
-    alike. Parts are a few pairs of each box at first, then its quarters, then the quarters of
-    these, until there are too many.
+    `bounds(boxes)` returns for each box whether it may have an allowed pair, and whether all of its
+    pairs are certainly allowed. A box is decided if it has both an allowed and a masked part, or
+    only parts of one of the two. Its parts are at first a few of its pairs, then its quarters, then
+    their quarters, until there are too many.
     """
     some, lacks = np.zeros((2, len(ends)), bool)  # has an allowed pair, has a masked pair
-    owner = np.arange(len(ends))
+    owner = np.arange(len(ends))  # the box of each part
 
     def decide(ends: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Computes bounds of parts. Returns which parts are undecided in boxes not yet known."""
+        """Computes bounds of parts; returns which parts are undecided and in undecided boxes."""
         maybe_any, surely_all = (np.broadcast_to(x, len(ends)) for x in bounds(ends))
         some[owner[maybe_any & surely_all]] = True
         lacks[owner[~maybe_any]] = True
@@ -55,12 +62,12 @@ def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, 
         ends, owner = ends[~(some & lacks)], owner[~(some & lacks)]
     while len(ends) and 4 * len(ends) <= _MOST_PARTS and (ends[:, ::2] < ends[:, 1::2]).any():
         ends, owner = _quarters(ends, owner)
-        matters = decide(ends, owner)
-        ends, owner = ends[matters], owner[matters]
+        undecided = decide(ends, owner)
+        ends, owner = ends[undecided], owner[undecided]
     some[owner] = lacks[owner] = True
-    known = np.ones(len(some), bool)
-    known[owner] = False
-    return some, ~lacks, known
+    decided = np.ones(len(some), bool)
+    decided[owner] = False
+    return some, ~lacks, decided
 
 
 def _pairs(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -80,8 +87,9 @@ def _quarters(ends: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
         middle = (ends[:, lo] + width // 2).astype(np.int32)
         first, second = ends.copy(), ends.copy()
         first[:, hi], second[:, lo] = middle, middle + 1
-        cut = width > 0
-        ends, owner = np.concatenate([first, second[cut]]), np.concatenate([owner, owner[cut]])
+        has_halves = width > 0
+        ends = np.concatenate([first, second[has_halves]])
+        owner = np.concatenate([owner, owner[has_halves]])
     return ends, owner
 
 
@@ -91,11 +99,15 @@ Rule = Callable[[Array, Array], Array]
 def truths(
     key: Any, rule: Rule, ends: np.ndarray, tiles: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns `(any, all)` of `rule(q, kv) -> bool [t, s]` for each box; None if the boxes have too
-    many pairs, or all `tiles` too few. Results are cached for `key`, which stands for the rule."""
+    """Returns whether any and whether all pairs of each box are allowed, by `rule(q, kv)`, which
+    returns bool `[t, s]`.
+
+    Returns None if the boxes have more than `max_exact_pairs` pairs, or `tiles` of this size fewer
+    than `min_exact_pairs`. Results are cached by `key`, which must differ for different rules.
+    """
     sizes = tuning.current()
-    wide = ends.astype(np.int64)
-    rows, columns = (int((wide[:, n + 1] - wide[:, n]).max()) + 1 for n in (0, 2))
+    ends_64 = ends.astype(np.int64)  # differences may overflow 32 bits
+    rows, columns = (int((ends_64[:, n + 1] - ends_64[:, n]).max()) + 1 for n in (0, 2))
     if tiles * rows * columns < sizes.min_exact_pairs:
         return None
     if len(ends) * rows * columns > sizes.max_exact_pairs:
@@ -127,6 +139,6 @@ def _evaluated(
         return allowed.any(), allowed.all()
 
     with jax.ensure_compile_time_eval():
-        each = np.frombuffer(ends, np.int32).reshape(-1, 4)
-        some, every = jax.jit(lambda x: lax.map(evaluate, x, batch_size=16))(each)
+        boxes = np.frombuffer(ends, np.int32).reshape(-1, 4)
+        some, every = jax.jit(lambda x: lax.map(evaluate, x, batch_size=16))(boxes)
         return np.asarray(some), np.asarray(every)

@@ -44,14 +44,14 @@ class CrossOptions(SelfOptions, total=False):
 
 
 class StepOptions(RunOptions, total=False):
-    """The options of a step on a cache: the mask sees the cache's slots."""
+    """The options of a step with a cache; the keys in the mask are the cache's slots."""
 
     mask: MaskLike
     valid: Valid
 
 
 class CrossStepOptions(StepOptions, total=False):
-    """The options of a step on a cache with attention to a memory."""
+    """The options of a step with a cache and with attention to a memory."""
 
     cross_mask: MaskLike
 
@@ -75,6 +75,6 @@ class CacheOptions(TypedDict, total=False):
 
 
 def run_options(call: Any) -> RunOptions:
-    """Returns the options of every call among those of one call."""
-    run: Any = {name: call[name] for name in RunOptions.__annotations__ if name in call}
-    return run
+    """Returns the options among those of a call that are in `RunOptions`."""
+    options: Any = {name: call[name] for name in RunOptions.__annotations__ if name in call}
+    return options

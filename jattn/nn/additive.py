@@ -52,14 +52,14 @@ class AdditiveAttention(Module):
             alignment_features=alignment_features,
         )
 
-        def parameter(*shape: int, names: tuple[str | None, ...]) -> nnx.Param[Array]:
-            return nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **sharded(*names))
+        def parameter(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param[Array]:
+            return nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **sharded(*axes))
 
         self.query_features = query_features
         self.key_features = key_features
         self.dtype = dtype
-        self.query = parameter(query_features, alignment_features, names=("embed", "alignment"))
-        self.key = parameter(key_features, alignment_features, names=("embed", "alignment"))
+        self.query = parameter(query_features, alignment_features, axes=("embed", "alignment"))
+        self.key = parameter(key_features, alignment_features, axes=("embed", "alignment"))
         score = kernel_init(rngs.params(), (alignment_features, 1), param_dtype)[:, 0]
         self.score = nnx.Param(score, **sharded("alignment"))
         self.weights_tap = WeightsTap()

@@ -1,4 +1,4 @@
-"""Multi-head attention as a module: its parameters, and its calls of `jattn.attention`."""
+"""`MultiHeadAttention`, the module that projects the inputs and outputs of `jattn.attention`."""
 
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -31,45 +31,47 @@ from jattn.scores import ScoreFunction, ScoreLike, as_score
 
 _Cache = TypeVar("_Cache", bound=Cache)
 
-_BEFORE_DROPOUT = WeightOptions.__annotations__.keys() - DropoutOptions.__annotations__.keys()
+# The options of `attention_weights`, which computes the weights before dropout.
+_WEIGHT_OPTIONS = WeightOptions.__annotations__.keys() - DropoutOptions.__annotations__.keys()
 
 
 class MultiHeadAttention(Module):
-    """Multi-head attention (Vaswani et al. 2017): self, causal, cross or grouped.
+    """Multi-head self-attention and cross-attention (Vaswani et al. 2017), also grouped-query.
 
-    It has the names and the parameter layout of `flax.nnx.MultiHeadAttention`: kernels `query`
-    `[D, N, H]`, `key` and `value` `[E, K, H]`, `out` `[N, H, out_features]`, and one bias each;
-    H = qkv_features / N. The same weights give the same output. Flax does not have `sinks`, or
-    values of another size V, for which `value` is `[E, K, V]` and `out` `[N, V, out_features]`.
+    The parameters have the names and shapes of `flax.nnx.MultiHeadAttention`, and give the same
+    output: kernels `query` `[D, N, H]`, `key` and `value` `[E, K, H]`, `out` `[N, H, out_features]`
+    with H = qkv_features / N, and a bias for each. Flax has neither `sinks` nor `value_dim`, with
+    which the kernels `value` and `out` are `[E, K, V]` and `[N, V, out_features]`.
 
     Args:
         num_heads: N; must divide qkv_features.
         in_features: D, the width of `inputs_q`.
         qkv_features: N·H, the width of all heads together; default D, or N·head_dim.
         out_features: the width of the output; default D.
-        num_kv_heads: K, must divide N; query head n reads key head n // (N / K). Default N.
+        num_kv_heads: K, must divide N; query head n uses key head n // (N / K). Default N.
         in_kv_features: E, the width of `inputs_k` and `inputs_v`; default D.
         head_dim: H, of any size; default qkv_features / N.
         value_dim: V, the width of each head's values; default H.
         scale: the factor of query·key; default 1/√H.
-        sinks: a learned logit for each head, a parameter `[N]` that begins at 0, joins the
-            softmax without a value (`sink` of `jattn.attention`).
+        sinks: whether each head has a learned logit that takes part in the softmax without a value
+            (`sink` of `jattn.attention`): a parameter `[N]`, initially 0.
         dropout_rate: the rate of dropout on the attention weights.
         use_bias: whether the four projections have biases.
-        dtype: the dtype of the computation, by default that of inputs and parameters together.
+        dtype: the dtype of the computation, by default that of inputs and parameters, promoted.
         param_dtype: the dtype of the parameters.
         precision: the precision of the matrix products, as in `jax.lax.Precision`.
-        kernel_init: the initializer of the four kernels; default Lecun's, normally distributed.
+        kernel_init: the initializer of the four kernels; default `nnx.initializers.lecun_normal()`.
         bias_init: the initializer of the four biases; default zeros.
-        normalize_qk: normalise each head's queries and keys (Dehghani et al. 2023), by "layer"
-            (which is what True means) or "rms" normalisation with a learned scale.
-        rotary: rotate queries and keys by their positions (True: the usual `Rotary()`; an
-            `AxialRotary` for images).
-        mask, score: applied in every call, combined with the call's own by `&` and `>>`. Their
-            arrays are constants; see `LearnedScore` for parameters.
+        normalize_qk: whether each head's queries and keys are normalised (Dehghani et al. 2023)
+            with a learned scale: "layer" (also True) or "rms" normalisation.
+        rotary: the `Rotary` or, for images, `AxialRotary` that rotates queries and keys by their
+            positions; True means `Rotary()`.
+        mask, score: a mask and a score function for every call. A call's own mask is combined with
+            the mask by `&`, its own score function is applied after `score`. Their arrays are not
+            trained; for arrays that are, see `LearnedScore`.
         implementation: as in `jattn.attention`.
-        rngs: the parameters draw their keys from its stream `params`. The module holds a fork of
-            its stream `dropout`, if there is one, for calls without `rngs`.
+        rngs: its stream `params` initializes the parameters. If it has a stream `dropout`, the
+            module keeps a fork of that stream for calls without `rngs`.
 
     Raises:
         TypeError: for an argument of the wrong type.
@@ -141,7 +143,7 @@ class MultiHeadAttention(Module):
         self.weights_tap = WeightsTap()
 
     def _set_head_sizes(self, value_dim: int | None) -> None:
-        """Sets the sizes of a head, once the widths of all heads together are checked."""
+        """Checks the numbers of heads, and sets the sizes of one head."""
         _check_divides("num_heads", self.num_heads, "qkv_features", self.qkv_features)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         self.head_dim = self.qkv_features // self.num_heads
@@ -149,16 +151,16 @@ class MultiHeadAttention(Module):
         check_size("value_dim", self.value_dim)
 
     def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
-        """Makes the projections, the norms and the sinks, from the attributes set before."""
-        names = ("embed", "kv_heads", "head_size")
+        """Makes the projections, the norms and the sinks, from the sizes in the attributes."""
+        kv_axes = ("embed", "kv_heads", "head_size")
         self.query = self._linear(
             self.in_features, (self.num_heads, self.head_dim), ("embed", "heads", "head_size"), rngs
         )
         self.key = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.head_dim), names, rngs
+            self.in_kv_features, (self.num_kv_heads, self.head_dim), kv_axes, rngs
         )
         self.value = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.value_dim), names, rngs
+            self.in_kv_features, (self.num_kv_heads, self.value_dim), kv_axes, rngs
         )
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
@@ -170,9 +172,9 @@ class MultiHeadAttention(Module):
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
 
     def _linear(
-        self, inputs: Any, outputs: Any, names: tuple[str, ...], rngs: nnx.Rngs, **options: Any
+        self, inputs: Any, outputs: Any, axes: tuple[str, ...], rngs: nnx.Rngs, **options: Any
     ) -> nnx.LinearGeneral:
-        """Makes a projection; `names` are the logical names of its kernel's axes."""
+        """Makes a projection; `axes` are the logical names of its kernel's axes."""
         return nnx.LinearGeneral(
             inputs,
             outputs,
@@ -184,14 +186,14 @@ class MultiHeadAttention(Module):
             bias_init=self.bias_init,
             promote_dtype=promote,
             dot_general=product,
-            kernel_metadata=sharded(*names),
-            bias_metadata=sharded(*names[-np.size(outputs) :]),
+            kernel_metadata=sharded(*axes),
+            bias_metadata=sharded(*axes[-np.size(outputs) :]),
             rngs=rngs,
             **options,
         )
 
     def _norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
-        """Makes the normalisation of queries or keys, if there is one."""
+        """Makes the normalisation of queries or keys; None without `normalize_qk`."""
         if not self.normalize_qk:
             return None
         options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
@@ -240,27 +242,28 @@ class MultiHeadAttention(Module):
         value: Values,
         **call: Unpack[CallOptions],
     ) -> Output:
-        """Computes the heads' results `[*B, T, N, V]` from projected queries, keys and values;
-        options as in a call."""
+        """Computes the output of each head, `[*B, T, N, V]`, from projected queries, keys and
+        values. The options are those of `__call__`."""
         options: Options = {
             **self._options(call),
             "q_positions": call.get("positions"),
             "kv_positions": call.get("kv_positions"),
         }
         if self.weights_tap.is_open:
-            tapped: Any = {name: x for name, x in options.items() if name in _BEFORE_DROPOUT}
+            tapped: Any = {name: x for name, x in options.items() if name in _WEIGHT_OPTIONS}
             self.weights_tap(attention_weights(query, key, **tapped))
         return self._attention(query, key, value, **options)
 
     def _attention(self, query: Queries, key: Keys, value: Values, **options: Any) -> Any:
-        """Computes `jattn.attention` for `attend`.
+        """Calls `jattn.attention`, for `attend`.
 
-        A subclass may override it, for instance by `jattn.parallel.attention`.
+        A subclass may override it, for instance to call `jattn.parallel.attention`.
         """
         return attention(query, key, value, **options)
 
     def _options(self, call: MemoryOptions) -> CachedOptions:
-        """Returns the options of `attention`, except for positions, of the module and the call."""
+        """Returns the options of `jattn.attention`, from the module's and a call's, except for the
+        positions."""
         dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
         return {
             "mask": self._mask(call.get("mask")),
@@ -273,17 +276,17 @@ class MultiHeadAttention(Module):
             "implementation": self.implementation,
         }
 
-    def _mask(self, of_call: MaskLike) -> Mask | None:
+    def _mask(self, call_mask: MaskLike) -> Mask | None:
         if self.mask is None:
-            return None if of_call is None else as_mask(of_call)
-        return self.mask() if of_call is None else self.mask() & of_call
+            return None if call_mask is None else as_mask(call_mask)
+        return self.mask() if call_mask is None else self.mask() & call_mask
 
-    def _score(self, of_call: ScoreLike) -> ScoreFunction | None:
-        of_module: Any = self.score
-        score = as_score(of_call)
-        if of_module is None:
+    def _score(self, call_score: ScoreLike) -> ScoreFunction | None:
+        module_score: Any = self.score
+        score = as_score(call_score)
+        if module_score is None:
             return score
-        return of_module() if score is None else of_module() >> score
+        return module_score() if score is None else module_score() >> score
 
     @overload
     def __call__(
@@ -318,24 +321,26 @@ class MultiHeadAttention(Module):
         valid: Valid = None,
         **options: Unpack[CallOptions],
     ) -> Float[Array, "*B T out"] | tuple[Float[Array, "B T out"], _Cache]:
-        """Attends from `inputs_q` to `inputs_k`, or to `inputs_q` itself if that is None.
+        """Attends from `inputs_q` to `inputs_k`; to `inputs_q` itself if `inputs_k` is None.
 
         Args:
             inputs_q: `[*B, T, D]`.
             inputs_k: `[*B, S, E]`; None means self-attention.
             inputs_v: `[*B, S, E]`; None means `inputs_k`.
-            mask: True where a query may attend; boolean arrays have the full rank `[*B, N, T, S]`.
+            mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` with all these axes,
+                which is True where a query may attend to a key.
             score: a score function.
-            positions: `[*B, T]` or `[T]`, default `arange(T)`; in self-attention also the keys'.
-            kv_positions: `[*B, S]` or `[S]`, default `arange(S)`.
-            cache: the keys and values of the tokens before `inputs_q [B, T, D]` in self-attention;
-                it also knows the positions.
-            valid: bool `[B, T]`, False for padding, which the cache leaves out.
+            positions: the positions of queries, `[*B, T]` or `[T]`, default `arange(T)`; in
+                self-attention also those of keys.
+            kv_positions: the positions of keys, `[*B, S]` or `[S]`, default `arange(S)`.
+            cache: for self-attention, the cache of the tokens before `inputs_q [B, T, D]`. The
+                positions of `inputs_q` follow those of the cached tokens.
+            valid: bool `[B, T]`, False for padding, which is not written to the cache.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: the source of the dropout key, from its stream `dropout`.
 
         Returns:
-            `[*B, T, out_features]`; with a cache a pair of it and the cache with T more tokens.
+            `[*B, T, out_features]`; with a cache, a pair of this output and the extended cache.
 
         Raises ValueError for inputs of the wrong width, for dropout without random numbers, and for
         arguments that exclude a cache.
@@ -347,10 +352,13 @@ class MultiHeadAttention(Module):
             _check_with_cache(excluded | {"positions": positions, "kv_positions": kv_positions})
             return self._extend(inputs_q, cache, valid, options)
         if valid is not None:
-            raise ValueError("valid: expected a cache to go with it, got None")
+            raise ValueError(
+                "valid: expected None in a call without a cache, got an array; "
+                "mask padding with mask="
+            )
         if inputs_k is None:
             if inputs_v is not None:
-                raise ValueError("inputs_k: expected [*B, S, E] to go with inputs_v, got None")
+                raise ValueError("inputs_k: expected [*B, S, E], as inputs_v is given, got None")
             inputs_k = inputs_q
             kv_positions = positions if kv_positions is None else kv_positions
         query = self.project_queries(inputs_q, positions)
@@ -385,14 +393,14 @@ class MultiHeadAttention(Module):
         dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
         if not (isinstance(kind, type) and issubclass(kind, Cache)):
             raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
-        chosen: Any = kind
+        cache_class: Any = kind
         sizes = (self.num_kv_heads, self.head_dim, self.value_dim)
-        return chosen.create(batch, length, *sizes, dtype=dtype, **options)
+        return cache_class.create(batch, length, *sizes, dtype=dtype, **options)
 
     def _extend(
         self, inputs_q: Float[Array, "B T D"], cache: _Cache, valid: Valid, call: CallOptions
     ) -> tuple[Float[Array, "B T out"], _Cache]:
-        """Computes self-attention of further tokens; returns it and the extended cache."""
+        """Returns the output of self-attention for T further tokens, and the extended cache."""
         self._check_not_captured()
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         positions = cache.next_positions(inputs_q.shape[1], valid)
@@ -408,10 +416,10 @@ class MultiHeadAttention(Module):
         lengths: Int[Array | np.ndarray, " B"] | None = None,
         positions: Positions = None,
     ) -> DenseCache:
-        """Projects keys and values of `inputs_k [B, S, E]` once for `attend_memory`.
+        """Projects `inputs_k [B, S, E]` to keys and values, for several calls of `attend_memory`.
 
-        `lengths [B]` is the number of real positions in each row, by default S. `positions` are
-        `[B, S]` or `[S]`, by default `arange(S)`.
+        `lengths [B]`, by default S, is the number of positions of each row before its padding.
+        `positions` are `[B, S]` or `[S]`, by default `arange(S)`.
         """
         return DenseCache.of(*self.project_keys_values(inputs_k, None, positions), lengths)
 
@@ -422,10 +430,10 @@ class MultiHeadAttention(Module):
         memory: Cache,
         **call: Unpack[MemoryOptions],
     ) -> Float[Array, "B T out"]:
-        """Attends to the result of `project_memory`, as the call does to `inputs_k`.
+        """Attends to the result of `project_memory`; computes what `__call__` does for `inputs_k`.
 
-        Maps `inputs_q [B, T, D]` to `[B, T, out_features]`. `positions` are the queries' `[B, T]`
-        or `[T]`, by default `arange(T)`.
+        Maps `inputs_q [B, T, D]` to `[B, T, out_features]`. `positions [B, T]` or `[T]` are those
+        of the queries, by default `arange(T)`.
         """
         self._check_not_captured()
         check_cache("memory", memory)
@@ -438,7 +446,10 @@ class MultiHeadAttention(Module):
 
     def _check_not_captured(self) -> None:
         if self.weights_tap.is_open:
-            raise NotImplementedError("attention weights cannot be captured through a cache")
+            raise NotImplementedError(
+                "capture_weights: attention weights cannot be captured in a call with a cache; "
+                "call the model with whole sequences instead"
+            )
 
 
 def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim: int | None) -> Any:
@@ -449,8 +460,8 @@ def _qkv_features(num_heads: Any, in_features: Any, qkv_features: Any, head_dim:
     check_size("num_heads", num_heads)
     if qkv_features not in (None, num_heads * head_dim):
         raise ValueError(
-            f"head_dim: expected qkv_features = num_heads · head_dim = {num_heads * head_dim} "
-            f"or None beside it, got {shown(qkv_features)}"
+            f"head_dim: expected qkv_features to be None or num_heads · head_dim = "
+            f"{num_heads * head_dim}, got {shown(qkv_features)}"
         )
     return num_heads * head_dim
 
@@ -471,22 +482,26 @@ def _check_options(
 
 
 def _score_module(score: Any) -> nnx.Module | None:
-    """Returns a score function as a module whose variables are its arrays."""
+    """Returns a score function as a module whose variables are the function's arrays."""
     score = score if isinstance(score, nnx.Module) else as_score(score)
     return PytreeVariables(score) if isinstance(score, ScoreFunction) else score
 
 
-def _check_divides(name: str, value: int, of: str, total: int) -> None:
+def _check_divides(name: str, value: int, total_name: str, total: int) -> None:
+    """Raises TypeError or ValueError unless `value` is a positive divisor of `total`."""
     if not is_integer(value):
         check_size(name, value)
     if value < 1 or total % value:
-        raise ValueError(f"{name}: expected a positive divisor of {of}={total}, got {shown(value)}")
+        raise ValueError(
+            f"{name}: expected a positive divisor of {total_name}={total}, got {shown(value)}"
+        )
 
 
 def _check_with_cache(arguments: dict[str, Any]) -> None:
+    """Raises ValueError if one of the arguments, by name, that exclude a cache is not None."""
     for name, argument in arguments.items():
         if argument is not None:
             raise ValueError(
-                f"{name}: expected None: a call with a cache is self-attention, "
-                f"and the cache knows the positions; got an array"
+                f"{name}: expected None in a call with a cache, which is self-attention at the "
+                f"positions after the cached tokens; got an array"
             )

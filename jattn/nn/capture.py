@@ -18,7 +18,7 @@ class AttentionWeights(nnx.Intermediate):
 
 
 class WeightsTap(Module):
-    """The identity, which attention weights pass so that they can be captured.
+    """The identity function of attention weights, at which they can be captured.
 
     It is open inside `nnx.capture(..., AttentionWeights)`, and so inside `capture_weights`.
 

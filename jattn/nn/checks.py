@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules make; their errors name the argument."""
+"""Checks of arguments that several modules make."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def check_module(
     functions: dict[str, Any] | None = None,
     **sizes: Any,
 ) -> None:
-    """Checks the random streams, dtypes, functions and sizes of which a module is made.
+    """Checks the random streams, dtypes, functions and sizes with which a module is constructed.
 
-    Raises TypeError and ValueError, naming the argument.
+    Raises TypeError and ValueError that name the argument.
     """
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs: expected an nnx.Rngs, got {type(rngs).__name__}")
@@ -38,8 +38,9 @@ def check_integers(name: str, x: Any) -> None:
         raise TypeError(f"{name}: expected integers, got {dtype or type(x).__name__}")
 
 
-def check_features(name: str, x: Array, letters: str, features: str, size: int) -> None:
-    """Raises unless `x` is a float array `[*B, letters]` and its last axis has this size."""
-    check_array(name, x, f"[*B, {letters}]")
+def check_features(name: str, x: Array, axes: str, features: str, size: int) -> None:
+    """Raises TypeError or ValueError unless `x` is a float array `[*B, {axes}]`, for instance with
+    `axes="T, D"`, whose last axis has the size that the argument `features` set."""
+    check_array(name, x, f"[*B, {axes}]")
     if len(x.shape) < 2 or x.shape[-1] != size:
-        raise ValueError(f"{name}: expected [*B, {letters}] with {features}={size}, got {x.shape}")
+        raise ValueError(f"{name}: expected [*B, {axes}] with {features}={size}, got {x.shape}")

@@ -74,7 +74,7 @@ class DecoderOnlyLayer(EncoderLayer):
     def step(
         self, x: Float[Array, "B T D"], cache: Cache, **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Computes the layer for T further tokens; masks see the cache's slots."""
+        """Computes the layer for T further tokens; the keys in `mask` are the cache's slots."""
         check_features("x", x, "T, D", "features", self.features)
         call["mask"] = causal_and(call.get("mask"))
         run, residual = run_options(call), self.self_attention_residual
@@ -84,7 +84,7 @@ class DecoderOnlyLayer(EncoderLayer):
 
 
 class DecoderOnly(Module):
-    """A decoder-only Transformer, from tokens to logits over the token that follows each.
+    """A decoder-only Transformer, from tokens to the logits of the token after each of them.
 
         gpt = DecoderOnly(50257, features=768, num_heads=12, feed_forward=3072, num_layers=12,
                           positions="learned", scale_embeddings=False, activation=nnx.gelu,
@@ -94,7 +94,7 @@ class DecoderOnly(Module):
                             normalization="rms", activation=nnx.silu, gated=True, use_bias=False,
                             tie_embeddings=False, scale_embeddings=False, rngs=nnx.Rngs(0))
 
-    After Radford et al. 2019 and Touvron et al. 2023. `jattn.generate` writes text with it.
+    After Radford et al. 2019 and Touvron et al. 2023. `jattn.generate` generates text with it.
 
     Args:
         vocabulary: the number of tokens.
@@ -102,17 +102,18 @@ class DecoderOnly(Module):
         num_heads, feed_forward: the number of heads and the inner width of every layer.
         num_layers: the number of layers.
         num_kv_heads, head_dim: options of the attention, as in `MultiHeadAttention`.
-        positions: "rotary", or a `Rotary` with options, turns queries and keys; "learned" or
-            "sinusoidal" vectors are added to the embedded tokens; None adds nothing, so that the
-            causal mask alone tells the order.
+        positions: "rotary", or a `Rotary` with options, rotates queries and keys; "learned" or
+            "sinusoidal" vectors are added to the embedded tokens; with None the model learns about
+            order only through the causal mask.
         max_length: the number of learned positions.
-        tie_embeddings: whether the embedding is the output projection too.
-        scale_embeddings: whether embedded tokens are multiplied by √D, as in Vaswani et al. 2017.
-            False is for the weights of GPT-2 and Llama.
-        embedding_init: the initializer of the embedding and of learned positions, `[rows, D]`.
-        options: those of `DecoderOnlyOptions`. Further options of the attention are set there:
-            `self_attention=functools.partial(MultiHeadAttention, sinks=True)`. The arguments above
-            override those of such a function.
+        tie_embeddings: whether the embedding is also the output projection.
+        scale_embeddings: whether embedded tokens are multiplied by √D, as in Vaswani et al. 2017;
+            GPT-2 and Llama do not.
+        embedding_init: the initializer of the embedding `[vocabulary, D]` and of learned positions
+            `[max_length, D]`.
+        options: those of `DecoderOnlyOptions`. `self_attention` sets further options of the
+            attention, as `functools.partial(MultiHeadAttention, sinks=True)` does; num_kv_heads,
+            head_dim and positions override the options that it sets.
 
     Raises ValueError for sizes that do not fit together.
 
@@ -168,9 +169,9 @@ class DecoderOnly(Module):
         )
         self.positions = position_vectors(added, max_length, features, tables)
         self.dropout = Dropout(settings.dropout_rate, rngs=rngs)
-        wanted = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rotary": rotary}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
-        attention = functools.partial(settings.self_attention, **wanted)
+        attention_options = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rotary": rotary}
+        given_options = {name: x for name, x in attention_options.items() if x is not None}
+        attention = functools.partial(settings.self_attention, **given_options)
         layer_options: Any = {**vars(settings), "self_attention": attention}
         self.layers = nnx.List(
             DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **layer_options)
@@ -182,16 +183,18 @@ class DecoderOnly(Module):
 
     @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
     def __call__(self, tokens: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, vocabulary]` of tokens `[*B, T]`; arguments are those of `features`."""
+        """Returns the logits `[*B, T, vocabulary]` of `tokens [*B, T]`; see `features`."""
         return self.logits(self.features(tokens, **call))
 
     @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
     def features(self, tokens: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B T D"]:
-        """Returns the input of `logits`, `[*B, T, D]`, for losses that need not hold all logits.
+        """Returns the last layer's normalised output `[*B, T, D]`, the input of `logits`.
+
+        A loss can compute the logits from it in chunks, so that it never holds all of them.
 
         Args:
             tokens: integers `[*B, T]`.
-            mask: combined with the causal mask, such as `masks.Segments` for packed documents.
+            mask: combined with the causal mask; `masks.Segments` for rows of several documents.
             positions: `[*B, T]` or `[T]`, default `arange(T)`.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: the source of dropout keys, from its stream `dropout`.
@@ -203,12 +206,12 @@ class DecoderOnly(Module):
         return x if self.norm is None else self.norm(x)
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
-        """Applies the output projection, or the tied embedding."""
+        """Maps the result of `features` to logits, by the output projection or tied embedding."""
         return self.tokens.attend(features) if self.output is None else self.output(features)
 
     @property
     def projection(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
-        """Kernel and bias of `logits`."""
+        """The kernel and the bias (or None) of `logits`."""
         if self.output is None:
             return self.tokens.embedding[...], None
         return self.output.arrays
@@ -225,7 +228,7 @@ class DecoderOnly(Module):
 
         `kind`, `dtype` and `options` are those of `MultiHeadAttention.empty_cache`.
 
-        Raises ValueError for more tokens than there are learned positions.
+        Raises ValueError if `length` is greater than the number of learned positions.
         """
         check_size("length", length)
         if isinstance(self.positions, LearnedPositions) and length > self.positions.max_length:
@@ -241,7 +244,7 @@ class DecoderOnly(Module):
     def step(
         self, tokens: Ids, caches: list[Cache], **call: Unpack[StepOptions]
     ) -> tuple[Float[Array, "B T vocabulary"], list[Cache]]:
-        """Maps further tokens `[B, T]`, any number, to logits and the extended caches.
+        """Maps the next T tokens `[B, T]`, for any T, to logits and the extended caches.
 
             caches = model.start(2, 512)
             logits, caches = model.step(prompt, caches)

@@ -1,4 +1,4 @@
-"""Tokens and positions as vectors, and vectors as logits over tokens."""
+"""Embeddings of tokens and positions, and the projection of vectors to logits."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from jattn.nn.module import Module
 from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
 
-# for tables [rows, D], entries of variance 1/D
+# The entries of a table `[rows, D]` have variance 1/D.
 DEFAULT_INIT = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
 
 
@@ -33,8 +33,8 @@ def _table(
 ) -> tuple[nnx.Param[Array], Any]:
     """Makes a table `[rows, D]`, and returns it with the dtype of the computation.
 
-    `init` and `sizes` are by the names of arguments, which are checked; `axis` is the logical name
-    of the rows.
+    `init` and `sizes` map the names of the caller's arguments, for messages, to the initializer and
+    to the two sizes; `axis` is the logical name of the table's first axis.
     """
     check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=init, **sizes)
     (initializer,) = init.values()
@@ -43,7 +43,7 @@ def _table(
 
 
 def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
-    """Raises ValueError if known indices are out of range; traced ones give NaN there."""
+    """Raises ValueError if concrete indices are out of range; traced ones give vectors of NaN."""
     check_integers(name, indices)
     least, greatest = known_range(indices) or (0, 0)
     if least < 0 or greatest >= size:
@@ -85,7 +85,7 @@ class TokenEmbedding(Module):
     def __call__(self, ids: Ids) -> Float[Array, "... D"]:
         """Maps ids `[*B, T]` to vectors `[*B, T, D]`.
 
-        Raises ValueError for known ids outside the vocabulary; traced ones give vectors of NaN.
+        Raises ValueError for concrete ids outside the vocabulary; traced ones give vectors of NaN.
         """
         _check_range("ids", ids, "vocabulary", self.vocabulary)
         rows = learned(self.embedding[...].astype(self.dtype), jnp.asarray(ids))
@@ -129,7 +129,7 @@ class OutputProjection(Module):
 
     @property
     def arrays(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
-        """Kernel and bias."""
+        """The kernel, and the bias or None."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
@@ -173,7 +173,7 @@ class LearnedPositions(Module):
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end.
 
-        Raises ValueError for positions known to lie past `max_length`; traced ones give NaN.
+        Raises ValueError for concrete positions outside 0..max_length − 1; traced ones give NaN.
         """
         _check_range("positions", positions, "max_length", self.max_length)
         return learned(self.embedding[...].astype(self.dtype), jnp.asarray(positions))
@@ -202,8 +202,8 @@ class SinusoidalPositions(Module):
 def position_vectors(
     kind: str | None, max_length: int, features: int, tables: dict[str, Any]
 ) -> LearnedPositions | SinusoidalPositions | None:
-    """Makes the vectors of positions that are added to tokens; `tables` are the options of token
-    embeddings."""
+    """Makes the module for the position vectors that are added to embedded tokens; `tables` are the
+    options of `TokenEmbedding`."""
     match kind:
         case None:
             return None
@@ -221,13 +221,13 @@ def embedded(
     encoding: LearnedPositions | SinusoidalPositions | None,
     positions: Positions,
 ) -> Float[Array, "*B T D"]:
-    """Returns the vectors of ids `[*B, T]`, plus those of their positions if there is an
-    `encoding`."""
+    """Returns the vectors of ids `[*B, T]`, plus the vectors of their positions from `encoding`
+    unless that is None."""
     x = tokens(ids)
     if encoding is None:
         return x
     if positions is None:
-        # NumPy's arange stays known under jit, so that a length past max_length raises.
+        # NumPy's arange is concrete under jit, so that a length past max_length raises.
         positions = np.arange(ids.shape[-1], dtype=np.int32)
     check_array("positions", positions, "[*B, T]", "integer")
     if positions.shape not in (ids.shape, ids.shape[-1:]):
@@ -241,7 +241,7 @@ class Rotary:
     """Rotary position embedding of the first `size` channels of queries and keys (Su et al. 2021).
 
     `style` pairs channel i with i + size/2 ("half") or 2i with 2i + 1 ("interleaved"). `scaling`
-    is for texts longer than those of the training.
+    is for sequences longer than those in training.
 
     >>> rotary = nn.Rotary(base=500000.0)
     >>> layer = nn.MultiHeadAttention(2, 8, rotary=rotary, rngs=nnx.Rngs(0))

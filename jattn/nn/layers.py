@@ -1,13 +1,13 @@
-"""The parts of modules: norms, dropout, the feed-forward network, logical axes.
+"""Normalisation, dropout, the feed-forward network, and the logical names of parameters' axes.
 
-Every parameter carries the logical names of its axes (those of `LOGICAL_AXES`) in its
-`out_sharding` metadata; `nnx.get_partition_spec` translates them to axes of a mesh under
-`nnx.logical_axis_rules`. Nothing is placed on a mesh at creation, so none is needed.
+Every parameter carries the logical names of its axes, from `LOGICAL_AXES`, in its `out_sharding`
+metadata; `nnx.get_partition_spec` translates them to mesh axes under `nnx.logical_axis_rules`.
+Parameters are not placed on a mesh when they are created, so that no mesh is needed then.
 
 Dropout draws from the stream `dropout` of the `rngs` passed to a call. If the `rngs` passed to the
-constructor have a stream of exactly this name, the module holds a fork of it for calls without
-`rngs`; it holds no default stream, so that a model has random state only on request. A loss that is
-differentiated makes its streams itself, from a key: `rngs=nnx.Rngs(dropout=key)`.
+constructor have a stream of exactly this name, the module keeps a fork of it for calls without
+`rngs`; it keeps no stream of another name, so that a model has random state only on request. In a
+function that is differentiated, make the streams from a key: `rngs=nnx.Rngs(dropout=key)`.
 """
 
 import math
@@ -48,13 +48,13 @@ _Arrays = TypeVar("_Arrays", bound=tuple)
 
 
 def sharded(*names: str | None) -> dict[str, Any]:
-    """Returns the metadata of a parameter whose axes have these logical names (None: never
-    sharded)."""
+    """Returns the metadata of a parameter whose axes have these logical names; an axis without a
+    name, None, is never sharded."""
     return {"out_sharding": names, "eager_sharding": False}
 
 
 def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = True) -> _Arrays:
-    """Converts arrays to `dtype`, by default to their common dtype by NumPy's rules; None stays
+    """Converts arrays to `dtype`, by default to their common dtype by JAX's promotion; None stays
     None.
 
     Flax's own function obeys `jax_numpy_dtype_promotion="strict"`, which rejects bfloat16 inputs
@@ -67,11 +67,12 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
     return cast
 
 
-_MADE_HERE = ("promote_dtype", "bias_metadata", "scale_metadata")
+# Arguments of Flax's constructors that the classes below pass themselves.
+_OWN_ARGUMENTS = ("promote_dtype", "bias_metadata", "scale_metadata")
 
 
 class _RMSNormOptions(TypedDict, total=False):
-    """The options of `flax.nnx.RMSNorm`, except for `_MADE_HERE`."""
+    """The options of `flax.nnx.RMSNorm`, except for `_OWN_ARGUMENTS`."""
 
     epsilon: float
     dtype: Dtype | None
@@ -86,7 +87,7 @@ class _RMSNormOptions(TypedDict, total=False):
 
 
 class _LayerNormOptions(_RMSNormOptions, total=False):
-    """The options of `flax.nnx.LayerNorm`, except for `_MADE_HERE`."""
+    """The options of `flax.nnx.LayerNorm`, except for `_OWN_ARGUMENTS`."""
 
     use_bias: bool
     bias_init: Initializer
@@ -101,7 +102,7 @@ class LayerNorm(nnx.LayerNorm):
     [-1. -1.  1.  1.]
     """
 
-    __signature__: Any = ConstructorSignature(nnx.LayerNorm.__init__, _MADE_HERE)
+    __signature__: Any = ConstructorSignature(nnx.LayerNorm.__init__, _OWN_ARGUMENTS)
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class LayerNorm(nnx.LayerNorm):
         **options: Unpack[_LayerNormOptions],
     ):
         check_module(rngs, num_features=num_features)
-        made = {"promote_dtype": promote, "bias_metadata": sharded(axis), "rngs": rngs}
-        super().__init__(num_features, scale_metadata=sharded(axis), **made, **options)
+        arguments = {"promote_dtype": promote, "bias_metadata": sharded(axis), "rngs": rngs}
+        super().__init__(num_features, scale_metadata=sharded(axis), **arguments, **options)
 
     def __call__(
         self, x: Float[Array, "... D"], *, mask: Array | None = None
@@ -131,7 +132,7 @@ class RMSNorm(nnx.RMSNorm):
     [0. 0. 0. 2.]
     """
 
-    __signature__: Any = ConstructorSignature(nnx.RMSNorm.__init__, _MADE_HERE)
+    __signature__: Any = ConstructorSignature(nnx.RMSNorm.__init__, _OWN_ARGUMENTS)
 
     def __init__(
         self,
@@ -142,8 +143,8 @@ class RMSNorm(nnx.RMSNorm):
         **options: Unpack[_RMSNormOptions],
     ):
         check_module(rngs, num_features=num_features)
-        made = {"promote_dtype": promote, "scale_metadata": sharded(axis), "rngs": rngs}
-        super().__init__(num_features, **made, **options)
+        arguments = {"promote_dtype": promote, "scale_metadata": sharded(axis), "rngs": rngs}
+        super().__init__(num_features, **arguments, **options)
 
     def __call__(
         self, x: Float[Array, "... D"], mask: Array | None = None
@@ -153,12 +154,13 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class Dropout(nnx.Dropout):
-    """Flax's dropout, decided by the hash of `dropout.keep`; also the source of attention's keys.
+    """Flax's dropout with the hash of `jattn.dropout.keep` in place of JAX's random bits.
 
-    Cryptographic random bits would take as long to compute as the layers themselves.
+    JAX's random bits would take as long to compute as the layers themselves. `key` draws the keys
+    of attention's dropout.
 
-    Raises ValueError for a rate outside [0, 1), and in a call that drops something without a random
-    stream.
+    Raises ValueError for a rate outside [0, 1), and in a call that needs random numbers and has no
+    stream of them.
 
     >>> print(nn.Dropout(0.5, rngs=nnx.Rngs(dropout=0))(jnp.ones(8)))
     [2. 0. 2. 2. 0. 0. 0. 2.]
@@ -172,7 +174,7 @@ class Dropout(nnx.Dropout):
         super().__init__(rate, rngs=rngs["dropout"] if rate > 0 and "dropout" in rngs else None)
 
     def key(self, deterministic: bool | None, rngs: RandomSource) -> Any:
-        """Returns a fresh key, or None if nothing is dropped."""
+        """Returns the next key of the stream, or None if nothing is dropped."""
         if deterministic is not None:
             check_flag("deterministic", deterministic)
         if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream):
@@ -210,12 +212,12 @@ class Dropout(nnx.Dropout):
 
 
 class FeedForward(Module):
-    """Two matrices with an activation in between, the same at each position.
+    """Two linear layers with an activation in between, applied to each position alone.
 
-    Maps `[*B, T, D]` to the same shape. `hidden` is the inner width; dropout acts there. If it is
-    `gated`, the activation of a third product multiplies the first:
-    `out(activation(gate(x)) · hidden(x))` (Shazeer 2020), which is SwiGLU with `nnx.silu` and GeGLU
-    with `nnx.gelu`.
+    Computes `out(activation(hidden(x)))` of `x [*B, T, D]`, of the same shape. With `gated=True` it
+    computes `out(activation(gate(x)) * hidden(x))` (Shazeer 2020), which is SwiGLU with `nnx.silu`
+    and GeGLU with `nnx.gelu`. The argument `hidden` is the width of the layer `hidden`; dropout
+    acts on the input of `out`.
 
     >>> swiglu = nn.FeedForward(8, 16, activation=nnx.silu, gated=True, rngs=nnx.Rngs(0))
     >>> swiglu(jnp.ones((2, 5, 8))).shape

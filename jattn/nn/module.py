@@ -10,10 +10,10 @@ from flax import nnx
 
 
 class ConstructorSignature:
-    """The `__signature__` of a class, which is that of its `__init__`.
+    """A descriptor for `__signature__`: the signature of the class's `__init__`.
 
-    `options` is the dataclass, or the function, whose keyword arguments the `__init__` takes as
-    `**options`; they are shown one by one, with their defaults, except for `hidden` ones.
+    `options` is the dataclass or function whose keyword arguments `__init__` takes as `**options`;
+    the signature lists them one by one, with their defaults, except for those in `hidden`.
     """
 
     def __init__(self, options: Any = None, hidden: tuple[str, ...] = ()):
@@ -21,7 +21,7 @@ class ConstructorSignature:
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
-            raise AttributeError("__signature__")  # that of an instance is its `__call__`'s
+            raise AttributeError("__signature__")  # an instance has the signature of `__call__`
         if owner.__init__ is object.__init__:
             return inspect.Signature()
         _, *shown = inspect.signature(owner.__init__).parameters.values()

@@ -1,11 +1,10 @@
 """RNNsearch (Bahdanau, Cho and Bengio 2014): recurrent layers with additive attention between.
 
-Equations are those of the paper's appendix A, with the biases that it omits. Everything that does
-not depend on the previous state is computed for all positions in one product, so that a step of the
-recurrence computes only the rest.
+The equations are those of the paper's appendix A, with the biases that it omits. Products that do
+not depend on the previous state are computed for all positions at once, before the recurrence.
 
-Letters in addition to those of `jattn._types`: E is the width of a layer's input, H of a recurrent
-state, C of the memory that the decoder reads (2H), A of the alignment network.
+Axes in addition to those of `jattn._types`: E is the width of a layer's input, H of a recurrent
+state, C = 2H of the memory to which the decoder attends, A of the alignment network.
 """
 
 import dataclasses
@@ -48,7 +47,7 @@ class RecurrentOptions:
         output projection.
     recurrent_init: the initializer of each of the three square matrices of a gated unit.
     bias_init: the initializer of the biases.
-    dtype: the dtype of the computation, by default that of inputs and parameters together.
+    dtype: the dtype of the computation, by default that of inputs and parameters, promoted.
     param_dtype: the dtype of the parameters.
 
     >>> nn.GRU(8, 6, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).candidate.dtype
@@ -162,7 +161,7 @@ class GRU(Module):
         lengths: RowLengths = None,
         reverse: bool = False,
     ) -> Float[Array, "*B T H"]:
-        """Returns the state after each position of `x [*B, T, E]`, `[*B, T, H]`; the first is 0.
+        """Returns the state `[*B, T, H]` after each position of `x [*B, T, E]`, from a state of 0.
 
         Args:
             lengths: `[*B]`, the number of positions of each row that are not padding. The state
@@ -184,13 +183,13 @@ class GRU(Module):
                 new_state = jnp.where(valid[..., None], new_state, state)
             return new_state, new_state
 
-        first = jnp.zeros_like(jnp.sum(inputs[..., 0, :], axis=0))
-        _, states = jax.lax.scan(advance, first, (inputs, valid), reverse=reverse)
+        initial = jnp.zeros_like(jnp.sum(inputs[..., 0, :], axis=0))
+        _, states = jax.lax.scan(advance, initial, (inputs, valid), reverse=reverse)
         return jnp.moveaxis(states, 0, -2)
 
 
 def _within(lengths: Ids, x: Array) -> Bool[Array, "..."]:
-    """Returns which positions of `x [T, *B, E]` are within the lengths `[*B]`, as `[T, *B]`."""
+    """Returns a mask `[T, *B]` of the positions of `x [T, *B, E]` below the lengths `[*B]`."""
     _check_lengths("lengths", lengths, x.shape[1:-1])
     positions = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], 0)
     return positions < jnp.asarray(integers.clamped(lengths))[None]
@@ -229,7 +228,7 @@ class RecurrentEncoder(Module):
     def __call__(
         self, x: Float[Array, "..."], *, lengths: RowLengths = None
     ) -> Float[Array, "*B S C"]:
-        """Encodes `x [*B, S, E]`; positions from `lengths [*B]` on are padding and ignored."""
+        """Encodes `x [*B, S, E]`; positions from `lengths [*B]` on are padding."""
         both = (
             self.forward(x, lengths=lengths),
             self.backward(x, lengths=lengths, reverse=True),
@@ -238,7 +237,7 @@ class RecurrentEncoder(Module):
 
 
 class RecurrentState(NamedTuple):
-    """The state of a decoder, and its memory with the projected keys."""
+    """The state of a decoder: its hidden state, and the memory with its projected keys."""
 
     hidden: Float[Array, "*B H"]
     keys: Float[Array, "*B S A"]
@@ -246,10 +245,10 @@ class RecurrentState(NamedTuple):
     lengths: RowLengths
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "RecurrentState":
-        """Returns rows picked by index.
+        """Returns the state of the rows `indices`, as a beam search needs it.
 
         `memory=False` leaves the memory unchanged, for rows that replace rows with the same memory.
-        Raises ValueError for rows known not to exist; if they are traced, their state is NaN.
+        Raises ValueError for concrete indices of rows that do not exist; traced ones give NaN.
         """
         indices, missing = picked_rows(indices, len(self.hidden))
         missing = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
@@ -263,7 +262,7 @@ class RecurrentState(NamedTuple):
 
 
 class Maxout(Module):
-    """The deep output (appendix A.2.2): of each two sums of its inputs, the greater.
+    """The deep output (appendix A.2.2), maxout: the greater of two linear maps, per feature.
 
     The inputs are the state, the previous token and the context (U_o, V_o, C_o).
 
@@ -309,17 +308,17 @@ class Maxout(Module):
 class RecurrentDecoder(Module):
     """A GRU that reads the previous token and, by additive attention, a memory (appendix A.2.2).
 
-    At each position the previous state attends to the memory, which gives a context. Token, context
-    and that state determine the next state and, through `Maxout`, the output. As in the appendix,
-    the output does not depend on the next state.
+    At each position the previous state attends to the memory; the result is the context. The
+    previous token, the context and the previous state determine the next state and, through
+    `Maxout`, the output. As in the appendix, the output does not depend on the next state.
 
     Args:
         in_features: E, the width of the tokens.
         features: H, the width of the state.
-        memory_features: C, the width of the memory, whose last H entries at position 0 give the
-            first state (with a `RecurrentEncoder`, they are the backward unit's last state).
+        memory_features: C, the width of the memory. The initial state is computed from the last H
+            entries at position 0, where a `RecurrentEncoder` has its backward unit's last state.
         alignment_features: A, the inner width of the attention.
-        out_features: width of the output.
+        out_features: the width of the output.
         options: those of `RecurrentOptions`.
 
     >>> decoder = nn.RecurrentDecoder(8, 6, 12, 6, 3, rngs=nnx.Rngs(0))
@@ -366,7 +365,7 @@ class RecurrentDecoder(Module):
         """Returns the state before the first token; projects `memory [*B, S, C]` for `step`."""
         check_features("memory", memory, "S, C", "memory_features", self.memory_features)
         _check_lengths("memory_lengths", memory_lengths, memory.shape[:-2])
-        # A sum over at most one position, which is 0 for an empty memory.
+        # The sum over at most one position is that position, and 0 for an empty memory.
         _, backward = jnp.split(memory, [self.memory_features - self.unit.features], axis=-1)
         last = jnp.sum(backward[..., :1, :], axis=-2)
         hidden = jnp.tanh(self.first(last))
@@ -416,17 +415,17 @@ _takes_source_options = advised_by({}, _SourceOptions)
 class RNNsearch(Module):
     """The recurrent encoder-decoder with attention, from source and target tokens to logits.
 
-    Bahdanau, Cho and Bengio 2014, appendix A, with the paper's sizes. Position t of the logits has
-    seen target tokens 0..t and the first `source_lengths` tokens of the source.
+    Bahdanau, Cho and Bengio 2014, appendix A, with the paper's sizes. The logits at position t
+    depend on the target tokens 0..t and on the first `source_lengths` tokens of the source.
 
     Args:
-        source_vocabulary, target_vocabulary: numbers of tokens.
+        source_vocabulary, target_vocabulary: the numbers of tokens.
         features: the width of the embedded tokens.
         hidden: H, the width of the recurrent states.
         alignment_features: A, the inner width of the attention; default H.
         maxout_features: the width of the output projection's input; default H/2.
         dropout_rate: the rate of dropout on the embedded tokens and the output projection's input.
-        embedding_init: the initializer of token embeddings, `[rows, D]`.
+        embedding_init: the initializer of token embeddings, `[vocabulary, D]`.
         options: those of `RecurrentOptions`.
 
     >>> model = nn.RNNsearch(9, 9, features=8, hidden=6, rngs=nnx.Rngs(0))
@@ -478,9 +477,10 @@ class RNNsearch(Module):
     def __call__(
         self, source_ids: Ids, target_ids: Ids, **call: Unpack[_SourceOptions]
     ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+        """Returns the logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids
+        `[*B, T]`.
 
-        The other arguments are those of `features`.
+        The other arguments are those of the method `RNNsearch.features`.
         """
         return self.logits(self.features(source_ids, target_ids, **call))
 

@@ -56,20 +56,20 @@ class LayerOptions:
 
     dropout_rate: the rate of dropout on attention weights, inside the feed-forward network, on the
         result of each sublayer and on the embedded tokens.
-    norm: "post" normalises after the residual sum, as the 2017 paper does; "pre" normalises the
-        input of each sublayer and the result of a stack.
+    norm: "post" normalises the residual sums, as in the 2017 paper; "pre" normalises the input of
+        each sublayer and the result of a stack.
     normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
-    final_norm: whether a stack normalises its result; by default with pre-norm only. PyTorch's
-        `nn.Transformer` always does.
-    norm_epsilon: the number that normalisations add to the variance.
+    final_norm: whether the result of a stack of layers is normalised; by default only with
+        `norm="pre"`. PyTorch's `nn.Transformer` always normalises it.
+    norm_epsilon: the number that normalisation adds to the variance.
     activation: the activation function of the feed-forward network.
     gated: whether the feed-forward network is gated, see `FeedForward`.
-    use_bias: whether matrices and layer normalisation have biases; with True, `self_attention` and
-        `cross_attention` decide about theirs.
+    use_bias: whether linear layers and layer normalisation have biases. False also holds for the
+        attention modules; with True, `self_attention` and `cross_attention` set their own.
     self_attention, cross_attention: functions that make the attention modules, for instance
         `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
     kernel_init: the initializer of all matrices except for embeddings.
-    dtype: the dtype of the computation, by default that of inputs and parameters together.
+    dtype: the dtype of the computation, by default that of inputs and parameters, promoted.
     param_dtype: the dtype of the parameters.
 
     >>> options = {"norm": "pre", "normalization": "rms", "activation": nnx.silu, "gated": True}
@@ -105,15 +105,17 @@ class LayerOptions:
 
     @property
     def dtypes(self) -> dict[str, Any]:
+        """The keyword arguments for the dtypes of a module."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     @property
     def matrices(self) -> dict[str, Any]:
+        """The keyword arguments of modules with matrices."""
         return {"kernel_init": self.kernel_init, **self.dtypes}
 
     @property
     def attention(self) -> dict[str, Any]:
-        """The keyword arguments with which attention modules are made."""
+        """The keyword arguments of attention modules."""
         biases = {} if self.use_bias else {"use_bias": False}
         return {"dropout_rate": self.dropout_rate, **biases, **self.matrices}
 
@@ -125,9 +127,9 @@ class LayerOptions:
         return LayerNorm(features, use_bias=self.use_bias, **options)
 
     def make_final_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
-        """Makes the normalisation of a stack's result, if there is one."""
-        is_last = self.norm == "pre" if self.final_norm is None else self.final_norm
-        return self.make_norm(features, rngs) if is_last else None
+        """Makes the normalisation of a stack's result; None if it is not normalised."""
+        is_normalised = self.norm == "pre" if self.final_norm is None else self.final_norm
+        return self.make_norm(features, rngs) if is_normalised else None
 
     def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
         """Makes a feed-forward network of these widths."""
@@ -186,11 +188,13 @@ class Residual(Module):
         return self.leave(x, sublayer(self.enter(x)), **run)
 
     def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
+        """Returns the input of the sublayer: `norm(x)` with pre-norm, else x."""
         return self.norm(x) if self.order == "pre" else x
 
     def leave(
         self, x: Float[Array, "*B T D"], y: Float[Array, "*B T D"], **run: Unpack[RunOptions]
     ) -> Float[Array, "*B T D"]:
+        """Returns the sum of x and the sublayer's result y, normalised with post-norm."""
         x, y = promote((x, self.dropout(y, **run)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
@@ -250,13 +254,17 @@ class EncoderLayer(_Layer):
 
 
 class LayerCache(NamedTuple):
-    """The cache of a decoder layer: its own tokens, and the projected memory."""
+    """The cache of a decoder layer.
+
+    tokens: the cache of the self-attention.
+    memory: the keys and values of the memory, from `MultiHeadAttention.project_memory`.
+    """
 
     tokens: Cache
     memory: DenseCache
 
     def reorder(self, indices: Int[Array, " R"], *, memory: bool = True) -> "LayerCache":
-        """Returns rows picked by index.
+        """Returns the cache of the rows `indices`, as a beam search needs it.
 
         `memory=False` leaves the memory unchanged, for rows that replace rows with the same memory.
         """
@@ -284,17 +292,18 @@ class DecoderLayer(_Layer):
         memory: Float[Array, "*B S D"],
         **call: Unpack[CrossOptions],
     ) -> Float[Array, "*B T D"]:
-        """`mask` is for the self-attention, which is causal in any case."""
+        """`mask` is combined with the causal mask of the self-attention."""
         check_features("x", x, "T, D", "features", self.features)
         check_features("memory", memory, "S, D", "features", self.features)
         run, positions = run_options(call), call.get("positions")
-        of_tokens = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
-        of_memory = {"mask": call.get("cross_mask"), "positions": positions, **run}
+        self_options = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
+        cross_options = {"mask": call.get("cross_mask"), "positions": positions, **run}
         kv_positions = call.get("memory_positions")
         attend_memory = lambda x: self.cross_attention(  # noqa: E731
-            x, memory, kv_positions=kv_positions, **of_memory
+            x, memory, kv_positions=kv_positions, **cross_options
         )
-        x = self.self_attention_residual(x, lambda x: self.self_attention(x, **of_tokens), **run)
+        attend_self = lambda x: self.self_attention(x, **self_options)  # noqa: E731
+        x = self.self_attention_residual(x, attend_self, **run)
         x = self.cross_attention_residual(x, attend_memory, **run)
         return self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run)
 
@@ -302,20 +311,19 @@ class DecoderLayer(_Layer):
     def step(
         self, x: Float[Array, "B T D"], cache: LayerCache, **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Computes the layer for T further tokens; masks see the cache's slots."""
+        """Computes the layer for T further tokens; the keys in `mask` are the cache's slots."""
         check_features("x", x, "T, D", "features", self.features)
         if not isinstance(cache, LayerCache):
             raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
         run, valid = run_options(call), call.get("valid")
         positions = cache.tokens.next_positions(x.shape[1], valid)
-        of_tokens = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
-        of_memory = {"mask": call.get("cross_mask"), "positions": positions, **run}
-
+        self_options = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
+        cross_options = {"mask": call.get("cross_mask"), "positions": positions, **run}
         attend_memory = lambda x: self.cross_attention.attend_memory(  # noqa: E731
-            x, cache.memory, **of_memory
+            x, cache.memory, **cross_options
         )
         residual = self.self_attention_residual
-        y, tokens = self.self_attention(residual.enter(x), cache=cache.tokens, **of_tokens)
+        y, tokens = self.self_attention(residual.enter(x), cache=cache.tokens, **self_options)
         x = residual.leave(x, y, **run)
         x = self.cross_attention_residual(x, attend_memory, **run)
         x = self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run)
@@ -323,12 +331,12 @@ class DecoderLayer(_Layer):
 
 
 def causal_and(mask: MaskLike) -> Mask:
-    """Returns the causal mask, combined with `mask` if there is one."""
+    """Returns the causal mask, combined with `mask` unless that is None."""
     return Causal() if mask is None else Causal() & mask
 
 
 class _Stack(Module):
-    """Several layers in sequence, with a normalisation at the end if `final_norm` says so."""
+    """Several layers in sequence, and the normalisation of the result if the options have one."""
 
     __signature__: Any = ConstructorSignature(LayerOptions)
 
@@ -360,7 +368,7 @@ class _Stack(Module):
 
 
 class Encoder(_Stack):
-    """`num_layers` of `EncoderLayer`, called like one: `[*B, S, D]` to `[*B, S, D]`.
+    """A stack of `num_layers` encoder layers: maps `[*B, S, D]` to `[*B, S, D]`.
 
     >>> encoder = nn.Encoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
     >>> encoder(jnp.ones((2, 5, 8)), deterministic=True).shape
@@ -377,7 +385,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """`num_layers` of `DecoderLayer`, called like one.
+    """A stack of `num_layers` decoder layers.
 
     Maps `[*B, T, D]` and the memory `[*B, S, D]` to `[*B, T, D]`.
 
@@ -395,7 +403,7 @@ class Decoder(_Stack):
         memory: Float[Array, "*B S D"],
         **call: Unpack[CrossOptions],
     ) -> Float[Array, "*B T D"]:
-        """`mask` is for the self-attention, which is causal in any case."""
+        """`mask` is combined with the causal mask of the self-attention."""
         return self._run(x, memory, **call)
 
     def start(
@@ -409,9 +417,10 @@ class Decoder(_Stack):
         dtype: Dtype | None = None,
         **options: Unpack[CacheOptions],
     ) -> list[LayerCache]:
-        """Returns caches for `step` over up to `length` tokens, with the memory projected once.
+        """Returns a cache for each layer, for `step` over up to `length` tokens, and the projected
+        memory.
 
-        `memory_lengths [B]` is the number of real positions of the memory in each row; `kind`,
+        `memory_lengths [B]` is the number of positions of each row before its padding; `kind`,
         `dtype` and `options` are those of `MultiHeadAttention.empty_cache`.
         """
         layers: Any = self.layers
@@ -427,16 +436,16 @@ class Decoder(_Stack):
     def step(
         self, x: Float[Array, "B T D"], caches: list[LayerCache], **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T D"], list[LayerCache]]:
-        """Computes all layers for T further tokens, and the extended caches."""
+        """Returns the result for T further tokens `x`, and the extended caches."""
         return step_layers(self.layers, self.norm, x, caches, **call)
 
 
 def step_layers(layers: Any, norm: Any, x: Array, caches: Any, **call: Any) -> tuple[Array, Any]:
-    """Computes a step of each layer and the final norm; returns `x` and the extended caches."""
+    """Computes a step of each layer and the final norm; returns the result and new caches."""
     extended = []
     for layer, cache in zip(layers, caches, strict=True):
-        x, longer = layer.step(x, cache, **call)
-        extended.append(longer)
+        x, extended_cache = layer.step(x, cache, **call)
+        extended.append(extended_cache)
     return (x if norm is None else norm(x)), extended
 
 
@@ -458,19 +467,22 @@ class Transformer(Module):
         logits = model(source, target, source_mask=padding, cross_mask=padding,
                        rngs=nnx.Rngs(dropout=1))
 
-    Position t of the logits has seen target tokens 0..t, and the part of the source that
-    `cross_mask` and `source_mask` allow. No mask is guessed: both must exclude source padding.
+    The logits at position t depend on the target tokens 0..t and on the source tokens that
+    `source_mask` and `cross_mask` allow. Both masks must exclude source padding: no token is taken
+    for padding by itself.
 
     Args:
-        source_vocabulary, target_vocabulary: numbers of tokens.
+        source_vocabulary, target_vocabulary: the numbers of tokens.
         features: D, the width of the model.
         num_heads, feed_forward: the number of heads and the inner width of every layer.
-        encoder_layers, decoder_layers: numbers of layers.
-        positions: "sinusoidal" or "learned" vectors added to the embedded tokens, or None.
-        max_length: the number of learned positions on each side.
-        tie_embeddings: True makes the target embedding the output projection too (which then has
-            no bias); "all" makes it the source embedding as well, for a joint vocabulary.
-        embedding_init: the initializer of token embeddings and learned positions, `[rows, D]`.
+        encoder_layers, decoder_layers: the numbers of layers.
+        positions: the vectors that are added to the embedded tokens: "sinusoidal", "learned", or
+            None for no vectors.
+        max_length: the number of learned positions of the source, and of the target.
+        tie_embeddings: with True, the target embedding is also the output projection, which then
+            has no bias; with "all", it is also the source embedding, for a joint vocabulary.
+        embedding_init: the initializer of token embeddings `[vocabulary, D]` and learned positions
+            `[max_length, D]`.
         options: those of `LayerOptions`.
 
     Raises ValueError for sizes that do not fit together.
@@ -544,9 +556,10 @@ class Transformer(Module):
     def __call__(
         self, source_ids: Ids, target_ids: Ids, **call: Unpack[TransformerOptions]
     ) -> Float[Array, "*B T vocabulary"]:
-        """Logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids `[*B, T]`.
+        """Returns the logits `[*B, T, target_vocabulary]` of source ids `[*B, S]` and target ids
+        `[*B, T]`.
 
-        The other arguments are those of `features`.
+        The other arguments are those of the method `Transformer.features`.
         """
         return self.logits(self.features(source_ids, target_ids, **call))
 
@@ -554,14 +567,16 @@ class Transformer(Module):
     def features(
         self, source_ids: Ids, target_ids: Ids, **call: Unpack[TransformerOptions]
     ) -> Float[Array, "*B T D"]:
-        """Returns the input of `logits`, `[*B, T, D]`, for losses that need not hold all logits.
+        """Returns the decoder's output `[*B, T, D]`, the input of `logits`.
+
+        A loss can compute the logits from it in chunks, so that it never holds all of them.
 
         Args:
             source_mask: the mask of the encoder's self-attention.
-            target_mask: the mask of the decoder's self-attention, which is causal in any case.
-            cross_mask: the mask of the attention from target to source.
-            source_positions, target_positions: `[*B, S]` and `[*B, T]` (or `[S]`, `[T]`), for
-                packed rows; default `arange`.
+            target_mask: combined with the causal mask of the decoder's self-attention.
+            cross_mask: the mask of the decoder's attention to the source.
+            source_positions, target_positions: `[*B, S]` or `[S]`, and `[*B, T]` or `[T]`, for
+                rows that hold several sequences; default `arange`.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: the source of dropout keys, from its stream `dropout`.
         """
@@ -578,19 +593,19 @@ class Transformer(Module):
         )
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
-        """Applies the output projection, or the tied embedding."""
+        """Maps the result of `features` to logits, by the output projection or tied embedding."""
         return self.target_tokens.attend(features) if self.output is None else self.output(features)
 
     @property
     def projection(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
-        """Kernel and bias of `logits`."""
+        """The kernel and the bias (or None) of `logits`."""
         if self.output is None:
             return self.target_tokens.embedding[...], None
         return self.output.arrays
 
     @advised_by({}, SelfOptions)
     def encode(self, source_ids: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B S D"]:
-        """Maps source ids `[*B, S]` to the memory `[*B, S, D]` that `decode` reads."""
+        """Maps source ids `[*B, S]` to `[*B, S, D]`, the memory for `decode`."""
         tokens = self.target_tokens if self.source_tokens is None else self.source_tokens
         x = embedded(source_ids, tokens, self.source_positions, call.get("positions"))
         return self.encoder(self.dropout(x, **run_options(call)), **call)
@@ -601,8 +616,8 @@ class Transformer(Module):
     ) -> Float[Array, "*B T vocabulary"]:
         """Maps target ids `[*B, T]` and the memory `[*B, S, D]` to logits.
 
-        Logits are `[*B, T, target_vocabulary]`. `mask` is for the self-attention, which is causal
-        in any case.
+        Logits are `[*B, T, target_vocabulary]`. `mask` is combined with the causal mask of the
+        self-attention.
         """
         return self.logits(self._decoded(target_ids, memory, **call))
 
@@ -617,13 +632,14 @@ class Transformer(Module):
     def step(
         self, target_ids: Ids, caches: list[LayerCache], **call: Unpack[CrossStepOptions]
     ) -> tuple[Float[Array, "B T vocabulary"], list[LayerCache]]:
-        """Maps further target ids `[B, T]`, any number, to logits and the extended caches.
+        """Maps the next T target ids `[B, T]`, for any T, to logits and the extended caches.
 
             caches = model.decoder.start(model.encode(source_ids), length)
             logits, caches = model.step(prompt_ids, caches)
             logits, caches = model.step(next_ids, caches)
 
-        `valid [B, T]` is False for padding; masks are as in `decode`, over the caches' slots.
+        `valid [B, T]` is False for padding. Masks are as in `decode`; keys in `mask` are the slots
+        of the caches.
         """
         positions = caches[0].tokens.next_positions(target_ids.shape[1], call.get("valid"))
         x = embedded(target_ids, self.target_tokens, self.target_positions, positions)

@@ -1,4 +1,4 @@
-"""Masks and score functions as parts of a module: their arrays are its variables."""
+"""Masks and score functions in a module, with their arrays as variables of the module."""
 
 from typing import Any
 
@@ -40,8 +40,8 @@ class PytreeVariables(Module):
 
 
 def lasting_functions(module: Any) -> tuple[Any, ...]:
-    """Returns snapshots of the functions in a module's masks and scores, a key of the programs that
-    are compiled for the module."""
+    """Returns snapshots of the functions in a module's masks and score functions, for the keys of
+    programs that are compiled for the module."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
     masks = [x.lasting().fn for x in leaves if isinstance(x, Predicate)]

@@ -1,7 +1,7 @@
-"""Attention to a sequence that is sharded over several devices: the functions for users.
+"""`attention` and `attention_shard`: attention to a sequence that is sharded over several devices.
 
-`attention_shard` is for use within the user's own `jax.shard_map`, `attention` for whole arrays and
-a mesh. Both check their arguments and pass a spec to one of the schemes.
+`attention` takes whole arrays and a mesh; `attention_shard` is for use within your own
+`jax.shard_map`. Both check their arguments and call the function of the scheme.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jattn.kernels.common import slicing
 from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
+from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
 from jattn.spec import Shapes
 
 
@@ -39,7 +39,7 @@ SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 class _ShardOptions(Options, total=False):
-    """The options of a call on shards: those of `jattn.attention`, the scheme and the axes."""
+    """The options of `attention_shard`: of `jattn.attention`, the scheme and the mesh axes."""
 
     scheme: Literal["ring", "all_to_all", "gather"]
     order: Literal["contiguous", "zigzag"]
@@ -48,38 +48,39 @@ class _ShardOptions(Options, total=False):
 
 
 class _MeshOptions(_ShardOptions, total=False):
-    """The options of a call on whole arrays."""
+    """The options of `attention` on whole arrays."""
 
     pad: bool
 
 
 class _Sharding(NamedTuple):
-    """The sharding of a call: the scheme and the axes."""
+    """The scheme and the mesh axes of a call."""
 
     scheme: str
     axes: Axes
 
     def check(self, shapes: Shapes, implementation: str | None) -> None:
-        """Raises ValueError and NotImplementedError for whole sizes that cannot be sharded so, and
-        for implementations that cannot compute a part of the keys."""
+        """Raises ValueError if these whole sizes cannot be sharded like this, NotImplementedError
+        for an implementation that cannot compute a part of the keys, which "ring" requires."""
         axes = self.axes
         placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":
             pieces.check_implementation(implementation)
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
-        """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""
-        flat, scheme = call.flat(query, key, value), SCHEMES[self.scheme]
-        results = scheme(call.prepared(), *flat, self.axes)
-        if call.overflowed is not None:  # an overflow on any device affects the keys of all
-            anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
-            call = dataclasses.replace(call, overflowed=anywhere)
+        """Returns `out` of this device's queries, or `(out, lse)` if the call returns lse."""
+        flat_arrays = call.flat(query, key, value)
+        results = SCHEMES[self.scheme](call.prepared(), *flat_arrays, self.axes)
+        if call.overflowed is not None:  # the keys of any device may reach the queries of all
+            on_any_device = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
+            call = dataclasses.replace(call, overflowed=on_any_device)
         return call.finish(*results)
 
 
 def _check_sharding(
     scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any
 ) -> None:
+    """Raises TypeError or ValueError for a wrong scheme, order or name of an axis."""
     check_choice("scheme", scheme, tuple(SCHEMES))
     check_choice("order", order, placement.ORDERS)
     check_axis_names(axis_name, batch_axis, head_axis)
@@ -122,34 +123,36 @@ def attention_shard(
 ) -> Any:
     """Attention of this device's queries to the keys of all devices, within `jax.shard_map`.
 
-    Values, gradients and dropout decisions equal those of `jattn.attention` of the whole arrays, of
-    which each device has a shard along T and S.
+    Results, gradients and dropout decisions are those of `jattn.attention` of the whole arrays, of
+    which each device holds a shard along T and S.
 
     Args:
         query, key, value: `[*B, T, N, H]`, `[*B, S, K, H]`, `[*B, S, K, V]`: this device's tokens.
         axis_name: the axis of the mesh over which the tokens are sharded.
-        scheme: "ring": shards of keys go around the devices while each computes with the shard it
-            has, and memory is linear in a device's own tokens; GPUs before Hopper need
-            `XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true` for the overlap.
-            "all_to_all": tokens are exchanged for heads; the number of devices must divide N.
-            "gather": each device gets a copy of all keys.
+        scheme: "ring": shards of keys pass from device to device while each device computes with
+            the shard that it holds; memory is linear in a device's own number of tokens. GPUs
+            before Hopper need `XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true` for the
+            overlap. "all_to_all": devices exchange tokens for heads; the number of devices must
+            divide N. "gather": each device gets a copy of all keys.
         order: the order in which the devices hold the tokens, see `shard_tokens`.
         batch_axis, head_axis: the axis, or axes, of the mesh over which the batch and the heads are
-            sharded, if any: functions and dropout then see batch rows and heads of the whole.
+            sharded, if they are: mask and score functions, and dropout, then receive the indices
+            of batch rows and heads in the whole arrays.
         mask: arrays along T or S are this device's, in the order of its tokens; arrays along both T
-            and S are sharded along T and have the keys of all devices, shard after shard. Lengths
-            and layouts of blocks count places in the sequence before `shard_tokens`.
-        score, sink: as for the mask; a logit for each of this device's heads.
-        q_positions, kv_positions: by default the places of this device's tokens before
-            `shard_tokens`. Where they are passed, every shard is sent.
+            and S are this device's along T and have the keys of all devices along S, shard after
+            shard. Lengths and block layouts refer to the sequence before `shard_tokens`.
+        score: its arrays are as in `mask`.
+        sink: a logit for each of this device's heads.
+        q_positions, kv_positions: by default the indices of this device's tokens in the sequence
+            before `shard_tokens`. If they are given, every shard is sent to every device.
         return_lse, and other options: as in `jattn.attention`; the same on all devices.
 
     Returns:
         `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, of this device's queries.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, also outside `shard_map`.
-        NotImplementedError: if the named implementation cannot, with its reason.
+        TypeError, ValueError: for invalid arguments, and outside a `shard_map` over the axes.
+        NotImplementedError: if the named implementation cannot compute the call; says why.
 
     >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("tokens",)), jax.P(None, "tokens")
     >>> attend = lambda q, k, v: jattn.parallel.attention_shard(q, k, v, axis_name="tokens")
@@ -158,9 +161,9 @@ def attention_shard(
     """
     _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
-    for name, value_of in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if value_of is not None:
-            bound_size(name, value_of)
+    for name, axis in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if axis is not None:
+            bound_size(name, axis)
     axes = Axes(axis_name, devices, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, shards=devices, **options)
     registry.check_name(call.implementation)
@@ -218,21 +221,22 @@ def attention(
         axis_name: the axis of the mesh over which T and S are sharded.
         scheme: "ring", "all_to_all" or "gather", see `attention_shard`.
         order: the order of the tokens in the arrays: "contiguous" as in the sequence, "zigzag" as
-            `shard_tokens` orders them for this axis; every array along T and S has this order.
+            `shard_tokens` orders them for this number of devices. It is the same in every array
+            along T or S.
         batch_axis: the axis, or axes, over which the first batch axis is sharded, if it is.
         head_axis: the axis, or axes, over which query and key heads are sharded.
-        options, return_lse: as in `jattn.attention`. Positions are by default the places of tokens
-            before `shard_tokens`; if they are given, every shard is sent.
-        pad: in contiguous order, pads T and S to multiples of the number of devices; the padding is
-            removed from the results.
+        options, return_lse: as in `jattn.attention`. Positions are by default the indices of the
+            tokens before `shard_tokens`; if they are given, every shard is sent to every device.
+        pad: whether T and S are padded to multiples of the number of devices, in contiguous order;
+            the padding is removed from the results.
 
     Returns:
         `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, with the same sharding.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, and for sizes that the devices cannot
-            share evenly, with both numbers.
-        NotImplementedError: if the named implementation cannot, with its reason.
+        TypeError, ValueError: for invalid arguments, and for sizes that the devices cannot share
+            evenly.
+        NotImplementedError: if the named implementation cannot compute the call; says why.
 
     >>> mesh = jax.make_mesh((1,), ("tokens",))
     >>> jattn.parallel.attention(q, k, v, mesh=mesh, axis_name="tokens", mask=masks.Causal()).shape
@@ -255,30 +259,31 @@ def attention(
 def _padded(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
 ) -> Any:
-    """Pads queries and keys to sizes that the devices share evenly, and slices the results.
+    """Computes the call with T and S padded to multiples of the number of devices.
 
-    Nothing attends to the padding.
+    The padded spec masks the padding, and the results are sliced.
     """
     n, shapes = sharding.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
-    def padded(x: Array, size: int) -> Array:
-        rows = (0, size - x.shape[-3])
-        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), rows, (0, 0), (0, 0)])
+    def pad_tokens(x: Array, size: int) -> Array:
+        padding = (0, size - x.shape[-3])
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 3), padding, (0, 0), (0, 0)])
 
     spec = slicing.pad_spec(call.spec, shapes.T, shapes.S, T, S)
-    whole = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
-    sharding.check(whole.shapes, call.implementation)
-    check_shared(whole.shapes, mesh, sharding.axes)
-    arrays = (padded(query, T), padded(key, S), padded(value, S))
-    results = _on_mesh(whole, *arrays, mesh=mesh, sharding=sharding)
+    padded_call = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
+    sharding.check(padded_call.shapes, call.implementation)
+    check_shared(padded_call.shapes, mesh, sharding.axes)
+    arrays = (pad_tokens(query, T), pad_tokens(key, S), pad_tokens(value, S))
+    results = _on_mesh(padded_call, *arrays, mesh=mesh, sharding=sharding)
     if call.lse:
         return results[0][..., : shapes.T, :, :], results[1][..., : shapes.T]
     return results[..., : shapes.T, :, :]
 
 
-def _along(letters: str, axes: Axes) -> dict[str, Any]:
-    """Returns the mesh axes by letter; arrays along T and S keep all keys for their queries."""
+def _mesh_axes(letters: str, axes: Axes) -> dict[str, Any]:
+    """Returns the mesh axis of each letter, for an array whose axes have these letters. Arrays
+    along both T and S are not sharded along S: each device has all keys for its queries."""
     return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
 
 
@@ -286,11 +291,12 @@ def _along(letters: str, axes: Axes) -> dict[str, Any]:
 def _on_mesh(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
 ) -> Any:
-    axes, lead = sharding.axes, len(call.shapes.batch)
-    batch = [axes.batch, *[None] * (lead - 1)] if lead else []
+    """Computes the call with `shard_map`."""
+    axes, ndim = sharding.axes, len(call.shapes.batch)
+    batch = [axes.batch, *[None] * (ndim - 1)] if ndim else []
     tokens = P(*batch, axes.name, axes.heads, None)
-    of_call = jax.tree.map(
-        lambda letters, leaf: partition(letters, leaf, _along(letters, axes), axes.batch, lead),
+    call_specs = jax.tree.map(
+        lambda letters, leaf: partition(letters, leaf, _mesh_axes(letters, axes), axes.batch, ndim),
         axis_names(call),
         call,
     )
@@ -299,7 +305,7 @@ def _on_mesh(
         local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
         return sharding.attend(local_call, query, key, value)
 
-    lse, cuts = P(*batch, axes.heads, axes.name), (of_call, tokens, tokens, tokens)
+    in_specs, lse = (call_specs, tokens, tokens, tokens), P(*batch, axes.heads, axes.name)
     out_specs = (tokens, lse) if call.lse else tokens
-    run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
-    return run(*typed(mesh, cuts, (call, query, key, value)))
+    run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return run(*reshard(mesh, in_specs, (call, query, key, value)))

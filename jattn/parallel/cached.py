@@ -1,9 +1,9 @@
 """Decoding with a cache that is sharded along its tokens.
 
-Each device holds a run of slots of each row. A new token is written by the device that holds its
-slot. Each device attends to its own slots, with positions of the whole, and the results are merged
-by their normalizers: "Flash-Decoding" (Dao et al. 2023) with devices in place of blocks. For each
-query and head V + 2 numbers are summed over the devices; keys and values are not sent.
+Each device holds a range of consecutive slots of each batch row, and writes the new tokens whose
+slots it holds. It attends to its own slots, and the results of all devices are merged by their
+normalizers: "Flash-Decoding" (Dao et al. 2023) with devices in place of blocks of keys. For each
+query and head V + 2 numbers are reduced over the devices; keys and values are not sent.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
 from jattn.parallel import pieces
 from jattn.parallel.axes import Axes, AxisName, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, typed
+from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
 
@@ -81,36 +81,36 @@ def cached_attention(
     return_lse: bool = False,
     **options: Unpack[RulesAndSink],
 ) -> Any:
-    """`jattn.cached_attention` with a cache sharded along its tokens: `(out [B, T, N, V], cache)`.
+    """`jattn.cached_attention` with a cache that is sharded along its tokens.
 
-    The returned cache has `keys [B, K, S, H]` and `values [B, K, S, V]` sharded over
+    Returns `(out [B, T, N, V], cache)`, with return_lse `((out, lse [B, N, T]), cache)`. The cache
+    has `keys [B, K, S, H]` and `values [B, K, S, V]` sharded over
     `(batch_axis, head_axis, axis_name)` and `lengths [B]` over `batch_axis`; a cache that is
-    already sharded like this is not moved. Each device sends the contribution of its tokens, V + 2
-    numbers for each query and head.
+    already sharded like this is not moved. A device sends V + 2 numbers for each query and head.
 
     Args:
         query: `[B, T, N, H]`; T may be any number, and is not sharded.
         key: `[B, T, K, H]`.
         value: `[B, T, K, V]`.
-        cache: a `DenseCache` for B rows; the number of devices divides its number of slots.
+        cache: a `DenseCache` for B rows; the number of devices must divide its number of slots.
         mesh: the mesh; arrays are replicated over axes that are not named here.
-        axis_name: the axis of the mesh over which the cache's slots are sharded, in equal runs.
+        axis_name: the axis of the mesh over which the cache's slots are sharded.
         batch_axis: the axis, or axes, over which the batch is sharded, if it is.
         head_axis: the axis, or axes, over which query and key heads are sharded.
-        valid, return_lse, and other options: as in `jattn.cached_attention`; arrays along S count
-            slots of the whole. There is no dropout.
+        valid, return_lse, and other options: as in `jattn.cached_attention`; arrays along S have an
+            entry for each slot of the whole cache. There is no dropout.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, for tokens known to exceed the
-            capacity, and for sizes that the devices cannot share evenly.
-        NotImplementedError: for caches of other kinds, and for derivatives.
+        TypeError, ValueError: for invalid arguments, for more tokens than there is space for, if
+            the lengths are concrete, and for sizes that the devices cannot share evenly.
+        NotImplementedError: for caches of other classes, and for derivatives.
 
     >>> cache, mesh = jattn.cache.DenseCache.create(2, 16, 2, 8), jax.make_mesh((1,), ("slots",))
     >>> options = {"mesh": mesh, "axis_name": "slots", "mask": masks.Causal()}
     >>> jattn.parallel.cached_attention(q, k[:, :5], v[:, :5], cache, **options)[0].shape
     (2, 5, 4, 8)
     """
-    _check_kind(cache)
+    _check_dense(cache)
     check_flag("return_lse", return_lse)
     check_axis_names(axis_name, batch_axis, head_axis)
     check_mesh(mesh, axis_name, batch_axis, head_axis)
@@ -129,18 +129,20 @@ def cached_attention(
 
 
 _REASONS = {
-    "RollingCache": "its slots are used in turn: a window would be on one device, then on another",
-    "PagedCache": "its pages belong to all rows, and lie in no order",
+    "RollingCache": "it reuses its slots, so that a window would be on one device at a time",
+    "PagedCache": "its pages are in no order, and each may belong to any row",
 }
 
 
-def _check_kind(cache: Any) -> None:
+def _check_dense(cache: Any) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache: expected a DenseCache, got {type(cache).__name__}")
     if not isinstance(cache, DenseCache):
-        kind = type(cache).__name__
-        reason = _REASONS.get(kind, "only there a slot is a position")
-        raise NotImplementedError(f"cache: a {kind} is not cut along its tokens: {reason}")
+        name = type(cache).__name__
+        reason = _REASONS.get(name, "its slots may not be in the order of positions")
+        raise NotImplementedError(
+            f"cache: expected a DenseCache: a {name} cannot be sharded along its tokens: {reason}"
+        )
 
 
 @compiled("mesh", "axes")
@@ -155,82 +157,83 @@ def _on_mesh(
     axes: Axes,
 ) -> tuple[Any, DenseCache]:
     """Writes new keys and values to these slots of an extended cache, and attends to it."""
-    pool, rows = P(axes.batch, axes.heads, axes.name), P(axes.batch)
+    pool, batch = P(axes.batch, axes.heads, axes.name), P(axes.batch)
     tokens = P(axes.batch, None, axes.heads)
     along = {"S": axes.name, "N": axes.heads}
-    of_call = jax.tree.map(
+    call_specs = jax.tree.map(
         lambda letters, leaf: partition(letters, leaf, along, axes.batch, 1), axis_names(call), call
     )
-    of_cache = DenseCache(pool, pool, rows, rows)
+    cache_specs = DenseCache(pool, pool, batch, batch)
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
         cache = _written(axes, cache, new, slots)
-        out, lse = _joined(axes, *_attend_part(axes, call, query, cache))
+        out, lse = _merged(axes, *_attend_locally(axes, call, query, cache))
         return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2), cache
 
-    cuts = (of_call, tokens, tokens, rows, of_cache)
-    out_specs = (tokens, P(axes.batch, axes.heads), of_cache)
-    run = jax.shard_map(local, mesh=mesh, in_specs=cuts, out_specs=out_specs)
-    constant = jax.custom_jvp(run)
-    constant.defjvp(_refuse)
-    out, lse, cache = constant(*typed(mesh, cuts, (call, query, new, slots, cache)))
+    in_specs = (call_specs, tokens, tokens, batch, cache_specs)
+    out_specs = (tokens, P(axes.batch, axes.heads), cache_specs)
+    run = jax.custom_jvp(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    run.defjvp(_refuse)
+    out, lse, cache = run(*reshard(mesh, in_specs, (call, query, new, slots, cache)))
     return call.finish(*cache.nan_if_overflowed(out, lse)), cache
 
 
 def _refuse(*_: Any) -> NoReturn:
     raise NotImplementedError(
-        "cached_attention over several devices has no derivatives; parallel.attention has them"
+        "parallel.cached_attention has no derivatives; use parallel.attention for training"
     )
 
 
 def _written(
     axes: Axes, cache: DenseCache, new: tuple[Array, Array], slots: Int[Array, "B T"]
 ) -> DenseCache:
-    """Returns this device's part of a cache, with the new tokens whose slots it holds."""
+    """Returns this device's shard of the cache with the new tokens whose slots it holds."""
     size = cache.capacity
-    slots_here = slots - axes.place * size
-    slots_here = jnp.where((slots_here >= 0) & (slots_here < size), slots_here, size)
+    local_slots = slots - axes.device_index * size
+    is_local = (local_slots >= 0) & (local_slots < size)
+    local_slots = jnp.where(is_local, local_slots, size)  # `write` drops tokens past the end
     keys, values = (
-        write(x, tokens, slots_here)
+        write(x, tokens, local_slots)
         for x, tokens in zip((cache.keys, cache.values), new, strict=True)
     )
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
-def _attend_part(
+def _attend_locally(
     axes: Axes, call: Call, query: Array, cache: DenseCache
 ) -> tuple[Output, Normalizer]:
-    """Computes `out [B, T, N, V]` and normalizers `[B, T, N]` over this device's slots alone."""
+    """Computes `out [B, T, N, V]` and normalizers `[B, T, N]` over this device's slots only."""
     (B, T, N, H), (_, K, S, V) = query.shape, cache.values.shape
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
-    every, first = jnp.arange(T, dtype=jnp.int32), axes.place * S
-    place = Place(*axes.first(B, N), every, axes.places(S), (T, S), first)
+    queries, start = jnp.arange(T, dtype=jnp.int32), axes.device_index * S
+    place = Place(*axes.first_row_and_head(B, N), queries, axes.places(S), (T, S), start)
     spec = dataclasses.replace(call, shapes=shapes).prepared().spec
     local_spec = dataclasses.replace(at_place(spec, place), partial=True)
     if few_queries.unsupported(local_spec, shapes) is None:
         return decode.attend_part(registry.read_cache, local_spec, query, cache)
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-    sums = accumulation(query.dtype)
-    row = jax.ShapeDtypeStruct((B, T, N), sums)
-    out, finite = jax.ShapeDtypeStruct((B, T, N, V), sums), jax.ShapeDtypeStruct((), jnp.bool_)
-    like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
+    dtype = accumulation(query.dtype)
+    row = jax.ShapeDtypeStruct((B, T, N), dtype)
+    out, finite = jax.ShapeDtypeStruct((B, T, N, V), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
+    result_types = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
+    return pieces.run("forward", result_types, None, *operands, shapes=shapes)[:2]
 
 
-def _joined(
+def _merged(
     axes: Axes, out: Output, normalizer: Normalizer
 ) -> tuple[Output, Float[Array, "B T N"]]:
-    """Merges the parts of all devices, with lse `[B, T, N]`.
+    """Merges the results of all devices; returns `out [B, T, N, V]` and lse `[B, T, N]`.
 
-    Maxima and logs stay separate, as in `softmax.join`, so that shares are exact at any logits. The
-    shares are those of a mean, at most 1 / devices each, so that no sum overflows.
+    The weight of a device is exp(lse − greatest lse) / devices. lse is not rounded before the
+    difference: the maximum and the logarithm are added to it one by one, as in `softmax.join`. The
+    division by the number of devices keeps the sums from overflowing.
     """
-    top = lax.pmax(normalizer.lse, axes.name)
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    shares = jnp.exp((normalizer.maximum - shift) + normalizer.log_total) / axes.devices
-    weighted, total = lax.psum((shares[..., None] * out, shares), axes.name)
-    dead = total == 0
-    total = jnp.where(dead, 1, total)
-    lse = jnp.where(dead, -jnp.inf, shift + jnp.log(total * axes.devices))
+    greatest = lax.pmax(normalizer.lse, axes.name)
+    shift = jnp.where(greatest == -jnp.inf, 0, greatest)  # −∞ − (−∞) would be NaN
+    weights = jnp.exp((normalizer.maximum - shift) + normalizer.log_total) / axes.devices
+    weighted, total = lax.psum((weights[..., None] * out, weights), axes.name)
+    has_no_keys = total == 0
+    total = jnp.where(has_no_keys, 1, total)
+    lse = jnp.where(has_no_keys, -jnp.inf, shift + jnp.log(total * axes.devices))
     return weighted / total[..., None], lse

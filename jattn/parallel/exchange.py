@@ -1,10 +1,9 @@
-"""The schemes "gather", which copies all keys to all devices, and "all_to_all", which exchanges
-tokens for heads.
+"""The schemes "gather" and "all_to_all".
 
-Gather: each device computes its queries with a copy of all keys; its memory is linear in the whole
-length. All-to-all: each device exchanges its tokens for all tokens of its share of the heads,
-computes them, and the results are exchanged back (Jacobs et al. 2023, "DeepSpeed Ulysses"). JAX
-differentiates the exchanges.
+With "gather" each device computes its queries with a copy of all keys, so that its memory is linear
+in the length of the whole sequence. With "all_to_all" each device exchanges its tokens, of all
+heads, for all tokens of its share of the heads, computes these heads, and exchanges the results
+back (Jacobs et al. 2023, "DeepSpeed Ulysses"). JAX differentiates the exchanges.
 """
 
 import dataclasses
@@ -28,22 +27,23 @@ from jattn.spec import Shapes, Spec
 
 
 def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
-    """Reorders all devices' tokens to the order of the sequence, or `back` to the devices'."""
+    """Reorders the tokens of all devices from the devices' order to that of the sequence; with
+    `back` the other way around."""
     if axes.order == "contiguous":
         return x
-    places = placement.placed(x.shape[axis], axes.devices, axes.order)
+    places = placement.sharded_places(x.shape[axis], axes.devices, axes.order)
     return jnp.take(x, places if back else np.argsort(places), axis=axis)
 
 
 def _gathered(x: Array, axes: Axes, axis: int) -> Array:
-    """Gathers the tokens of all devices, in the order of the sequence."""
+    """Returns the tokens of all devices along an axis, in the order of the sequence."""
     return _in_sequence(lax.all_gather(x, axes.name, axis=axis, tiled=True), axes, axis)
 
 
 def gathered_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """Computes the results of `ring.attend` with a copy of all keys on each device."""
+    """Computes what `ring.attend` computes, with a copy of all keys on each device."""
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
     key, value = (_gathered(x, axes, 1) for x in (key, value))
 
@@ -56,9 +56,9 @@ def gathered_attend(
         return leaf if leaf.shape[axis] == 1 else _in_sequence(leaf, axes, axis)
 
     spec = jax.tree.map(gather_leaf, axis_names(call.spec), call.spec)
-    b, h = axes.first(B, N)
+    b, h = axes.first_row_and_head(B, N)
     kv_places = jnp.arange(S, dtype=jnp.int32)
-    place = Place(b, h, axes.places(T), kv_places, (axes.run(T), 0), keys_from=0)
+    place = Place(b, h, axes.places(T), kv_places, (axes.range_size(T), 0), keys_from=0)
     local_spec = at_place(spec, place)
     return _run(call, local_spec, query, key, value)
 
@@ -66,18 +66,18 @@ def gathered_attend(
 def _run(
     call: Call, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Output, LogSumExp]:
-    """Computes attention of a piece of a call, with this spec, to all keys."""
-    piece = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
-    return run(piece, query, key, value)
+    """Computes attention to all keys by a part of a call, of which this is the spec."""
+    local_call = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
+    return run(local_call, query, key, value)
 
 
 def all_to_all_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, LogSumExp]:
-    """Computes the results of `ring.attend` with all tokens of some heads on each device.
+    """Computes what `ring.attend` computes, with all tokens of some of the heads on each device.
 
-    If there are fewer key heads than devices, each key head goes to every device whose queries read
-    it.
+    If there are fewer key heads than devices, each key head is sent to every device whose query
+    heads read it.
     """
     n, (B, T, N, _), K = axes.devices, query.shape, key.shape[2]
     if N % n:
@@ -89,12 +89,12 @@ def all_to_all_attend(
     key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
 
     def exchange(x: Array) -> Array:
-        whole = lax.all_to_all(x, axes.name, split_axis=2, concat_axis=1, tiled=True)
-        return _in_sequence(whole, axes, 1)
+        all_tokens = lax.all_to_all(x, axes.name, split_axis=2, concat_axis=1, tiled=True)
+        return _in_sequence(all_tokens, axes, 1)
 
-    b, h = axes.first(B, N)
-    place = Place(b, h + axes.place * (N // n))
-    local_spec = at_place(_of_some_heads(call.spec, axes, T), place)
+    b, h = axes.first_row_and_head(B, N)
+    place = Place(b, h + axes.device_index * (N // n))
+    local_spec = at_place(_spec_of_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
     out, lse = _run(call, local_spec, query, key, value)
     out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
@@ -102,21 +102,22 @@ def all_to_all_attend(
     return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)
 
 
-def _of_some_heads(spec: Spec, axes: Axes, T: int) -> Spec:
-    """Returns the spec with whole arrays along T and S, and this device's share along N."""
+def _spec_of_heads(spec: Spec, axes: Axes, T: int) -> Spec:
+    """Returns the spec for all tokens of this device's share of the heads, from its spec for all
+    heads and T queries."""
 
     def exchange_leaf(letters: str, leaf: Array) -> Array:
-        heads, rows, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
+        heads, queries, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")
         heads = None if heads is None or leaf.shape[heads] == 1 else heads
-        rows = None if rows is None or leaf.shape[rows] != T else rows
-        if rows is not None and heads is not None:
-            leaf = lax.all_to_all(leaf, axes.name, heads, rows, tiled=True)
-            leaf = _in_sequence(leaf, axes, rows)
-        elif rows is not None:
-            leaf = _gathered(leaf, axes, rows)
+        queries = None if queries is None or leaf.shape[queries] != T else queries
+        if queries is not None and heads is not None:
+            leaf = lax.all_to_all(leaf, axes.name, heads, queries, tiled=True)
+            leaf = _in_sequence(leaf, axes, queries)
+        elif queries is not None:
+            leaf = _gathered(leaf, axes, queries)
         elif heads is not None:
             share = leaf.shape[heads] // axes.devices
-            leaf = lax.dynamic_slice_in_dim(leaf, axes.place * share, share, heads)
+            leaf = lax.dynamic_slice_in_dim(leaf, axes.device_index * share, share, heads)
         if keys is not None and travels(letters):
             return _gathered(leaf, axes, keys)
         if keys is not None and leaf.shape[keys] > 1:

@@ -1,4 +1,4 @@
-"""The mesh of a call: whether its axes can shard the arrays, and how each array is sharded."""
+"""The mesh of a call: checks that its axes can shard the arrays, and the sharding of each array."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _names(axis: AxisName | None) -> tuple[str, ...]:
 
 
 def devices_of(mesh: Any, axis: AxisName | None) -> int:
-    """Returns the number of devices along an axis, or along several."""
+    """Returns the number of devices along an axis, or along several together."""
     devices = 1
     for name in _names(axis):
         devices *= mesh.shape[name]
@@ -33,7 +33,9 @@ def check_mesh(mesh: Any, *axes: AxisName | None) -> None:
         if name not in mesh.shape:
             raise ValueError(f"mesh: expected an axis {name!r}, got {dict(mesh.shape)}")
         if used.count(name) > 1:
-            raise ValueError(f"mesh: axis {name!r} cuts two axes of the arrays, expected one")
+            raise ValueError(
+                f"mesh: expected axis {name!r} to shard one axis of the arrays, got two"
+            )
 
 
 def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
@@ -41,8 +43,8 @@ def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
     if axes.batch is not None and not shapes.batch:
         raise ValueError("batch_axis: expected a query with a batch axis, got [T, N, H]")
     rows = shapes.batch[0] if shapes.batch else 1
-    wanted = (("batch", rows, axes.batch), ("N", shapes.N, axes.heads), ("K", shapes.K, axes.heads))
-    for letter, size, axis in wanted:
+    pairs = (("batch", rows, axes.batch), ("N", shapes.N, axes.heads), ("K", shapes.K, axes.heads))
+    for letter, size, axis in pairs:
         devices = devices_of(mesh, axis)
         if size % devices:
             raise ValueError(
@@ -54,8 +56,11 @@ def check_shared(shapes: Shapes, mesh: Any, axes: Axes) -> None:
 def partition(
     letters: str, leaf: Array, along: dict[str, Any], batch_axis: AxisName | None, batch: int
 ) -> P:
-    """Returns the sharding of an array of a spec: `along` maps its letters to mesh axes, and the
-    first of `batch` leading axes is sharded over `batch_axis`."""
+    """Returns the sharding of an array of a spec, whose axes have these letters.
+
+    `along` maps letters to mesh axes. In calls with `batch` leading axes, the array's first axis is
+    sharded over `batch_axis` if the array has them all.
+    """
     named = [x for x in letters.split() if "*" not in x]
     lead = leaf.ndim - len(named) if "B" in letters.replace("#", "") else 0
     first = leaf.shape[0] if lead else 1
@@ -68,20 +73,20 @@ def partition(
     return P(*entries)
 
 
-def typed(mesh: Any, cuts: Tree, arrays: Tree) -> Tree:
-    """Reshards the arrays as `jax.shard_map` will, by `cuts`, if the mesh has explicit axes.
+def reshard(mesh: Any, in_specs: Tree, arrays: Tree) -> Tree:
+    """Reshards the arrays to the `in_specs` of a `jax.shard_map`, along the mesh's explicit axes.
 
-    `jax.make_mesh` makes such meshes, under which `jax.shard_map` rejects arrays that are not
-    sharded yet.
+    On meshes with explicit axes, such as those of `jax.make_mesh`, `jax.shard_map` rejects arrays
+    that are not sharded yet.
     """
-    names = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name for name, kind in names if kind == AxisType.Explicit}
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, axis_type in axis_types if axis_type == AxisType.Explicit}
     if not explicit:
         return arrays
 
-    def reshard_tree(cut: P, tree: Array) -> Array:
-        spec = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in cut))
+    def reshard_tree(in_spec: P, tree: Array) -> Array:
+        spec = P(*(tuple(x for x in _names(axis) if x in explicit) or None for axis in in_spec))
         sharding = NamedSharding(mesh, spec)
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), tree)
 
-    return jax.tree.map(reshard_tree, cuts, arrays)
+    return jax.tree.map(reshard_tree, in_specs, arrays)

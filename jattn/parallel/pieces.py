@@ -1,4 +1,4 @@
-"""The kernels for a piece of a call: a part of the keys, whose normalizer comes from all keys."""
+"""The kernels that compute attention to a part of the keys, for results that are merged later."""
 
 from typing import Any
 
@@ -13,30 +13,32 @@ from jattn.spec import Shapes, Spec
 def check_implementation(name: str | None) -> None:
     """Raises NotImplementedError for an implementation that cannot compute a part of the keys."""
     registry.check_name(name)
-    if name is not None and name not in _OF_PIECES:
-        among = " and ".join(map(repr, _OF_PIECES))
-        registry.refuse(name, f"it computes whole rows; {among} compute parts of the keys")
+    if name is not None and name not in _PARTIAL_KERNELS:
+        possible = " and ".join(map(repr, _PARTIAL_KERNELS))
+        registry.refuse(name, f"it computes whole rows; {possible} compute parts of the keys")
 
 
-_OF_PIECES = ("native", "blockwise")
+_PARTIAL_KERNELS = ("native", "blockwise")
 
 
 def run(
     function: FunctionName,
-    like: Tree,
+    result_types: Tree,
     implementation: str | None,
     spec: Spec,
     *operands: Tree,
     shapes: Shapes,
 ) -> Tree:
-    """Runs a function of the named kernel, or of the first kernel that can compute a piece.
+    """Runs a function of the named kernel, or of the first kernel that supports this spec.
 
-    Raises NotImplementedError if the named kernel cannot.
+    Its results have the shapes and dtypes of `result_types`. Raises NotImplementedError if the
+    named kernel does not support the spec.
     """
-    functions = registry.functions(Call(spec, shapes, implementation=implementation), _OF_PIECES)
-    assert functions is not None, "the reference computes no pieces"
+    call = Call(spec, shapes, implementation=implementation)
+    functions = registry.functions(call, _PARTIAL_KERNELS)
+    assert functions is not None, "the reference cannot compute a part of the keys"
 
     def on_platform(platform: str, *operands: Any) -> Any:
         return getattr(functions.on(platform), function)(*operands)
 
-    return lowering.platform_dependent(on_platform, like, spec, *operands)
+    return lowering.platform_dependent(on_platform, result_types, spec, *operands)

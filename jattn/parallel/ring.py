@@ -1,12 +1,15 @@
-"""Ring attention: queries stay, keys and values go around the ring, and results are merged.
+"""Ring attention: each device keeps its queries, and shards of keys pass from device to device.
 
-Each device computes its queries with the shard of keys that it holds while it receives the next one
-(Liu et al. 2023, "Ring Attention with Blockwise Transformers"). In the backward pass keys and
-values go around once more, together with their gradients. A device holds two shards at a time,
-whatever the length: memory is linear in its own tokens. Long shards go around in several rounds,
-each with a few heads, and in each round in chunks of their keys, so that a device holds two such
-chunks. Shards that a mask surely empties are not computed, and not sent past the devices that need
-them; only the part of a shard that other devices need is sent.
+A device computes its queries with the shard of keys and values that it holds while it receives the
+next shard, and merges the results by their normalizers (Liu et al. 2023, "Ring Attention with
+Blockwise Transformers"). In the backward pass the shards go around once more, together with their
+gradients. A device holds two shards at a time, so that its memory is linear in its own number of
+tokens, whatever the length of the sequence.
+
+Long shards go around in several rounds, each with a few of the heads, and in each round in chunks
+of keys, so that a device holds two chunks at a time. A shard is sent no further than to the last
+device that needs it under the mask, and without the keys that no other device needs. A device skips
+a shard if the mask certainly excludes all its pairs.
 """
 
 import dataclasses
@@ -35,76 +38,78 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_parameters
 
 
-class Hops(NamedTuple):
-    """Hops of the route, `times` alike: each device in `sources` sends `distance` devices ahead."""
+class HopGroup(NamedTuple):
+    """`times` equal hops in succession: the devices in `sources` send `distance` devices ahead."""
 
     distance: int
     times: int
     sources: tuple[int, ...]
 
     def send(self, tree: Tree, axes: Axes) -> Tree:
-        """Returns what this device receives; zeros if no device sends to it."""
+        """Returns the arrays that this device receives in one hop; zeros if none sends to it."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
-
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
     def send_all(self, tree: Tree, axes: Axes) -> Tree:
-        """Returns what this device receives if all devices send.
+        """Returns the arrays that this device receives in one hop of all devices.
 
-        Gradients need this: they return home from wherever the last device is that needed their
-        shard.
+        Gradients need this: `Route.home` returns those of all shards over the same distance,
+        so that they have to move on even where their shard is no longer sent.
         """
         return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
 
 
 class Route(NamedTuple):
-    """The route of the shards. `needed[d, s]` tells whether device d needs shard s.
+    """The route of the shards, the same for each relative to its own device.
 
-    Each device starts with its own shard; then come the `hops` with the `part` of each shard that
-    any other device needs.
+    needed: `needed[d, s]` is true if device d needs shard s.
+    sent_keys: the keys of each shard that are sent: those that any other device needs.
+    hops: the hops by which all shards move, after each device has computed its own shard.
     """
 
     needed: np.ndarray
-    part: slice
-    hops: tuple[Hops, ...]
+    sent_keys: slice
+    hops: tuple[HopGroup, ...]
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
-        """Returns the route of a call on T queries and S keys, on n devices."""
+        """Returns the route of a call with T queries and S keys in all, on n devices."""
         if spec.q_positions is not None or spec.kv_positions is not None:
             return cls.through(np.ones((n, n), bool), slice(0, S // n))
         sizes = (T, S, n, order)
-        return cls.through(placement.needed(spec.mask, *sizes), placement.reach(spec.mask, *sizes))
+        return cls.through(
+            placement.needed(spec.mask, *sizes), placement.sent_keys(spec.mask, *sizes)
+        )
 
     @classmethod
-    def through(cls, needed: np.ndarray, part: slice) -> "Route":
-        """Returns the route that passes through all devices that need anything, and no others."""
+    def through(cls, needed: np.ndarray, sent_keys: slice) -> "Route":
+        """Returns the route with the fewest hops that takes each shard where it is needed."""
         n, shards = len(needed), np.arange(len(needed))
-        # [r, s]: whether device s + r needs shard s; `later`: whether it or a further device does.
+        # wanted[r, s]: device s + r needs shard s. later[r, s]: it or a device further ahead does.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         later = np.logical_or.accumulate(wanted[::-1])[::-1]
-        steps = [0, *(r for r in range(1, n) if wanted[r].any())]
-        hops: list[Hops] = []
-        for start, stop in itertools.pairwise(steps):
+        stops = [0, *(r for r in range(1, n) if wanted[r].any())]
+        hops: list[HopGroup] = []
+        for start, stop in itertools.pairwise(stops):
             sources = {int(s + start) % n for s in np.flatnonzero(later[stop])}
             last = hops[-1] if hops else None
             if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
-                hops[-1] = Hops(stop - start, last.times + 1, merged)
+                hops[-1] = HopGroup(stop - start, last.times + 1, merged)
             else:
-                hops.append(Hops(stop - start, 1, tuple(sorted(sources))))
-        return cls(needed, part, tuple(hops))
+                hops.append(HopGroup(stop - start, 1, tuple(sorted(sources))))
+        return cls(needed, sent_keys, tuple(hops))
 
     @property
     def travelled(self) -> int:
-        """The distance of each shard from home at the end."""
+        """The number of devices by which each shard has moved ahead after all hops."""
         return sum(x.distance * x.times for x in self.hops)
 
     @property
-    def home(self) -> Hops:
-        """The hop that returns the gradients of a shard to the shard's device."""
+    def home(self) -> HopGroup:
+        """The hop that takes the gradients of each shard back to the shard's own device."""
         n = len(self.needed)
-        return Hops(n - self.travelled, 1, tuple(range(n)))
+        return HopGroup(n - self.travelled, 1, tuple(range(n)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -113,23 +118,28 @@ class Route(NamedTuple):
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array of a spec goes around with the keys: those along S but not T do."""
-    named = letters.replace("#", "").split()
-    return "S" in named and "T" not in named
+    """Returns whether an array of a spec goes around with the keys: along S and not along T.
+
+    `letters` are the letters of the array's axes, such as "#N S".
+    """
+    axes = letters.replace("#", "").split()
+    return "S" in axes and "T" not in axes
 
 
-def _key_axis(letters: str, leaf: Array) -> int | None:
-    """Returns the S axis of an array along T and S, which is sliced for each shard; else None."""
+def _local_key_axis(letters: str, leaf: Array) -> int | None:
+    """Returns the S axis of an array along T and S, which has all keys of this device's queries and
+    does not travel. None for other arrays, and if the axis broadcasts."""
     axis = axis_of("S", letters, leaf.ndim)
-    has_part = axis is not None and not travels(letters) and leaf.shape[axis] > 1
-    return axis if has_part else None
+    has_all_keys = axis is not None and not travels(letters) and leaf.shape[axis] > 1
+    return axis if has_all_keys else None
 
 
-_QUERIES, _KEYS = "T N _", "S N _"  # the letters of queries, keys and values, and their gradients
+_QUERY_LETTERS = "T N _"  # axes of queries and their gradients
+_KEY_LETTERS = "S N _"  # axes of keys, values and their gradients
 
 
-def _part(letters: str, leaf: Array, start: Index, size: int) -> Array:
-    """Slices a run of keys from an array along S; arrays of size 1 there stay unchanged."""
+def _slice_keys(letters: str, leaf: Array, start: Index, size: int) -> Array:
+    """Returns `size` keys from `start` on of an array along S, unless it broadcasts along S."""
     axis: Any = axis_of("S", letters, leaf.ndim)
     if leaf.shape[axis] in (1, size):
         return leaf
@@ -137,40 +147,48 @@ def _part(letters: str, leaf: Array, start: Index, size: int) -> Array:
 
 
 class KVShard(NamedTuple):
-    """The arrays that go around: keys and values of a shard or its part, and arrays of the spec."""
+    """The arrays that go around for a shard, or for a chunk of its keys.
+
+    The index of a key within its shard is its local index. Its global index is among the keys of
+    all devices, shard after shard.
+
+    key, value: the keys and values.
+    arrays: the arrays of the spec that travel with them.
+    """
 
     key: Array
     value: Array
     arrays: list[Array]
 
     @classmethod
-    def of(cls, spec: Spec, key: Array, value: Array, first: Index = 0) -> "KVShard":
-        """Returns the shard with which a device starts: its own keys, from key `first` on."""
+    def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
+        """Returns this device's own keys, of which the first has the local index `local_start`."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
-        arrays = [_part(*x, first, key.shape[1]) for x in pairs if travels(x[0])]
+        arrays = [_slice_keys(*x, local_start, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
 
-    def cut(self, spec: Spec, first: Index) -> Spec:
-        """Returns the spec with arrays along S sliced to this shard, from key `first` on."""
+    def slice_spec(self, spec: Spec, global_start: Index) -> Spec:
+        """Returns the spec with the arrays along S of these keys, of which the first has the global
+        index `global_start`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
-        def sliced(letters: str, leaf: Array) -> Array:
+        def slice_leaf(letters: str, leaf: Array) -> Array:
             if travels(letters):
                 return next(arrays)
-            axis = _key_axis(letters, leaf)
-            return leaf if axis is None else slicing.take(leaf, first, size, axis)
+            axis = _local_key_axis(letters, leaf)
+            return leaf if axis is None else slicing.take(leaf, global_start, size, axis)
 
-        return jax.tree.map(sliced, axis_names(spec), spec)
+        return jax.tree.map(slice_leaf, axis_names(spec), spec)
 
 
 class Gradients(NamedTuple):
     """The gradients that the backward pass sums.
 
-    local: the gradients of queries, and of the parameters that stay on the device like queries.
-    with_shard: the gradients of keys, of values, and of the parameters that travel with a shard.
+    local: the gradients of the queries, and of the parameters that stay on the device.
+    with_shard: the gradients of the keys, of the values, and of the parameters that travel.
 
-    Both lists of parameters have an entry for each parameter, None for parameters of the other
-    kind.
+    Each of the two lists has an entry for every parameter: None if the parameter's gradient is in
+    the other list.
     """
 
     local: tuple[Any, list[Any]]
@@ -178,16 +196,16 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Arranges one value for each array in this structure; the parameters have `letters`."""
+        """Arranges a value for each array in this structure; `letters` are the parameters' axes."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
-        local = [None if sent else x for sent, x in pairs]
-        return cls((query, local), (key, value, [x if sent else None for sent, x in pairs]))
+        local = [None if is_sent else x for is_sent, x in pairs]
+        return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))
 
     @property
     def params(self) -> list[Array]:
-        """The gradients of parameters."""
+        """The gradients of all parameters."""
         pairs = zip(self.local[1], self.with_shard[2], strict=True)
-        return [y if x is None else x for x, y in pairs]
+        return [travelled if local is None else local for local, travelled in pairs]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,36 +214,35 @@ class Gradients(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """One round of a call on a ring of devices.
+    """A ring of devices, and the heads and keys that go around it.
 
     axes: the mesh axes over which the call is sharded.
     route: the route of the shards.
-    keys: the number of keys of a shard.
-    implementation: the kernel that was named to compute the pieces, if any.
+    shard_size: the number of keys of a shard.
+    implementation: the name of the kernel to use, None for any that can compute parts of the keys.
     round: the heads that go around.
-    begin: the first key of each shard that goes around.
+    local_start: the local index of the first key of each shard that goes around.
     """
 
     axes: Axes
     route: Route
-    keys: int
+    shard_size: int
     implementation: str | None
     round: Round = Round()
-    begin: Index = 0
+    local_start: Index = 0
 
-    def runs(self) -> Iterator[tuple["Ring", int, int]]:
-        """Yields the runs of a shard's keys, each as its ring, the number of keys of a chunk, and
-        the number of chunks: the keys before the part that travels, this part, and the keys after
-        it. The first and last run stay on their device."""
-        part, no_hops = self.route.part, self.route._replace(hops=())
-        if not self.route.hops:
-            part = slice(0, 0)
-        yield self._replace(route=no_hops), part.start, 1
-        count = rounds.chunks(part.stop - part.start)
-        yield self._replace(begin=part.start), (part.stop - part.start) // count, count
-        yield self._replace(route=no_hops, begin=part.stop), self.keys - part.stop, 1
+    def key_ranges(self) -> Iterator[tuple["Ring", int, int]]:
+        """Yields `(ring, chunk size, number of chunks)` of the three ranges of a shard's keys: the
+        keys before the sent ones, the sent keys, and the keys after them. The first and the last
+        range have a ring without hops."""
+        sent = self.route.sent_keys if self.route.hops else slice(0, 0)
+        no_hops = self.route._replace(hops=())
+        yield self._replace(route=no_hops), sent.start, 1
+        count = rounds.chunks(sent.stop - sent.start)
+        yield self._replace(local_start=sent.start), (sent.stop - sent.start) // count, count
+        yield self._replace(route=no_hops, local_start=sent.stop), self.shard_size - sent.stop, 1
 
-    def each_chunk(
+    def over_chunks(
         self,
         spec: Spec,
         query: Array,
@@ -234,66 +251,67 @@ class Ring(NamedTuple):
         body: Callable[..., Any],
         state: Tree,
     ) -> Tree:
-        """Folds `body(ring, kv, state)` over the chunks of a shard's keys, each with its own ring.
+        """Folds `body(ring, kv, state)` over the chunks of this device's shard of keys; `ring` and
+        `kv` are those of the chunk.
 
-        `key` and `value` have all heads.
+        `spec` and `query` are sliced to the heads of the round, `key` and `value` are not.
         """
-        for run, size, count in self.runs():
+        for ring, size, count in self.key_ranges():
 
-            def compute_chunk(i: Index, state: Tree, run: Ring = run, size: int = size) -> Tree:
-                begin = run.begin + i * size
-                cut = functools.partial(self.round.cut, keys=(begin, size))
-                kv = self.axes.vary(KVShard.of(spec, cut(key), cut(value), begin), query)
-                return body(run._replace(begin=begin), kv, state)
+            def compute_chunk(i: Index, state: Tree, ring: Ring = ring, size: int = size) -> Tree:
+                start = ring.local_start + i * size
+                slice_chunk = functools.partial(self.round.slice_heads, keys=(start, size))
+                kv = KVShard.of(spec, slice_chunk(key), slice_chunk(value), start)
+                return body(ring._replace(local_start=start), self.axes.vary(kv, query), state)
 
             state = _repeat(count if size else 0, compute_chunk, state)
         return state
 
     def shard(self, distance: Index) -> Array:
-        """Returns the index of the shard on this device after all have moved by `distance`."""
-        return (self.axes.place - distance) % self.axes.devices
+        """Returns the index of this device's shard after all have moved `distance` devices."""
+        return (self.axes.device_index - distance) % self.axes.devices
 
-    def first(self, distance: Index) -> Array:
-        """Returns the index of this device's first key among all, in the order of the shards."""
-        return self.shard(distance) * self.keys + self.begin
+    def global_start(self, distance: Index) -> Array:
+        """Returns the global index of the first key on this device after that move."""
+        return self.shard(distance) * self.shard_size + self.local_start
 
-    def piece(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
-        """Returns the spec of this device's queries and of the shard that it holds."""
+    def local_spec(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
+        """Returns the spec of this device's queries and of the keys `kv`, which have moved
+        `distance` devices. Masks, score functions and dropout see positions in the sequence."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
-        axes, first, (share, shares) = self.axes, self.first(distance), self.round
-        b, h = axes.first(B, N * shares)
+        axes, start, (share, shares) = self.axes, self.global_start(distance), self.round
+        b, h = axes.first_row_and_head(B, N * shares)
         h = h if shares == 1 else h + share * N
-        places = axes.places(self.keys, self.shard(distance))
+        places = axes.places(self.shard_size, self.shard(distance))
         place = Place(
             b,
             h,
             axes.places(T),
-            slicing.take(places, self.begin, S),
-            (axes.run(T), min(S, axes.run(self.keys))),
-            first if axes.order == "contiguous" else None,
+            slicing.take(places, self.local_start, S),
+            (axes.range_size(T), min(S, axes.range_size(self.shard_size))),
+            start if axes.order == "contiguous" else None,
         )
-        piece_spec = at_place(kv.cut(spec, first), place)
-        return dataclasses.replace(piece_spec, partial=True)
+        return dataclasses.replace(at_place(kv.slice_spec(spec, start), place), partial=True)
 
     def if_needed(self, shard: Array, compute: Callable[..., Any], otherwise: Tree) -> Tree:
         """Returns `compute()`, or `otherwise` if none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
-        wanted = jnp.asarray(self.route.needed)[self.axes.place, shard]
-        return lax.cond(wanted, compute, lambda: otherwise)
+        is_needed = jnp.asarray(self.route.needed)[self.axes.device_index, shard]
+        return lax.cond(is_needed, compute, lambda: otherwise)
 
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns `(out, normalizer, all_finite)` after adding a shard's contribution."""
+        """Returns the state `(out, normalizer, all_finite)` with a shard's contribution added."""
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Tree:
-            piece_spec = self.piece(spec, query, kv, distance)
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-            operands = (piece_spec, query, kv.key, kv.value)
+            local_spec = self.local_spec(spec, query, kv, distance)
+            result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+            operands = (local_spec, query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                "forward", like, self.implementation, *operands, shapes=shapes
+                "forward", result_types, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -308,30 +326,33 @@ class Ring(NamedTuple):
         finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """Adds the gradients from a shard of keys to `so_far`, whose `with_shard` must be 0."""
+        """Adds the gradients from a shard of keys to `so_far`.
+
+        `so_far.with_shard` must be 0: the shard's gradients replace it instead of being added.
+        """
         shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
-        names = Gradients.of(letters, _QUERIES, "", "", letters).local
+        local_letters = Gradients.of(letters, _QUERY_LETTERS, "", "", letters).local
 
-        def add(name: str, total: Array, part: Array) -> Array:
-            axis = _key_axis(name, total)
+        def add(letters: str, total: Array, gradient: Array) -> Array:
+            axis = _local_key_axis(letters, total)
             if axis is None:
-                return total + part
-            return slicing.add_at(total, part, self.first(distance), axis)
+                return total + gradient
+            return slicing.add_at(total, gradient, self.global_start(distance), axis)
 
         def compute() -> Gradients:
-            piece_spec = self.piece(spec, per_query.query, kv, distance)
-            wide = (so_far.local[0], *so_far.with_shard[:2])
-            like = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(piece_spec), *wide)
+            local_spec = self.local_spec(spec, per_query.query, kv, distance)
+            d_qkv = (so_far.local[0], *so_far.with_shard[:2])  # in the accumulation dtype
+            result_types = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(local_spec), *d_qkv)
             )
-            operands = (piece_spec, per_query, kv.key, kv.value, finite)
+            operands = (local_spec, per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                "backward", like, self.implementation, *operands, shapes=shapes
+                "backward", result_types, self.implementation, *operands, shapes=shapes
             )
-            of_shard = Gradients.of(letters, d_query, d_key, d_value, d_params)
-            local = jax.tree.map(add, names, so_far.local, of_shard.local)
-            return of_shard._replace(local=local)
+            gradients = Gradients.of(letters, d_query, d_key, d_value, d_params)
+            local = jax.tree.map(add, local_letters, so_far.local, gradients.local)
+            return gradients._replace(local=local)
 
         return self.if_needed(shard, compute, so_far)
 
@@ -342,7 +363,7 @@ class Ring(NamedTuple):
 
 
 def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
-    """Applies `body(i, state)` for i in range(count); without a loop if `count` is at most 1."""
+    """Folds `body(i, state)` over i in range(count); without a loop if `count` is at most 1."""
     if count <= 1:
         return body(0, state) if count else state
     return lax.fori_loop(
@@ -351,20 +372,24 @@ def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
 
 
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
-    """Folds `compute(kv, distance, hop, state)` over all shards, while the next shard is being
-    sent; `hop` is the hop with which the shard arrived, None for the device's own."""
+    """Folds `compute(kv, distance, hop, state)` over the shards that visit this device.
+
+    Each shard is sent on before it is computed, so that the two overlap. `distance` is the number
+    of devices by which the shard has moved, `hop` the group of the hop with which it arrived, None
+    for the device's own shard.
+    """
     hops, distance = ring.route.hops, 0
-    next_shard = hops and hops[0].send(kv, ring.axes)
+    next_shard = hops[0].send(kv, ring.axes) if hops else None
     state = compute(kv, distance, None, state)
     for hop, next_hop in itertools.zip_longest(hops, hops[1:]):
 
-        def body(i: Index, carried: Tree, distance: int = distance, hop: Hops = hop) -> Tree:
+        def body(i: Index, carried: Tree, distance: int = distance, hop: HopGroup = hop) -> Tree:
             kv, state = carried
             next_shard = hop.send(kv, ring.axes)
             return next_shard, compute(kv, distance + (i + 1) * hop.distance, hop, state)
 
         kv, state = _repeat(hop.times - 1, body, (next_shard, state))
-        next_shard = next_hop and next_hop.send(kv, ring.axes)
+        next_shard = next_hop.send(kv, ring.axes) if next_hop else None
         distance += hop.times * hop.distance
         state = compute(kv, distance, hop, state)
     return state
@@ -373,7 +398,7 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
 def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
     """Adds the contributions of all shards to `state`."""
 
-    def compute(kv: KVShard, distance: Index, _: Hops | None, state: Tree) -> Tree:
+    def compute(kv: KVShard, distance: Index, _: HopGroup | None, state: Tree) -> Tree:
         return ring.forward(spec, query, kv, distance, state)
 
     return _over_shards(ring, kv, compute, state)
@@ -384,15 +409,17 @@ def _backward(
 ) -> Gradients:
     """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
 
-    While a shard is computed, the gradients for it arrive from the previous devices.
+    While a device computes with a shard, the shard's gradients arrive from the device before it.
     """
-    # A barrier makes XLA send the keys again; it would keep those of the forward pass in memory.
+    # Without this barrier XLA reuses the shards that were received in the forward pass, and so
+    # keeps all of them in memory; with it they are sent again.
     kv, per_query = lax.optimization_barrier((kv, per_query))
 
-    def compute(kv: KVShard, distance: Index, hop: Hops | None, total: Gradients) -> Gradients:
+    def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
             return ring.backward(spec, per_query, kv, distance, finite, total)
         arrived = hop.send_all(total.with_shard, ring.axes)
+        # Starting from 0, and not from `arrived`, the computation overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
@@ -401,48 +428,53 @@ def _backward(
     if not ring.route.hops:
         return total
     d_key, d_value, d_params = total.with_shard
-    narrow = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
-    home = ring.route.home.send((*narrow, d_params), ring.axes)
-    return total._replace(with_shard=home)
+    # The sums are complete, so that the last hop can send them in the dtype of keys and values.
+    d_key, d_value = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
+    returned = ring.route.home.send((d_key, d_value, d_params), ring.axes)
+    return total._replace(with_shard=returned)
 
 
 class RingCall(NamedTuple):
-    """A call on a ring, whose heads go around in this number of `rounds`. The spec is whole."""
+    """A call on a ring, whose key heads go around in `rounds` equal shares.
+
+    The spec and the arrays that its methods receive have all heads.
+    """
 
     ring: Ring
     rounds: int
 
-    def zeros(self, query: Array, value: Array, operands: Tree) -> Tree:
-        """Returns `(out, normalizer, all_finite)` for no keys."""
+    def initial_state(self, query: Array, value: Array, operands: Tree) -> Tree:
+        """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
         dtype = accumulation(query.dtype)
-        row = jnp.zeros(query.shape[:3], dtype)
-        out, finite = jnp.zeros((*row.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-        return self.ring.axes.vary((out, Normalizer(row - jnp.inf, row), finite), operands)
+        zeros = jnp.zeros(query.shape[:3], dtype)
+        out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
+        return self.ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
 
     def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
         """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
-        arrays = spec, query, key, value
+        inputs = spec, query, key, value
 
         def compute(round: Round, total: Tree) -> Tree:
-            spec, query, ring = round.cut_spec(arrays[0]), round.cut(arrays[1]), self.ring
+            spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
             body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
-            state = self.zeros(query, value, arrays)
-            ring = ring._replace(round=round)
-            of_round = ring.each_chunk(spec, query, key, value, body, state)
-            return *jax.tree.map(round.put, total[:2], of_round[:2]), total[2] & of_round[2]
+            state = self.initial_state(query, value, inputs)
+            ring = self.ring._replace(round=round)
+            result = ring.over_chunks(spec, query, key, value, body, state)
+            return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
 
-        return rounds.run(self.rounds, compute, self.zeros(query, value, arrays))
+        return rounds.run(self.rounds, compute, self.initial_state(query, value, inputs))
 
     def backward(
         self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
     ) -> Gradients:
         """Computes the gradients, in the dtypes of the arrays."""
         letters, dtype = parameter_letters(spec), accumulation(key.dtype)
-        names = Gradients.of(letters, _QUERIES, _KEYS, _KEYS, letters)
-        arrays, vary = (spec, per_query), self.ring.axes.vary
+        axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
+        inputs, vary = (spec, per_query), self.ring.axes.vary
 
         def compute(round: Round, total: Gradients) -> Gradients:
-            spec, per_query = round.cut_spec(arrays[0]), jax.tree.map(round.cut, arrays[1])
+            spec = round.slice_spec(inputs[0])
+            per_query = jax.tree.map(round.slice_heads, inputs[1])
             query, ring = per_query.query, self.ring._replace(round=round)
 
             def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
@@ -452,14 +484,19 @@ class RingCall(NamedTuple):
 
             def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
                 total, local = state
-                so_far = zeros(kv.key, kv.value, kv.cut(spec, ring.begin))._replace(local=local)
+                chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
+                so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
                 chunk = _backward(ring, spec, per_query, kv, finite, so_far)
-                add = functools.partial(round.add, first_key=ring.begin)
-                return jax.tree.map(add, names.with_shard, total, chunk.with_shard), chunk.local
+                add = functools.partial(round.add, first_key=ring.local_start)
+                return jax.tree.map(
+                    add, axis_letters.with_shard, total, chunk.with_shard
+                ), chunk.local
 
             state = total.with_shard, zeros(key, value, spec).local
-            with_shard, local = ring.each_chunk(spec, query, key, value, body, state)
-            return Gradients(jax.tree.map(round.add, names.local, total.local, local), with_shard)
+            with_shard, local = ring.over_chunks(spec, query, key, value, body, state)
+            return Gradients(
+                jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
+            )
 
         total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
         total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
@@ -471,7 +508,7 @@ def attend(
 ) -> tuple[Output, LogSumExp]:
     """Computes `(out [B, T, N, V], lse [B, N, T])` of this device's queries, differentiable.
 
-    The call is prepared, and its arrays are this device's; there is one flat batch axis.
+    `call` is prepared, with this device's arrays. The batch axes are merged into one, B.
     """
     spec, T, S, n = call.spec, query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
@@ -491,9 +528,11 @@ def attend(
     def run_backward(residuals: Tree, cotangents: tuple[Array, ...]) -> Tree:
         params, spec, query, key, value, out, normalizer, finite = residuals
         d_out, d_lse = cotangents
+        # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
         gradients = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
+        # None for `spec`: its arrays with gradients are `params`.
         return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 
     run.defvjp(run_forward, run_backward)

@@ -1,7 +1,7 @@
-"""Rounds of a ring, which process a few heads at a time so that a device holds only their shards.
+"""Rounds of a ring, each with a few heads, so that a device holds only their keys and values.
 
-In each round the shards of keys and values of an equal share of the key heads go around the ring,
-with the queries that read them. A long shard goes around in chunks of its keys, one after another.
+In each round an equal share of the key heads goes around the ring, and each device computes the
+query heads that read them. A long shard goes around in chunks of its keys, one after another.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,31 @@ from jattn.spec import Shapes, Spec
 
 
 def moved(move: Callable[[Array], Array], x: Array) -> Array:
-    """Returns `move(x)` for an operation that moves numbers and does not change them."""
+    """Returns `move(x)`, for an operation that only moves elements, such as a slice.
+
+    16-bit floats are moved as integers: XLA for CPUs would convert them to float32 and back.
+    """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return move(x)
-    bits = lax.bitcast_convert_type(x, jnp.uint16)  # XLA for CPUs would convert to float32
+    bits = lax.bitcast_convert_type(x, jnp.uint16)
     return lax.bitcast_convert_type(move(bits), x.dtype)
 
 
 def count(shapes: Shapes) -> int:
-    """Returns the number of rounds for the heads of a device's shards: the most that leave each
-    round enough queries to keep the device busy. A few rounds would save nothing, as each holds a
-    copy of its own queries."""
-    least, fewest = tuning.sizes(jax.default_backend()).ring_queries, tuning.current().ring_rounds
-    rows = shapes.B if isinstance(shapes.B, int) else 1  # symbolic where a program is exported
-    queries = rows * shapes.T * shapes.N
-    fine = (x for x in range(fewest, shapes.K + 1) if shapes.K % x == 0 and queries // x >= least)
-    return max(fine, default=1)
+    """Returns the number of rounds for the heads of a device's shards: the largest that leaves each
+    round enough queries to keep the device busy. Fewer than `ring_rounds` would not save memory, as
+    each round copies its queries; then there is one round."""
+    least = tuning.sizes(jax.default_backend()).ring_queries
+    fewest = tuning.current().ring_rounds
+    batch = shapes.B if isinstance(shapes.B, int) else 1  # symbolic where a program is exported
+    queries = batch * shapes.T * shapes.N
+    counts = (x for x in range(fewest, shapes.K + 1) if shapes.K % x == 0 and queries // x >= least)
+    return max(counts, default=1)
 
 
 def chunks(keys: int) -> int:
-    """Returns the number of chunks in which a run of each shard's keys goes around: the most that
-    leave each chunk enough keys to keep the device busy."""
+    """Returns the number of chunks in which this many keys of a shard go around: the largest number
+    that leaves each chunk enough keys to keep the device busy."""
     least, count = tuning.sizes(jax.default_backend()).ring_keys, tuning.current().ring_chunks
     while count > 1 and (keys % count or keys // count < least):
         count //= 2
@@ -51,23 +55,24 @@ _HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
 
 
 class Round(NamedTuple):
-    """The heads that go around together: number `share` of `shares` equal shares."""
+    """The heads that go around together: share number `share` of `shares` equal shares."""
 
     share: Index = 0
     shares: int = 1
 
     @staticmethod
     def axis(letters: str, leaf: Array) -> int | None:
-        """Returns the axis of an array along which each head has its own part, or None."""
+        """Returns the axis of heads of an array with these axis letters; None if it has none or
+        all heads share its entries."""
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
-    def cut(
+    def slice_heads(
         self, x: Array, axis: int | None = _HEADS, keys: tuple[Index, int] | None = None
     ) -> Array:
-        """Slices an array to its share of heads, and to the `keys` (first, number) if given.
+        """Returns the array of this share of the heads along `axis`, with all heads for None.
 
-        An array that all heads share is returned unchanged.
+        `keys`, a pair of the first key and the number of keys, slices axis 1 too.
         """
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
@@ -80,28 +85,33 @@ class Round(NamedTuple):
             return x
         return moved(lambda y: lax.dynamic_slice(y, list(map(jnp.int32, start)), size), x)
 
-    def cut_spec(self, spec: Spec) -> Spec:
-        """Returns the spec with its arrays along N sliced to the share."""
-        cut = lambda letters, leaf: self.cut(leaf, self.axis(letters, leaf))  # noqa: E731
-        return jax.tree.map(cut, axis_names(spec), spec)
+    def slice_spec(self, spec: Spec) -> Spec:
+        """Returns the spec with its arrays along N sliced to this share of the heads."""
 
-    def put(self, total: Array, part: Array) -> Array:
-        """Writes this round's result for its heads into `total`."""
-        start = self.share * part.shape[_HEADS]
-        return lax.dynamic_update_slice_in_dim(total, part, start, _HEADS)
+        def slice_leaf(letters: str, leaf: Array) -> Array:
+            return self.slice_heads(leaf, self.axis(letters, leaf))
 
-    def add(self, letters: str, total: Array, part: Array, first_key: Index = 0) -> Array:
-        """Adds this round's result, for its heads and a run of keys, to `total`."""
+        return jax.tree.map(slice_leaf, axis_names(spec), spec)
+
+    def put(self, total: Array, result: Array) -> Array:
+        """Returns `total`, of all heads, with the result of this share written to it."""
+        start = self.share * result.shape[_HEADS]
+        return lax.dynamic_update_slice_in_dim(total, result, start, _HEADS)
+
+    def add(self, letters: str, total: Array, gradient: Array, first_key: Index = 0) -> Array:
+        """Returns `total` plus the gradient of this share of the heads, and of keys from
+        `first_key` on. Both arrays have axes with these letters."""
         start: list[Any] = [0] * total.ndim
-        for letter, first in (("N", None), ("S", first_key)):
-            axis = axis_of(letter, letters, total.ndim)
-            if axis is not None and part.shape[axis] < total.shape[axis]:
-                start[axis] = self.share * part.shape[axis] if first is None else first
-        return slicing.add_block(total, part.astype(total.dtype), start)
+        heads, keys = (axis_of(letter, letters, total.ndim) for letter in "NS")
+        if heads is not None and gradient.shape[heads] < total.shape[heads]:
+            start[heads] = self.share * gradient.shape[heads]
+        if keys is not None and gradient.shape[keys] < total.shape[keys]:
+            start[keys] = first_key
+        return slicing.add_block(total, gradient.astype(total.dtype), start)
 
 
 def run(rounds: int, compute: Callable[..., Any], total: Tree) -> Tree:
-    """Folds `compute(round, total)` over all rounds."""
+    """Folds `compute(round, total)` over this number of rounds."""
     if rounds == 1:
         return compute(Round(), total)
 

@@ -1,15 +1,18 @@
-"""The traffic of each scheme, by formula: the arrays that devices send, their size and number.
+"""The traffic of each scheme, by formula: the arrays that a device sends, and their bytes.
 
-With n devices along the axis, each with a shard of s bytes of an array, a device sends
+Let n be the number of devices along the axis and s the bytes of a device's shard of an array.
 
-- in a ring, forward, s at each hop, for keys, values and the mask's arrays along S; backward the
-  same again, and at each hop the gradients of keys and values in the dtype of sums, which make one
-  more hop, in their own dtype, to return to their shard. There are n − 1 hops, or as many as lie
-  between a shard and the last device that needs it under the mask. If the other devices need only a
-  part of each shard, as under a window, s counts this part;
-- for all_to_all, s (n − 1) / n of query, keys, values and output; backward the same for their
-  gradients. If there are fewer key heads than devices, key heads are repeated first;
-- for gather, s (n − 1) of keys and values; backward the same for their gradients.
+- "ring": in the forward pass a device sends s bytes at each hop, for keys, values and the mask's
+  arrays along S. In the backward pass it sends the same again, and at each hop the gradients of
+  keys and values in the accumulation dtype; one more hop, in the dtype of keys and values, returns
+  the gradients to the device of their shard. There are n − 1 hops; fewer if no device that is
+  further away needs a shard under the mask. If the other devices need only some keys of each shard,
+  as under a window, s counts only these.
+- "all_to_all": a device sends s (n − 1) / n bytes of query, keys, values and output; in the
+  backward pass the same for their gradients. If there are fewer key heads than devices, key heads
+  are repeated first.
+- "gather": a device sends s (n − 1) bytes of keys and values; in the backward pass the same for
+  their gradients.
 """
 
 import math
@@ -35,11 +38,15 @@ from jattn.spec import Shapes, parameters
 class Exchange(NamedTuple):
     """One array that a call exchanges.
 
-    `kind` is the operation's name in XLA's programs: "collective-permute", "all-to-all",
-    "all-gather" or "reduce-scatter". `bytes` is the number of bytes that a device sends each time,
-    by the last two kinds to its neighbour in a circle; `times` counts the exchanges, `devices` the
-    devices that send; `backward` tells whether it belongs to the backward pass. A ring may process
-    its heads in `rounds`, and a shard's keys in `chunks`; `times` counts all of them.
+    kind: the operation's name in XLA's programs: "collective-permute", "all-to-all", "all-gather"
+        or "reduce-scatter".
+    array: the name of the array.
+    bytes: the number of bytes that a device sends in each exchange. An all-gather and a
+        reduce-scatter are counted as if every device sent to its neighbour in a ring.
+    times: the number of exchanges, over all rounds and chunks.
+    devices: the number of devices that send.
+    backward: whether the exchange belongs to the backward pass.
+    rounds, chunks: the numbers of rounds and chunks in which a ring processes heads and keys.
     """
 
     kind: str
@@ -66,15 +73,15 @@ def exchanges(
 ) -> tuple[Exchange, ...]:
     """Returns the exchanges of `parallel.attention` with these arguments, forward and backward.
 
-    It computes nothing. It does not count sums over devices of the gradients of parameters, which
-    XLA merges with those of the rest of a program. XLA may merge exchanges that both passes make.
+    It computes no attention. It does not count the sums over devices of gradients of parameters:
+    XLA merges these with others of the program. XLA may also merge equal exchanges of both passes.
 
     Args:
-        query: `[*B, T, N, H]`, or a `jax.ShapeDtypeStruct` of it, as may be the next two. If batch
+        query: `[*B, T, N, H]`; an array or a `jax.ShapeDtypeStruct`, like key and value. If batch
             or heads are sharded too, the part that the devices along the axis have together.
         key: `[*B, S, K, H]`.
         value: `[*B, S, K, V]`.
-        devices: the number of devices that share T and S.
+        devices: the number of devices over which T and S are sharded.
         scheme, order, return_lse, and other options: as in `parallel.attention`.
 
     Returns:
@@ -108,7 +115,7 @@ def exchanges(
 
 
 class _ShardedCall(NamedTuple):
-    """A prepared call on whole arrays and its sharding."""
+    """A prepared call on whole arrays, and how its tokens are sharded."""
 
     call: Call
     devices: int
@@ -119,39 +126,41 @@ class _ShardedCall(NamedTuple):
         """The sizes of the whole call."""
         return self.call.shapes
 
-    def share(self, *sizes: int, dtype: Any = None) -> int:
-        """Returns the bytes of a device's share of an array with these sizes for each batch row."""
+    def shard_bytes(self, *sizes: int, dtype: Any = None) -> int:
+        """Returns the bytes of a device's shard of an array `[B, *sizes]`, by default in the dtype
+        of the queries."""
         size = self.shapes.B * math.prod(sizes) // self.devices
         return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yields the letters of each array of the spec, the array, and if it has a gradient."""
-        learned = {id(x) for x in parameters(self.call.spec)}
-        letters = jax.tree.leaves(axis_names(self.call.spec))
-        for x, leaf in zip(letters, jax.tree.leaves(self.call.spec), strict=True):
-            yield x, leaf, id(leaf) in learned
+        """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
+        parameter_ids = {id(x) for x in parameters(self.call.spec)}
+        letters_of_leaves = jax.tree.leaves(axis_names(self.call.spec))
+        leaves = jax.tree.leaves(self.call.spec)
+        for letters, leaf in zip(letters_of_leaves, leaves, strict=True):
+            yield letters, leaf, id(leaf) in parameter_ids
 
 
 def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
     shapes, n = sharded.shapes, sharded.devices
     S = shapes.S
     route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
-    keys = route.part.stop - route.part.start
+    keys = route.sent_keys.stop - route.sent_keys.start
     chunks = rounds.chunks(keys)
-    sent = n * (keys // chunks)  # tokens at a time, of all devices together
+    sent = n * (keys // chunks)  # keys in one chunk of every device together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
     sent_arrays = [
-        ("key", sharded.share(sent, K, shapes.H)),
-        ("value", sharded.share(sent, K, shapes.V)),
+        ("key", sharded.shard_bytes(sent, K, shapes.H)),
+        ("value", sharded.shard_bytes(sent, K, shapes.V)),
     ]
     for letters, leaf, _ in sharded.leaves():
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
-            numbers = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
-            numbers //= 1 if Round.axis(letters, leaf) is None else count
-            sent_arrays.append(("mask", numbers * leaf.dtype.itemsize))
-    kind, wide = "collective-permute", accumulation(shapes.dtype)
+            entries = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
+            entries //= 1 if Round.axis(letters, leaf) is None else count
+            sent_arrays.append(("mask", entries * leaf.dtype.itemsize))
+    kind = "collective-permute"
     for backward in (False, True):
         for name, size in sent_arrays:
             for hops in route.hops:
@@ -160,50 +169,51 @@ def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
     if route.hops:
         hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
-            for dtype, hops_each in ((wide, hops), (shapes.dtype, 1)):
-                size, times = sharded.share(sent, K, last, dtype=dtype), hops_each * count * chunks
-                yield Exchange(kind, name, size, times, n, True, count, chunks)
+            for dtype, sends in ((accumulation(shapes.dtype), hops), (shapes.dtype, 1)):
+                size = sharded.shard_bytes(sent, K, last, dtype=dtype)
+                yield Exchange(kind, name, size, sends * count * chunks, n, True, count, chunks)
 
 
 def _all_to_all(sharded: _ShardedCall) -> Iterator[Exchange]:
     shapes, n = sharded.shapes, sharded.devices
     key_heads = math.lcm(shapes.K, n)
     arrays = [
-        ("query", sharded.share(shapes.T, shapes.N, shapes.H)),
-        ("key", sharded.share(shapes.S, key_heads, shapes.H)),
-        ("value", sharded.share(shapes.S, key_heads, shapes.V)),
-        ("out", sharded.share(shapes.T, shapes.N, shapes.V)),
+        ("query", sharded.shard_bytes(shapes.T, shapes.N, shapes.H)),
+        ("key", sharded.shard_bytes(shapes.S, key_heads, shapes.H)),
+        ("value", sharded.shard_bytes(shapes.S, key_heads, shapes.V)),
+        ("out", sharded.shard_bytes(shapes.T, shapes.N, shapes.V)),
     ]
     if sharded.call.needs_lse:
-        wide = accumulation(shapes.dtype)
-        arrays.append(("lse", sharded.share(shapes.T, shapes.N, dtype=wide)))
+        dtype = accumulation(shapes.dtype)
+        arrays.append(("lse", sharded.shard_bytes(shapes.T, shapes.N, dtype=dtype)))
     for backward in (False, True):
         for name, size in arrays:
             yield Exchange("all-to-all", name, size * (n - 1) // n, 1, n, backward)
-    for letters, leaf, learned in sharded.leaves():
-        rows, heads = (axis_of(x, letters, leaf.ndim) for x in "TN")
-        is_cut = travels(letters) or (rows is not None and leaf.shape[rows] == shapes.T)
+    for letters, leaf, has_gradient in sharded.leaves():
+        queries, heads = (axis_of(x, letters, leaf.ndim) for x in "TN")
+        is_sharded = travels(letters) or (queries is not None and leaf.shape[queries] == shapes.T)
         size = leaf.size * leaf.dtype.itemsize // n
-        if is_cut and heads is not None and leaf.shape[heads] > 1:
-            for backward in (False, True)[: 1 + learned]:
+        if is_sharded and heads is not None and leaf.shape[heads] > 1:
+            for backward in (False, True)[: 1 + has_gradient]:
                 yield Exchange("all-to-all", "mask", size * (n - 1) // n, 1, n, backward)
-        elif is_cut:
-            yield from _gathered("mask", size, n, learned)
+        elif is_sharded:
+            yield from _gathered("mask", size, n, has_gradient)
 
 
-def _gathered(name: str, size: int, n: int, learned: bool) -> Iterator[Exchange]:
+def _gathered(name: str, size: int, n: int, has_gradient: bool) -> Iterator[Exchange]:
+    """Yields the exchanges that gather an array with shards of `size` bytes."""
     yield Exchange("all-gather", name, size * (n - 1), 1, n, False)
-    if learned:
+    if has_gradient:
         yield Exchange("reduce-scatter", f"d_{name}", size * (n - 1), 1, n, True)
 
 
 def _gather(sharded: _ShardedCall) -> Iterator[Exchange]:
     shapes, n = sharded.shapes, sharded.devices
     for name, last in (("key", shapes.H), ("value", shapes.V)):
-        yield from _gathered(name, sharded.share(shapes.S, shapes.K, last), n, True)
-    for letters, leaf, learned in sharded.leaves():
+        yield from _gathered(name, sharded.shard_bytes(shapes.S, shapes.K, last), n, True)
+    for letters, leaf, has_gradient in sharded.leaves():
         if travels(letters):
-            yield from _gathered("mask", leaf.size * leaf.dtype.itemsize // n, n, learned)
+            yield from _gathered("mask", leaf.size * leaf.dtype.itemsize // n, n, has_gradient)
 
 
 _SCHEMES = {"ring": _ring, "all_to_all": _all_to_all, "gather": _gather}
