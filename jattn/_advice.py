@@ -60,6 +60,15 @@ ADVICE: dict[str, str] = {
     **_alike("impl backend", "implementation=..."),
 }
 
+_VALID = "valid=attention_mask.astype(bool), an array [B, T], False for padding"
+
+CACHE_ADVICE: dict[str, str] = {
+    **_alike("attention_mask padding_mask", _VALID),
+    "key_padding_mask": f"valid=~key_padding_mask, or {_VALID}",
+    "lengths": f"{_VALID}: jnp.arange(T) < lengths[:, None] if padding is on the right",
+}
+"""Advice that replaces the above in calls on a cache: a mask would leave padding in the cache."""
+
 
 # --- modules: layers, stacks and models -----------------------------------------------------------
 

@@ -176,8 +176,13 @@ def _of_cache(
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
     keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
     shapes = check_shapes(query, keys, values)
-    cached, mask = cache.mask(), options.get("mask")
-    options["mask"] = cached if mask is None else cached & as_mask(mask)
+    if options.get("mask") is None:
+        options["mask"] = cache.mask()
+    else:
+        mask = as_mask(options["mask"])
+        # Checked before it is combined, so that errors name the path in the mask that was passed.
+        _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
+        options["mask"] = cache.mask() & mask
     options["kv_positions"] = cache.kv_positions
     if options.get("q_positions") is None:
         options["q_positions"] = cache.last_positions(shapes.T)
@@ -246,22 +251,24 @@ def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
     return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
 
 
-def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards: int) -> None:
-    """Raises ValueError unless an array declared along `letters` fits the call.
+def _check_axes(
+    path: str, letters: str, shape: Shape, shapes: Shapes, shards: int, cached: bool
+) -> None:
+    """Raises ValueError unless an array whose axes are declared as `letters` fits the call.
 
-    Letters other than B, T, S and N (table rows, layout cells) may have any size. If the call is
-    one of several shards, arrays along T and S hold all keys.
+    Axes other than B, T, S and N (of table rows or layout cells) may have any size. If the call is
+    one of several shards, an array with both axes T and S holds the keys of all shards.
     """
-    named = letters.split()
-    beside_queries = "T" in split_letters(letters)
+    declared = letters.split()
+    has_queries = "T" in split_letters(letters)
     sizes = {
         "T": shapes.T,
-        "S": shapes.S * shards if beside_queries else shapes.S,
+        "S": shapes.S * shards if has_queries else shapes.S,
         "N": shapes.N,
     }
-    trailing = [x for x in named if "*" not in x]
-    batch = shapes.batch if len(trailing) < len(named) else ()
-    mark = "#" if "*#B" in named else ""
+    trailing = [x for x in declared if "*" not in x]
+    batch = shapes.batch if len(trailing) < len(declared) else ()
+    mark = "#" if "*#B" in declared else ""
     axes = [(f"{mark}B", size) for size in batch]
     axes += [(x, sizes.get(x.lstrip("#"))) for x in trailing]
     if not mark and len(shape) == len(trailing):  # shared by the whole batch
@@ -270,10 +277,15 @@ def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards
         _fits(letter, got, want) for (letter, want), got in zip(axes, shape, strict=True)
     )
     if not fits:
-        shown = ", ".join(named).replace("#", "")
+        shown = ", ".join(declared).replace("#", "")
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
         advice = _axes_to_add(path, axes, shape) if mark else ""
+        if cached and trailing[-1].endswith("S") and shape[-1:] not in ((1,), (shapes.S,)):
+            advice = (
+                "; S is the cache's capacity: to leave padding out of the cache, write "
+                "valid=attention_mask.astype(bool) where tokens are appended"
+            )
         raise ValueError(
             f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
         )
@@ -292,15 +304,18 @@ def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
     return f"; write {' or '.join(texts[:2])}" if len(shape) < len(axes) and texts else ""
 
 
-def _check_leaves(spec: Spec, shapes: Shapes, shards: int) -> None:
-    """Raises ValueError if an array of mask, score or positions does not fit the call."""
+def _check_leaves(spec: Spec, shapes: Shapes, shards: int, *, cached: bool = False) -> None:
+    """Raises ValueError if an array of mask, score or positions does not fit the call.
+
+    In `cached` calls the error about a wrong S says how padding is left out of a cache.
+    """
     if not jax.tree.leaves(spec):
         return
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
             name = jax.tree_util.keystr(path).lstrip(".")
-            _check_letters(name, letters, np.shape(leaf), shapes, shards)
+            _check_axes(name, letters, np.shape(leaf), shapes, shards, cached)
     for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(mask, Blocks):
             mask.check_covers(shapes.T * shards, shapes.S * shards)
