@@ -115,7 +115,7 @@ def _call(name: str, query: Any, key: Any, options: ScoreOptions) -> Call:
     check_array("key", key, "[*B, S, K, H]")  # a cache has no statistics
     call = make(query, key, **options)
     shapes = call.shapes
-    if not shapes.cuttable:
+    if not shapes.has_static_lengths:
         raise NotImplementedError(
             f"{name}: it cuts queries and keys into tiles, which needs numbers, and the program is "
             f"exported for any T = {shapes.T}, S = {shapes.S}; attention_weights needs none"
@@ -160,12 +160,12 @@ def _statistics(
 ) -> Statistics:
     on = on_keys and on_keys.prepared().spec
     question = StatisticsRequest(call.prepared().spec, on, threshold)
-    flat, shapes = call.flat(query, key), call.shapes
+    flat, shapes = call.flattened(query, key), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.S, shapes.N):
         rows, received = _of_no_pairs(question, *flat)
     else:
         rows, received = tiles.statistics(_by_platform, question, *flat)
-    return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
+    return jax.tree.map(call.unflattened, Statistics(**rows._asdict(), received=received))
 
 
 def _of_no_pairs(
@@ -189,11 +189,11 @@ def _by_platform(question: StatisticsRequest, query: Array, key: Array) -> Any:
 @compiled("n")
 @left_to_xla(lambda _, query, *__, **___: (Cuts.of(query).matrix,) * 2)
 def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
-    query, key = call.flat(*jax.lax.stop_gradient((query, key)))
+    query, key = call.flattened(*jax.lax.stop_gradient((query, key)))
     spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.N):
         size = (shapes.B, shapes.N, shapes.T, n)
         top = jnp.zeros(size, accumulation(query.dtype)), jnp.zeros(size, jnp.int32)
     else:
         top = tiles.top(spec, query, key, n)
-    return call.shaped(top[0]), call.shaped(top[1])
+    return call.unflattened(top[0]), call.unflattened(top[1])

@@ -102,7 +102,7 @@ def refuse(name: str, reason: str | None) -> None:
 def _unsupported(row: Row, call: Call) -> str | None:
     """Returns why a kernel cannot compute a call or an exported program; None if it can."""
     shapes = call.shapes
-    if not shapes.cuttable:
+    if not shapes.has_static_lengths:
         return (
             "it cuts queries and keys into tiles, which needs numbers, and the program is exported "
             f"for any T = {shapes.T}, S = {shapes.S}; reference and None need none"
@@ -154,7 +154,7 @@ def functions(call: Call, among: Sequence[str] = tuple(KERNELS)) -> Functions | 
     Raises NotImplementedError if the named kernel does not support the call.
     """
     name = call.implementation
-    if name == "reference" or (name is None and not call.shapes.cuttable):
+    if name == "reference" or (name is None and not call.shapes.has_static_lengths):
         return None
     if name is not None:
         refuse(name, _unsupported(KERNELS[name], call))

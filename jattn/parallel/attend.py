@@ -69,7 +69,7 @@ class _Sharding(NamedTuple):
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
         """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""
-        flat, scheme = call.flat(query, key, value), SCHEMES[self.scheme]
+        flat, scheme = call.flattened(query, key, value), SCHEMES[self.scheme]
         results = scheme(call.prepared(), *flat, self.axes)
         if call.overflowed is not None:  # an overflow on any device affects the keys of all
             anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
