@@ -101,7 +101,7 @@ class Call:
     def finish(self, out: Array, lse: Array) -> Any:
         """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
         `lse [B, N, T]` without the sink."""
-        results = self.shaped(out), self.shaped(lse)
+        results = self.unflattened(out), self.unflattened(lse)
         if self.sink is not None:
             results = with_sink(*results, self.sink)
         return results if self.lse else results[0]

@@ -41,7 +41,7 @@ class PairScore(Protocol):
 
 @pytree_dataclass
 class Origin:
-    """Where a call that is part of a larger one lies in it; dropout depends on this.
+    """The indices of a call's arrays in the larger call of which it is part; for dropout.
 
     b: the index of its first batch row.
     h: the index of its first query head.

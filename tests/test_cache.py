@@ -459,9 +459,9 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=text):
             cache.append(*wrong)
-    with pytest.raises(ValueError, match="value: a cache brings its own"):
+    with pytest.raises(ValueError, match="value: expected None in a call on a cache"):
         jattn.attention(query, cache, value)
-    with pytest.raises(ValueError, match="kv_positions: a cache brings its own"):
+    with pytest.raises(ValueError, match="kv_positions: expected None in a call on a cache"):
         jattn.attention(query, cache, kv_positions=jnp.arange(8))
     with pytest.raises(TypeError, match="value: expected an array"):
         jattn.attention(query, key)
