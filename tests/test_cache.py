@@ -248,7 +248,9 @@ def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     cache = filled(kind, LENGTHS)
     _, key, value = tokens(1)
     cache = cache.append(key[:, :3], value[:, :3])
-    with pytest.raises(ValueError, match="row 0 would hold 17 tokens, there is room for 16"):
+    with pytest.raises(
+        ValueError, match="capacity = 16 tokens in each batch row, got 17 in batch row 0"
+    ):
         cache.append(key[:, :1], value[:, :1])
     only_others = np.array([[False], [True], [True]])
     assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
@@ -349,7 +351,9 @@ def test_no_free_page_is_an_overflow():
     cache = PagedCache.create(2, 8, K, H, V, page_size=4, num_pages=3)
     _, key, value = (x[:2] for x in tokens())
     cache = cache.append(key[:, :4], value[:, :4])
-    with pytest.raises(ValueError, match="row 1 needs another page, all 3 are held"):
+    with pytest.raises(
+        ValueError, match="no free page for batch row 1, all num_pages = 3 are in use"
+    ):
         cache.append(key[:, 4:5], value[:, 4:5])
     longer = jax.jit(lambda c, k, v: c.append(k, v))(cache, key[:, 4:5], value[:, 4:5])
     assert longer.overflowed.tolist() == [False, True]
