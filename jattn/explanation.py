@@ -180,8 +180,9 @@ def explain(
     """Returns which implementations can run `attention` with these arguments on a platform.
 
     The result maps each name to the reason why it cannot run the call, or to None if it can;
-    `implementation=None` selects the first that can. Printed, it also shows how many tiles the mask
-    leaves, operations, memory, and what would be faster, see `jattn.explanation.Explanation`.
+    `implementation=None` selects the first that supports the call. Printed, the result also shows
+    how many tiles the mask leaves, the number of operations, the memory, and what would be faster;
+    see `jattn.explanation.Explanation`.
 
     `platform` is the platform for which the program would be lowered: "cpu", "cuda" or "gpu",
     "rocm", or "tpu"; by default that of the query or, while tracing, JAX's default. The other
@@ -295,8 +296,8 @@ def _advice(
 
 
 def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
-    """Returns a mask of `jattn.masks` that allows the same keys to a sample of queries, in the first
-    and the last head, and the text to write for it; None if there is none."""
+    """Returns the text of a mask of `jattn.masks` that allows the same keys to sampled queries of
+    the first and the last head, and the mask itself; None if there is none."""
     T, S = shapes.T, shapes.S
     queries = np.unique(np.linspace(0, T - 1, min(T, _MAX_QUERIES)).astype(np.int32))
     keys = np.arange(S, dtype=np.int32)

@@ -472,7 +472,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
         jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
     rolling = RollingCache.create(B, W, K, H, V, chunk=1)
-    with pytest.raises(NotImplementedError, match="dropout_rate: expected 0 .* chunk of 1 tokens"):
+    with pytest.raises(NotImplementedError, match=r"dropout_rate: expected 0 .* chunk of 1 tokens"):
         options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
         jattn.cached_attention(query, key, value, rolling, **options)
     with pytest.raises(ValueError, match="length: expected length >= 1, got 0"):
