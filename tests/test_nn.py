@@ -1116,7 +1116,7 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
     "DecoderLayer": (
         lambda: nn.DecoderLayer(6, 2, 5, rngs=nnx.Rngs(0)),
         advice.DECODER_ADVICE,
-        {"tgt_is_causal": "causal in any case", "memory_mask": "write cross_mask=~memory_mask"},
+        {"tgt_is_causal": "always causal", "memory_mask": "write cross_mask=~memory_mask"},
     ),
     "Decoder": (
         lambda: nn.Decoder(1, 6, 2, 5, rngs=nnx.Rngs(0)),
@@ -1133,7 +1133,7 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
     "DecoderOnly": (
         lambda: nn.DecoderOnly(5, features=4, num_heads=2, num_layers=1, rngs=nnx.Rngs(0)),
         advice.DECODER_ONLY_ADVICE,
-        {"causal": "causal in any case", "past_key_values": "model.step(tokens, caches)"},
+        {"causal": "always causal", "past_key_values": "model.step(tokens, caches)"},
     ),
     "AdditiveAttention": (
         lambda: nn.AdditiveAttention(5, 4, 6, rngs=nnx.Rngs(0)),
