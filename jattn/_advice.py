@@ -141,7 +141,7 @@ def _mask_array(mask: str, name: str) -> str:
 
 
 def _padding(name: str, *masks: str) -> str:
-    """Returns the advice for a padding mask `name` of PyTorch's layers; `masks` are our arguments."""
+    """Returns the advice for a padding mask `name` of PyTorch's layers, for our `masks`."""
     return f"{', '.join(f'{mask}=masks.Padding(~{name})' for mask in masks)}: True is a token"
 
 

@@ -175,7 +175,8 @@ def check_cache(name: str, value: Any) -> None:
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
     """Returns the indices clamped to 0..B−1, and which of them were out of range.
 
-    Raises TypeError for other dtypes, and ValueError for concrete indices out of range.
+    Raises TypeError for arrays that are not integer, and ValueError for concrete indices that are
+    out of range.
     """
     check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
@@ -406,8 +407,9 @@ class PagedCache(Cache):
 
     The pool, `keys [P, K, p, H]` and `values [P, K, p, V]`, has P pages of p tokens for all batch
     rows together; page `table[b, m]` holds the tokens m · p to (m + 1) · p − 1 of batch row b.
-    After `reorder` batch rows may share pages, as beams of one prompt do. If they append to a
-    shared page, all but one of them copy it first. A page that no batch row holds is free.
+    After `reorder` batch rows may share pages, as beams of one prompt do. A batch row that appends
+    to a shared page copies it first; but if all its holders append to it, one of them keeps it. A
+    page that no batch row holds is free.
     """
 
     keys: Any = array_field("P K p H")

@@ -137,7 +137,7 @@ def is_for(name: str, platform: str) -> bool:
 
 def _candidates(call: Call) -> Iterator[str]:
     """Yields the names of kernels that support a call, in the order of `KERNELS`, up to the first
-    kernel for all platforms: it can always run."""
+    kernel for all platforms, after which no other is needed."""
     for name, row in KERNELS.items():
         if not row.kernel.too_small(call) and not row.kernel.supports(call):
             yield name
@@ -183,9 +183,8 @@ def _first_available(
     """
     for i, name in enumerate(names):
         row = KERNELS[name]
-        reason = _wrong_platform(row, platform, named=named) or row.kernel.unavailable(
-            shapes, named
-        )
+        reason = _wrong_platform(row, platform, named=named)
+        reason = reason or row.kernel.unavailable(shapes, named)
         reason = reason or (row.kernel.supports(device_call) if device_call else None)
         if named:
             refuse(name, reason)
