@@ -123,6 +123,8 @@ def make(
         key: `[*B, S, K, H]`, or a cache.
         values: the values `[*B, S, K, V]`; nothing for a call without values, and nothing or None
             to go with a cache.
+        lse: the argument `return_lse`.
+        implementation: the name of the implementation that has to run, or None.
         shards: the number of devices among which a larger call is sharded along T and S, if this
             call is the part of one device.
         options: those of `attention`.
@@ -292,7 +294,7 @@ def _check_axes(
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
         advice = _axes_to_add(path, axes, shape) if mark else ""
-        if cached and trailing[-1].endswith("S") and shape[-1:] not in ((1,), (shapes.S,)):
+        if cached and declared[-1].endswith("S") and shape[-1:] not in ((1,), (shapes.S,)):
             advice = (
                 "; S is the cache's capacity: to leave padding out of the cache, write "
                 "valid=attention_mask.astype(bool) where tokens are appended"

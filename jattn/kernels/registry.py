@@ -241,10 +241,9 @@ def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheRe
     call = Call(spec, few_queries.shapes(query, cache))
     for row in READERS:
         cache_reader: Reader = row.load("READER")
-        if not _wrong_platform(row, platform) and not cache_reader.unreadable(
-            platform, call, cache
-        ):
-            return cache_reader.read(platform, spec, query, cache)
+        if _wrong_platform(row, platform) or cache_reader.unreadable(platform, call, cache):
+            continue
+        return cache_reader.read(platform, spec, query, cache)
     raise AssertionError("the last of READERS reads every cache")
 
 
