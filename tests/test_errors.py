@@ -479,7 +479,7 @@ def _on_a_cache(**changes: Any) -> dict[str, Any]:
 def test_padding_of_calls_on_a_cache_is_answered_by_valid(name):
     """A mask of the new tokens would leave their padding in the cache."""
     cache, new = DenseCache.create(B, 16, K, H, V), _on_a_cache(**{name: array(B, T)})
-    layer = nn.MultiHeadAttention(N, N * H, rngs=nnx.Rngs(0))
+    layer: Any = nn.MultiHeadAttention(N, N * H, rngs=nnx.Rngs(0))
     x, of_layer = array(B, T, N * H), layer.empty_cache(B, 16)
     calls: dict[str, Callable[[], Any]] = {
         "cached_attention": lambda: jattn.cached_attention(cache=cache, **new),

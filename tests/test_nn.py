@@ -1068,7 +1068,7 @@ def test_transformer_errors(unchecked):
 WRITTEN = {
     "is_causal": (True, r"write mask=masks\.Causal\(\)"),
     "causal": (True, r"write mask=masks\.Causal\(\)"),
-    "attn_mask": (None, "write mask=array if it is boolean"),
+    "attn_mask": (None, "write mask=array for a boolean array"),
     "decode": (True, r"write cache=layer\.empty_cache"),
     "dropout_rng": (None, r"write rngs=nnx\.Rngs\(dropout=dropout_rng\)"),
     "sow_weights": (True, r"write nn\.capture_weights"),
@@ -1154,7 +1154,7 @@ def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(nam
     taken = inspect.signature(layer).parameters
     elsewhere = {"left", "right", "q", "kv", "dropout_rate", "dropout", "rngs", "deterministic"}
     for other, line in table.items():
-        if "are made" in line:  # in the constructor
+        if "in the constructor" in line:
             continue
         assert set(re.findall(r"(\w+)=", line)) <= {*taken, *elsewhere}, other
         assert other not in taken or line.startswith("nothing"), other
