@@ -1,16 +1,23 @@
-"""Tables of what to write in place of the arguments of other libraries, by the callable.
+"""What to write in place of arguments that other libraries have.
 
-`jattn._advised` looks names up here. The first part is for functions, the second for modules.
+Each table is for one kind of callable, and maps the name of such an argument to the text to write.
+`jattn._advised` uses the tables in errors about unknown arguments. The tables for functions come
+first, then those for modules.
 """
 
 
-def _renamed(**names: str) -> dict[str, str]:
-    """Returns the advice for arguments by our name: the names that other libraries use for it."""
-    return {old: f"{new}={old}" for new, old_names in names.items() for old in old_names.split()}
+def _renamed(**other_names: str) -> dict[str, str]:
+    """Returns advice for arguments that differ in their name alone.
+
+    `scale="softmax_scale sm_scale"` says that other libraries call `scale` by these two names.
+    """
+    return {
+        other: f"{ours}={other}" for ours, others in other_names.items() for other in others.split()
+    }
 
 
 def _alike(names: str, advice: str) -> dict[str, str]:
-    """Returns the same advice for several arguments."""
+    """Returns a table with the same advice for several names, separated by spaces."""
     return dict.fromkeys(names.split(), advice)
 
 
@@ -20,7 +27,7 @@ _WINDOW = _alike(
     "mask=masks.Window(left=..., right=...), both inclusive, or masks.Causal() & ...",
 )
 _CAP = "score=scores.SoftCap(cap)"
-WEIGHTS = "attention_weights(query, key, ...), a function of its own"
+WEIGHTS = "attention_weights(query, key, ...), which returns the weights"
 
 ADVICE: dict[str, str] = {
     **_renamed(
@@ -31,18 +38,18 @@ ADVICE: dict[str, str] = {
         sink="sinks s_aux learnable_sink",
     ),
     **_alike("is_causal causal use_causal_mask", _CAUSAL),
-    "attn_mask": "mask=array if it is boolean and True attends, score=scores.Bias(array) if it is "
-    "added; of full rank [*B, N, T, S]",
+    "attn_mask": "mask=array for a boolean array in which True attends, score=scores.Bias(array) "
+    "for an array that is added to scores; with all axes [*B, N, T, S]",
     **_alike(
         "attention_mask padding_mask",
         "mask=masks.Padding(attention_mask), an array [*B, S] in which 1 or True is a token",
     ),
-    "key_padding_mask": "mask=masks.Padding(~key_padding_mask): in it True is a token",
+    "key_padding_mask": "mask=masks.Padding(~key_padding_mask), in which True is a token",
     "mask_mod": "mask=mask_mod, the function",
-    "block_mask": "mask=mask_mod, the function that the block mask was made of",
+    "block_mask": "mask=mask_mod, the function from which the block mask was made",
     "score_mod": "score=score_mod, the function",
-    "bias": "score=scores.Bias(bias), of full rank [*B, N, T, S]",
-    "attn_bias": "score=scores.Bias(attn_bias), of full rank [*B, N, T, S]",
+    "bias": "score=scores.Bias(bias), with all axes [*B, N, T, S]",
+    "attn_bias": "score=scores.Bias(attn_bias), with all axes [*B, N, T, S]",
     "alibi_slopes": "score=scores.Alibi(alibi_slopes)",
     **_alike("softcap logit_cap logits_soft_cap attn_logits_soft_cap", _CAP),
     **_WINDOW,
@@ -55,10 +62,19 @@ ADVICE: dict[str, str] = {
     "deterministic": "dropout_rate=0.0, which is the default",
     **_alike("return_residual return_softmax_lse", "return_lse=True"),
     **_alike("need_weights return_weights", WEIGHTS),
-    "enable_gqa": "nothing: K divides N, and heads are shared",
+    "enable_gqa": "nothing: query heads share key heads if the key has fewer heads",
     "positions": "q_positions=..., kv_positions=...",
     **_alike("impl backend", "implementation=..."),
 }
+
+_VALID = "valid=attention_mask.astype(bool), an array [B, T], False for padding"
+
+CACHE_ADVICE: dict[str, str] = {
+    **_alike("attention_mask padding_mask", _VALID),
+    "key_padding_mask": f"valid=~key_padding_mask, or {_VALID}",
+    "lengths": f"{_VALID}: jnp.arange(T) < lengths[:, None] if padding is on the right",
+}
+"""Advice that replaces the above in calls on a cache: a mask would leave padding in the cache."""
 
 
 # --- modules: layers, stacks and models -----------------------------------------------------------
@@ -67,17 +83,17 @@ RUN_ADVICE: dict[str, str] = {
     "dropout_rng": "rngs=nnx.Rngs(dropout=dropout_rng)",
     **_alike(
         "dropout dropout_p dropout_rate",
-        "dropout_rate=... where the layer is made, and deterministic=True to switch it off",
+        "dropout_rate=... in the layer's constructor, and deterministic=True to switch it off",
     ),
     "training": "deterministic=not training",
     "train": "deterministic=not train",
     "inference": "deterministic=inference",
     **_alike(
         "sow_weights need_weights return_weights output_attentions",
-        "nn.capture_weights(layer, x), which calls it",
+        "nn.capture_weights(layer, x), which calls the layer",
     ),
 }
-"""Advice for arguments about training and inspection, in calls of modules."""
+"""Advice about training and inspection, for calls of all modules."""
 
 LAYER_ADVICE: dict[str, str] = {
     **ADVICE,
@@ -88,14 +104,14 @@ LAYER_ADVICE: dict[str, str] = {
 }
 """Advice for calls of attention layers."""
 
-_CONSTRUCTORS = {
+_ALL_CONSTRUCTORS = {
     **_renamed(num_heads="heads nhead n_heads", dropout_rate="dropout", use_bias="bias"),
     "batch_first": "nothing: inputs are [*B, T, D]",
     **_alike("key seed", "rngs=nnx.Rngs(0)"),
 }
 
 CONSTRUCTOR_ADVICE: dict[str, str] = {
-    **_CONSTRUCTORS,
+    **_ALL_CONSTRUCTORS,
     **_renamed(
         in_features="embed_dim hidden_size d_model features",
         in_kv_features="kdim",
@@ -103,7 +119,7 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
         dropout_rate="dropout_p",
     ),
     **_alike("is_causal causal", _CAUSAL),
-    "vdim": "in_kv_features=vdim, of keys and values alike",
+    "vdim": "in_kv_features=vdim, for keys and values together",
     "attention_fn": "implementation=..., the name of a kernel, or nothing",
     **_WINDOW,
     "rope": "rotary=True",
@@ -113,36 +129,36 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
 
 _CAUSAL_ALREADY = _alike(
     "is_causal causal use_causal_mask tgt_is_causal",
-    "nothing: self-attention is causal in any case",
+    "nothing: self-attention is always causal",
 )
 _MASKS = {name: x for name, x in ADVICE.items() if x.startswith("mask=") and "score=" not in x}
-_MADE = "self_attention=functools.partial(nn.MultiHeadAttention, {}) where the layers are made"
+_IN_CONSTRUCTOR = "self_attention=functools.partial(nn.MultiHeadAttention, {}) in the constructor"
 
 
-def _array(mask: str, name: str) -> str:
-    """Returns the advice for a mask array of PyTorch's layers."""
-    return f"{mask}=~{name} if it is boolean: here True attends; of full rank [*B, N, T, S]"
+def _mask_array(mask: str, name: str) -> str:
+    """Returns the advice for a mask array `name` of PyTorch's layers, which we call `mask`."""
+    return f"{mask}=~{name} if it is boolean: here True attends; with all axes [*B, N, T, S]"
 
 
 def _padding(name: str, *masks: str) -> str:
-    """Returns the advice for a padding mask of PyTorch's layers."""
+    """Returns the advice for a padding mask `name` of PyTorch's layers, for our `masks`."""
     return f"{', '.join(f'{mask}=masks.Padding(~{name})' for mask in masks)}: True is a token"
 
 
-_INSIDE = {
+_LAYERS_WITH_ATTENTION = {
     **RUN_ADVICE,
-    **_alike("score bias attn_bias position_bias", _MADE.format("score=...")),
-    "scale": _MADE.format("scale=..."),
+    **_alike("score bias attn_bias position_bias", _IN_CONSTRUCTOR.format("score=...")),
+    "scale": _IN_CONSTRUCTOR.format("scale=..."),
 }
-_SELF = {
-    **_INSIDE,
+_SELF_ATTENTION = {
+    **_LAYERS_WITH_ATTENTION,
     **_MASKS,
-    "attn_mask": "mask=array, boolean, in which True attends, of full rank [*B, N, T, S]",
+    "attn_mask": "mask=array, boolean, in which True attends, with all axes [*B, N, T, S]",
 }
 
 ENCODER_ADVICE = {
-    **_SELF,
-    "src_mask": _array("mask", "src_mask"),
+    **_SELF_ATTENTION,
+    "src_mask": _mask_array("mask", "src_mask"),
     "src_key_padding_mask": _padding("src_key_padding_mask", "mask"),
     **_renamed(x="src inputs hidden_states"),
 }
@@ -151,9 +167,9 @@ ENCODER_ADVICE = {
 DECODER_ADVICE = {
     **ENCODER_ADVICE,
     **_CAUSAL_ALREADY,
-    "tgt_mask": _array("mask", "tgt_mask"),
+    "tgt_mask": _mask_array("mask", "tgt_mask"),
     "tgt_key_padding_mask": _padding("tgt_key_padding_mask", "mask"),
-    "memory_mask": _array("cross_mask", "memory_mask"),
+    "memory_mask": _mask_array("cross_mask", "memory_mask"),
     "memory_key_padding_mask": _padding("memory_key_padding_mask", "cross_mask"),
     "encoder_attention_mask": "cross_mask=masks.Padding(encoder_attention_mask): True is a token",
     **_renamed(memory="encoder_hidden_states", x="tgt"),
@@ -162,12 +178,12 @@ DECODER_ADVICE = {
 """Advice for calls of decoders and their layers."""
 
 TRANSFORMER_ADVICE = {
-    **_INSIDE,
+    **_LAYERS_WITH_ATTENTION,
     **_CAUSAL_ALREADY,
-    "mask": "source_mask=..., target_mask=... or cross_mask=..., for each attention its own",
-    "src_mask": _array("source_mask", "src_mask"),
-    "tgt_mask": _array("target_mask", "tgt_mask"),
-    "memory_mask": _array("cross_mask", "memory_mask"),
+    "mask": "source_mask=..., target_mask=... or cross_mask=..., one for each attention",
+    "src_mask": _mask_array("source_mask", "src_mask"),
+    "tgt_mask": _mask_array("target_mask", "tgt_mask"),
+    "memory_mask": _mask_array("cross_mask", "memory_mask"),
     "src_key_padding_mask": _padding("src_key_padding_mask", "source_mask", "cross_mask"),
     "tgt_key_padding_mask": _padding("tgt_key_padding_mask", "target_mask"),
     "memory_key_padding_mask": _padding("memory_key_padding_mask", "cross_mask"),
@@ -182,7 +198,7 @@ TRANSFORMER_ADVICE = {
 """Advice for calls of the Transformer."""
 
 DECODER_ONLY_ADVICE = {
-    **_SELF,
+    **_SELF_ATTENTION,
     **_CAUSAL_ALREADY,
     **_renamed(tokens="input_ids ids x", positions="position_ids"),
     **_alike(
@@ -195,14 +211,14 @@ DECODER_ONLY_ADVICE = {
 ADDITIVE_ADVICE = {
     **_MASKS,
     **{name: x for name, x in RUN_ADVICE.items() if "capture_weights" in x},
-    "attn_mask": "mask=array, boolean, in which True attends, of full rank [*B, 1, T, S]",
+    "attn_mask": "mask=array, boolean, in which True attends, with all axes [*B, 1, T, S]",
     **_renamed(query="inputs_q", key="inputs_k memory", value="inputs_v"),
-    "use_scale": "nothing: the score is a product with parameters",
+    "use_scale": "nothing: the score has learned parameters, which include a scale",
 }
 """Advice for calls of additive attention."""
 
 MODEL_CONSTRUCTOR_ADVICE = {
-    **_CONSTRUCTORS,
+    **_ALL_CONSTRUCTORS,
     **_renamed(
         features="d_model embed_dim hidden_size in_features",
         feed_forward="dim_feedforward intermediate_size mlp_dim d_ff",

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, is_typeddict
 
-from jattn._advice import ADVICE, WEIGHTS
+from jattn._advice import ADVICE, CACHE_ADVICE, WEIGHTS
 from jattn._debugging import hide_caller
+from jattn.cache import Cache
 from jattn.options import parameters_of
 
 
@@ -73,10 +74,12 @@ def _advised(advice: Mapping[str, str], function: _F, options: Any = None) -> _F
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             if unknown := named.keys() - parameters.keys():
-                name = min(unknown, key=lambda name: (name not in advice, name))
+                passed = {**dict(zip(places, arguments, strict=False)), **named}
+                table = {**advice, **_advice_on_a_cache(passed, parameters)}
+                name = min(unknown, key=lambda name: (name not in table, name))
                 raise TypeError(
                     f"{_name(function, arguments[:of_object])}: no argument {name!r}; "
-                    f"{_instead(name, [*parameters][of_object:], advice)}"
+                    f"{_instead(name, [*parameters][of_object:], table)}"
                 )
             if len(arguments) > len(places):
                 raise TypeError(
@@ -93,6 +96,16 @@ def _advised(advice: Mapping[str, str], function: _F, options: Any = None) -> _F
         signature = inspect.signature(function)
         vars(call)["__signature__"] = signature.replace(parameters=[*parameters.values()])
     return call  # pyright: ignore[reportReturnType]
+
+
+def _advice_on_a_cache(passed: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the advice about padding if a cache is among the arguments of a call."""
+    if "valid" in parameters:
+        cached = any(passed.get(name) is not None for name in ("cache", "caches"))
+        return CACHE_ADVICE if cached else {}
+    if not any(isinstance(x, Cache) for name, x in passed.items() if name in parameters):
+        return {}
+    return {name: f"cache.append(key, value, ...) with {x}" for name, x in CACHE_ADVICE.items()}
 
 
 def _name(function: Callable[..., Any], of_object: tuple[Any, ...]) -> str:

@@ -1,8 +1,8 @@
 """Attention: checks the arguments, chooses an implementation, runs one compiled pure function.
 
-`attention` makes a `Call` of its arguments. `attend` is compiled once for each kind of call: `run`
-passes the call to the reference, or to `vjp.attention`, which all kernels share, with the kernels
-that `registry` chooses.
+`attention` checks its arguments and makes a `Call` of them. `attend` is compiled for the call. In
+it, `run` computes the reference or applies `vjp.attention`, the operation that all kernels share,
+with the functions of the kernel that `registry` chooses.
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -63,43 +63,47 @@ def attention(
         query: `[*B, T, N, H]`, float16, bfloat16, float32 or float64.
         key: `[*B, S, K, H]`, of the same dtype. K divides N; query head n reads head n // (N / K).
         value: `[*B, S, K, V]`, of the same dtype. A cache of `jattn.cache` may replace key and
-            value: its slots are the keys, with their positions and the cache's mask, and
-            q_positions default to those of the T tokens appended last.
+            value: then its slots are the keys, at their tokens' positions; `mask` applies in
+            addition to the cache's own mask; and q_positions are by default the positions of the T
+            tokens appended last.
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends and
-            axes of size 1 broadcast.
+            axes of size 1 broadcast. In a call on a cache, S is the cache's capacity.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
-        scale: the factor of query·key, by default 1/√H; a number, or a float array, scalar or
-            `[N]` with one factor for each head, which is then a parameter.
+        scale: the factor of query·key, by default 1/√H: a number; or a float array, a scalar or
+            `[N]` with one factor for each head, which is a differentiable parameter.
         sink: a logit for each head, a float array `[N]` or a scalar, that joins the softmax without
-            a value and is a parameter: results are those of `with_sink`.
-        q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions that formulas
-            in masks and scores see. T and S are unrelated; with the default, Causal is top-left
-            aligned.
+            a value and is a differentiable parameter; see `jattn.softmax.with_sink`.
+        q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions with which
+            masks and scores are computed. T and S may differ; by default Causal is then aligned at
+            the top left.
         kv_positions: integer `[S]` or `[*B, S]`, by default arange(S).
-        dropout_rate: in [0, 1). Acts on the normalised weights; kept weights are multiplied by
-            1/(1 − rate).
+        dropout_rate: in [0, 1). Dropout sets normalised weights to 0, and multiplies the remaining
+            ones by 1/(1 − rate).
         dropout_key: a JAX random key, needed if the rate is above 0.
-        precision: of the matrix products, as in `jax.lax.Precision`.
-        implementation: a name from `explain`, which then runs or raises; None takes the first that
-            supports the call on the platform that the program is lowered for. "decode", which None
-            takes for a few queries, reads a cache in place; so do "tpu", "pallas", "ampere" and
-            "hopper" if it has the query's dtype and pages of whole tiles. Other kernels read a
-            copy.
-        return_lse: also return the log of the softmax's denominator.
+        precision: the precision of matrix products, as in `jax.lax.Precision`.
+        implementation: a name that `explain` lists: the call runs that implementation, or raises an
+            error. None selects the first implementation that supports the call on the platform for
+            which the program is lowered. In calls on a cache None selects "decode" for a few
+            queries, which reads the cache in place. If named, "tpu", "pallas", "ampere", "hopper"
+            and "blackwell" do so too for a few queries if the cache has the query's dtype, and
+            page and head sizes that fit the kernel's tiles. Otherwise kernels read a copy.
+        return_lse: whether to return the log of the softmax's denominator too.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_lse` also `lse [*B, N, T]`, the
-        natural log Σ exp(score) in float32 (float64 for float64). Sums run in float32 (float64).
-        A query whose keys are all masked has out 0, lse −inf and gradient 0. What is masked does
-        not exist: NaN in it reaches neither results nor gradients.
+        natural log Σ exp(score) in float32 (float64 for float64). Sums are accumulated in float32
+        (float64). A query whose keys are all masked has out 0, gradient 0, and lse −inf or, with a
+        sink, its head's sink. A masked key has no influence: even if it or its value is NaN,
+        results and gradients are unchanged.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, before compilation.
-        NotImplementedError: if the named implementation cannot, with its reason; for third
-            derivatives and, in calls that "decode" a cache, for all but the first in reverse mode;
-            implementation="reference" has all of them.
+        TypeError, ValueError: for wrong arguments, before compilation.
+        NotImplementedError: if the named implementation does not support the call, with the reason.
+            Also for third derivatives; and, if a cache is read in place, for every derivative but
+            the first in reverse mode. implementation="reference" has them all.
 
-    First and second derivatives come in every mode, in memory linear in T and S.
+    First and second derivatives are available in forward and reverse mode, in memory linear in T
+    and S.
 
     >>> jattn.attention(q, k, v, mask=masks.Causal(), score=scores.SoftCap(30.0)).shape
     (2, 5, 4, 8)
@@ -111,17 +115,17 @@ def attention(
     return attend(call, query, key, value)
 
 
-def _cuts(call: Call, query: Array, *_: Any) -> Any:
-    """Returns how the results are sharded if types say so: like the queries."""
+def _shardings(call: Call, query: Array, *_: Any) -> Any:
+    """Returns the shardings of the results on a mesh with explicit axes: that of the queries."""
     cuts = Cuts.of(query)
     return (cuts.out, cuts.by_head) if call.lse else cuts.out
 
 
 @compiled()
-@left_to_xla(_cuts)
+@left_to_xla(_shardings)
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
     """Returns `out`, or `(out, lse)` if the call returns lse."""
-    return call.finish(*run(call.prepared(), *call.flat(query, key, value)))
+    return call.finish(*run(call.prepared(), *call.flattened(query, key, value)))
 
 
 def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -134,9 +138,9 @@ def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Arra
 
 
 @compiled()
-@left_to_xla(_cuts)
+@left_to_xla(_shardings)
 def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
-    """Computes attention to the slots of a cache; results of rows that overflowed are NaN."""
+    """Computes attention to the slots of a cache; NaN for batch rows that overflowed it."""
     prepared = call.prepared()
     if read := registry.reader(prepared, cache):
         out, lse = decode.attend(prepared.spec, query, cache, read)
@@ -146,21 +150,21 @@ def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
     return call.finish(*cache.nan_if_overflowed(out, lse))
 
 
-@compiled("what")
+@compiled("result")
 @left_to_xla(lambda _, query, *__, **___: Cuts.of(query).matrix)
 def _matrix(
-    call: Call, query: Array, key: Array | Cache, *, what: Literal["scores", "weights"]
+    call: Call, query: Array, key: Array | Cache, *, result: Literal["scores", "weights"]
 ) -> Array:
-    """Computes scores or weights `[*B, N, T, S]` for keys, or for the slots of a cache; rows of the
-    cache that overflowed are NaN."""
+    """Computes scores or weights `[*B, N, T, S]` for keys, or for the slots of a cache; NaN for
+    batch rows that overflowed the cache."""
     keys = jnp.swapaxes(key.read()[0], 1, 2).astype(query.dtype) if isinstance(key, Cache) else key
-    spec, flat = call.prepared().spec, call.flat(query, keys)
-    matrix = (reference.scores if what == "scores" else reference.weights)(spec, *flat)
-    if what == "weights" and call.sink is not None:
-        matrix = with_sink_in_weights(matrix, reference.lse(spec, *flat), call.sink)
+    spec, operands = call.prepared().spec, call.flattened(query, keys)
+    matrix = (reference.scores if result == "scores" else reference.weights)(spec, *operands)
+    if result == "weights" and call.sink is not None:
+        matrix = with_sink_in_weights(matrix, reference.lse(spec, *operands), call.sink)
     if isinstance(key, Cache):
         (matrix,) = key.nan_if_overflowed(matrix)
-    return call.shaped(matrix)
+    return call.unflattened(matrix)
 
 
 @advised(ScoreOptions)
@@ -174,22 +178,22 @@ def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions])
     [[  0. -inf -inf -inf -inf -inf -inf]
      [  0.   0. -inf -inf -inf -inf -inf]]
     """
-    return _matrix(make(query, key, **options), query, key, what="scores")
+    return _matrix(make(query, key, **options), query, key, result="scores")
 
 
 @advised(WeightOptions)
-@may_be_minus_infinity(0)  # the log of the denominator, an intermediate result with a sink
+@may_be_minus_infinity(0)  # with a sink, the log of the denominator is an intermediate result
 def attention_weights(
     query: Queries, key: Keys | Cache, **options: Unpack[WeightOptions]
 ) -> Weights:
-    """Returns the weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64): those
-    with which `attention` multiplies values, given the same dropout_key.
+    """Returns the weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64).
 
-    Without dropout and sink rows sum to 1; a query whose keys are all masked has weights 0. The
+    `attention` with the same options and dropout_key multiplies the values by these weights. The
+    weights of a query sum to 1 without dropout and sink; they are 0 if all its keys are masked. The
     keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
 
     >>> print(jattn.attention_weights(0 * q, k, mask=masks.Causal())[0, 0, :2])
     [[1.  0.  0.  0.  0.  0.  0. ]
      [0.5 0.5 0.  0.  0.  0.  0. ]]
     """
-    return _matrix(make(query, key, **options), query, key, what="weights")
+    return _matrix(make(query, key, **options), query, key, result="weights")

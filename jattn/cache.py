@@ -4,12 +4,13 @@
     cache = cache.append(key, value)                         # [B, T, K, H], [B, T, K, V]
     out = jattn.attention(query, cache, mask=masks.Causal())
 
-Each row of the batch holds its own number of tokens, so that prompts of different lengths decode
-together. Arrays have the layout that reads fastest, `[B, K, S, H]`. A token's position is the
-number of real tokens before it in its row, whatever slot it lies in.
+Each batch row holds its own number of tokens, so that prompts of different lengths decode together.
+Arrays have the layout that is fastest to read, `[B, K, S, H]`. A token's position is the number of
+tokens before it in its batch row, without padding, whatever slot it lies in.
 
-A write past the end raises if the lengths are known. In a compiled program the tokens that do not
-fit are left out, the row's flag `overflowed` is set, and attention to the row gives NaN.
+Appending more tokens than fit raises an error if the lengths are concrete arrays. In a compiled
+program the tokens that do not fit are left out, the batch row's flag `overflowed` is set, and
+attention to that batch row gives NaN.
 """
 
 import dataclasses
@@ -43,7 +44,10 @@ Same = TypeVar("Same", bound="Cache")
 
 
 class Cache:
-    """The base class of caches: the number of tokens of each row, and the rows that lost some.
+    """The base class of caches.
+
+    `lengths` is the number of tokens of each batch row, without padding. `overflowed` is true for
+    batch rows whose tokens did not all fit.
 
     >>> cache = jattn.cache.DenseCache.of(k, v, lengths=jnp.array([7, 3]))
     >>> cache.capacity, cache.reorder(jnp.array([1, 1])).lengths.tolist()
@@ -67,7 +71,7 @@ class Cache:
 
     @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
-        """The position of each slot; None if they are 0, 1, 2, …"""
+        """The position of the token in each slot; None if slot i holds position i."""
         return None
 
     def mask(self) -> Mask:
@@ -79,49 +83,52 @@ class Cache:
         return self.keys, self.values
 
     def nan_if_overflowed(self, *results: Array) -> tuple[Array, ...]:
-        """Returns results `[B, ...]` with NaN in the rows that overflowed."""
+        """Returns the results, each `[B, ...]`, with NaN for the batch rows that overflowed."""
         flags = (self.overflowed.reshape(-1, *(1,) * (x.ndim - 1)) for x in results)
         return tuple(jnp.where(flag, jnp.nan, x) for flag, x in zip(flags, results, strict=True))
 
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
-        """Returns keys and values as stored in memory, and a table of the pages of each row.
+        """Returns the stored keys and values as P pages of p slots, and a table of M page numbers
+        for each batch row.
 
-        The table holds P where a row has no page.
+        The table holds P where a batch row has no page. This base class stores one page for each
+        batch row, of all its slots.
         """
         return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-        """Returns the keys and values of `size` slots, in whole pages."""
+        """Returns the keys and values of the `size` slots from `start` on: whole pages."""
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
         )
         return keys, values
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "Cache":
-        """Returns the cache with T further tokens in each row.
+        """Returns the cache with T more tokens in each batch row.
 
         Args:
             key: `[B, T, K, H]`; cast to the cache's dtype.
-            value: `[B, T, K, V]`.
-            valid: bool `[B, T]`, False for padding (on whichever side), which is left out.
+            value: `[B, T, K, V]`; cast to the cache's dtype.
+            valid: bool `[B, T]`, False for padding, on either side, which is not appended.
 
-        Raises ValueError for shapes that do not fit, and for tokens known to exceed the capacity.
+        Raises ValueError for wrong shapes, and if the lengths are concrete and the tokens do not
+        fit.
         """
         raise NotImplementedError
 
     def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
-        """Returns rows picked by index, for beams; a row may be picked repeatedly, or not at all.
+        """Returns the cache of R batch rows selected by index, for beam search.
 
-        Raises ValueError for rows known not to exist; a compiled program sets `overflowed` of the
-        rows picked instead.
+        A batch row may be selected repeatedly or not at all. Raises ValueError for concrete indices
+        outside 0..B−1; for such indices a compiled program sets `overflowed` of the result's row.
         """
-        rows, missing = picked_rows(indices, len(self.lengths))
-        return _picked(self, rows, missing)
+        rows, out_of_range = picked_rows(indices, len(self.lengths))
+        return _select_rows(self, rows, out_of_range)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
-        """Returns the positions of the next T tokens; those of padding have no meaning."""
+        """Returns the positions of the next T tokens; at padding the numbers have no meaning."""
         self._check_valid(valid, T)
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
@@ -133,8 +140,8 @@ class Cache:
         check_size("T", T, 0)
         return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
 
-    def _kept(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
-        """Returns which tokens are real and fit into the cache."""
+    def _fits(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
+        """Returns which tokens are no padding and have a slot within the capacity."""
         fits = slots < self.capacity
         return fits if valid is None else fits & valid
 
@@ -170,9 +177,10 @@ def check_cache(name: str, value: Any) -> None:
 
 
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Returns indices of B rows in range, and which of the given indices were out of range.
+    """Returns the indices clamped to 0..B−1, and which of them were out of range.
 
-    Raises TypeError and ValueError for indices known to be wrong, which indexing would clamp.
+    Raises TypeError for arrays that are not integer, and ValueError for concrete indices that are
+    out of range.
     """
     check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
@@ -185,30 +193,35 @@ def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R
 
 @jax.jit
 @left_to_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
-def _picked(cache: Any, rows: Int[Array, " R"], missing: Bool[Array, " R"]) -> Any:
-    """Returns these rows of a cache, or of the part of it that is not a pool."""
-    picked = jax.tree.map(lambda x: x[rows], cache)
-    return dataclasses.replace(picked, overflowed=picked.overflowed | missing)
+def _select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
+    """Selects batch rows of a cache, whose arrays all have a batch axis.
+
+    A paged cache passes its arrays `[B, ...]` without its pool, in the fields of a dense cache.
+    """
+    selected = jax.tree.map(lambda x: x[rows], cache)
+    return dataclasses.replace(selected, overflowed=selected.overflowed | out_of_range)
 
 
-def _counts(T: int, valid: Valid) -> Any:
-    """Returns the number of tokens appended to each row."""
+def _count_tokens(T: int, valid: Valid) -> Any:
+    """Returns the number of tokens appended to each batch row, `[B]`, or T for all."""
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
-def _known(array: Any) -> bool:
+def _is_concrete(array: Any) -> bool:
     return not isinstance(array, Tracer)
 
 
-def _check_room(wanted: Any, room: Any, what: str) -> None:
-    """Raises ValueError if rows are known to get more than their room."""
-    if _known(wanted) and _known(room) and np.any(np.asarray(wanted) > np.asarray(room)):
-        wanted, room = np.broadcast_arrays(np.asarray(wanted), np.asarray(room))
-        row = int(np.argmax(wanted > room))
-        raise ValueError(
-            f"append: row {row} would hold {int(wanted[row])} {what}, "
-            f"there is room for {int(room[row])}"
-        )
+def _check_most(counts: Any, most: Any, limit: str) -> None:
+    """Raises ValueError if concrete counts of tokens, `[B]` or one for all batch rows, exceed
+    `most`; `limit` names it."""
+    if not _is_concrete(counts) or not np.any(np.asarray(counts) > most):
+        return
+    counts = np.atleast_1d(np.asarray(counts))
+    row = int(np.argmax(counts > most))
+    raise ValueError(
+        f"append: expected at most {limit} = {int(most)} tokens in each batch row, got "
+        f"{int(counts[row])} in batch row {row}"
+    )
 
 
 @jax.jit
@@ -216,22 +229,22 @@ def _check_room(wanted: Any, room: Any, what: str) -> None:
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Writes tokens `[B, T, K, H]` to their rows' slots; tokens at slot S are left out."""
+    """Writes tokens `[B, T, K, H]` to the slots of their batch rows; a token with slot S is left
+    out."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
-    def head(buffer: Array, tokens: Array, slots: Array) -> Array:
-        # "drop" leaves out writes beyond the end; the default would move them to the last slot.
-        return buffer.at[slots].set(tokens, mode="drop")
+    def write_head(buffer: Array, tokens: Array, slots: Array) -> Array:
+        return buffer.at[slots].set(tokens, mode="drop")  # drop: leaves out slots beyond the end
 
-    # Rows are mapped, not indexed, so that XLA sees that rows on different devices are independent.
-    # Heads are mapped too, or XLA for TPUs copies the buffer into a layout in which the heads of a
-    # token are adjacent, and back.
+    # `vmap` instead of an index for batch rows: XLA then sees that batch rows on different devices
+    # are independent. `vmap` for heads: with an index XLA for TPUs would copy the buffer into a
+    # layout in which the heads of a token are adjacent, and back.
     slots = jnp.broadcast_to(slots[:, None], tokens.shape[:3])
-    return jax.vmap(jax.vmap(head))(buffer, tokens, slots)
+    return jax.vmap(jax.vmap(write_head))(buffer, tokens, slots)
 
 
 def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
-    """Returns keys and values of an empty cache."""
+    """Returns the keys and values of an empty cache: zeros `[*shape, H]` and `[*shape, V]`."""
     sizes = (head_size, head_size if value_size is None else value_size)
     check_size("head_size", sizes[0])
     check_size("value_size", sizes[1])
@@ -241,13 +254,13 @@ def _empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> 
 
 
 def _no_tokens(batch: Size) -> tuple[Array, Array]:
-    """Returns the lengths and overflow flags of empty rows."""
+    """Returns the lengths and overflow flags of empty batch rows."""
     return jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """A cache with tokens at the slots of their positions: `[B, K, S, H]` and `[B, K, S, V]`.
+    """A cache in which a token lies at the slot of its position.
 
     >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8).append(k, v)
     >>> cache.keys.shape, cache.lengths.tolist()
@@ -269,26 +282,30 @@ class DenseCache(Cache):
         value_size: int | None = None,
         dtype: Any = jnp.float32,
     ) -> "DenseCache":
-        """Creates an empty cache for up to `length` tokens in each of `batch` rows."""
+        """Creates an empty cache for `batch` rows of up to `length` tokens."""
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads)
         shape = (batch, num_kv_heads, length)
         return cls(*_empty(shape, head_size, value_size, dtype), *_no_tokens(batch))
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
-        """Creates a full cache of `key [B, S, K, H]` and `value [B, S, K, V]`, the memory of an
-        encoder.
+        """Creates a cache that holds `key [B, S, K, H]` and `value [B, S, K, V]`, such as those of
+        an encoder's output.
 
-        `lengths [B]` is the number of real tokens of each row, by default S.
+        `lengths [B]` is the number of tokens of each batch row without padding, which is on the
+        right; by default S.
 
-        Raises TypeError and ValueError for arrays that do not fit, and for lengths that are known
-        to be outside 0..S; traced lengths outside set `overflowed`.
+        Raises TypeError and ValueError for wrong arrays and for concrete lengths outside 0..S;
+        traced lengths outside 0..S set `overflowed`.
         """
         for name, array, size in (("key", key, "H"), ("value", value, "V")):
             letters = f"[B, S, K, {size}]"
             check_array(name, array, letters, rank=4)
             if array.shape[:3] != key.shape[:3]:
-                raise ValueError(f"{name}: expected {letters}, got {list(array.shape)}")
+                raise ValueError(
+                    f"{name}: expected {letters} with [B, S, K] = {list(key.shape[:3])} as in key, "
+                    f"got {list(array.shape)}"
+                )
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         B, S = key.shape[:2]
         tokens, overflowed = _no_tokens(B)
@@ -309,13 +326,14 @@ class DenseCache(Cache):
     def reserve(
         self, key: Any, value: Any, valid: Valid = None
     ) -> tuple[Int[Array, "B T"], "DenseCache"]:
-        """Returns the slots `[B, T]` of appended tokens, S for those left out, and the extended
-        cache, to which nothing is written yet. Arguments and errors as in `append`."""
+        """Returns the slots `[B, T]` for the tokens that are appended, S for tokens to leave out,
+        and the cache with its new lengths, before the tokens are written. Arguments and errors as
+        in `append`."""
         T = self._check(key, value, valid)
-        lengths = self.lengths + _counts(T, valid)
-        _check_room(lengths, self.capacity, "tokens")
+        lengths = self.lengths + _count_tokens(T, valid)
+        _check_most(lengths, self.capacity, "capacity")
         slots = self.next_positions(T, valid)
-        slots = jnp.where(self._kept(slots, valid), slots, self.capacity)
+        slots = jnp.where(self._fits(slots, valid), slots, self.capacity)
         overflowed = self.overflowed | (lengths > self.capacity)
         lengths = jnp.minimum(lengths, self.capacity)
         return slots, typed_like(DenseCache(self.keys, self.values, lengths, overflowed), self)
@@ -325,8 +343,8 @@ class DenseCache(Cache):
 class RollingCache(Cache):
     """A cache of the last tokens only, for `Window(left=window)`: old tokens are overwritten.
 
-    Token p lies at slot p mod S. There are `window + chunk` slots, so that with up to `chunk`
-    tokens appended at a time the first of them still finds all tokens of its window.
+    The token at position p lies at slot p mod S, with S = `window + chunk`: when `chunk` tokens are
+    appended at a time, the cache still holds the window before the first of them.
 
     >>> cache = jattn.cache.RollingCache.create(2, 4, 2, 8, chunk=3).append(k[:, :3], v[:, :3])
     >>> cache.capacity, cache.lengths.tolist()
@@ -335,7 +353,7 @@ class RollingCache(Cache):
 
     keys: Any = array_field("B K S H")
     values: Any = array_field("B K S V")
-    lengths: Any = array_field("B")  # tokens ever appended
+    lengths: Any = array_field("B")  # all tokens appended so far, also overwritten ones
     overflowed: Any = array_field("B")
     window: int = static_field()
 
@@ -350,8 +368,8 @@ class RollingCache(Cache):
         dtype: Any = jnp.float32,
         chunk: int | None = None,
     ) -> "RollingCache":
-        """Creates an empty cache; `chunk`, by default `window`, is the most tokens of one append.
-        With a window of 0 each token sees itself alone."""
+        """Creates an empty cache. `chunk` is the most tokens of one `append`, by default `window`.
+        With `window=0` each token attends to itself only."""
         check_size("window", window, 0)
         chunk = max(window, 1) if chunk is None else chunk
         check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
@@ -360,12 +378,12 @@ class RollingCache(Cache):
 
     @property
     def chunk(self) -> int:
-        """The most tokens of one append."""
+        """The most tokens that one `append` accepts for a batch row."""
         return self.capacity - self.window
 
     @property
     def kv_positions(self) -> Int[Array, "B S"]:
-        """The position last written to each slot, negative for a slot that was never written."""
+        """The position of the token in each slot; negative for a slot without a token."""
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         last = self.lengths[:, None] - 1
         return last - (last - slots[None, :]) % self.capacity
@@ -375,17 +393,17 @@ class RollingCache(Cache):
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "RollingCache":
         T = self._check(key, value, valid)
-        counts = _counts(T, valid)
+        counts = _count_tokens(T, valid)
         if valid is None and self.chunk < T:
             raise ValueError(
                 f"append: expected T <= chunk = {self.chunk} tokens at a time, got {T}; "
                 "`cached_attention` takes any number"
             )
-        _check_room(counts, self.chunk, "new tokens at a time")
+        _check_most(counts, self.chunk, "chunk")
         slots = self.next_positions(T, valid) % self.capacity
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
-        lengths = self.lengths + counts  # negative after an overflow of int32
+        lengths = self.lengths + counts  # int32 wraps around: a negative length has overflowed
         extended = RollingCache(
             write(self.keys, key, slots),
             write(self.values, value, slots),
@@ -400,10 +418,11 @@ class RollingCache(Cache):
 class PagedCache(Cache):
     """A cache of tokens in pages of a common pool (Kwon et al. 2023, PagedAttention).
 
-    `keys [P, K, page, H]` and `values [P, K, page, V]` belong to all rows; `table [B, M]` holds the
-    page of tokens m · page … of a row. Rows may share pages after `reorder`, as beams and prompts
-    with a common beginning do. They copy only the last page, if both continue writing to it, at the
-    time of the write. A page that no row holds is free again.
+    The pool, `keys [P, K, p, H]` and `values [P, K, p, V]`, has P pages of p tokens for all batch
+    rows together; page `table[b, m]` holds the tokens m · p to (m + 1) · p − 1 of batch row b.
+    After `reorder` batch rows may share pages, as beams of one prompt do. A batch row that appends
+    to a shared page copies it first; but if all its holders append to it, one of them keeps it. A
+    page that no batch row holds is free.
 
     >>> cache = jattn.cache.PagedCache.create(2, 16, 2, 8, page_size=4).append(k, v)
     >>> cache.num_pages, cache.pages_held().tolist()
@@ -428,9 +447,11 @@ class PagedCache(Cache):
         page_size: int = 16,
         num_pages: int | None = None,
     ) -> "PagedCache":
-        """Creates an empty cache for up to `length` tokens in each row, in pages of `page_size`.
+        """Creates an empty cache for `batch` rows of up to `length` tokens, in pages of `page_size`
+        tokens.
 
-        `num_pages`, by default enough for all rows to be full, may be fewer if rows share pages.
+        `num_pages` is the number of pages in the pool, by default as many as all batch rows need
+        when they are full. Fewer suffice if batch rows are shorter or share pages.
         """
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, page_size=page_size)
         per_row = -(-length // page_size)
@@ -455,60 +476,64 @@ class PagedCache(Cache):
         return self.table.shape[1] * self.page_size
 
     def pages_held(self) -> Int[Array, " P"]:
-        """Returns the number of rows that hold each page."""
-        return _counted(self._held(), size=self.num_pages)
+        """Returns the number of batch rows that hold each page."""
+        return _count_pages(self._table_in_use(), size=self.num_pages)
 
-    def _held(self) -> Int[Array, "B M"]:
-        """Returns the table, with P for pages that a row has not reached yet."""
-        place = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
-        begun = place * self.page_size < self.lengths[:, None]
-        return jnp.where(begun, self.table, self.num_pages)
+    def _table_in_use(self) -> Int[Array, "B M"]:
+        """Returns the table, with P for pages that a batch row has no tokens in."""
+        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        in_use = m * self.page_size < self.lengths[:, None]
+        return jnp.where(in_use, self.table, self.num_pages)
 
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
         return self._gather(self.table)
 
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
-        return self.keys, self.values, self._held()
+        return self.keys, self.values, self._table_in_use()
 
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-        first, pages = start // self.page_size, size // self.page_size
-        return self._gather(jax.lax.dynamic_slice_in_dim(self.table, first, pages, axis=1))
+        first_page, count = start // self.page_size, size // self.page_size
+        return self._gather(jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1))
 
     def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
         return _read_pages(self.keys, table), _read_pages(self.values, table)
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
         T = self._check(key, value, valid)
-        wanted = self.lengths + _counts(T, valid)
-        _check_room(wanted, self.capacity, "tokens")
+        wanted = self.lengths + _count_tokens(T, valid)
+        _check_most(wanted, self.capacity, "capacity")
         lengths = jnp.minimum(wanted, self.capacity)
         holders, page = self.pages_held(), self.page_size
-        table, copied, short = _allocate(holders, self.table, self.lengths, lengths, page=page)
-        if _known(short) and np.any(np.asarray(short)):
+        table, copies, lacks_pages = _allocate(
+            holders, self.table, self.lengths, lengths, page_size=page
+        )
+        if _is_concrete(lacks_pages) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
-                f"append: row {int(np.argmax(np.asarray(short)))} needs another page, "
-                f"all {self.num_pages} are held"
+                f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
+                f"all num_pages = {self.num_pages} are in use"
             )
         slots = self.next_positions(T, valid)
-        place = jnp.minimum(slots // self.page_size, table.shape[1] - 1)
+        m = jnp.minimum(slots // page, table.shape[1] - 1)
         pages = jnp.where(
-            self._kept(slots, valid), jnp.take_along_axis(table, place, axis=1), self.num_pages
+            self._fits(slots, valid), jnp.take_along_axis(table, m, axis=1), self.num_pages
         )
 
-        index = jnp.stack([pages, slots % self.page_size], axis=-1)
-        overflowed = self.overflowed | (wanted > self.capacity) | short
+        index = jnp.stack([pages, slots % page], axis=-1)
+        overflowed = self.overflowed | (wanted > self.capacity) | lacks_pages
         keys, values = (
-            _write_pages(pool, jnp.asarray(tokens), index, copied)
+            _write_pages(pool, jnp.asarray(tokens), index, copies)
             for pool, tokens in ((self.keys, key), (self.values, value))
         )
         return typed_like(PagedCache(keys, values, table, lengths, overflowed), self)
 
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
-        rows, missing = picked_rows(indices, len(self.lengths))
-        picked = _picked(DenseCache(None, self.table, self.lengths, self.overflowed), rows, missing)
-        return PagedCache(self.keys, self.values, picked.values, picked.lengths, picked.overflowed)
+        rows, out_of_range = picked_rows(indices, len(self.lengths))
+        # The pool stays as it is: only the arrays with a batch axis are indexed.
+        by_row = DenseCache(None, self.table, self.lengths, self.overflowed)
+        by_row = _select_rows(by_row, rows, out_of_range)
+        return PagedCache(self.keys, self.values, by_row.values, by_row.lengths, by_row.overflowed)
 
 
 @jax.jit
@@ -517,14 +542,18 @@ def _write_pages(
     pool: Float[Array, "P K p H"],
     tokens: Float[Array, "B T K H"],
     index: Int[Array, "B T 2"],
-    copied: tuple[Int[Array, " B"], Int[Array, " B"]],
+    copies: tuple[Int[Array, " B"], Int[Array, " B"]],
 ) -> Float[Array, "P K p H"]:
-    """Copies pages from the first of `copied` to the second, then writes tokens to their pages and
-    slots; tokens of page P are left out.
+    """Copies pages within the pool, then writes tokens.
 
-    Heads are a batch axis, as in `write`; `at[]` and `vmap` allow a batch axis only in front.
+    `copies` are the pages to copy from, and the pages to copy to. `index` is the page of each token
+    and its slot there. Nothing is written to page P, which does not exist.
+
+    Heads are a batch axis, as in `write`. They are axis 1 of the pool, and `at[]` under `vmap`
+    would transpose it to have them in front, so the scatter is written out.
     """
-    pool = pool.at[copied[1]].set(pool.at[copied[0]].get(mode="clip"), mode="drop")
+    sources, destinations = copies
+    pool = pool.at[destinations].set(pool.at[sources].get(mode="clip"), mode="drop")
     tokens = tokens.astype(pool.dtype)
     index = jnp.broadcast_to(index[:, :, None], (*tokens.shape[:3], 2))
     axes = jax.lax.ScatterDimensionNumbers(
@@ -540,60 +569,69 @@ def _write_pages(
 
 @functools.partial(jax.jit, static_argnames="size")
 @left_to_xla(lambda *_, **__: PartitionSpec(None))
-def _counted(pages: Int[Array, "B M"], *, size: Size) -> Int[Array, " P"]:
-    """Counts how often each of `size` pages occurs."""
+def _count_pages(pages: Int[Array, "B M"], *, size: Size) -> Int[Array, " P"]:
+    """Counts how often each page number below `size` occurs in the table."""
     return jnp.zeros(size, jnp.int32).at[pages].add(1, mode="drop")
 
 
 @jax.jit
 @left_to_xla(lambda pool, table: PartitionSpec(cuts_of(table)[0], cuts_of(pool)[1], None, None))
 def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
-    """Gathers these pages, those of each row concatenated."""
-    rows = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)
-    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+    """Gathers the pages of a table and concatenates the pages of each batch row: S = m · p."""
+    pages = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)  # [B, K, m, p, H]
+    return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
 
 
-def _cuts_of_allocation(holders: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
-    row = as_operand(lengths)
-    return as_operand(table), (row, row), row
+def _allocation_shardings(holders: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
+    by_row = as_operand(lengths)
+    return as_operand(table), (by_row, by_row), by_row
 
 
-@functools.partial(jax.jit, static_argnames="page")
-@left_to_xla(_cuts_of_allocation)
+@functools.partial(jax.jit, static_argnames="page_size")
+@left_to_xla(_allocation_shardings)
 def _allocate(
-    holders: Array, table: Array, old_lengths: Array, lengths: Array, *, page: int
-) -> tuple[Array, tuple[Array, Array], Array]:
-    """Allocates pages for rows that grow from `old_lengths` to `lengths` tokens.
+    holders: Int[Array, " P"],
+    table: Int[Array, "B M"],
+    old_lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    page_size: int,
+) -> tuple[Int[Array, "B M"], tuple[Int[Array, " B"], Int[Array, " B"]], Bool[Array, " B"]]:
+    """Allocates pages for batch rows that grow from `old_lengths` to `lengths` tokens.
 
-    Returns the new table, the pages to copy from and to (P: none), and which rows found no free
-    page. `holders` is the number of rows that hold each page.
+    `holders` is the number of batch rows that hold each page. Returns the new table, for each batch
+    row the page to copy from and the page to copy to (both P for no copy), and which batch rows
+    lack a free page.
     """
     P = holders.shape[0]
-    begun, needed = (-(-x // page) for x in (old_lengths, lengths))
-    last = jnp.take_along_axis(table, jnp.maximum(begun - 1, 0)[:, None], axis=1)[:, 0]
-    writes = (lengths > old_lengths) & (old_lengths % page > 0)
-    writers = jnp.zeros(P, jnp.int32).at[jnp.where(writes, last, P)].add(1, mode="drop")
+    old_pages, new_pages = (-(-x // page_size) for x in (old_lengths, lengths))  # page counts
+    last = jnp.take_along_axis(table, jnp.maximum(old_pages - 1, 0)[:, None], axis=1)[:, 0]
+    writes_to_last = (lengths > old_lengths) & (old_lengths % page_size > 0)
+    written = jnp.where(writes_to_last, last, P)
+    writers = jnp.zeros(P, jnp.int32).at[written].add(1, mode="drop")
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    first = jnp.full(P, rows.shape[0], jnp.int32)
-    first = first.at[jnp.where(writes, last, P)].min(rows, mode="drop")
-    # If all rows that hold a page write to it, one of them keeps it: the others get copies.
-    at_last = jnp.minimum(last, P - 1)
-    keeps = (writers[at_last] == holders[at_last]) & (first[at_last] == rows)
-    copies = writes & (holders[at_last] > 1) & ~keeps
-    copied = copies.astype(jnp.int32)
-    new = copied + needed - begun
-    offset = jnp.cumsum(new, dtype=jnp.int32) - new
-    free = jnp.argsort(holders > 0, stable=True).astype(jnp.int32)
-    count = jnp.sum(holders == 0, dtype=jnp.int32)
+    first_writer = jnp.full(P, rows.shape[0], jnp.int32).at[written].min(rows, mode="drop")
+    # A batch row that appends to a shared page copies it. But if all batch rows that hold a page
+    # append to it, the first of them may keep it.
+    last = jnp.minimum(last, P - 1)
+    keeps = (writers[last] == holders[last]) & (first_writer[last] == rows)
+    copies = writes_to_last & (holders[last] > 1) & ~keeps
+    num_copies = copies.astype(jnp.int32)  # 0 or 1 for each batch row
+    num_wanted = num_copies + new_pages - old_pages
+    # Batch row b gets `num_wanted[b]` free pages, from number `offset[b]` in `free` on: first its
+    # copy, then its further pages.
+    offset = jnp.cumsum(num_wanted, dtype=jnp.int32) - num_wanted
+    free = jnp.argsort(holders > 0, stable=True).astype(jnp.int32)  # free pages come first
+    num_free = jnp.sum(holders == 0, dtype=jnp.int32)
 
-    def taken(index: Array) -> Array:
-        return jnp.where(index < count, free[jnp.minimum(index, P - 1)], P)
+    def free_page(index: Array) -> Array:
+        return jnp.where(index < num_free, free[jnp.minimum(index, P - 1)], P)
 
-    place = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
-    copy = (place == begun[:, None] - 1) & copies[:, None]
-    fresh = (place >= begun[:, None]) & (place < needed[:, None])
-    index = (offset + copied - begun)[:, None] + place
-    table = jnp.where(copy, taken(offset)[:, None], table)
-    table = jnp.where(fresh, taken(index), table)
-    pages = jnp.where(copies, last, P), jnp.where(copies, taken(offset), P)
-    return table, pages, (new > 0) & (offset + new > count)
+    m = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    is_copy = (m == old_pages[:, None] - 1) & copies[:, None]
+    is_new = (m >= old_pages[:, None]) & (m < new_pages[:, None])
+    index = (offset + num_copies - old_pages)[:, None] + m
+    table = jnp.where(is_copy, free_page(offset)[:, None], table)
+    table = jnp.where(is_new, free_page(index), table)
+    copy_from_to = jnp.where(copies, last, P), jnp.where(copies, free_page(offset), P)
+    return table, copy_from_to, (num_wanted > 0) & (offset + num_wanted > num_free)

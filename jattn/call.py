@@ -1,10 +1,10 @@
-"""`Call`: a checked call of attention, made once, which the registry and the kernels use.
+"""`Call`: the checked arguments of one attention, in the form that the registry and kernels use.
 
-`make` checks the arguments of a call and raises errors about them before anything is compiled, with
-the expected shape in letters and in numbers and the shape passed. Some errors are raised elsewhere:
-by masks and score functions when they are made, by `registry` for names of implementations, and by
-the functions that take caches and meshes. `compiled` compiles a function of a call; `Call.prepared`
-converts the call for kernels, `Call.finish` their results for users.
+`make` checks the arguments and raises errors before anything is compiled. An error names the
+argument, and has the expected shape as axis names and as numbers, and the shape passed. Masks and
+score functions check their own arguments when they are made, `registry` checks names of
+implementations. `compiled` compiles a function of a call. `Call.prepared` converts a call for
+kernels, and `Call.finish` converts their results for users.
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ class Call:
     spec: what is computed.
     shapes: the sizes of its arrays.
     sink: `[N]`, a logit for each head that joins the softmax, or None.
-    overflowed: a traced boolean, true if positions do not fit 32 bits, which makes results NaN;
-        None if they are known to fit.
+    overflowed: a traced boolean, true if a position does not fit int32, which makes results NaN;
+        None if all are known to fit.
     implementation: the name of the implementation that has to run, or None.
     lse: whether the log of the denominator is returned too.
     transient: whether functions of the spec are snapshots of mutable objects, see `compiled`.
-    given: the original dtypes of the spec's parameters, in a prepared call.
+    parameter_dtypes: in a prepared call, the dtypes in which the user passed the spec's parameters.
     """
 
     spec: Spec
@@ -71,7 +71,7 @@ class Call:
     implementation: str | None = static_field(default=None)
     lse: bool = static_field(default=False)
     transient: bool = static_field(default=False)
-    given: tuple[Any, ...] = static_field(default=())
+    parameter_dtypes: tuple[Any, ...] = static_field(default=())
 
     @property
     def needs_lse(self) -> bool:
@@ -79,19 +79,20 @@ class Call:
         return self.lse or self.sink is not None
 
     def prepared(self) -> "Call":
-        """Returns the call for kernels: its arrays have one batch axis, and parameters have the
-        dtype in which scores are computed, so that their gradients are summed in it."""
+        """Returns the call for kernels: its arrays have one batch axis. Parameters are cast to the
+        accumulation dtype, in which scores are computed and their gradients summed."""
         params, dtype = parameters(self.spec), accumulation(self.shapes.dtype)
         spec = with_parameters(self.spec, [x.astype(dtype) for x in params])
         spec = flatten_batch(spec, self.shapes.batch)
-        return dataclasses.replace(self, spec=spec, given=tuple(x.dtype for x in params))
+        dtypes = tuple(x.dtype for x in params)
+        return dataclasses.replace(self, spec=spec, parameter_dtypes=dtypes)
 
-    def flat(self, *arrays: Array) -> list[Array]:
-        """Reshapes queries, keys or values `[*B, X, N, H]` to one batch axis."""
+    def flattened(self, *arrays: Array) -> list[Array]:
+        """Reshapes queries `[*B, T, N, H]`, keys or values to one batch axis."""
         return [x.reshape(self.shapes.B, *x.shape[-3:]) for x in arrays]
 
-    def shaped(self, result: Array) -> Array:
-        """Reshapes a result `[B, ...]` to the batch axes of the call; NaN if positions overflow."""
+    def unflattened(self, result: Array) -> Array:
+        """Reshapes a result `[B, ...]` to `[*B, ...]`; all NaN if a position overflowed."""
         result = result.reshape(*self.shapes.batch, *result.shape[1:])
         if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
             return result
@@ -100,7 +101,7 @@ class Call:
     def finish(self, out: Array, lse: Array) -> Any:
         """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
         `lse [B, N, T]` without the sink."""
-        results = self.shaped(out), self.shaped(lse)
+        results = self.unflattened(out), self.unflattened(lse)
         if self.sink is not None:
             results = with_sink(*results, self.sink)
         return results if self.lse else results[0]
@@ -117,9 +118,16 @@ def make(
 ) -> Call:
     """Checks the arguments of a call and makes a `Call` of them.
 
-    `values` are the values, if the call has any; `key` may be a cache, which has them. `options`
-    are those of `attention`. `shards` is the number of shards along T and S of the larger call of
-    which this call is one.
+    Args:
+        query: `[*B, T, N, H]`.
+        key: `[*B, S, K, H]`, or a cache.
+        values: the values `[*B, S, K, V]`; nothing for a call without values, and nothing or None
+            to go with a cache.
+        lse: the argument `return_lse`.
+        implementation: the name of the implementation that has to run, or None.
+        shards: the number of devices among which a larger call is sharded along T and S, if this
+            call is the part of one device.
+        options: those of `attention`.
 
     Raises TypeError and ValueError, naming the argument.
     """
@@ -140,7 +148,7 @@ def of_shapes(
     implementation: str | None = None,
     **options: Unpack[WeightOptions],
 ) -> Call:
-    """Checks the options of a call of these sizes and makes a `Call` of them, see `make`."""
+    """Checks the options of a call of the given sizes and makes its `Call`, see `make`."""
     q_positions, q_outside = _positions("q_positions", "[*B, T]", options.get("q_positions"))
     kv_positions, kv_outside = _positions("kv_positions", "[*B, S]", options.get("kv_positions"))
     dropout_key = options.get("dropout_key")
@@ -167,17 +175,26 @@ def of_shapes(
 def _of_cache(
     query: Any, cache: Cache, value: Any = None, **options: Unpack[WeightOptions]
 ) -> tuple[Shapes, WeightOptions]:
-    """Returns the sizes of a call on a cache, and its options with mask and positions."""
+    """Returns the sizes of a call on a cache, and its options with the cache's mask and positions
+    added."""
     for name, argument in (("value", value), ("kv_positions", options.get("kv_positions"))):
         if argument is not None:
-            raise ValueError(f"{name}: a cache brings its own, expected None, got an array")
+            raise ValueError(
+                f"{name}: expected None in a call on a cache, which has its own, got an array"
+            )
     check_array("query", query, "[*B, T, N, H]")
     B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
     sizes = (cache.keys.shape[-1], cache.values.shape[-1])
     keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
     shapes = check_shapes(query, keys, values)
-    cached, mask = cache.mask(), options.get("mask")
-    options["mask"] = cached if mask is None else cached & as_mask(mask)
+    mask = options.get("mask")
+    if mask is None:
+        options["mask"] = cache.mask()
+    else:
+        mask = as_mask(mask)
+        # Checked before it is combined, so that errors name the path in the mask that was passed.
+        _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
+        options["mask"] = cache.mask() & mask
     options["kv_positions"] = cache.kv_positions
     if options.get("q_positions") is None:
         options["q_positions"] = cache.last_positions(shapes.T)
@@ -190,7 +207,7 @@ def _of_cache(
 def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Shapes:
     """Returns the sizes of `query [*B, T, N, H]`, `key [*B, S, K, H]`, `value [*B, S, K, V]`.
 
-    Raises TypeError for dtypes and ValueError for shapes that do not fit together.
+    Raises TypeError for wrong or different dtypes and ValueError for shapes that do not match.
     """
     check_array("query", query, "[*B, T, N, H]", ndim=3)
     check_array("key", key, "[*B, S, K, H]", ndim=3)
@@ -242,72 +259,87 @@ def _check_scale(scale: Any, H: int) -> Any:
     return float(scale) if isinstance(scale, int | float | np.number) else scale
 
 
-def _fits(declared_letter: str, size: Size, wanted: Size | None) -> bool:
-    return wanted is None or size == wanted or (declared_letter.startswith("#") and size == 1)
+def _fits(axis_name: str, size: Size, wanted: Size | None) -> bool:
+    """Returns whether an axis has the wanted size, or size 1 if its name has the mark `#`."""
+    return wanted is None or size == wanted or (axis_name.startswith("#") and size == 1)
 
 
-def _check_letters(path: str, letters: str, shape: Shape, shapes: Shapes, shards: int) -> None:
-    """Raises ValueError unless an array declared along `letters` fits the call.
+def _check_axes(
+    path: str, letters: str, shape: Shape, shapes: Shapes, shards: int, cached: bool
+) -> None:
+    """Raises ValueError unless an array whose axes are declared as `letters` fits the call.
 
-    Letters other than B, T, S and N (table rows, layout cells) may have any size. If the call is
-    one of several shards, arrays along T and S hold all keys.
+    Axes other than B, T, S and N (of table rows or layout cells) may have any size. If the call is
+    one of several shards, an array with both axes T and S holds the keys of all shards.
     """
-    named = letters.split()
-    beside_queries = "T" in split_letters(letters)
+    declared = letters.split()
+    has_queries = "T" in split_letters(letters)
     sizes = {
         "T": shapes.T,
-        "S": shapes.S * shards if beside_queries else shapes.S,
+        "S": shapes.S * shards if has_queries else shapes.S,
         "N": shapes.N,
     }
-    trailing = [x for x in named if "*" not in x]
-    batch = shapes.batch if len(trailing) < len(named) else ()
-    mark = "#" if "*#B" in named else ""
+    trailing = [x for x in declared if "*" not in x]
+    batch = shapes.batch if len(trailing) < len(declared) else ()
+    mark = "#" if "*#B" in declared else ""
     axes = [(f"{mark}B", size) for size in batch]
     axes += [(x, sizes.get(x.lstrip("#"))) for x in trailing]
     if not mark and len(shape) == len(trailing):  # shared by the whole batch
         axes = axes[len(batch) :]
     fits = len(axes) == len(shape) and all(
-        _fits(letter, got, want) for (letter, want), got in zip(axes, shape, strict=True)
+        _fits(name, got, want) for (name, want), got in zip(axes, shape, strict=True)
     )
     if not fits:
-        shown = ", ".join(named).replace("#", "")
+        shown = ", ".join(declared).replace("#", "")
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
         advice = _axes_to_add(path, axes, shape) if mark else ""
+        if cached and declared[-1].endswith("S") and shape[-1:] not in ((1,), (shapes.S,)):
+            advice = (
+                "; S is the cache's capacity: to leave padding out of the cache, write "
+                "valid=attention_mask.astype(bool) where tokens are appended"
+            )
         raise ValueError(
             f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
         )
 
 
 def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
-    """Suggests how to index an array that lacks axes so that it fits; last axes first."""
-    texts = []
+    """Suggests how to index an array that lacks some of `axes`, each a name and a size, so that it
+    fits. Suggestions in which the array has the last axes come first."""
+    suggestions = []
     for subset in itertools.combinations(reversed(range(len(axes))), len(shape)):
-        places = sorted(subset)
-        if all(_fits(*axes[i][:1], n, axes[i][1]) for i, n in zip(places, shape, strict=True)):
-            index = [":" if i in places else "None" for i in range(len(axes))]
+        present = sorted(subset)
+        if all(_fits(axes[i][0], n, axes[i][1]) for i, n in zip(present, shape, strict=True)):
+            index = [":" if i in present else "None" for i in range(len(axes))]
             while index and index[-1] == ":":
                 index.pop()
-            texts.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
-    return f"; write {' or '.join(texts[:2])}" if len(shape) < len(axes) and texts else ""
+            suggestions.append(f"{path.rpartition('.')[2]}[{', '.join(index)}]")
+    if len(shape) >= len(axes) or not suggestions:
+        return ""
+    return f"; write {' or '.join(suggestions[:2])}"
 
 
-def _check_leaves(spec: Spec, shapes: Shapes, shards: int) -> None:
-    """Raises ValueError if an array of mask, score or positions does not fit the call."""
+def _check_leaves(spec: Spec, shapes: Shapes, shards: int, *, cached: bool = False) -> None:
+    """Raises ValueError if an array of mask, score or positions does not fit the call.
+
+    In `cached` calls the error about a wrong S says how padding is left out of a cache.
+    """
     if not jax.tree.leaves(spec):
         return
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     for (path, leaf), letters in zip(leaves, jax.tree.leaves(axis_names(spec)), strict=True):
         if letters:
             name = jax.tree_util.keystr(path).lstrip(".")
-            _check_letters(name, letters, np.shape(leaf), shapes, shards)
+            _check_axes(name, letters, np.shape(leaf), shapes, shards, cached)
     for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(mask, Blocks):
             mask.check_covers(shapes.T * shards, shapes.S * shards)
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
-    """Returns positions in int32, and a traced boolean for whether some do not fit, or None."""
+    """Returns positions in int32, and a traced boolean, true if one does not fit int32, or None if
+    all are known to fit."""
     if value is None:
         return None, None
     check_array(name, value, letters, "integer")
@@ -315,6 +347,7 @@ def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
 
 
 def _either(a: Any, b: Any) -> Any:
+    """Returns `a | b` for traced booleans, of which None stands for False."""
     return b if a is None else a if b is None else a | b
 
 
@@ -326,11 +359,11 @@ def _is_function(x: Any) -> bool:
 
 
 def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
-    """Returns the spec as a key of compiled programs, which outlive this call, and whether any of
-    its functions is transient.
+    """Returns the spec with functions that compiled programs may keep after this call, and whether
+    any of them is transient.
 
-    Users' functions are replaced by snapshots of their current state, and functions that compute
-    the same become one object.
+    JAX looks programs up by the spec. So users' functions are replaced by snapshots of their
+    current state, and functions that compute the same by one object.
     """
     dtype, functions = accumulation(shapes.dtype), []
 
@@ -345,17 +378,19 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
     return spec, any(map(is_transient, functions))
 
 
-_MOST_TRANSIENT = 64  # the most programs kept for each compiled function
+_MOST_TRANSIENT = 64  # the most jitted functions kept for each function that `compiled` decorates
 
 
 def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.jit`, with static arguments by name, for a function whose first argument is a `Call`.
+    """Returns a decorator like `jax.jit` for a function whose first argument is a `Call`.
 
-    It compiles even under `jax_disable_jit`: NaN and infinities of masked pairs then remain inside
-    the program, where JAX's debugging flags do not find them.
+    `static` are the names of static arguments. The function is compiled even under
+    `jax_disable_jit`: NaN and infinities of masked pairs then remain inside the program, where
+    JAX's debugging flags do not find them.
 
-    JAX keeps thousands of programs. Transient calls, which may differ in each call, keep only a
-    few: each has its own jitted function, and JAX drops its programs together with that function.
+    A jitted function keeps its programs, one for each structure of its arguments. Transient calls
+    may have a new structure each time. So each structure gets a jitted function of its own, of
+    which the last `_MOST_TRANSIENT` used are kept; JAX frees the programs of the others.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -364,12 +399,13 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
         @functools.lru_cache(maxsize=_MOST_TRANSIENT)
         def transient(structure: Any) -> Any:
             @functools.wraps(function)
-            def run(leaves: Any, *arguments: Any, **options: Any) -> Any:
+            def run_leaves(leaves: Any, *arguments: Any, **options: Any) -> Any:
                 return function(jax.tree.unflatten(structure, leaves), *arguments, **options)
 
-            return jax.jit(run, static_argnames=static)
+            return jax.jit(run_leaves, static_argnames=static)
 
-        def chosen(call: Call) -> tuple[Any, Any]:
+        def jitted_function(call: Call) -> tuple[Any, Any]:
+            """Returns a jitted function and its first argument: the call, or the call's leaves."""
             if not call.transient:
                 return lasting, call
             leaves, structure = jax.tree.flatten(call)
@@ -377,15 +413,15 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def run_compiled(call: Call, *arguments: Any, **options: Any) -> Any:
-            program, operand = chosen(call)
+            jitted, operand = jitted_function(call)
             if not getattr(jax.config, "jax_disable_jit", False):
-                return program(operand, *arguments, **options)
+                return jitted(operand, *arguments, **options)
             with jax.disable_jit(False):
-                return program(operand, *arguments, **options)
+                return jitted(operand, *arguments, **options)
 
         def lower(call: Call, *arguments: Any, **options: Any) -> Any:
-            program, operand = chosen(call)
-            return program.lower(operand, *arguments, **options)
+            jitted, operand = jitted_function(call)
+            return jitted.lower(operand, *arguments, **options)
 
         setattr(run_compiled, "lower", lower)  # noqa: B010
         return run_compiled

@@ -1,7 +1,7 @@
-"""Checks of users' arguments that more than one file makes.
+"""Checks of arguments that more than one file needs.
 
-Each check raises TypeError for a value of the wrong type or dtype and ValueError for a wrong value
-or shape, naming the argument, the expected value and the one passed.
+Each check raises TypeError for a wrong type or dtype and ValueError for a wrong value or shape. The
+message names the argument, what was expected, and what was passed.
 """
 
 import contextlib
@@ -40,8 +40,11 @@ def check_array(
     rank: int | None = None,
     shape: Shape | None = None,
 ) -> None:
-    """Checks for an array of a kind of dtype, with at least `ndim` or exactly `rank` axes, or of a
-    shape."""
+    """Checks for an array whose dtype is of a kind of `KINDS`.
+
+    `letters` are its axis names for messages. It needs at least `ndim` axes, exactly `rank` axes,
+    or exactly the shape `shape`, if these are passed.
+    """
     is_array = getattr(value, "dtype", None) is not None and hasattr(value, "shape")
     if not is_array or not any(jnp.issubdtype(value.dtype, x) for x in KINDS[kind]):
         article = "an" if kind == "integer" else "a"
@@ -55,7 +58,7 @@ def check_array(
 
 
 def check_like(name: str, value: Any, other: Any) -> None:
-    """Checks that an array has the dtype of another, which the message calls the query."""
+    """Checks that an array has the dtype of `other`, which the message calls the query."""
     if value.dtype != other.dtype:
         raise TypeError(
             f"{name}: expected the query's dtype {other.dtype}, got {value.dtype}; cast first"
@@ -63,13 +66,13 @@ def check_like(name: str, value: Any, other: Any) -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Checks several sizes by name, see `check_size`."""
+    """Checks several sizes, see `check_size`."""
     for name, size in sizes.items():
         check_size(name, size)
 
 
 def check_size(name: str, value: Any, least: int = 1) -> None:
-    """Checks for an integer that an axis can have as size, or a symbolic dimension."""
+    """Checks for an integer from `least` to the largest size of an axis, or a symbolic size."""
     if jax.export.is_symbolic_dim(value):
         return
     if not is_integer(value):
@@ -80,9 +83,9 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
-    """Checks for a finite number, or a float array without axes or, if `per_head`, `[N]`.
+    """Checks for a finite number or a scalar float array or, if `per_head`, a float array `[N]`.
 
-    The values of an array are checked if they are known.
+    Values of a traced array are not checked.
     """
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
@@ -109,7 +112,8 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_operands(owner: str, operands: Any) -> None:
-    """Checks the operands of a user's function: numbers and arrays that JAX would not narrow."""
+    """Checks the operands of a user's function: numbers and arrays that JAX can represent, without
+    integers that it would wrap around to its default width."""
     for path, x in jax.tree_util.tree_leaves_with_path(operands):
         name = f"{owner}: operand {jax.tree_util.keystr(path)}"
         dtype = getattr(x, "dtype", None)
@@ -122,7 +126,7 @@ def check_operands(owner: str, operands: Any) -> None:
         least, most = known_range(x) or (0, 0)
         bits = 64 if jax.config.read("jax_enable_x64") else 32
         if least < -(2 ** (bits - 1)) or most >= 2 ** (bits - (dtype is None or dtype.kind == "i")):
-            raise ValueError(f"{name}: expected integers of {bits} bits, got {shown(x)}")
+            raise ValueError(f"{name}: expected integers that fit {bits} bits, got {shown(x)}")
 
 
 def _is_known_to_jax(dtype: Any) -> bool:
@@ -138,7 +142,8 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
-    """Checks that a function takes these arguments and operands, if it has a signature."""
+    """Checks that a user's function can be called with the arguments `wanted`, by position, and
+    the operands after them. Functions without a signature are not checked."""
     check_function(f"{owner}: fn", fn)
     try:
         signature = inspect.signature(fn)
@@ -163,9 +168,10 @@ def function_name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def explained(owner: str, fn: Any) -> Iterator[None]:
-    """A context that explains errors of a user's function that fails with traced arguments.
+    """Returns a context for calls of a user's function with traced arguments.
 
-    Other errors pass, with a note if the right replacement is known.
+    JAX's errors about traced values become TypeErrors that say what to write instead. Other errors
+    are raised unchanged, with a note if there is advice about them.
     """
     try:
         yield
@@ -196,13 +202,14 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
 
 
 def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
-    """Returns a user function's result as an array without axes, boolean or float.
+    """Returns the result of a user's function as a scalar array of the kind "boolean" or
+    "floating-point".
 
-    Raises TypeError for anything else, naming the function.
+    Raises TypeError for any other result, naming the function.
     """
     got, advice = type(value).__name__, ""
     if value is None:
-        got, advice = "None; it returned nothing", ": end it with `return`"
+        got, advice = "None", "; end the function with `return`"
     elif isinstance(value, bool | int | float | complex) or _is_known_to_jax(
         getattr(value, "dtype", object)
     ):
@@ -211,29 +218,30 @@ def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
         if is_of_kind and not value.shape:
             return value
         got = f"{value.dtype} {list(value.shape)}"
-        advice = _INSTEAD.get((kind, value.dtype.kind), "")
+        advice = _RESULT_ADVICE.get((kind, value.dtype.kind), "")
         if value.shape:
-            advice = "; read arrays at b, h, q_idx and kv_idx"
+            advice = "; index arrays with b, h, q_idx and kv_idx"
     article = {"boolean": "a boolean", "floating-point": "a float"}[kind]
     raise TypeError(f"{owner}: {function_name(fn)} must return {article} scalar, got {got}{advice}")
 
 
-_INSTEAD = {
-    ("boolean", "f"): "; a function that changes scores goes to score=",
-    ("boolean", "i"): "; compare it with != 0",
-    ("floating-point", "b"): "; a function that allows pairs goes to mask=",
-    ("floating-point", "i"): "; write .astype(score.dtype)",
+_RESULT_ADVICE = {
+    ("boolean", "f"): "; pass a function that changes scores as score=",
+    ("boolean", "i"): "; return x != 0",
+    ("floating-point", "b"): "; pass a function that allows pairs as mask=",
+    ("floating-point", "i"): "; return x.astype(score.dtype)",
 }
+"""Advice by the expected kind and the kind of the returned dtype, see `numpy.dtype.kind`."""
 
 
 def check_dtype(name: str, value: Any) -> None:
     """Checks for a floating-point dtype."""
     try:
         is_dtype = value is not None and not isinstance(value, np.generic | np.ndarray | jax.Array)
-        right = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        is_float = is_dtype and jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except (TypeError, ValueError):
-        right = False
-    if not right:
+        is_float = False
+    if not is_float:
         raise TypeError(f"{name}: expected a floating-point dtype, got {shown(value)}")
 
 
@@ -246,13 +254,13 @@ def check_rate(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Checks for True or False, known while tracing."""
+    """Checks for True or False; a traced boolean raises TypeError."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name}: expected True or False, got {_type(value)}")
 
 
 def check_key(name: str, value: Any) -> None:
-    """Checks for a JAX random key, typed or raw."""
+    """Checks for one JAX random key: a typed key, or a raw one of uint32."""
     dtype = getattr(value, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
@@ -263,11 +271,11 @@ def check_key(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Checks for one of the choices: strings, truth values and None."""
+    """Checks for one of the choices, which are strings, booleans or None."""
     if not isinstance(value, str | bool | None) or value not in choices:
-        *first, last = map(repr, choices)
-        names = f"{', '.join(first)} or {last}" if first else last
-        raise ValueError(f"{name}: expected {names}, got {shown(value)}")
+        *others, last = map(repr, choices)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
 
 
 def check_precision(name: str, value: Any) -> None:
@@ -280,13 +288,13 @@ def check_precision(name: str, value: Any) -> None:
 
 def _is_precision(value: Any) -> bool:
     try:
-        return _multiplies(value)
-    except TypeError:  # not hashable
+        return _is_accepted_by_dot(value)
+    except TypeError:  # not hashable, which the cache below needs
         return False
 
 
 @functools.lru_cache(maxsize=64)
-def _multiplies(precision: Any) -> bool:
+def _is_accepted_by_dot(precision: Any) -> bool:
     vector = jax.ShapeDtypeStruct((1,), jnp.float32)
     try:
         jax.eval_shape(lambda x: jnp.dot(x, x, precision=precision), vector)
@@ -300,7 +308,7 @@ def _type(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for messages: its repr in one line, shortened."""
+    """Returns the text of a value for messages: its repr, in one line and shortened."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"an integer of {value.bit_length()} bits"
     text = " ".join(repr(value).split())

@@ -1,4 +1,4 @@
-"""Decoding: attention of the next tokens, whose keys and values are appended to a cache."""
+"""`cached_attention`: one step of decoding, which appends to a cache and attends to it."""
 
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -57,20 +57,22 @@ def cached_attention(
 ) -> Any:
     """Appends keys and values to a cache and attends to it: returns `(out [B, T, N, V], cache)`.
 
-    T is any number of tokens; tokens that a `RollingCache` cannot take at once are appended in
-    pieces.
+    T is any number of tokens: more than the `chunk` of a `RollingCache` are appended in several
+    steps.
 
     Args:
         query: `[B, T, N, H]`.
         key: `[B, T, K, H]`.
         value: `[B, T, K, V]`.
-        cache: a cache of `jattn.cache` for B rows.
-        valid: bool `[B, T]`, False for padding, which is not appended and whose `out` has no
-            meaning.
-        return_lse: return `(out, lse [B, N, T])` in place of `out`, as `attention` does.
-        options: as in `attention`, except for positions, which the cache knows.
+        cache: a cache of `jattn.cache` for B batch rows.
+        valid: bool `[B, T]`, False for padding, as in prompts of different lengths. Padding is not
+            appended, and its `out` has no meaning. A mask instead would leave it in the cache.
+        return_lse: whether to return `(out, lse [B, N, T])` in place of `out`, as `attention` does.
+        options: as in `attention`, except for positions, which come from the cache. A mask has S =
+            the cache's capacity.
 
-    Raises the errors of `append` and `attention`, and NotImplementedError for dropout in pieces.
+    Raises the errors of `append` and `attention`, and NotImplementedError for dropout if the tokens
+    are appended in several steps.
 
     >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8)
     >>> out, cache = jattn.cached_attention(q, k[:, :5], v[:, :5], cache, mask=masks.Causal())
@@ -82,52 +84,54 @@ def cached_attention(
     arguments: dict[str, Any] = {**options, "return_lse": return_lse}
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     if T > chunk:
-        return _in_pieces(query, key, value, cache, valid, arguments)
+        return _in_chunks(query, key, value, cache, valid, arguments)
     positions = cache.next_positions(T, valid)
     appended: Any = cache.append(key, value, valid)
     return attention(query, appended, q_positions=positions, **arguments), appended
 
 
-def _in_pieces(
+def _in_chunks(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Computes `cached_attention` for as many tokens at a time as the cache takes."""
+    """Computes `cached_attention` for `cache.chunk` tokens at a time."""
     if arguments.get("dropout_rate"):
         raise NotImplementedError(
-            f"dropout of more tokens at a time than the cache takes ({cache.chunk})"
+            f"dropout_rate: expected 0 for more than the cache's chunk of {cache.chunk} tokens, "
+            f"got {query.shape[1]} tokens and a rate of {arguments['dropout_rate']}"
         )
     (B, T), chunk = query.shape[:2], cache.chunk
-    pieces = -(-T // chunk)
+    num_chunks = -(-T // chunk)
 
     def split(x: Any, axis: int = 1) -> Array:
+        """Pads T to whole chunks and splits it: `[…, T, …]` to `[num_chunks, …, chunk, …]`."""
         x = jnp.moveaxis(jnp.asarray(x), axis, 0)
-        x = jnp.pad(x, ((0, pieces * chunk - T), *((0, 0),) * (x.ndim - 1)))
-        return jnp.moveaxis(x.reshape(pieces, chunk, *x.shape[1:]), 1, axis + 1)
+        x = jnp.pad(x, ((0, num_chunks * chunk - T), *((0, 0),) * (x.ndim - 1)))
+        return jnp.moveaxis(x.reshape(num_chunks, chunk, *x.shape[1:]), 1, axis + 1)
 
-    # Arrays of mask and score along T are split with the queries.
-    rules = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
-    leaves, structure = jax.tree.flatten(rules)
-    letters = jax.tree.leaves([axis_names(rule) for rule in rules.values()])
-    axes = [axis_of("T", name, x.ndim) for name, x in zip(letters, leaves, strict=True)]
+    # Arrays of mask and score that have an axis T are split like the queries.
+    trees = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
+    leaves, structure = jax.tree.flatten(trees)
+    letters = jax.tree.leaves([axis_names(tree) for tree in trees.values()])
+    axes = [axis_of("T", names, x.ndim) for names, x in zip(letters, leaves, strict=True)]
     split_leaves = [
         None if axis is None or x.shape[axis] == 1 else split(x, axis)
         for axis, x in zip(axes, leaves, strict=True)
     ]
 
-    def piece(cache: Cache, operands: Any) -> tuple[Cache, Any]:
+    def attend_chunk(cache: Cache, operands: Any) -> tuple[Cache, Any]:
         query, key, value, valid, split_leaves = operands
-        piece_leaves = [x if y is None else y for x, y in zip(leaves, split_leaves, strict=True)]
-        piece_arguments = arguments | jax.tree.unflatten(structure, piece_leaves)
-        out, cache = cached_attention(query, key, value, cache, valid=valid, **piece_arguments)
+        chunk_leaves = [x if y is None else y for x, y in zip(leaves, split_leaves, strict=True)]
+        chunk_arguments = arguments | jax.tree.unflatten(structure, chunk_leaves)
+        out, cache = cached_attention(query, key, value, cache, valid=valid, **chunk_arguments)
         return cache, out
 
-    valid = jnp.ones((B, T), bool) if valid is None else valid
+    valid = jnp.ones((B, T), bool) if valid is None else valid  # `split` pads it with False
     cache, results = jax.lax.scan(
-        piece, cache, (*map(split, (query, key, value, valid)), split_leaves)
+        attend_chunk, cache, (*map(split, (query, key, value, valid)), split_leaves)
     )
 
     def joined(x: Array, axis: int) -> Array:
-        """Concatenates pieces `[pieces, B, …, chunk, …]` along the piece's axis of the chunk."""
+        """Undoes `split`: `[num_chunks, …, chunk, …]` to `[…, T, …]`, with T at `axis`."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, T, axis=axis)

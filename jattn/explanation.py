@@ -1,9 +1,9 @@
-"""`explain`: which kernel runs a call and why not the others, which scores it computes and skips,
-its memory, and what would make it faster.
+"""`explain`: which implementation runs a call and why others do not, how many tiles of scores it
+skips, how much memory it needs, and what would make it faster.
 
-The share of tiles comes from the mask's own tile map. A function that allows the same pairs as
-`Causal`, `Window` or `Prefix` is recognised by comparing pairs, because kernels without support for
-functions can run these masks.
+The shares of tiles come from the mask's tile map. For a mask that is a function, the allowed pairs
+of some queries are compared with those of `Causal`, `Window` and `Prefix`: these masks may skip
+more tiles, and more kernels support them.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ from jattn.spec import Shapes, Spec
 
 __all__ = ["Explanation", "Tiles", "explain"]
 
-_BLOCK = 128  # queries and keys of a tile
-_MAPS = 64  # the most heads whose tile maps are computed
-_ROWS = 64  # the most queries whose keys are compared
+_BLOCK = 128  # the number of queries, and of keys, in a tile
+_MAX_MAPS = 64  # the most heads whose tile maps are computed
+_MAX_QUERIES = 64  # the most queries whose allowed keys are compared
 
 
 class Tiles(NamedTuple):
@@ -54,22 +54,24 @@ class Tiles(NamedTuple):
 
 
 class Explanation(dict[str, str | None]):
-    """A dictionary of all implementations: None if it can run a call, else its reason.
+    """A dictionary from the name of each implementation to the reason why it cannot run a call, or
+    None if it can.
 
-    runs: the implementation that `implementation=None` takes.
-    by_name: kernels for the platform that can run the call, but only if named: no device has run
-        them yet.
-    tiles: the `Tiles` of its mask; None if there are no pairs, or the mask is traced.
-    flops: floating-point operations of the forward pass's two products, without empty tiles.
-    bytes: the bytes of all arguments and results of the call.
-    temporaries: further bytes that the forward pass, compiled for one device, takes; None for
-        another platform than that of the query, and for traced masks and scores. The kernel in C++
-        takes in addition a few tiles for each thread, which the compiler does not count.
-    tokens: how devices share the tokens of query, key and value, if these are sharded along tokens.
-    advice: a change that would skip more or allow more implementations; None if none is known.
+    runs: the implementation that `implementation=None` selects.
+    by_name: further kernels made for the platform that can run the call, but only if a call names
+        them, because they have not been tested on such a device yet.
+    tiles: the `Tiles` of the mask; None if there are no pairs, or if the mask is traced.
+    flops: floating-point operations of the two matrix products of the forward pass, without those
+        of empty tiles.
+    bytes: the bytes of all arguments and results.
+    temporaries: the bytes that the forward pass, compiled for one device, needs in addition; None
+        for a platform other than the query's, and for traced masks and scores. The kernel in C++
+        also needs a few tiles for each thread, which are not counted.
+    tokens: how devices share the tokens, if query, key and value are sharded along them.
+    advice: a mask that would skip more tiles or allow more kernels; None if none is known.
 
-    Printed, or shown by a notebook, it is a table. Tiles are counted, and the program is compiled,
-    on first access.
+    It is shown as a table, by `print` and in notebooks. `tiles`, `flops`, `temporaries` and
+    `advice` are computed on first access; `temporaries` compiles the program.
     """
 
     def __init__(
@@ -85,14 +87,15 @@ class Explanation(dict[str, str | None]):
         Args:
             operands: query, key and value, or query and cache.
             lower: returns the lowered program of the call and the operands; None if it cannot be
-                lowered.
-            cache_reasons: the reasons of implementations for caches alone, which come first.
+                lowered here.
+            cache_reasons: the entries of implementations for caches alone. They come first, because
+                they are tried first.
         """
         reasons = registry.reasons(call, platform)
         super().__init__({**cache_reasons, **reasons})
         self.runs = next(name for name, reason in self.items() if reason is None)
-        _, *later = (name for name, reason in reasons.items() if reason is None)
-        self.by_name = tuple(x for x in later if registry.is_for(x, platform))
+        _, *others = (name for name, reason in reasons.items() if reason is None)
+        self.by_name = tuple(x for x in others if registry.is_for(x, platform))
         self._call = None if _is_traced(call) else call  # an attribute must not hold tracers
         self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
@@ -107,8 +110,8 @@ class Explanation(dict[str, str | None]):
     @functools.cached_property
     def flops(self) -> float:
         B, N, T, S = self._shapes.B, self._shapes.N, self._shapes.T, self._shapes.S
-        visited = 1 - self.tiles.empty if self.tiles else 1.0
-        return 2.0 * B * N * T * S * (self._shapes.H + self._shapes.V) * visited
+        share = 1 - self.tiles.empty if self.tiles else 1.0
+        return 2.0 * B * N * T * S * (self._shapes.H + self._shapes.V) * share
 
     @functools.cached_property
     def temporaries(self) -> int | None:
@@ -132,7 +135,7 @@ class Explanation(dict[str, str | None]):
         if self.tiles:
             yield "tiles", str(self.tiles)
         yield "products", f"{self.flops / 1e9:.3g} GFLOP forward"
-        yield "arrays", f"{self.bytes / 1e6:.3g} MB given and returned"
+        yield "arrays", f"{self.bytes / 1e6:.3g} MB of arguments and results"
         if self.temporaries is not None:
             yield "temporaries", f"{self.temporaries / 1e6:.3g} MB forward"
         if self.tokens:
@@ -159,9 +162,9 @@ def _bytes(call: Call, operands: Any) -> Size:
     """Returns the bytes of the operands, of the arrays of mask and score, and of the results."""
     shapes = call.shapes
     inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((call.spec, operands)))
-    rows = shapes.B * shapes.T * shapes.N
-    lse = jnp.dtype(accumulation(shapes.dtype)).itemsize if call.needs_lse else 0
-    return inputs + rows * (shapes.V * shapes.dtype.itemsize + lse)
+    lse_bytes = jnp.dtype(accumulation(shapes.dtype)).itemsize if call.needs_lse else 0
+    out_bytes = shapes.V * shapes.dtype.itemsize
+    return inputs + shapes.B * shapes.T * shapes.N * (out_bytes + lse_bytes)
 
 
 @advised(Options)
@@ -176,12 +179,14 @@ def explain(
 ) -> Explanation:
     """Returns which implementations can run `attention` with these arguments on a platform.
 
-    Maps each name to None if it can run the call, else to the reason why not; `implementation=None`
-    takes the first without a reason. Printed, it also lists the kinds of tiles that the mask
-    leaves, operations, bytes, temporaries of the compiled program, and what would be faster, see
-    `jattn.explanation`. `platform` is "cpu", "cuda" or "gpu", "rocm" or "tpu", for which the
-    program is lowered; the default is the platform of the query or, while tracing, JAX's default.
-    The other arguments are those of `attention`; `implementation` changes nothing.
+    The result maps each name to the reason why it cannot run the call, or to None if it can;
+    `implementation=None` selects the first that supports the call. Printed, the result also shows
+    how many tiles the mask leaves, the number of operations, the memory, and what would be faster;
+    see `jattn.explanation.Explanation`.
+
+    `platform` is the platform for which the program would be lowered: "cpu", "cuda" or "gpu",
+    "rocm", or "tpu"; by default that of the query or, while tracing, JAX's default. The other
+    arguments are those of `attention`; `implementation` has no effect.
 
     >>> jattn.explain(q, k, v, score=scores.SoftCap(30.0), platform="cuda")["cudnn"]
     'expected bfloat16 or float16, got float32'
@@ -200,7 +205,8 @@ def explain(
 
 
 def _platform_of(x: Any) -> str:
-    """Returns the platform of an array's device, or of the device where JAX would put it."""
+    """Returns the platform of an array's device; for a tracer or another value, of JAX's default
+    device."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         device = next(iter(x.devices()))
     else:
@@ -222,35 +228,38 @@ def _is_traced(call: Call) -> bool:
 
 
 def tiles_of(call: Call) -> Tiles | None:
-    """Returns the shares of tiles, over a sample of the heads if they differ; None if unknown."""
+    """Returns the shares of tiles, over a sample of the heads if heads differ; None if there are no
+    tiles or the batch size is symbolic."""
     spec, shapes = call.spec, call.shapes
     if not isinstance(shapes.B, int) or 0 in (shapes.B, shapes.T, shapes.S):
         return None
     with jax.ensure_compile_time_eval():
-        counts = np.sum([_counts(spec, shapes, b, h) for b, h in _some_heads(spec, shapes)], axis=0)
+        samples = [_count_tiles(spec, shapes, b, h) for b, h in _sampled_heads(spec, shapes)]
+        counts = np.sum(samples, axis=0)
     empty, mixed, full = (float(x) for x in counts / counts.sum())
     return Tiles(_BLOCK, empty, mixed, full)
 
 
-def _some_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
-    """Returns batch rows and heads, `_MAPS` at most and evenly spread, that represent all."""
+def _sampled_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
+    """Returns evenly spaced pairs of batch row and head, at most `_MAX_MAPS`; one pair if the mask
+    is the same for all."""
     rows, heads = leading(spec)
-    functions = _has_function(spec.mask)
-    B = shapes.B if functions or math.prod(rows) > 1 else 1
-    N = shapes.N if functions or heads > 1 else 1
-    stride = -(-B * N // _MAPS)
-    return [divmod(place, N) for place in range(0, B * N, stride)]
+    has_function = _has_function(spec.mask)  # it may depend on b and h
+    B = shapes.B if has_function or math.prod(rows) > 1 else 1
+    N = shapes.N if has_function or heads > 1 else 1
+    stride = -(-B * N // _MAX_MAPS)
+    return [divmod(i, N) for i in range(0, B * N, stride)]
 
 
-def _counts(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
-    """Returns the numbers of empty, mixed and full tiles of a head."""
+def _count_tiles(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
+    """Returns the numbers of empty, mixed and full tiles of head h of batch row b, `[3]`."""
     q, kv = (
         None if x is None else np.asarray(x).reshape(-1, x.shape[-1])[min(b, x.size // n - 1)]
         for x, n in ((spec.q_positions, shapes.T), (spec.kv_positions, shapes.S))
     )
-    flat = flatten_batch(spec.mask, shapes.batch)
+    mask = flatten_batch(spec.mask, shapes.batch)
     kinds = masks.tile_map(
-        flat, shapes.T, shapes.S, _BLOCK, _BLOCK, b=b, h=h, q_positions=q, kv_positions=kv
+        mask, shapes.T, shapes.S, _BLOCK, _BLOCK, b=b, h=h, q_positions=q, kv_positions=kv
     )
     return np.bincount(np.asarray(kinds).ravel(), minlength=3)
 
@@ -263,59 +272,68 @@ def _has_function(mask: Mask) -> bool:
     return any(isinstance(x, Predicate) for x in leaves)
 
 
-def _advice(call: Call, platform: str, tiles: Tiles, known: dict[str, str | None]) -> str | None:
-    """Returns the gain from a named mask in place of a function, as text."""
+def _advice(
+    call: Call, platform: str, tiles: Tiles, old_reasons: dict[str, str | None]
+) -> str | None:
+    """Returns a text with the mask of `jattn.masks` to write in place of a function, and what it
+    gains; None if nothing."""
     spec, shapes = call.spec, call.shapes
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
         return None
     with jax.ensure_compile_time_eval():
-        same = _recognised(spec.mask, shapes)
-    if same is None:
+        recognised = _recognised(spec.mask, shapes)
+    if recognised is None:
         return None
-    shown, mask = same
-    renamed = dataclasses.replace(call, spec=dataclasses.replace(spec, mask=mask))
-    left, reasons = tiles_of(renamed), registry.reasons(renamed, platform)
-    gained = [name for name, reason in known.items() if reason and not reasons.get(name, reason)]
+    text, mask = recognised
+    new_call = dataclasses.replace(call, spec=dataclasses.replace(spec, mask=mask))
+    new_tiles, new_reasons = tiles_of(new_call), registry.reasons(new_call, platform)
+    more_kernels = [x for x, old in old_reasons.items() if old and not new_reasons.get(x, old)]
     gains = []
-    if left and left.empty > tiles.empty + 0.005:
-        times = (1 - tiles.empty) / max(1 - left.empty, 1e-9)
-        gains.append(f"it leaves {times:.3g} × fewer tiles")
-    if gained:
-        gains.append(f"{', '.join(gained)} can run it")
-    return f"{shown} allows the same pairs, and {', and '.join(gains)}" if gains else None
+    if new_tiles and new_tiles.empty > tiles.empty + 0.005:  # half a percent: worth a change
+        ratio = (1 - tiles.empty) / max(1 - new_tiles.empty, 1e-9)
+        gains.append(f"it leaves {ratio:.3g} × fewer tiles")
+    if more_kernels:
+        gains.append(f"{', '.join(more_kernels)} can run it")
+    return f"{text} allows the same pairs, and {', and '.join(gains)}" if gains else None
 
 
 def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
-    """Returns a named mask that allows the same keys to all sampled queries, and its text."""
+    """Returns the text of a mask of `jattn.masks` that allows the same keys to sampled queries of
+    the first and the last head, and the mask itself; None if there is none."""
     T, S = shapes.T, shapes.S
-    rows = np.unique(np.linspace(0, T - 1, min(T, _ROWS)).astype(np.int32))
-    columns = np.arange(S, dtype=np.int32)
-    allowed = _rows_of(mask, 0, 0, rows, columns)
+    queries = np.unique(np.linspace(0, T - 1, min(T, _MAX_QUERIES)).astype(np.int32))
+    keys = np.arange(S, dtype=np.int32)
+    allowed = _allowed_keys(mask, 0, 0, queries, keys)
     if shapes.B * shapes.N > 1:
-        last_head = _rows_of(mask, shapes.B - 1, shapes.N - 1, rows, columns)
-        if not np.array_equal(allowed, last_head):
+        in_last_head = _allowed_keys(mask, shapes.B - 1, shapes.N - 1, queries, keys)
+        if not np.array_equal(allowed, in_last_head):
             return None
-    for shown, candidate in _candidates(rows, allowed):
-        if np.array_equal(_rows_of(candidate, 0, 0, rows, columns), allowed):
-            return shown, candidate
+    for text, candidate in _candidates(queries, allowed):
+        if np.array_equal(_allowed_keys(candidate, 0, 0, queries, keys), allowed):
+            return text, candidate
     return None
 
 
-def _rows_of(mask: Mask, b: int, h: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    return np.asarray(mask(b, h, Span(jnp.asarray(rows), jnp.asarray(rows)), jnp.asarray(columns)))
+def _allowed_keys(mask: Mask, b: int, h: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns which of S keys the mask allows to n queries, both at arange positions: `[n, S]`."""
+    rows = Span(jnp.asarray(queries), jnp.asarray(queries))
+    return np.asarray(mask(b, h, rows, jnp.asarray(keys)))
 
 
-def _candidates(rows: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
-    """Yields masks suggested by the allowed keys `[n, S]` of some queries, simplest first."""
+def _candidates(queries: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
+    """Yields masks that may allow the keys `allowed [n, S]` to `queries [n]`, simplest first, each
+    with its text."""
     S = allowed.shape[1]
-    first = allowed.argmax(axis=1)
-    last = S - 1 - allowed[:, ::-1].argmax(axis=1)
+    first_key = allowed.argmax(axis=1)
+    last_key = S - 1 - allowed[:, ::-1].argmax(axis=1)
     yield "Full()", masks.Full()
     yield "Causal()", masks.Causal()
-    left = int((rows - first)[first > 0].max(initial=0))
-    right = int((last - rows)[last < S - 1].max(initial=0))
+    # Queries that attend to key 0 say nothing about how far a window reaches to the left, and
+    # queries that attend to the last key nothing about how far it reaches to the right.
+    left = int((queries - first_key)[first_key > 0].max(initial=0))
+    right = int((last_key - queries)[last_key < S - 1].max(initial=0))
     yield f"Causal() & Window(left={left})", masks.Causal() & masks.Window(left=left)
     yield f"Window(left={left}, right={right})", masks.Window(left=left, right=right)
-    prefix = int(last[0]) + 1
+    prefix = int(last_key[0]) + 1  # query 0 attends to the prefix alone
     yield f"Causal() | Prefix({prefix})", masks.Causal() | masks.Prefix(prefix)

@@ -1,10 +1,12 @@
 """The mechanisms that led to scaled dot-product attention, each written as its formula.
 
-They range from mixing tokens with a fixed matrix (`interaction`) and similarity without weights
-(`simple_self_attention`) to query, key and value (`self_attention`). Two are the first scores of
-attention: additive (Bahdanau et al. 2015) and multiplicative (Luong et al. 2015).
-Here E is the size of the inputs, H1 that of values, H2 that of queries and keys, A that of the
-additive score's hidden layer. All take any number of leading batch axes.
+They range from mixing tokens with a fixed matrix (`interaction`) and similarity without learned
+weights (`simple_self_attention`) to query, key and value (`self_attention`). Two are the first
+score functions of attention: additive (Bahdanau et al. 2015) and multiplicative (Luong et al.
+2015).
+
+Sizes: E of inputs, H1 of values, H2 of queries and keys, A of the hidden layer of the additive
+score. All functions accept any number of leading batch axes `*B`.
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -58,14 +60,14 @@ def _single_head(
 
 
 def _check_tokens(**arrays: Any) -> None:
-    """Raises TypeError or ValueError unless all are float arrays `[*B, tokens, features]`."""
+    """Raises TypeError or ValueError unless these are float arrays `[*B, tokens, features]`."""
     for name, array in arrays.items():
         check_array(name, array, "[*B, tokens, features]", ndim=2)
 
 
 def _check_matrix(name: str, array: Any, letters: str, *sizes: int) -> None:
-    """Raises TypeError or ValueError unless the array is a float matrix whose first sizes are
-    these."""
+    """Raises TypeError or ValueError unless the array is a float matrix with these first sizes; a
+    size that is not passed may be any."""
     check_array(name, array, letters, rank=2)
     wanted = [*sizes, *array.shape[len(sizes) :]]
     _check_shape(name, f"{letters} = {wanted}", array.shape, list(array.shape) == wanted)
@@ -79,10 +81,10 @@ def _check_shape(name: str, wanted: str, got: Shape, fits: bool) -> None:
 def simple_self_attention(
     x: Float[Array, "*B T E"], *, mask: MaskLike = None
 ) -> Float[Array, "*B T E"]:
-    """Self-attention without weights: softmax(x xᵀ) x.
+    """Self-attention without learned weights: softmax(x xᵀ) x.
 
-    Each token becomes a mean of all tokens `x [*B, T, E]`, weighted by similarity. Nothing is
-    learned and nothing is scaled: the same x serves as queries, keys and values.
+    The output of each token is the mean of all tokens `x [*B, T, E]`, weighted by similarity. The
+    queries, keys and values are x itself, and scores are not scaled.
 
     >>> print(jattn.simple_self_attention(jnp.eye(3)).round(2))
     [[0.58 0.21 0.21]
@@ -103,11 +105,11 @@ def self_attention(
 ) -> Float[Array, "*B T H1"]:
     """Self-attention with three weight matrices: softmax(Q Kᵀ / √H2) V.
 
-    Q = x w_query, K = x w_key, V = x w_value with `x [*B, T, E]`. Sizes E, H1 and H2 may all
-    differ. `scale=1` leaves the scaling out. `mask=masks.Causal()` makes it causal; options as in
-    `attention`. Vaswani et al. 2017, section 3.2.1, with one head.
+    Q = x w_query, K = x w_key, V = x w_value with `x [*B, T, E]`; E, H1 and H2 may all differ.
+    Options are those of `attention`: `mask=masks.Causal()` makes it causal, and `scale=1` omits the
+    division by √H2. Vaswani et al. 2017, section 3.2.1, with one head.
 
-    Raises ValueError for matrices that do not fit x, and the errors of `attention`.
+    Raises ValueError for matrices of the wrong shape, and the errors of `attention`.
 
     >>> jattn.self_attention(q[:, :, 0], *jnp.ones((3, 8, 6)), mask=masks.Causal()).shape
     (2, 5, 6)
@@ -120,15 +122,16 @@ def self_attention(
 
 
 def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S"]:
-    """Makes weights causal: sets later keys to zero and divides each row by its remaining sum.
+    """Makes weights causal: sets the weights of later keys to 0 and divides by the remaining sum.
 
-    The first derivation of causal attention: take the softmax over all keys, set the weights of
-    later keys to zero, and normalise again. With w = exp(s) / Σ exp(s), the full denominator
-    cancels in w_j / Σ_{k ≤ i} w_k = exp(s_j) / Σ_{k ≤ i} exp(s_k): exactly the softmax of scores in
-    which later keys are −inf, independent of the later keys. Masking by −inf is preferred, because
-    here a row whose weight lies all on later keys divides 0 by 0 (it becomes 0).
+    This is one way to derive causal attention. For query i the weights after a softmax over all
+    keys are w_j = exp(s_j) / Σ_k exp(s_k). The denominator cancels in w_j / Σ_{k ≤ i} w_k =
+    exp(s_j) / Σ_{k ≤ i} exp(s_k), which is the softmax of scores with −inf for later keys. Setting
+    scores to −inf is preferred: here, if all weights of a query round to 0 except on later keys,
+    the division is 0 / 0 (and the result set to 0).
 
-    `weights` are `[*B, T, S]`, after the softmax, at positions arange(T) and arange(S).
+    `weights` are `[*B, T, S]`, after the softmax, for queries and keys at positions arange(T) and
+    arange(S).
 
     >>> print(jattn.renormalised_causal(jnp.full((2, 2), 0.5)))
     [[1.  0. ]
@@ -147,17 +150,18 @@ def interaction(
     left: Float[Array, "T S"] | Float[Array, "*B T S"] | None = None,
     right: Float[Array, "E H1"] | None = None,
 ) -> Float[Array, "*B T _"]:
-    """Y = L X R: tokens mix through L, channels through R.
+    """Y = L X R: L mixes tokens, R mixes the features of each token.
 
-    Row i of `left` holds the share of each token in output i; `right` maps every token alike.
-    Attention is the case in which L = softmax(Q Kᵀ) depends on the tokens themselves and R is the
-    value matrix. The identity for `left` does not mix tokens, ones sum them all,
-    `causal_interaction` sums each token and those before it, and `normalised_interaction` makes
-    each row a mean.
+    `left[i, j]` is the weight of token j in output i; `right` maps the features of every token in
+    the same way. In attention, L = softmax(Q Kᵀ) depends on the tokens, and R is the matrix of the
+    values. Other choices of L: the identity does not mix tokens, ones sum all tokens,
+    `causal_interaction` sums the tokens up to each one, and `normalised_interaction` computes
+    weighted means.
 
-    `x` is `[*B, S, E]`, `left` `[T, S]` or `[*B, T, S]`, `right` `[E, H1]`; None is the identity.
+    `x` is `[*B, S, E]`, `left` `[T, S]` or `[*B, T, S]`, `right` `[E, H1]`; None stands for the
+    identity.
 
-    Raises ValueError for sizes that do not fit.
+    Raises ValueError for wrong shapes.
 
     >>> print(jattn.interaction(jnp.eye(3), jattn.causal_interaction(3)))
     [[1. 0. 0.]
@@ -195,7 +199,8 @@ def normalised_interaction(
 ) -> Float[Array, "*B T S"]:
     """Replaces each row of L by its softmax: positive weights that sum to 1.
 
-    Entries that `mask` forbids (a mask of positions, such as `Causal()`) get weight 0.
+    Entries that `mask` forbids get weight 0. The mask may depend on positions alone, as `Causal()`
+    does.
 
     >>> print(jattn.normalised_interaction(jnp.zeros((2, 2)), masks.Causal()))
     [[1.  0. ]
@@ -204,15 +209,16 @@ def normalised_interaction(
     check_array("left", left, "[*B, T, S]", ndim=2)
     T, S = left.shape[-2:]
     allowed = (Full() if mask is None else as_mask(mask)).dense(T, S)
-    rows = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
-    normalise = lambda rows: softmax.finish(softmax.of(rows, lambda weights: weights))[0]  # noqa: E731
-    return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(rows)
+    scores = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
+    # Unlike jax.nn.softmax, this one gives 0, not NaN, to rows in which all entries are masked.
+    normalise = lambda scores: softmax.finish(softmax.of(scores, lambda weights: weights))[0]  # noqa: E731
+    return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(scores)
 
 
 def multiplicative(
     query: Float[Array, "*B T Dq"], weight: Float[Array, "Dq Dk"]
 ) -> Float[Array, "*B T Dk"]:
-    """Folds W into the queries, so that a plain product gives Luong's "general" score qᵀ W k.
+    """Computes query W: its products with keys are Luong's "general" scores qᵀ W k.
 
     >>> jattn.multiplicative(q[:, :, 0], jnp.ones((8, 6))).shape
     (2, 5, 6)
@@ -232,10 +238,10 @@ def multiplicative_attention(
 ) -> Float[Array, "*B T V"]:
     """Luong et al. 2015, section 3.1, "general": softmax(query W keyᵀ) value.
 
-    `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Not scaled, as in
-    the paper, unless `scale` is given (None: 1/√Dk); options as in `attention`.
+    `query [*B, T, Dq]`, `key [*B, S, Dk]`, `value [*B, S, V]`, `weight [Dq, Dk]`. Options are those
+    of `attention`, but `scale` is 1 by default, as in the paper; `scale=None` is 1/√Dk.
 
-    Raises ValueError if the weight does not fit, and the errors of `attention`.
+    Raises ValueError if `weight` has the wrong shape, and the errors of `attention`.
 
     >>> jattn.multiplicative_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], jnp.eye(8)).shape
     (2, 5, 8)
@@ -248,7 +254,7 @@ def multiplicative_attention(
 def additive_keys(
     key: Float[Array, "*B S Dk"], w_key: Float[Array, "Dk A"]
 ) -> Float[Array, "*B S A"]:
-    """Projects the keys of `additive_attention`, to be computed once and reused in decoding.
+    """Computes key w_key for `additive_attention`: once, for all steps of decoding.
 
     >>> jattn.additive_keys(k[:, :, 0], jnp.ones((8, 6))).shape
     (2, 7, 6)
@@ -262,9 +268,10 @@ def additive_keys(
 @jax.jit
 @left_to_xla(lambda x, _: PartitionSpec(*cuts_of(x)[:-1], None))
 def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
-    """Computes x w, with a derivative to which non-finite (masked) rows of x do not contribute."""
-    flat = tile.product(x.reshape(-1, x.shape[-1]), w.T)
-    return flat.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
+    """Computes x w. Tokens of x that are not finite, which may be masked, do not contribute to the
+    gradient of w: their cotangents are 0, and 0 × NaN would be NaN."""
+    product = tile.product(x.reshape(-1, x.shape[-1]), w.T)
+    return product.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 
 class _AdditiveOptions(DropoutOptions, total=False):
@@ -312,16 +319,17 @@ def additive_attention(
 ) -> Any:
     """softmax(w_score · tanh(query w_query + key w_key)) value.
 
-    Bahdanau, Cho and Bengio 2015, section 3.1 and appendix A.1.2: the score is a small network, so
-    queries and keys may differ in size. `query [*B, T, Dq]`, `key [*B, S, Dk]`,
+    Bahdanau, Cho and Bengio 2015, section 3.1 and appendix A.1.2. The score is a small network, so
+    that queries and keys may differ in size. `query [*B, T, Dq]`, `key [*B, S, Dk]`,
     `value [*B, S, V]`, `w_query [Dq, A]`, `w_key [Dk, A]`, `w_score [A]`; a mask array has one
     head, `[*B, 1, T, S]`. With `w_key=None`, `key` is the result of `additive_keys`, `[*B, S, A]`.
-    The hidden layer T × S × A never exists at once, neither forward nor backward.
+    The hidden layer is computed by tiles: neither the forward nor the backward pass stores all its
+    T × S × A numbers.
 
     `return_weights=True` returns `(out, weights [*B, T, S])`, the weights after softmax and
     dropout, in float32 (float64), for inspection. Only then does memory grow with T × S.
 
-    Raises ValueError for sizes that do not fit, and the errors of `attention`.
+    Raises ValueError for wrong shapes, and the errors of `attention`.
 
     >>> state, memory, w = q[:, :, 0], k[:, :, 0], jnp.ones((8, 6))
     >>> jattn.additive_attention(state, memory, memory, w, w, jnp.ones(6)).shape
@@ -349,7 +357,8 @@ def additive_attention(
 def _check_additive(
     query: Any, key: Any, value: Any, w_query: Any, w_key: Any | None, w_score: Any
 ) -> None:
-    """Raises TypeError or ValueError unless the arrays of `additive_attention` fit together."""
+    """Raises TypeError or ValueError unless dtypes and shapes of the arrays of
+    `additive_attention` match."""
     _check_tokens(query=query, key=key, value=value)
     arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
     for name, array in arrays.items():

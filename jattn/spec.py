@@ -1,5 +1,4 @@
-"""The configuration of a call: what is computed (`Spec`), its sizes (`Shapes`), its tiles
-(`Tiling`)."""
+"""What a call computes (`Spec`), the sizes of its arrays (`Shapes`) and of its tiles (`Tiling`)."""
 
 import dataclasses
 import math
@@ -27,23 +26,27 @@ Shaped = Array | jax.ShapeDtypeStruct  # any value with a shape and a dtype
 
 
 class PairScore(Protocol):
-    """A score of a query and a key in place of their product: a pytree; float arrays are
-    parameters."""
+    """A score of a query and a key in place of their product. It is a pytree, whose float arrays
+    are parameters."""
 
     def products(self, query: Array, key: Array) -> Array:
-        """Computes `[t, s]` from queries `[t, H]` and keys `[s, H]`, in the dtype of sums.
+        """Computes the scores `[t, s]` of queries `[t, H]` and keys `[s, H]`, in the accumulation
+        dtype.
 
-        A non-finite query or key makes its row or column NaN, and does not contribute to gradients.
+        A query that is not finite makes its row of scores NaN, a key its column; neither
+        contributes to gradients.
         """
         ...
 
 
 @pytree_dataclass
 class Origin:
-    """The place of a piece in a larger call, on which dropout depends.
+    """The indices of a call's arrays in the larger call of which it is part; for dropout.
 
-    It holds the first batch row and head of the piece, and the places of its queries and keys; None
-    where the piece has all of them.
+    b: the index of its first batch row.
+    h: the index of its first query head.
+    q: the indices of its queries, `[T]`; None if it has all queries.
+    kv: the indices of its keys, `[S]`; None if it has all keys.
     """
 
     b: Any
@@ -54,11 +57,11 @@ class Origin:
 
 @pytree_dataclass
 class Spec:
-    """The computation of attention: everything but query, key and value. One head's formula is
+    """The computation of attention: everything but query, key and value. One head computes
 
-    dropout(softmax(mask(score(q kᵀ × scale)))) v
+        dropout(softmax(mask(score(q kᵀ × scale)))) v
 
-    with the products of `pair` in place of q kᵀ if it is given.
+    with `pair.products(q, k)` in place of q kᵀ if there is a pair score.
     """
 
     mask: Mask
@@ -71,24 +74,25 @@ class Spec:
     precision: Any = static_field(default=None)
     lse: bool = static_field(default=False)  # whether the call returns the lse too
     pair: Any = None  # a PairScore
-    origin: Origin | None = None  # None: the call is not a piece of a larger one
-    # Whether softmax runs over more keys than these: the backward pass then uses the normalizer.
+    origin: Origin | None = None  # None: the call is not part of a larger one
+    # Whether the softmax has further keys, in other calls. The backward pass then uses the
+    # normalizer that it is passed, which is of all keys.
     partial: bool = static_field(default=False)
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The letters of the scale: one number, or one for each head."""
+        """The axis names of the scale: "N" for one number per head, else "" for a scalar."""
         return {"scale": letters_by_head(self.scale)}
 
 
 class Tiling(NamedTuple):
-    """The sizes of a tile: how an implementation cuts queries and keys."""
+    """The numbers of queries and of keys in one tile."""
 
     block_q: int
     block_kv: int
 
 
 class Shapes(NamedTuple):
-    """The sizes of one call, by letter; `batch` holds the leading axes."""
+    """The sizes of one call, by axis name; `batch` is the shape of the leading axes."""
 
     batch: Shape
     T: int
@@ -101,18 +105,19 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, query: Shaped, value: Shaped) -> "Shapes":
-        """The sizes of a call with `query [B, T, N, H]` and `value [B, S, K, V]`."""
+        """Returns the sizes of a call with `query [B, T, N, H]` and `value [B, S, K, V]`."""
         (B, T, N, H), (_, S, K, V) = query.shape, value.shape
         return cls((B,), T, S, N, K, H, V, query.dtype)
 
     @property
     def B(self) -> Size:
-        """The number of batch rows, all leading axes together."""
+        """The number of batch rows: the product of all leading axes."""
         return math.prod(self.batch)
 
     @property
-    def cuttable(self) -> bool:
-        """Whether T and S are numbers; they are symbols in a program exported for any size."""
+    def has_static_lengths(self) -> bool:
+        """Whether T and S are integers, not the symbols of a program that is exported for all
+        sizes. Kernels need integers to divide queries and keys into tiles."""
         return isinstance(self.T, int) and isinstance(self.S, int)
 
     @property
@@ -122,12 +127,12 @@ class Shapes(NamedTuple):
 
 
 def has_mask(spec: Spec) -> bool:
-    """Returns whether anything may be masked."""
+    """Returns whether the mask may forbid a pair."""
     return not isinstance(spec.mask, Full)
 
 
-def _learned(spec: Spec) -> tuple[Any, Any, Any]:
-    """Returns the parts of a spec whose float arrays are differentiable."""
+def _differentiable_fields(spec: Spec) -> tuple[Any, Any, Any]:
+    """Returns the fields of a spec whose float arrays are parameters."""
     return spec.score, spec.scale, spec.pair
 
 
@@ -136,32 +141,34 @@ def _is_param(leaf: Any) -> bool:
 
 
 def parameters(spec: Spec) -> list[Any]:
-    """Returns the differentiable arrays of a spec: the float arrays of its score function, its
-    scale if that is an array, and the float arrays of its pair score."""
-    return [leaf for leaf in jax.tree.leaves(_learned(spec)) if _is_param(leaf)]
+    """Returns the differentiable arrays of a spec: the float arrays of its score function and pair
+    score, and its scale if that is an array."""
+    return [leaf for leaf in jax.tree.leaves(_differentiable_fields(spec)) if _is_param(leaf)]
 
 
 def parameter_letters(spec: Spec) -> list[str]:
-    """Returns the letters of the axes of each of `parameters`."""
-    letters = jax.tree.leaves(_learned(axis_names(spec)))
-    leaves = jax.tree.leaves(_learned(spec))
+    """Returns the axis names of each parameter, in the order of `parameters`."""
+    letters = jax.tree.leaves(_differentiable_fields(axis_names(spec)))
+    leaves = jax.tree.leaves(_differentiable_fields(spec))
     return [x for x, leaf in zip(letters, leaves, strict=True) if _is_param(leaf)]
 
 
 def with_parameters(spec: Spec, values: list[Any]) -> Spec:
-    """Returns the spec with other values for `parameters`."""
-    leaves, treedef = jax.tree.flatten(_learned(spec))
-    new = iter(values)
-    replaced = [next(new) if _is_param(x) else x for x in leaves]
+    """Returns the spec with other parameters, in the order of `parameters`."""
+    leaves, treedef = jax.tree.flatten(_differentiable_fields(spec))
+    remaining = iter(values)
+    replaced = [next(remaining) if _is_param(x) else x for x in leaves]
     score, scale, pair = jax.tree.unflatten(treedef, replaced)
     return dataclasses.replace(spec, score=score, scale=scale, pair=pair)
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:
-    """Returns a spec without the scale, the scaled queries, and the factor for their gradient.
+    """Returns a spec without the scale, the scaled queries, and the factor that converts gradients
+    of the scaled queries to gradients of the queries.
 
-    This takes one pass over the queries instead of one over the scores. It is done only where it
-    does not round more. A scale that is an array stays in the spec, as a parameter.
+    This scales T × H numbers in place of T × S scores. Queries in a narrower dtype than scores are
+    returned unscaled, with the factor 1, because scaling would round them. A scale that is an array
+    stays in the spec too, as a parameter.
     """
     if query.dtype != accumulation(query.dtype) or not is_static(spec.scale):
         return spec, query, 1.0

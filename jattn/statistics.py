@@ -1,7 +1,8 @@
 """Statistics of attention weights, computed without the T × S matrix.
 
-`statistics` reduces each row of weights to a few numbers, `top_weights` to its greatest weights.
-Both go over the tiles of the scores twice, the first time for the denominators of the softmax.
+`statistics` computes a few numbers from the weights of each query, `top_weights` selects the
+greatest weights of each query. Both compute every tile of the scores twice: first for the
+denominators of the softmax, then for the weights.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jattn.checks import check_array, check_number, check_size
 from jattn.kernels import registry
 from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.protocol import QueryStatistics, StatisticsRequest
-from jattn.kernels.xla import statistics as tiles
+from jattn.kernels.xla import statistics as tiled_statistics
 from jattn.masks import Mask, Padding
 from jattn.options import ScoreOptions
 
@@ -27,17 +28,18 @@ from jattn.options import ScoreOptions
 class Statistics(NamedTuple):
     """Statistics of the weights of each query and head, and of each key.
 
-    entropy: −Σ w log w, `[*B, N, T]`, natural; 0 for one key, log S for S equal weights.
+    entropy: −Σ w log w with the natural logarithm, `[*B, N, T]`: 0 for one key, log S for S equal
+        weights.
     greatest: the greatest weight, `[*B, N, T]`.
-    place: the place of the greatest weight, int32 `[*B, N, T]`, the first of several; −1 without
-        keys.
-    distance: Σ w |q − kv| by position, `[*B, N, T]`.
-    on_keys: the sum of the weights on the requested `keys`, `[*B, N, T]`, or None.
-    above: the sum of the weights that are above the `threshold`, `[*B, N, T]`, or None.
+    place: the index of the key with the greatest weight, the lowest if several are equal, int32
+        `[*B, N, T]`; −1 if all keys are masked.
+    distance: Σ w |q − kv|, the mean distance of positions, `[*B, N, T]`.
+    on_keys: the sum of the weights on the requested `keys`, `[*B, N, T]`; None if not requested.
+    above: the sum of the weights above the `threshold`, `[*B, N, T]`; None if not requested.
     received: the sum over queries of the weights on each key, `[*B, N, S]`.
 
-    In float32 (float64). Entropy, greatest, distance and on_keys are differentiable, once and in
-    reverse mode; the others are constants.
+    All but `place` are float32 (float64). `entropy`, `greatest`, `distance` and `on_keys` have
+    first derivatives in reverse mode; the others are constants.
     """
 
     entropy: LogSumExp
@@ -64,9 +66,9 @@ def statistics(
         query: `[*B, T, N, H]`.
         key: `[*B, S, K, H]`.
         keys: the keys whose weights `on_keys` sums: bool `[*B, S]`, such as `jnp.arange(S) == 0`
-            for the first token, or a mask, such as `masks.Segments(ids)` for each query's own
-            segment.
-        threshold: in [0, 1): `above` sums the weights above it.
+            for the first token, or a mask, such as `masks.Segments(ids)` for the keys of each
+            query's segment.
+        threshold: a number in [0, 1): `above` sums the weights above it.
         options: as in `attention`.
 
     Returns:
@@ -94,15 +96,15 @@ def statistics(
 def top_weights(
     query: Queries, key: Keys, n: int, **options: Unpack[ScoreOptions]
 ) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
-    """Returns the n greatest weights of each query and head, and the places of their keys.
+    """Returns the n greatest weights of each query and head, and the indices of their keys.
 
     `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `attention`.
 
     Returns:
-        Weights `[*B, N, T, n]` in float32 (float64), greatest first, and places int32
-        `[*B, N, T, n]`; if fewer keys are attended, weights 0 at place −1. Equal weights are in no
-        particular order. Memory grows with T × n, never T × S. Both are constants without
-        derivatives.
+        The weights `[*B, N, T, n]` in float32 (float64), greatest first, and the keys' indices,
+        int32 `[*B, N, T, n]`. If fewer than n keys are allowed, the remaining weights are 0 and
+        their indices −1. Equal weights are in no particular order. Memory grows with T × n, never
+        T × S. Both results are constants, without derivatives.
 
     Raises the errors of `attention_weights`, TypeError and ValueError for n.
 
@@ -118,20 +120,20 @@ def top_weights(
 
 
 def _call(name: str, query: Any, key: Any, options: ScoreOptions) -> Call:
-    """Makes a `Call`; raises NotImplementedError in a program that is exported for any T or S."""
-    check_array("key", key, "[*B, S, K, H]")  # a cache has no statistics
+    """Makes a `Call`; raises NotImplementedError for symbolic T or S in an exported program."""
+    check_array("key", key, "[*B, S, K, H]")  # refuses a cache, which `make` accepts
     call = make(query, key, **options)
     shapes = call.shapes
-    if not shapes.cuttable:
+    if not shapes.has_static_lengths:
         raise NotImplementedError(
-            f"{name}: it cuts queries and keys into tiles, which needs numbers, and the program is "
-            f"exported for any T = {shapes.T}, S = {shapes.S}; attention_weights needs none"
+            f"{name}: expected integers T and S, got the symbols T = {shapes.T}, S = {shapes.S} of "
+            "an exported program; write attention_weights, which supports them"
         )
     return call
 
 
 def _on_keys(keys: Any, call: Call) -> Call | None:
-    """Returns the requested keys as the mask of a separate call."""
+    """Returns a call whose mask allows the requested keys, which evaluates them like a mask."""
     if keys is None:
         return None
     spec, shapes = call.spec, call.shapes
@@ -141,66 +143,69 @@ def _on_keys(keys: Any, call: Call) -> Call | None:
         if keys.shape not in (wanted, wanted[-1:]):
             raise ValueError(f"keys: expected [*B, S] = {list(wanted)}, got {list(keys.shape)}")
         keys = Padding(keys)
-    places = {"q_positions": spec.q_positions, "kv_positions": spec.kv_positions}
-    return of_shapes(shapes, mask=keys, scale=1.0, **places)
+    positions = {"q_positions": spec.q_positions, "kv_positions": spec.kv_positions}
+    return of_shapes(shapes, mask=keys, scale=1.0, **positions)
 
 
 def _constant(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if hasattr(x, "dtype") else x
 
 
-def _cuts(
+def _shardings(
     _: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
-    """Returns the sharding of the results, if explicit: as the queries, `received` as the keys."""
+    """Returns the shardings of the results on a mesh with explicit axes: that of the queries, and
+    for `received` that of the keys."""
     cuts = Cuts.of(query)
-    row: Any = cuts.by_head
+    by_query: Any = cuts.by_head
     received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])
-    sharded = Statistics(*[row] * 6, received=received)
-    return sharded._replace(on_keys=on_keys and row, above=None if threshold is None else row)
+    shardings = Statistics(*[by_query] * 6, received=received)
+    above = None if threshold is None else by_query
+    return shardings._replace(on_keys=on_keys and by_query, above=above)
 
 
 @compiled("threshold")
-@left_to_xla(_cuts)
+@left_to_xla(_shardings)
 def _statistics(
     call: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
-    on = on_keys and on_keys.prepared().spec
-    question = StatisticsRequest(call.prepared().spec, on, threshold)
-    flat, shapes = call.flat(query, key), call.shapes
+    keys = on_keys and on_keys.prepared().spec
+    request = StatisticsRequest(call.prepared().spec, keys, threshold)
+    operands, shapes = call.flattened(query, key), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.S, shapes.N):
-        rows, received = _of_no_pairs(question, *flat)
+        by_query, received = _without_pairs(request, *operands)
     else:
-        rows, received = tiles.statistics(_by_platform, question, *flat)
-    return jax.tree.map(call.shaped, Statistics(**rows._asdict(), received=received))
+        by_query, received = tiled_statistics.statistics(_by_platform, request, *operands)
+    return jax.tree.map(call.unflattened, Statistics(**by_query._asdict(), received=received))
 
 
-def _of_no_pairs(
-    question: StatisticsRequest, query: Array, key: Array
+def _without_pairs(
+    request: StatisticsRequest, query: Array, key: Array
 ) -> tuple[QueryStatistics, Array]:
     """Returns the statistics if there are no queries or no keys."""
     (B, T, N, _), S, dtype = query.shape, key.shape[1], accumulation(query.dtype)
-    row = jnp.zeros((B, N, T), dtype)
-    on_keys, above = (None if x is None else row for x in (question.keys, question.threshold))
-    rows = QueryStatistics(row, row, jnp.full((B, N, T), -1, jnp.int32), row, on_keys, above)
-    return reverse_mode.varied_like((rows, jnp.zeros((B, N, S), dtype)), (question, query, key))
+    zeros = jnp.zeros((B, N, T), dtype)
+    place = jnp.full((B, N, T), -1, jnp.int32)
+    on_keys, above = (None if x is None else zeros for x in (request.keys, request.threshold))
+    by_query = QueryStatistics(zeros, zeros, place, zeros, on_keys, above)
+    return reverse_mode.varied_like((by_query, jnp.zeros((B, N, S), dtype)), (request, query, key))
 
 
-def _by_platform(question: StatisticsRequest, query: Array, key: Array) -> Any:
+def _by_platform(request: StatisticsRequest, query: Array, key: Array) -> Any:
     """Computes the statistics with the platform's kernel, chosen when the program is lowered."""
-    like = jax.eval_shape(tiles.by_tiles, question, query, key)
+    like = jax.eval_shape(tiled_statistics.by_tiles, request, query, key)
     dims = (*[partition.BY_HEAD] * len(jax.tree.leaves(like[0])), partition.RECEIVED)
-    return tiles.by_share(registry.sum_weights, like, dims, question, query, key)
+    return tiled_statistics.by_share(registry.sum_weights, like, dims, request, query, key)
 
 
 @compiled("n")
 @left_to_xla(lambda _, query, *__, **___: (Cuts.of(query).matrix,) * 2)
 def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
-    query, key = call.flat(*jax.lax.stop_gradient((query, key)))
+    query, key = call.flattened(*jax.lax.stop_gradient((query, key)))
     spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes
     if 0 in (shapes.B, shapes.T, shapes.N):
         size = (shapes.B, shapes.N, shapes.T, n)
         top = jnp.zeros(size, accumulation(query.dtype)), jnp.zeros(size, jnp.int32)
     else:
-        top = tiles.top(spec, query, key, n)
-    return call.shaped(top[0]), call.shaped(top[1])
+        top = tiled_statistics.top(spec, query, key, n)
+    return call.unflattened(top[0]), call.unflattened(top[1])

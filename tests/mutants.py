@@ -186,7 +186,7 @@ MUTANTS: dict[str, Mutant] = {
     # Caches and positions.
     "cache-write-clamped": mutant(
         CACHE,
-        "slots = jnp.⟦where(self._kept(slots, valid), ⇒minimum(⟧slots, self.capacity⟦⇒ - 1⟧)\n"
+        "slots = jnp.⟦where(self._fits(slots, valid), ⇒minimum(⟧slots, self.capacity⟦⇒ - 1⟧)\n"
         "        overflowed =",
         "cache",
     ),

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
-from jattn import masks, parallel, positions, scores
+from jattn import masks, nn, parallel, positions, scores
 from jattn._advice import ADVICE
 from jattn.cache import DenseCache
 from jattn.options import Options, parameters_of
@@ -468,6 +469,50 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
     )
     missing = Mistake(dict, TypeError, ("attention", "'key'"))
     expect(missing, lambda: jattn.attention(q))  # pyright: ignore[reportCallIssue]
+
+
+def _on_a_cache(**changes: Any) -> dict[str, Any]:
+    return arguments(key=array(B, T, K, H), value=array(B, T, K, V), **changes)
+
+
+@pytest.mark.parametrize("name", ["lengths", "attention_mask", "padding_mask", "key_padding_mask"])
+def test_padding_of_calls_on_a_cache_is_answered_by_valid(name):
+    """A mask of the new tokens would leave their padding in the cache."""
+    cache, new = DenseCache.create(B, 16, K, H, V), _on_a_cache(**{name: array(B, T)})
+    layer: Any = nn.MultiHeadAttention(N, N * H, rngs=nnx.Rngs(0))
+    x, of_layer = array(B, T, N * H), layer.empty_cache(B, 16)
+    calls: dict[str, Callable[[], Any]] = {
+        "cached_attention": lambda: jattn.cached_attention(cache=cache, **new),
+        "MultiHeadAttention": lambda: layer(x, cache=of_layer, **{name: array(B, T)}),
+    }
+    valid = "valid=attention_mask.astype(bool)"
+    for function, call in calls.items():
+        expect(Mistake(dict, TypeError, (function, f"no argument {name!r}", valid)), call)
+    says = ("attention", "cache.append(key, value, ...)", valid)
+    without_value: Any = {"query": array(B, T, N, H), "key": cache, name: array(B, T)}
+    expect(Mistake(dict, TypeError, says), lambda: jattn.attention(**without_value))
+
+
+@pytest.mark.parametrize(
+    ("mask", "path"),
+    [
+        (lambda: masks.Padding(_trues(B, T)), "mask.attention_mask: expected [*B, S] = [2, 16]"),
+        (
+            lambda: masks.Causal() & masks.Padding(_trues(B, T)),
+            "mask.right.attention_mask: expected",
+        ),
+        (lambda: _trues(B, 1, T, T), "mask.array: expected [*B, N, T, S] = [2, 6, 5, 16]"),
+    ],
+)
+def test_masks_of_the_new_tokens_are_refused_in_calls_on_a_cache(mask, path):
+    cache = DenseCache.create(B, 16, K, H, V)
+    says = (path, "got [2, ", "valid=attention_mask.astype(bool)")
+    call = functools.partial(jattn.cached_attention, cache=cache, mask=mask(), **_on_a_cache())
+    expect(Mistake(dict, ValueError, says), call)
+    with pytest.raises(ValueError, match=r"mask\.attention_mask: ") as raised:
+        wrong_batch = masks.Padding(_trues(3, 16))
+        jattn.cached_attention(cache=cache, mask=wrong_batch, **_on_a_cache())
+    assert "valid" not in str(raised.value)
 
 
 def test_options_are_those_of_attention():

@@ -1068,7 +1068,7 @@ def test_transformer_errors(unchecked):
 WRITTEN = {
     "is_causal": (True, r"write mask=masks\.Causal\(\)"),
     "causal": (True, r"write mask=masks\.Causal\(\)"),
-    "attn_mask": (None, "write mask=array if it is boolean"),
+    "attn_mask": (None, "write mask=array for a boolean array"),
     "decode": (True, r"write cache=layer\.empty_cache"),
     "dropout_rng": (None, r"write rngs=nnx\.Rngs\(dropout=dropout_rng\)"),
     "sow_weights": (True, r"write nn\.capture_weights"),
@@ -1116,7 +1116,7 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
     "DecoderLayer": (
         lambda: nn.DecoderLayer(6, 2, 5, rngs=nnx.Rngs(0)),
         advice.DECODER_ADVICE,
-        {"tgt_is_causal": "causal in any case", "memory_mask": "write cross_mask=~memory_mask"},
+        {"tgt_is_causal": "always causal", "memory_mask": "write cross_mask=~memory_mask"},
     ),
     "Decoder": (
         lambda: nn.Decoder(1, 6, 2, 5, rngs=nnx.Rngs(0)),
@@ -1133,7 +1133,7 @@ CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
     "DecoderOnly": (
         lambda: nn.DecoderOnly(5, features=4, num_heads=2, num_layers=1, rngs=nnx.Rngs(0)),
         advice.DECODER_ONLY_ADVICE,
-        {"causal": "causal in any case", "past_key_values": "model.step(tokens, caches)"},
+        {"causal": "always causal", "past_key_values": "model.step(tokens, caches)"},
     ),
     "AdditiveAttention": (
         lambda: nn.AdditiveAttention(5, 4, 6, rngs=nnx.Rngs(0)),
@@ -1154,7 +1154,7 @@ def test_arguments_of_other_transformers_are_answered_with_the_line_to_write(nam
     taken = inspect.signature(layer).parameters
     elsewhere = {"left", "right", "q", "kv", "dropout_rate", "dropout", "rngs", "deterministic"}
     for other, line in table.items():
-        if "are made" in line:  # in the constructor
+        if "in the constructor" in line:
             continue
         assert set(re.findall(r"(\w+)=", line)) <= {*taken, *elsewhere}, other
         assert other not in taken or line.startswith("nothing"), other

@@ -98,7 +98,7 @@ def test_it_is_lowered_for_cuda_on_a_machine_without():
     assert can == ["blockwise", "pallas", "reference"]
     assert said.runs == "blockwise" and said.by_name == ("pallas",)
     assert "runs       blockwise; pallas has to be named" in str(said)
-    assert "'pallas', which stands for it" in (said["hopper"] or "")
+    assert "implementation='pallas', which chooses it" in (said["hopper"] or "")
     assert (said["cudnn"] or "").startswith("runs on a machine with a GPU: ")
     for name in (None, *can):
         attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation=name)

@@ -132,15 +132,15 @@ def test_what_is_advised_exists():
 
 
 RETURNED: dict[str, tuple[Any, str, str]] = {
-    "nothing": (None, "got None; it returned nothing", "got None; it returned nothing"),
+    "nothing": (None, "got None; end the function", "got None; end the function"),
     "a tuple": ((1.0, 2.0), "got tuple", "got tuple"),
     "a list": ([True], "got list", "got list"),
     "a string": ("score", "got str", "got str"),
     "a function": (len, "got builtin_function_or_method", "got builtin_function_or_method"),
     "a mask": (masks.Causal(), "got Causal", "got Causal"),
     "a row": (TABLE, r"got float32 \[8\]; read arrays", r"got float32 \[8\]; read arrays"),
-    "truth": (True, "got bool .*goes to mask=", ""),
-    "a float": (1.5, "", "got float.*goes to score="),
+    "truth": (True, "got bool .*as mask=", ""),
+    "a float": (1.5, "", "got float.*as score="),
     "an integer": (1, "got int.*astype", "got int.*!= 0"),
     "a complex number": (1j, "got complex", "got complex"),
 }

@@ -1,7 +1,8 @@
-"""The interfaces of the registry's tables: kernels, readers of caches and sums of weights.
+"""What the registry expects of a kernel (`Kernel`), of a kernel that reads caches (`Reader`) and of
+a kernel that sums weights (`WeightSums`).
 
-The file of a kernel ends with `KERNEL = Kernel(...)`, made of the functions of that file. Functions
-that a kernel does not need have defaults here.
+A kernel's file ends with `KERNEL = Kernel(...)`, which holds the functions of that file. The
+optional functions have defaults here.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,16 @@ from jattn.spec import Shapes, Spec
 
 
 CacheResults = tuple[Array, Normalizer]
-"""`out [B, T, N, V]` in the dtype of sums, and normalizers `[B, T, N]`."""
+"""`out [B, T, N, V]` in the accumulation dtype, and the normalizers `[B, T, N]`."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """An implementation that reads a cache in place.
+    """A kernel that computes attention to a cache without copying the cache first.
 
-    unreadable: returns why it cannot read a cache for a call, on a platform; None if it can.
-    read: computes a spec's attention of queries to the cache, on a platform.
+    unreadable: `(platform, call, cache)` to the reason why it cannot read the cache; None if it
+        can.
+    read: `(platform, spec, query, cache)` to the attention of the queries to the cache.
     """
 
     unreadable: Callable[[str, Call, Cache], str | None]
@@ -36,23 +38,24 @@ class Reader:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way of computing attention. Its functions receive prepared calls.
+    """One way of computing attention. Calls are passed to its functions in prepared form.
 
-    supports: returns why the kernel cannot compute a call. The registry calls it while the call is
-        traced; it inspects structure and shapes. A kernel that is traced with the program (see
-        `registry.Row`) also inspects the machine, because the registry does not call `unavailable`
-        for it later: cuDNN does so.
-    functions: returns the kernel's functions for one of the platforms of its row.
-    too_small: returns why a call is too small for the kernel. A call that names no kernel then
-        takes another one.
-    unavailable: returns why the kernel cannot run on this machine or in this program. The registry
-        calls it when a program is lowered. It may wait for resources of the kernel if its second
-        argument is True.
-    compilation_failure: returns why an earlier attempt to compile code for such a call failed. The
-        kernel's functions then raise `CompilationFailed`, and a call that names no kernel takes the
-        next one.
-    reader: reads a cache in place. Without it, and if it returns a reason, the kernel receives keys
-        and values as arrays.
+    Functions that return why something is impossible return None if it is possible.
+
+    supports: returns why the kernel cannot compute a call, by the call's structure and shapes. The
+        registry calls it while the call is traced. The registry does not call `unavailable` for a
+        kernel that is traced with the program, such as cuDNN (see `registry.Row`): its `supports`
+        has to inspect the machine too.
+    functions: returns the kernel's functions for one of the platforms in its row of the registry.
+    too_small: returns why the kernel is not worth using for a call so small. It still runs in calls
+        that name it.
+    unavailable: `(shapes, wait)`; returns why the kernel cannot run on this machine or in this
+        program. The registry calls it when a program is lowered. With `wait` it may wait for what
+        the kernel needs, such as a compiler that is still running.
+    compilation_failure: returns why an earlier compilation for such a call failed. The kernel's
+        functions then raise `CompilationFailed`, and a call that names no kernel gets the next one.
+    reader: reads a cache in place. Without a reader, or if `unreadable` returns a reason, the
+        kernel receives keys and values as arrays.
     """
 
     supports: Callable[[Call], str | None]
@@ -65,8 +68,11 @@ class Kernel:
 
 @pytree_dataclass
 class StatisticsRequest:
-    """A question about the weights of a spec: the sum of each row over the pairs that the mask of
-    the spec `keys` allows, and over the weights above a threshold."""
+    """The requested statistics of a spec's weights.
+
+    keys: a spec whose mask allows the pairs that `on_keys` sums; None without that sum.
+    threshold: the weight above which `above` sums; None without that sum.
+    """
 
     spec: Spec
     keys: Spec | None = None
@@ -74,9 +80,9 @@ class StatisticsRequest:
 
 
 class QueryStatistics(NamedTuple):
-    """The answers for each query, `[B, N, T]`.
+    """The statistics of each query's weights, `[B, N, T]`, see `jattn.statistics.Statistics`.
 
-    `place` is −1 if no key is attended. `on_keys` and `above` are None if not requested.
+    `place` is −1 if all keys are masked. `on_keys` and `above` are None if not requested.
     """
 
     entropy: Any
@@ -89,11 +95,11 @@ class QueryStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightSums:
-    """An implementation that sums weights over queries and over keys.
+    """A kernel that sums weights over queries and over keys.
 
-    unsupported: returns why it cannot answer a question about a call of these sizes; None if it
-        can.
-    run: returns the sums for each query and for each key, see `xla.statistics`.
+    unsupported: `(request, shapes)` to the reason why it cannot compute these sums; None if it can.
+    run: `(request, query, key)` to `QueryStatistics` and the sum of the weights on each key,
+        `[B, N, S]`.
     """
 
     unsupported: Callable[[StatisticsRequest, Shapes], str | None]

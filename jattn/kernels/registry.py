@@ -1,7 +1,7 @@
 """The tables of kernels, and the choice of the kernel that runs.
 
-This file decides which kernels can compute a call, which of them a program contains when it is
-lowered for a platform, how a cache is read, and which kernel sums weights.
+This file decides which kernels support a call, which of these runs on the platform for which a
+program is lowered, whether a cache is read in place, and which kernel sums weights.
 """
 
 import contextlib
@@ -25,28 +25,28 @@ from jattn.spec import Shapes, Spec
 
 
 class Row(NamedTuple):
-    """A kernel's entry in a table: its file, its platforms, and the time at which it is traced.
+    """A kernel in a table: its file, its platforms, and when it is traced.
 
-    module: its file, imported on first use: most programs need only one of them.
-    platforms: the platforms that the kernel is for; None stands for all.
-    interpreted: the platforms on which JAX's interpreter can run it. That is slow, and happens only
-        in calls that name the kernel.
-    when: when the kernel's functions are traced, and for which platform.
-        "lowered": when the program is lowered, for the platform that it is lowered for.
-        "traced": together with the program, for each of the kernel's platforms, as a branch of the
-        program for that platform. JAX has to see calls of cuDNN in the traced program.
-        "default_platform": together with the program, for JAX's default platform. A call has to
-        name such a kernel.
+    module: the file below `jattn.kernels`, imported on first use.
+    platforms: the platforms for which the kernel can be compiled; None stands for all.
+    interpreted: further platforms, on which JAX's interpreter can run it. This is slow, so it is
+        done only in calls that name the kernel.
+    tracing: when the kernel's functions are traced, and for which platform.
+        "lowered": when the program is lowered, for the platform for which it is lowered.
+        "all_platforms": when the program is traced, once for each of `platforms`; lowering keeps
+        one. cuDNN needs this, because JAX has to find its calls in the traced program.
+        "default_platform": when the program is traced, for JAX's default platform alone. Kernels
+        that JAX interprets need this, see `_default_platform`. A call has to name them.
     """
 
     module: str
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
-    when: Literal["lowered", "traced", "default_platform"] = "lowered"
+    tracing: Literal["lowered", "all_platforms", "default_platform"] = "lowered"
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, for a row of `KERNELS`."""
+        """The kernel, if this is a row of `KERNELS`."""
         return self.load("KERNEL")
 
     def load(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 KERNELS: dict[str, Row] = {
-    "cudnn": Row("gpu.cudnn", ("cuda",), when="traced"),
+    "cudnn": Row("gpu.cudnn", ("cuda",), tracing="all_platforms"),
     "native": Row("cpu.native", ("cpu",)),
     "blockwise": Row("xla.blockwise"),
     "pallas": Row("gpu.mosaic.kernels.pallas", ("cuda",)),
@@ -66,80 +66,78 @@ KERNELS: dict[str, Row] = {
 }
 """The kernels by name, in the order in which `implementation=None` tries them on their platforms.
 
-Blockwise can compute every call, so a call has to name the kernels after it. On CUDA, None selects
-cuDNN if cuDNN supports the call. Its forward pass is deterministic; its gradients are deterministic
-if, as for XLA's scatters, `XLA_FLAGS` contains `--xla_gpu_deterministic_ops=true`.
+Blockwise supports every call, so None never selects a kernel after it. On CUDA, None selects cuDNN
+if it supports the call. cuDNN's forward pass is deterministic. Its gradients, like XLA's scatters,
+are deterministic only if `XLA_FLAGS` contains `--xla_gpu_deterministic_ops=true`.
 """
 
 FEW_QUERIES = "decode"
-"""The implementation that reads a cache for a few queries, by the first supported of `READERS`."""
+"""The name of the implementation for a few queries, which reads a cache by one of `READERS`."""
 
 READERS = (Row("cpu.decode", ("cpu",)), Row("xla.decode"))
-"""The files whose `READER` reads a cache for a few queries, in the order of trial."""
+"""Files with a `READER` of caches for a few queries; the first that supports a call reads."""
 
 SUMS = (Row("cpu.statistics", ("cpu",)), Row("xla.statistics"))
-"""The files whose `SUMS` sums weights, in the order of trial."""
+"""Files with `SUMS`, a kernel that sums weights; the first that supports a request runs."""
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
 """Names accepted as `implementation`.
 
-The reference is the formula, differentiated by JAX: it is not a kernel, computes every call, and
-runs only if it is named."""
+The reference is the formula in JAX, and supports every call. It is not a kernel: it runs if a call
+names it, or if a call that names nothing has symbolic T or S, which no kernel supports."""
 
 
 def check_name(implementation: str | None, *, cached: bool = False) -> None:
-    """Raises ValueError for an unknown name; `cached` calls, on a cache, have one more name."""
-    of_cache = (FEW_QUERIES,) if cached else ()
-    check_choice("implementation", implementation, (None, *of_cache, *NAMES))
+    """Raises ValueError for an unknown name; calls on a cache may also name `FEW_QUERIES`."""
+    cache_names = (FEW_QUERIES,) if cached else ()
+    check_choice("implementation", implementation, (None, *cache_names, *NAMES))
 
 
 def refuse(name: str, reason: str | None) -> None:
-    """Raises NotImplementedError if there is a reason."""
+    """Raises NotImplementedError if there is a reason why the implementation cannot run."""
     if reason:
         raise NotImplementedError(f"implementation {name!r}: {reason}")
 
 
 def _unsupported(row: Row, call: Call) -> str | None:
-    """Returns why a kernel cannot compute a call or an exported program; None if it can."""
+    """Returns why a kernel does not support a call; None if it does."""
     shapes = call.shapes
-    if not shapes.cuttable:
+    if not shapes.has_static_lengths:
         return (
-            "it cuts queries and keys into tiles, which needs numbers, and the program is exported "
-            f"for any T = {shapes.T}, S = {shapes.S}; reference and None need none"
+            f"expected integers T and S, got the symbols T = {shapes.T}, S = {shapes.S} of an "
+            'exported program; write implementation=None or "reference"'
         )
     return row.kernel.supports(call)
 
 
 def reasons(call: Call, platform: str) -> dict[str, str | None]:
-    """Returns for each name None, or why it cannot run the call on a platform."""
-    answers = dict[str, str | None]()
+    """Returns, for each of `NAMES`, why it cannot run the call on a platform; None if it can."""
+    results = dict[str, str | None]()
 
     def collect(call: Call) -> None:
         call = call.prepared()
         for name, row in KERNELS.items():
-            answers[name] = (
+            results[name] = (
                 _unsupported(row, call)
-                or _elsewhere(row, platform, named=True)
-                or _traced_elsewhere(row, platform)
+                or _wrong_platform(row, platform, named=True)
+                or _traced_for_another(row, platform)
                 or row.kernel.too_small(call)
                 or row.kernel.unavailable(call.shapes, False)
                 or row.kernel.compilation_failure(call)
             )
 
-    jax.eval_shape(collect, call)
-    return {**answers, "reference": None}
+    jax.eval_shape(collect, call)  # only traced, so that `prepared` computes no arrays
+    return {**results, "reference": None}
 
 
 def is_for(name: str, platform: str) -> bool:
-    """Returns whether a kernel is for a platform in particular, not for all."""
+    """Returns whether a kernel is made for this platform, rather than for all platforms."""
     return name in KERNELS and platform in (KERNELS[name].platforms or ())
 
 
 def _candidates(call: Call) -> Iterator[str]:
-    """Yields the kernels that can compute a call, in order, up to one that is for every platform.
-
-    A call has to name the kernels after that.
-    """
+    """Yields the names of kernels that support a call, in the order of `KERNELS`, up to the first
+    kernel for all platforms, after which no other is needed."""
     for name, row in KERNELS.items():
         if not row.kernel.too_small(call) and not row.kernel.supports(call):
             yield name
@@ -148,61 +146,73 @@ def _candidates(call: Call) -> Iterator[str]:
 
 
 def functions(call: Call, among: Sequence[str] = tuple(KERNELS)) -> Functions | None:
-    """Returns the functions of the named kernel, or of the first kernel that can run a prepared
-    call on a platform; None stands for the reference. A call without a name gets one of `among`.
+    """Returns the functions that compute a prepared call; None stands for the reference.
+
+    They are the functions of the kernel that the call names. If it names none, they are the
+    functions of the first kernel in `among` that can run the call on the program's platform.
 
     Raises NotImplementedError if the named kernel does not support the call.
     """
     name = call.implementation
-    if name == "reference" or (name is None and not call.shapes.cuttable):
+    if name == "reference" or (name is None and not call.shapes.has_static_lengths):
         return None
     if name is not None:
         refuse(name, _unsupported(KERNELS[name], call))
     names = [name] if name else [x for x in _candidates(call) if x in among]
     row = KERNELS[names[0]]
-    if row.when == "default_platform":
+    if row.tracing == "default_platform":
         return Functions(row.kernel.functions(_default_platform()))
-    traced = (row.platforms or ()) if row.when == "traced" else ()
-    choose = functools.partial(_first_supported, tuple(names), call.shapes, name is not None)
-    return Functions(choose, {platform: row.kernel.functions(platform) for platform in traced})
+    platforms = (row.platforms or ()) if row.tracing == "all_platforms" else ()
+    choose = functools.partial(_first_available, tuple(names), call.shapes, name is not None)
+    return Functions(choose, {platform: row.kernel.functions(platform) for platform in platforms})
 
 
-def _first_supported(
+def _first_available(
     names: Sequence[str],
     shapes: Shapes,
     named: bool,
     platform: str,
-    piece: Call | None = None,
+    device_call: Call | None = None,
 ) -> AttentionVJP:
-    """Returns the functions of the first kernel that can run on this platform and machine, and
-    compute `piece` of the call if there is one."""
+    """Returns the functions of the first kernel in `names` that can run on this platform and
+    machine.
+
+    `device_call` is the part of the call that one device computes, if the call is sharded: the
+    kernel then has to support this part too. `named` is true if the user named the kernel, which
+    then runs or raises NotImplementedError.
+    """
     for i, name in enumerate(names):
         row = KERNELS[name]
-        reason = _elsewhere(row, platform, named=named) or row.kernel.unavailable(shapes, named)
-        reason = reason or (row.kernel.supports(piece) if piece else None)
+        reason = _wrong_platform(row, platform, named=named)
+        reason = reason or row.kernel.unavailable(shapes, named)
+        reason = reason or (row.kernel.supports(device_call) if device_call else None)
         if named:
             refuse(name, reason)
         if not reason:
             remaining = () if named else names[i + 1 :]
-            otherwise = functools.partial(_otherwise, name, remaining, shapes, platform)
-            of_piece = functools.partial(_first_supported, names, shapes, named, platform)
-            return row.kernel.functions(platform).or_else(otherwise, of_piece)
-    raise NotImplementedError(f"none of {', '.join(names)} is for {platform}")
+            otherwise = functools.partial(_after_failure, name, remaining, shapes, platform)
+            on_device = functools.partial(_first_available, names, shapes, named, platform)
+            return row.kernel.functions(platform).or_else(otherwise, on_device)
+    raise NotImplementedError(f"none of {', '.join(names)} can run on {platform}")
 
 
-def _otherwise(
+def _after_failure(
     name: str, remaining: Sequence[str], shapes: Shapes, platform: str, reason: CompilationFailed
 ) -> AttentionVJP:
-    """Returns the functions of another kernel, after this kernel's could not be compiled."""
+    """Returns the functions of the next available kernel after kernel `name` failed to compile.
+
+    Without remaining kernels, which is so if the user named this one, it raises the reason.
+    """
     if not remaining:
         refuse(name, str(reason))
-    return _first_supported(remaining, shapes, False, platform)
+    return _first_available(remaining, shapes, False, platform)
 
 
 def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResults] | None:
-    """Returns the function that reads a prepared call's cache in place; None to read a copy.
+    """Returns the function that computes a prepared call from its cache in place; None if the
+    cache has to be copied into arrays of keys and values.
 
-    Raises NotImplementedError if `FEW_QUERIES` is named and does not support the call.
+    Raises NotImplementedError if the call names an implementation that does not support it.
     """
     name, reason = call.implementation, few_queries.unsupported(call.spec, call.shapes)
     if name == FEW_QUERIES:
@@ -216,60 +226,64 @@ def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResu
     cache_reader = row.kernel.reader
     if cache_reader is None or cache_reader.unreadable(platform, call, cache):
         return None
-    if row.when == "default_platform":
+    if row.tracing == "default_platform":
         return functools.partial(cache_reader.read, platform)
 
-    def when_lowered(platform: str, *operands: Any) -> CacheResults:
-        refuse(name, _elsewhere(row, platform, named=True))
+    def read_when_lowered(platform: str, *operands: Any) -> CacheResults:
+        refuse(name, _wrong_platform(row, platform, named=True))
         return cache_reader.read(platform, *operands)
 
-    return functools.partial(decode.attend_part, when_lowered)
+    return functools.partial(decode.attend_part, read_when_lowered)
 
 
 def read_cache(platform: str, spec: Spec, query: Array, cache: Cache) -> CacheResults:
-    """Computes attention of a few queries to a cache by the first supported of `READERS`."""
+    """Computes attention of a few queries to a cache by the first of `READERS` that supports it."""
     call = Call(spec, few_queries.shapes(query, cache))
     for row in READERS:
         cache_reader: Reader = row.load("READER")
-        if not _elsewhere(row, platform) and not cache_reader.unreadable(platform, call, cache):
-            return cache_reader.read(platform, spec, query, cache)
-    raise AssertionError("the last of them reads every cache")
+        if _wrong_platform(row, platform) or cache_reader.unreadable(platform, call, cache):
+            continue
+        return cache_reader.read(platform, spec, query, cache)
+    raise AssertionError("the last of READERS reads every cache")
 
 
 def sum_weights(
-    platform: str, question: StatisticsRequest, query: Array, key: Array
+    platform: str, request: StatisticsRequest, query: Array, key: Array
 ) -> tuple[Any, Array]:
-    """Answers a question about weights by the first supported of `SUMS`."""
+    """Computes the requested sums of weights by the first of `SUMS` that supports the request."""
     for row in SUMS:
         sums: WeightSums = row.load("SUMS")
-        if _elsewhere(row, platform) or sums.unsupported(question, Shapes.of(query, key)):
+        if _wrong_platform(row, platform) or sums.unsupported(request, Shapes.of(query, key)):
             continue
         with contextlib.suppress(CompilationFailed):
-            return sums.run(question, query, key)
-    raise AssertionError("the last of them can answer every question")
+            return sums.run(request, query, key)
+    raise AssertionError("the last of SUMS supports every request")
 
 
-def _elsewhere(row: Row, platform: str, *, named: bool = False) -> str | None:
-    """Returns why a kernel is not for a platform, or None. Only named kernels are interpreted."""
+def _wrong_platform(row: Row, platform: str, *, named: bool = False) -> str | None:
+    """Returns why a kernel cannot run on a platform, or None. It is interpreted only if named."""
     if row.platforms and platform not in (*row.platforms, *(row.interpreted if named else ())):
         return f"is for {' and '.join(row.platforms)}, the program is for {platform}"
     return None
 
 
-def _traced_elsewhere(row: Row, platform: str) -> str | None:
-    """Returns why a program traced here cannot use a kernel on a platform; None if it can."""
-    if row.when != "default_platform" or platform == (traced_for := _default_platform()):
+def _traced_for_another(row: Row, platform: str) -> str | None:
+    """Returns why a kernel traced in this process cannot run on a platform; None if it can."""
+    if row.tracing != "default_platform" or platform == (traced_for := _default_platform()):
         return None
     return (
-        f"is traced for {traced_for}, on which JAX runs here; 'pallas', which stands for it, is "
-        "chosen when a program is lowered"
+        f"is traced for {traced_for}, JAX's default platform here, the program is for {platform}; "
+        "write implementation='pallas', which chooses it when the program is lowered"
     )
 
 
 def _default_platform() -> str:
-    """Returns the platform of the mesh's abstract device, or else of JAX's default backend.
+    """Returns "cpu" if JAX traces for CPUs, which interpret kernels for GPUs, and else "cuda".
 
-    JAX's interpreter has effects, which cannot be added to a program when it is lowered.
+    JAX traces for the platform of the mesh's abstract device, or else of the default backend. The
+    kernels that ask are for CUDA alone, so that "cuda" also stands for the platforms on which they
+    cannot run. They have to know whether they are interpreted while the program is traced, because
+    JAX's interpreter has effects, which lowering cannot add to a program.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     backend = jax.default_backend() if device is None else device.platform

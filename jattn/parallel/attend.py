@@ -68,12 +68,12 @@ class _Sharding(NamedTuple):
             pieces.check_implementation(implementation)
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
-        """Returns `out` of this device's queries, or `(out, lse)` if the call returns lse."""
-        flat_arrays = call.flat(query, key, value)
-        results = SCHEMES[self.scheme](call.prepared(), *flat_arrays, self.axes)
-        if call.overflowed is not None:  # the keys of any device may reach the queries of all
-            on_any_device = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
-            call = dataclasses.replace(call, overflowed=on_any_device)
+        """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""
+        flat, scheme = call.flattened(query, key, value), SCHEMES[self.scheme]
+        results = scheme(call.prepared(), *flat, self.axes)
+        if call.overflowed is not None:  # an overflow on any device affects the keys of all
+            anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
+            call = dataclasses.replace(call, overflowed=anywhere)
         return call.finish(*results)
 
 

@@ -86,7 +86,7 @@ def weights_at(
 def _weights(
     call: Call, query: Array, key: Array, lse: Array | None, rows: Array, heads: Array
 ) -> Array:
-    query, key = call.flat(query, key)
+    query, key = call.flattened(query, key)
     shapes = call.shapes
     scores = _scores(call, query, key, rows, heads)
     flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
@@ -96,7 +96,7 @@ def _weights(
         row_lse = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
         finite_lse = jnp.where(row_lse == -jnp.inf, 0, row_lse).astype(flat.dtype)
         weights = softmax.weights(flat, finite_lse, jnp.zeros_like(finite_lse))
-    return call.shaped(weights.reshape(scores.shape))
+    return call.unflattened(weights.reshape(scores.shape))
 
 
 def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> Array:

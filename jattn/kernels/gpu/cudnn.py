@@ -162,7 +162,7 @@ def _score_reason(call: Call) -> str | None:
     if any(size != 1 for size in batch) or shape != [shapes.N, shapes.T, shapes.S]:
         expected = [1, shapes.N, shapes.T, shapes.S]
         return f"expected a Bias [1, N, T, S] = {expected}, got {list(array.shape)}"
-    (dtype,) = call.given or (array.dtype,)
+    (dtype,) = call.parameter_dtypes or (array.dtype,)
     if dtype != shapes.dtype:
         return f"a Bias in {dtype} would be rounded to {shapes.dtype}"
     return _reason_with_bias(shapes)

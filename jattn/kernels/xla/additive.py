@@ -65,14 +65,14 @@ def _sharding(_: Call, query: Array, *__: Any, **___: Any) -> Any:
 def weights(call: Call, query: Array, key: Array, w_score: Array) -> Array:
     """Computes the weights `[*B, T, S]` after softmax and dropout, from projected arrays."""
     spec, q, k = _prepared(call, w_score, query, key)
-    return call.shaped(reference.weights(spec, q, k)[:, 0])
+    return call.unflattened(reference.weights(spec, q, k)[:, 0])
 
 
 def _prepared(call: Call, w_score: Array, *arrays: Array) -> tuple[Any, ...]:
     """Returns the prepared spec with its pair score, and arrays `[*B, X, D]` as `[B, X, 1, D]`."""
     pair = dataclasses.replace(call.spec, pair=AdditiveScore(w_score))
     prepared = dataclasses.replace(call, spec=pair).prepared()
-    return prepared.spec, *call.flat(*(x[..., None, :] for x in arrays))
+    return prepared.spec, *call.flattened(*(x[..., None, :] for x in arrays))
 
 
 @compiled("tiling")
@@ -92,4 +92,4 @@ def attend(
     else:
         kernel = vjp.Functions(functools.partial(blockwise.functions, tiling=tiling))
         out, _ = vjp.attention(kernel, tangents.functions(tiling), spec, q, k, v, lse=False)
-    return call.shaped(out[:, :, 0])
+    return call.unflattened(out[:, :, 0])
