@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn._explicit import evaluated, without_mesh
-from jattn._types import AnyArray, Indices, Shape
+from jattn._types import AnyArray, Index, Indices, Shape
 from jattn.functions.programs import unseen
 
 
@@ -236,7 +236,7 @@ def flatten_batch(tree: Any, batch: Shape) -> Any:
     return jax.tree.map(flattened, axis_names(tree), tree)
 
 
-def select_head(tree: Any, b: Any, h: Any) -> Any:
+def select_head(tree: Any, b: Index, h: Index) -> Any:
     """Indexes away the batch and head axes of a tree's arrays, for one (b, h).
 
     The arrays must have one batch axis, see `flatten_batch`, or none.

@@ -370,7 +370,7 @@ def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
     def lasting(x: Any) -> Any:
         if not _is_function(x):
             return x
-        x = x.lasting() if isinstance(x, Predicate) else x.lasting(dtype)
+        x = x.traced() if isinstance(x, Predicate) else x.traced(dtype)
         functions.extend((x.fn, getattr(x, "bounds_fn", None)))
         return x
 

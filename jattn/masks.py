@@ -45,7 +45,7 @@ from jattn._pytree import (
     static_field,
     take_tile,
 )
-from jattn._types import Allowed, AnyArray, Indices, Positions, Shape, Size
+from jattn._types import Allowed, AnyArray, Index, Indices, Positions, Shape, Size
 from jattn.checks import (
     check_array,
     check_function,
@@ -105,7 +105,7 @@ Truth = Any  # one boolean per tile, broadcastable to [n, m]; NumPy if all input
 
 
 class Span(NamedTuple):
-    """A run of queries or keys: their positions, and their places in the arrays.
+    """The queries or the keys of a block: their positions, and their places in the arrays.
 
     >>> last = masks.Span(positions=jnp.array([4]), places=jnp.array([0]))
     >>> print(masks.Causal()(0, 0, last, jnp.arange(6)).astype(int))
@@ -210,7 +210,7 @@ class Mask:
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
     of_positions = False  # whether the mask depends on positions and fields, but not on places
 
-    def evaluate(self, b: Any, h: Any, rows: Span, columns: Span) -> Allowed:
+    def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
 
         The fields that are arrays must already be selected for (b, h) and sliced to both spans.
@@ -223,7 +223,7 @@ class Mask:
         raise NotImplementedError
 
     def __call__(
-        self, b: Any, h: Any, rows: Indices | Span, columns: Indices | Span
+        self, b: Index, h: Index, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
         """Evaluates the mask for batch row `b` (row-major over several batch axes) and head `h`.
 
@@ -290,7 +290,7 @@ class Mask:
         q, kv = _checked_positions(T, S, positions)
         i, j = span(T, q), span(S, kv)
 
-        def one_head(b: Any, h: Any) -> Array:
+        def one_head(b: Index, h: Index) -> Array:
             of_head = take_tile(select_head(flattened, b, h), i.places, j.places)
             return jnp.broadcast_to(of_head.evaluate(b, h, i, j), (T, S))
 
@@ -491,7 +491,7 @@ def _length_along(mask: Mask, axis_name: str) -> int:
     return max(length, 0, *(x.layout.shape[-2:][side] * x.sizes[side] for x in _blocks(mask)))
 
 
-def _check_head(batch: Shape, heads: int, b: Any, h: Any) -> None:
+def _check_head(batch: Shape, heads: int, b: Index, h: Index) -> None:
     """Raises ValueError for a batch row or head that is out of range, unless it is traced."""
     for name, index, size in (("b", b, math.prod(batch)), ("h", h, heads)):
         if not is_integer(index):
@@ -956,8 +956,7 @@ class Segments(Mask):
     """Segments, such as documents, packed in one sequence: a query attends to keys with its id.
 
     `q_ids` is an integer array `[*B, T]`, or `[T]` for all batch rows, and `kv_ids` is `[*B, S]`
-    or `[S]`. With `kv_ids=None`, queries and keys are the same tokens, whose ids are also the
-    same.
+    or `[S]`. With `kv_ids=None`, queries and keys are the same tokens and have the same ids.
 
     >>> print(masks.Segments(jnp.array([0, 0, 1])).dense(3, 3).astype(int))
     [[1 1 0]
@@ -1216,7 +1215,7 @@ class Predicate(Mask):
         self._set(fn, operands, bounds)
         return self
 
-    def lasting(self) -> "Predicate":
+    def traced(self) -> "Predicate":
         """Returns this mask with its function traced: a `TracedFunction` no longer changes with
         the variables that the function reads.
 
@@ -1228,13 +1227,13 @@ class Predicate(Mask):
         with explained("Predicate", self.fn):
             unnamed = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
         if unnamed is not self.fn:
-            return Predicate(unnamed, *self.operands).lasting()
+            return Predicate(unnamed, *self.operands).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         # Bounds that may change are dropped: they only save time.
         return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
 
-    def _scalar(self, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
+    def _scalar(self, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):
             truth = self.fn(b, h, q, kv, *(operands or self.operands))
         return check_returned("Predicate", self.fn, truth, "boolean")
@@ -1378,7 +1377,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     limits = undecided.boxes(_position_limits(tile), kind == MIXED, int(np.count_nonzero(kind)))
     if limits is None:
         return kind
-    mask = jax.tree.map(lambda x: x.lasting() if is_function(x) else x, mask, is_leaf=is_function)
+    mask = jax.tree.map(lambda x: x.traced() if is_function(x) else x, mask, is_leaf=is_function)
     functions = _functions_to_evaluate(mask)
     if not functions:
         return kind

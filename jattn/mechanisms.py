@@ -211,7 +211,10 @@ def normalised_interaction(
     allowed = (Full() if mask is None else as_mask(mask)).dense(T, S)
     scores = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
     # Unlike jax.nn.softmax, this one gives 0, not NaN, to rows in which all entries are masked.
-    normalise = lambda scores: softmax.finish(softmax.of(scores, lambda weights: weights))[0]  # noqa: E731
+
+    def normalise(scores: Array) -> Array:
+        return softmax.finish(softmax.contribution(scores, lambda weights: weights))[0]
+
     return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(scores)
 
 

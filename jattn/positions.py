@@ -239,7 +239,7 @@ def rotary(
     on the difference of their positions. The result has the dtype of `x`.
 
     Raises ValueError for an odd or too large rotary size, an unknown style, or positions that do
-    not fit; TypeError for a scaling of another kind.
+    not fit; TypeError for another type of `scaling`.
 
     >>> jattn.positions.rotary(q, jnp.arange(5)).shape
     (2, 5, 4, 8)

@@ -28,7 +28,7 @@ from jattn._pytree import (
     pytree_dataclass,
     static_field,
 )
-from jattn._types import Scores, accumulation
+from jattn._types import Index, Scores, accumulation
 from jattn.checks import (
     check_array,
     check_flag,
@@ -72,7 +72,7 @@ class ScoreFunction:
     (2, 5, 4, 8)
     """
 
-    def evaluate(self, score: Scores, b: Any, h: Any, rows: Any, columns: Any) -> Scores:
+    def evaluate(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
         """Maps scores `[t, s]` to scores `[t, s]`.
 
         Arrays must be selected for (b, h) and sliced to the spans `rows` and `columns`.
@@ -399,7 +399,7 @@ def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
 
 @pytree_dataclass
 class Bias(ScoreFunction):
-    """A bias array, score + array by place: full rank `[*B, N, T, S]`; axes of size 1 broadcast.
+    """An array `[*B, N, T, S]` of full rank to add to the scores; axes of size 1 broadcast.
 
     >>> jattn.attention(q, k, v, score=scores.Bias(jnp.zeros((1, 4, 5, 7)))).shape
     (2, 5, 4, 8)
@@ -421,8 +421,7 @@ class Score(ScoreFunction):
     `fn(score, b, h, q_idx, kv_idx, *operands)` gets a score, its batch row (row-major over several
     batch axes), head, query position and key position; it returns the new score. Operands are given
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
-    uses the current values of other variables that the
-    function reads, see `masks.Predicate`.
+    uses the current values of other variables that the function reads, see `masks.Predicate`.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
     >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])
@@ -441,7 +440,7 @@ class Score(ScoreFunction):
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "operands", operands)
 
-    def lasting(self, dtype: Any) -> "Score":
+    def traced(self, dtype: Any) -> "Score":
         """Returns this score function with `fn` traced for scores of a dtype: a `TracedFunction` no
         longer changes with the variables that the function reads.
 
@@ -454,7 +453,7 @@ class Score(ScoreFunction):
         with explained("Score", self.fn):
             unnamed = without_named_axes("Score", self.fn, *_examples(dtype), *cast)
         if unnamed is not self.fn:
-            return Score(unnamed, *self.operands).lasting(dtype)
+            return Score(unnamed, *self.operands).traced(dtype)
         name, n = function_name(self.fn), len(cast)
         fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
         traced = object.__new__(Score)  # the arguments of the function were already checked
@@ -462,7 +461,7 @@ class Score(ScoreFunction):
         traced._set(fn, (*self.operands, *operands[n:]))
         return traced
 
-    def _scalar(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+    def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:
         with explained("Score", self.fn):
             new_score = self.fn(score, b, h, q, kv, *(operands or self.operands))
         return check_returned("Score", self.fn, new_score, "floating-point").astype(score.dtype)

@@ -100,7 +100,7 @@ def empty(rows: int, width: int, dtype: DTypeLike) -> Partial:
     )
 
 
-def of(
+def contribution(
     scores: Scores,
     weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
     differentiable: bool = True,
@@ -149,7 +149,7 @@ def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
     return out, Normalizer(jnp.where(is_nan, jnp.nan, maximum), jnp.log(total))
 
 
-def quotient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
+def finish_without_gradient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
     """Computes the results of `finish` where no derivative is taken.
 
     There is no `where` between sum and division, so that XLA fuses them with the product.
@@ -286,7 +286,7 @@ def with_sink(
     log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the scores
     after scaling; −inf changes nothing. See gpt-oss (2025), and Xiao et al. 2023 for the need.
 
-    Raises TypeError and ValueError for inputs that do not fit, and for known sinks of NaN or +inf.
+    Raises TypeError and ValueError for inputs that do not fit, and for static sinks of NaN or +inf.
 
     >>> jattn.with_sink(jnp.ones((1, 1, 1)), jnp.zeros((1, 1)), 0.0)[0].item()
     0.5

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn._pytree import axis_names, number, split_letters
-from jattn._types import Scores, Size, accumulation
+from jattn._types import Index, Scores, Size, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
 from jattn.softmax import keep_rounding
@@ -67,7 +67,7 @@ def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Floa
     return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
 
 
-def weigh(
+def weighted_values(
     weights: Float[Array, "t s"], v: Float[Array, "s V"], precision: Any = None
 ) -> Float[Array, "t V"]:
     """Computes weights · v with 0 in place of NaN and infinities, in the dtype of the weights.
@@ -87,7 +87,7 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
     return jax.lax.stop_gradient(jnp.sum((v - v).astype(accumulation(v.dtype)), axis=-1))
 
 
-def reach_all(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
+def add_nan_of_values(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
     """Adds NaN to all of x, the results of all queries, if the spec has no mask and a value is not
     finite: then every query attends to that value. With a mask, `scores` adds the NaN."""
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
@@ -197,7 +197,7 @@ class _MappableArrays:
         return [axes.index(name) if name in axes else None for axes in inside]
 
 
-def in_turn(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
     """Maps a function over leading axes like `jax.vmap`, but with one call after the other, so that
     it needs the memory of one call only. `in_axes` may contain 0 and None."""
 
@@ -232,15 +232,16 @@ def over_heads(
     The arrays in `per_head` are `[B, T, N, ...]`, those in `shared` are `[B, S, K, ...]`. The query
     heads of a group use the same key head, which is not copied for each. `out_axes` says where N
     goes: with 1, results `[T, ...]` of one head become `[B, T, N, ...]`. It is one integer for all
-    results, or a tree of integers. `over_batch` maps the batch: `jax.vmap` or `in_turn`. `first` is
-    the index b of the first batch row, for calls with a part of the batch.
+    results, or a tree of integers. `over_batch` maps the batch: `jax.vmap` or
+    `map_in_sequence`. `first` is the index b of the first batch row, for calls with a part of the
+    batch.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
     group = () if N == K else (N // K,)
     spec_arrays = _MappableArrays(spec, (K, *group))
 
-    def call(arrays: list[Any], b: Any, h: Any, *operands: Array) -> Any:
+    def call(arrays: list[Any], b: Index, h: Index, *operands: Array) -> Any:
         return one_head(jax.tree.unflatten(spec_arrays.treedef, arrays), b, h, *operands)
 
     # Heads are moved before tokens once, in advance: with the heads in the middle, XLA would copy

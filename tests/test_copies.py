@@ -100,7 +100,7 @@ def test_decoding_has_no_races():
     gpu_decode.assert_right(CALL, got)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, slow=True)
 @pytest.mark.parametrize("name", SCORES)
 def test_kernels_have_no_races(name):
     with copies.by_threads() as machine:

@@ -224,7 +224,7 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
             Threshold(x).allows,
             jax.jit(lambda b, h, q, kv: kv < x),
         ]
-        lasting = [masks.Predicate(f).lasting() for f in holders]
+        lasting = [masks.Predicate(f).traced() for f in holders]
         assert all(len(x.operands) == 1 for x in lasting)
         return jnp.stack([jattn.attention(q, q, q, mask=masks.Predicate(f)) for f in holders])
 

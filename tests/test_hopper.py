@@ -334,7 +334,7 @@ def test_the_tile_map_decides(implementation):
     assert_same(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 @pytest.mark.parametrize("scale", [1.0, 1.1])  # maxima are numbers of float32, and are not
 def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implementation):

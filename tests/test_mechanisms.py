@@ -569,10 +569,18 @@ def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):
 
 
 MISFITS = [
-    ("self_attention", [(T, 4), (5, 7), (4, 7), (4, 6)], r"w_query: expected \[E = 4.*\[5, 7\]"),
-    ("self_attention", [(T, 4), (4, 7), (4, 7), (5, 6)], r"w_value: expected \[E = 4.*\[5, 6\]"),
+    (
+        "self_attention",
+        [(T, 4), (5, 7), (4, 7), (4, 6)],
+        r"w_query: expected \[E, H2\] = \[4, 7\], got \[5, 7\]",
+    ),
+    (
+        "self_attention",
+        [(T, 4), (4, 7), (4, 7), (5, 6)],
+        r"w_value: expected \[E, H1\] = \[4, 6\], got \[5, 6\]",
+    ),
     ("self_attention", [(T, 4), (4, 7), (4, 8), (4, 6)], r"w_key: .* = \[4, 7\], got \[4, 8\]"),
-    ("interaction", [(S, 4), None, (5, 6)], r"right: expected \[E = 4, H1\], got \[5, 6\]"),
+    ("interaction", [(S, 4), None, (5, 6)], r"right: expected \[E, H1\] = \[4, 6\], got \[5, 6\]"),
     ("interaction", [(S, 4), (T, T)], r"left: expected \[T, S = 5\].*got \[3, 3\]"),
     ("interaction", [(B, S, 4), (3, T, S)], r"left: .*got \[3, 3, 5\]"),
     (

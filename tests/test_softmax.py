@@ -174,7 +174,7 @@ def test_a_sink_keeps_dtypes_and_accepts_others(dtype):
 
 def partial_of(x: Any, v: Any) -> softmax.Partial:
     """The contribution of some keys to every row."""
-    return softmax.of(x, lambda weights: weights @ v)
+    return softmax.contribution(x, lambda weights: weights @ v)
 
 
 def logits(seed: int) -> tuple[jax.Array, jax.Array]:

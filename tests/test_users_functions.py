@@ -410,7 +410,7 @@ def random_functions(seed: int) -> tuple[UserScore, Callable[..., Any], Callable
     return UserScore(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("seed", range(48))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_functions_before_and_after_what_they_read_changes(implementation, seed):

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jattn import masks, scores
 from jattn._debugging import may_be_minus_infinity
+from jattn._types import Index
 from jattn.attention import attention
 from jattn.masks import Mask
 
@@ -183,7 +184,7 @@ def _window(size: Any) -> Mask:
     if all(not isinstance(x, int) or x >= 0 for x in (left, right)):
         return masks.Window(left=left, right=right)
 
-    def within(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def within(b: Index, h: Index, q: Any, kv: Any) -> Any:
         return (q <= kv + left) & (q >= kv - right)
 
     return masks.Predicate(within)

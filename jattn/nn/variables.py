@@ -44,8 +44,8 @@ def lasting_functions(module: Any) -> tuple[Any, ...]:
     programs that are compiled for the module."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
-    masks = [x.lasting().fn for x in leaves if isinstance(x, Predicate)]
-    return (*masks, *(x.lasting(jnp.float32).fn for x in leaves if isinstance(x, Score)))
+    masks = [x.traced().fn for x in leaves if isinstance(x, Predicate)]
+    return (*masks, *(x.traced(jnp.float32).fn for x in leaves if isinstance(x, Score)))
 
 
 class LearnedScore(PytreeVariables):

@@ -91,7 +91,7 @@ def _weights(
     scores = _scores(call, query, key, rows, heads)
     flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
     if lse is None:
-        weights, _ = softmax.finish(softmax.of(flat, lambda unnormalized: unnormalized))
+        weights, _ = softmax.finish(softmax.contribution(flat, lambda unnormalized: unnormalized))
     else:
         row_lse = lse.reshape(shapes.B, shapes.N, shapes.T)[:, heads][:, :, rows].reshape(len(flat))
         finite_lse = jnp.where(row_lse == -jnp.inf, 0, row_lse).astype(flat.dtype)

@@ -232,7 +232,7 @@ def kinds(spec: Spec, T: int, S: int, tiling: Tiling) -> Any:
     batch, heads = leading(spec)
     B, N = max((1, *batch)), max(1, heads)
 
-    def of_head(b: Any, h: Any) -> Any:
+    def of_head(b: Index, h: Index) -> Any:
         # None: the map is the same for all batch rows, or all heads.
         index = b if B > 1 else None, h if N > 1 else None
         return tile_schedule.kinds(select_head(spec, b, h), T, S, tiling, *index)

@@ -279,7 +279,7 @@ def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -
 
 
 def add_params(
-    totals: list[Array], gradients: list[Array], letters: list[str], b: Array, h: Array
+    totals: list[Array], gradients: list[Array], letters: list[str], b: Index, h: Index
 ) -> list[Array]:
     """Adds the gradients of parameters of head (b, h) to the totals of all heads."""
 

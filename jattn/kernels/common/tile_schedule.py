@@ -22,7 +22,7 @@ from jattn.spec import Spec, Tiling
 
 
 def kinds(
-    spec: Spec, T: int, S: int, tiling: Tiling, b: Array | None = None, h: Array | None = None
+    spec: Spec, T: int, S: int, tiling: Tiling, b: Index | None = None, h: Index | None = None
 ) -> AnyArray:
     """Returns the tile map `[n, m]` of head (b, h); where b or h is None, the map is valid for all
     batch rows or all heads. It is a NumPy array if the mask is static."""
@@ -78,8 +78,8 @@ def widest(tiling: Tiling) -> int:
 
 def schedule(
     spec: Spec,
-    b: Array,
-    h: Array,
+    b: Index,
+    h: Index,
     T: int,
     S: int,
     tiling: Tiling,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn._pytree import select_head, take_tile
-from jattn._types import Shape
+from jattn._types import Index, Shape
 from jattn.functions import dependence, nodes, operations
 from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
@@ -68,7 +68,7 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
     )
     leaves, structure = jax.tree.flatten(mask_and_score)
 
-    def run(score: Any, b: Any, h: Any, i: Any, j: Any, *leaves: Any) -> Any:
+    def run(score: Any, b: Index, h: Index, i: Any, j: Any, *leaves: Any) -> Any:
         places = i[None], j[None]
         pair = take_tile(select_head(jax.tree.unflatten(structure, leaves), b, h), *places)
         rows, columns = (

@@ -106,7 +106,7 @@ class BlockwiseCall(NamedTuple):
         return slicing.pad_spec(spec, self.shapes.T, self.shapes.S, *self.padded)
 
     def schedule(
-        self, spec: Spec, b: Any, h: Any, *, by_key: bool = False
+        self, spec: Spec, b: Index, h: Index, *, by_key: bool = False
     ) -> tile_schedule.Schedule:
         """Returns the schedule of head (b, h), see `tile_schedule.schedule`.
 
@@ -146,7 +146,7 @@ class Values(NamedTuple):
 
     `finite` has 0 in place of NaN and infinities. `nonfinite` is added to the scores of each key:
     NaN if its value is not finite, else 0, so that only queries that attend to the key become NaN.
-    Without a mask `nonfinite` is None: all queries attend to all keys, see `tile.reach_all`.
+    Without a mask `nonfinite` is None: all queries attend to all keys (`tile.add_nan_of_values`).
     """
 
     finite: Float[Array, "S V"]
@@ -169,7 +169,7 @@ def products(head_tile: slicing.HeadTile, q: Array, k: Array, values: Values) ->
 
 
 def _forward_head(
-    spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array, call: BlockwiseCall
+    spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array, call: BlockwiseCall
 ) -> tuple[Float[Array, "T V"], Normalizer]:
     """Computes the output and the normalizer of one head, padded to whole tiles."""
     schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q
@@ -186,7 +186,7 @@ def _forward_head(
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
             k_j, v_j = slicing.take(k, run.start, run.size), values.slice_keys(run)
             score, _ = head_tile.modified(products(head_tile, q_i, k_j, v_j), run.masked)
-            partial = softmax.of(
+            partial = softmax.contribution(
                 score, lambda w: dot(head_tile.drop(w), v_j.finite, spec), differentiable=False
             )
             return partial if state is None else softmax.combine(state, partial)
@@ -194,13 +194,13 @@ def _forward_head(
         # An unrolled schedule starts with its first tile, a loop needs an initial state.
         runs = schedule.of(i)
         initial = None if runs else softmax.empty(block_q, v.shape[1], values.finite.dtype)
-        return softmax.quotient(tile_schedule.visit(schedule, i, add_run, initial))
+        return softmax.finish_without_gradient(tile_schedule.visit(schedule, i, add_run, initial))
 
     blocks = call.map_blocks(schedule, len(q) // block_q, block)
     out, (maximum, log_total) = jax.tree.map(tile_schedule.join, blocks)
     # Without a mask all queries attend to a value that is not finite.
-    return tile.reach_all(spec, v, out / factor), Normalizer(
-        tile.reach_all(spec, v, maximum), log_total
+    return tile.add_nan_of_values(spec, v, out / factor), Normalizer(
+        tile.add_nan_of_values(spec, v, maximum), log_total
     )
 
 
@@ -241,7 +241,7 @@ class _BackwardHead(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: Spec, b: Array, h: Array, per_query: tuple[Array, ...], k: Array, v: Array
+        cls, spec: Spec, b: Index, h: Index, per_query: tuple[Array, ...], k: Array, v: Array
     ) -> "_BackwardHead":
         q, d_out, maximum, log_total, delta = per_query
         dtype = accumulation(q.dtype)
@@ -269,7 +269,7 @@ class _BackwardHead(NamedTuple):
 
 
 def backward_head(
-    spec: Spec, b: Array, h: Array, per_query: Any, k: Array, v: Array, call: BlockwiseCall
+    spec: Spec, b: Index, h: Index, per_query: Any, k: Array, v: Array, call: BlockwiseCall
 ) -> _Gradients:
     """Computes the gradients of one head, one block of queries after another.
 
@@ -329,7 +329,7 @@ def _pair_gradients(
 
 
 def _backward_blocks(
-    spec: Spec, b: Array, h: Array, per_query: Any, k: Array, v: Array, call: BlockwiseCall
+    spec: Spec, b: Index, h: Index, per_query: Any, k: Array, v: Array, call: BlockwiseCall
 ) -> _Gradients:
     """Computes the gradients of one head, several blocks at once.
 
@@ -392,14 +392,14 @@ def _backward_blocks(
 # ---------------------------------------------------------------------------------------------
 
 
-def take_head(x: Array, b: Array, h: Array, size: int) -> Array:
+def take_head(x: Array, b: Index, h: Index, size: int) -> Array:
     """Returns head (b, h) of `x [B, T, N, ...]`, padded to `[size, ...]`."""
     start = (b, np.int32(0), h) + (np.int32(0),) * (x.ndim - 3)
     head = lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))
     return slicing.pad_to(head.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def write_head(total: Array, x: Array, b: Array, h: Array, query: Any = 0) -> Array:
+def write_head(total: Array, x: Array, b: Index, h: Index, query: Any = 0) -> Array:
     """Writes `x [t, ...]` into head (b, h) of `total [B, T, N, ...]`, from index `query` on."""
     start = (b, jnp.int32(query), h) + (np.int32(0),) * (total.ndim - 3)
     return lax.dynamic_update_slice(total, x[None, : total.shape[1], None], start)
@@ -506,7 +506,7 @@ def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, call: Block
     """Computes `out [B, T, N, V]` and the normalizer `[B, T, N]`, all heads at once."""
     shapes, (T, S) = call.shapes, call.padded
 
-    def one_head(spec: Spec, b: Any, h: Any, q: Array, k: Array, v: Array) -> Tree:
+    def one_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> Tree:
         q, k, v = slicing.pad_to(q, T), slicing.pad_to(k, S), slicing.pad_to(v, S)
         results = _forward_head(spec, b, h, q, k, v, call)
         return jax.tree.map(lambda x: x[: shapes.T], results)
@@ -567,7 +567,7 @@ def backward_vmap(
     shapes, (T, S) = call.shapes, call.padded
     backward = backward_head if call.strategy == "single tile" else _backward_blocks
 
-    def one_head(spec: Spec, b: Array, h: Array, *operands: Array) -> Tree:
+    def one_head(spec: Spec, b: Index, h: Index, *operands: Array) -> Tree:
         *per_query, k, v = operands
         per_query = tuple(slicing.pad_to(x, T) for x in per_query)
         k, v = (slicing.pad_to(x, S) for x in (k, v))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile, tuning
 from jattn._explicit import left_again
-from jattn._types import LogSumExp, Output, Shape, Tree, accumulation
+from jattn._types import Index, LogSumExp, Output, Shape, Tree, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import (
     lowering,
@@ -86,7 +86,7 @@ def _attend_to_run(
 
     def partial_of_head(scores: Array, value: Array) -> softmax.Partial:
         weigh = functools.partial(_weigh, spec, value)
-        return softmax.of(scores, weigh, differentiable=False)
+        return softmax.contribution(scores, weigh, differentiable=False)
 
     return _over_heads(partial_of_head)(_modified(spec, T, products, run), value)
 
@@ -97,7 +97,7 @@ def _modified(
     """Computes scores from products by scale, score functions and mask, for each query head."""
     B, K, R, s = products.shape
 
-    def modify(spec: Spec, b: Array, h: Array, products: Array) -> Array:
+    def modify(spec: Spec, b: Index, h: Index, products: Array) -> Array:
         return slicing.HeadTile.at(spec, b, h, 0, T, run).modify(products, True)
 
     by_query = jnp.swapaxes(products.reshape(B, K * R // T, T, s), 1, 2)
@@ -107,7 +107,7 @@ def _modified(
 def _visited(spec: Spec, shape: Shape, T: int, S: int, size: int) -> Bool[Array, " n"]:
     """Returns which blocks of keys a query of any head may attend to; `shape` is (B, N)."""
 
-    def kinds(spec: Spec, b: Any, h: Any, _: Array) -> Array:
+    def kinds(spec: Spec, b: Index, h: Index, _: Array) -> Array:
         return jnp.asarray(tile_schedule.kinds(spec, T, S, Tiling(T, size), b, h))[0]
 
     B, N = shape
@@ -136,7 +136,7 @@ def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple
     spec, query, _ = scaled(spec, query)
     queries = jnp.swapaxes(query, 1, 2).reshape(B, K, N * T // K, H)
 
-    finished = _over_heads(softmax.quotient)
+    finished = _over_heads(softmax.finish_without_gradient)
 
     def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         run = tile_schedule.TileRun(0, S, True)

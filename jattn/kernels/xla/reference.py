@@ -13,22 +13,22 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import dropout, softmax, tile
-from jattn._types import LogSumExp, Output, Tree, Weights
+from jattn._types import Index, LogSumExp, Output, Tree, Weights
 from jattn.kernels.common import reverse_mode
 from jattn.kernels.common.one_operation import as_one_operation
 from jattn.spec import Spec, parameters, with_parameters
 
 
-def _one_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _one_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
     factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
 
     def weigh(weights: Array) -> Array:
         dropped = dropout.drop(spec, weights, b, h, rows, columns)
-        return tile.weigh(dropped, v.astype(score.dtype) * factor, spec.precision)
+        return tile.weighted_values(dropped, v.astype(score.dtype) * factor, spec.precision)
 
-    out, normalizer = softmax.finish(softmax.of(score, weigh))
+    out, normalizer = softmax.finish(softmax.contribution(score, weigh))
     return (out / factor).astype(q.dtype), normalizer.lse
 
 
@@ -55,7 +55,7 @@ def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, 
     return _over_heads(_one_head, (1, 0), spec, query, key, value)
 
 
-def _one_head_scores(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
+def _one_head_scores(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Array:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     return tile.scores(spec, q, k, b, h, rows, columns)
 
@@ -65,10 +65,10 @@ def scores(spec: Spec, query: Array, key: Array) -> Weights:
     return _over_heads(_one_head_scores, 0, spec, query, key)
 
 
-def _one_head_weights(spec: Spec, b: Any, h: Any, q: Array, k: Array) -> Array:
+def _one_head_weights(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Array:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns)
-    part = softmax.of(score, lambda weights: weights)
+    part = softmax.contribution(score, lambda weights: weights)
     return dropout.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
 
 

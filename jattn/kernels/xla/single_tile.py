@@ -71,7 +71,9 @@ def _forward_head(
         weights, normalizer = lax.optimization_barrier(_weights(select, score))
         out, *rest = weigh(weights), weights
     else:
-        out, normalizer, *rest = softmax.quotient(softmax.of(score, weigh, differentiable=False))
+        out, normalizer, *rest = softmax.finish_without_gradient(
+            softmax.contribution(score, weigh, differentiable=False)
+        )
     out = out / factor
     if not has_mask(spec):  # all queries attend to a value that is not finite
         zero_or_nan = greatest - greatest
@@ -82,8 +84,8 @@ def _forward_head(
 
 def _weights(select: bool, score: Array) -> tuple[Array, softmax.Normalizer]:
     """Returns the weights `[T, S]` and the normalizer `[T]`."""
-    partial = softmax.of(score, lambda weights: weights, differentiable=select)
-    weights, normalizer = softmax.quotient(partial)
+    partial = softmax.contribution(score, lambda weights: weights, differentiable=select)
+    weights, normalizer = softmax.finish_without_gradient(partial)
     if select:  # masked pairs of a query that is NaN keep the weight 0
         weights = partial.weighted / softmax.denominator(partial)[:, None]
     return weights, normalizer
@@ -219,8 +221,8 @@ def attempt(
     """Returns the results of many tiles, and whether adding the mask was enough.
 
     `run(function, *operands)` maps a function of one head over all tiles; the fallback is run with
-    `over_batch=tile.in_turn`, which takes less memory but more time. `finish` returns the final
-    form of all but the extra results. With `optimistic=False` the mask selects from the start.
+    `over_batch=tile.map_in_sequence`, which takes less memory but more time. `finish` returns the
+    final form of all but the extra results. With `optimistic=False` the mask selects at once.
     """
     adding, selecting = (functools.partial(one_head.head, select) for select in (False, True))
     optimistic = optimistic and spec.score is None and not parameters(spec)
@@ -239,7 +241,7 @@ def attempt(
         return joined(results)
 
     def recomputed(_: Tree, *operands: Tree) -> Tree:
-        return joined(run(one_head.fallback, *operands, over_batch=tile.in_turn))
+        return joined(run(one_head.fallback, *operands, over_batch=tile.map_in_sequence))
 
     final = unbatched_cond(enough, finished, recomputed, results[:n], *operands)
     shapes = jax.eval_shape(finish, results[:n])
@@ -332,7 +334,7 @@ def forward(
 
     def group(total: Any, size: Size, *operands: Tree) -> Tree:
         def run(head: Callable[..., Any], first: Array, *operands: Tree, **options: Any) -> Tree:
-            def whole_head(spec: Spec, b: Array, h: Array, q: Array, k: Array, v: Array) -> Tree:
+            def whole_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> Tree:
                 return head(slicing.HeadTile.whole(spec, b, h, len(q), len(k)), q, k, v)
 
             spec, query, *keys = _group(size, first, *operands)

@@ -58,7 +58,13 @@ class _WeightHead:
     """The weights of one head, and their visits; sizes are whole tiles."""
 
     def __init__(
-        self, question: StatisticsRequest, b: Any, h: Any, q: Array, k: Array, call: BlockwiseCall
+        self,
+        question: StatisticsRequest,
+        b: Index,
+        h: Index,
+        q: Array,
+        k: Array,
+        call: BlockwiseCall,
     ):
         self.question, self.b, self.h, self.q, self.k = question, b, h, q, k
         self.rows, self.dtype = call.tiling.block_q, accumulation(q.dtype)
@@ -85,10 +91,12 @@ class _WeightHead:
     def _block_normalizer(self, i: Index) -> Normalizer:
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
             _, score, _ = self._scores(i, run)
-            part = softmax.of(score, lambda weights: weights[:, :0], differentiable=False)
+            part = softmax.contribution(score, lambda weights: weights[:, :0], differentiable=False)
             return softmax.combine(state, part)
 
-        return softmax.quotient(self.visit(i, add_run, softmax.empty(self.rows, 0, self.dtype)))[1]
+        return softmax.finish_without_gradient(
+            self.visit(i, add_run, softmax.empty(self.rows, 0, self.dtype))
+        )[1]
 
     def _scores(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.HeadTile, Array, Any]:
         """Computes the scores of query block i and a run of keys; returns them with their place

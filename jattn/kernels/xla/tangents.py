@@ -52,7 +52,7 @@ class _BlockOrder(NamedTuple):
     map: Callable[[Callable[[Any], Any]], Any]
 
     @classmethod
-    def of(cls, call: BlockwiseCall, spec: Spec, b: Any, h: Any) -> "_BlockOrder":
+    def of(cls, call: BlockwiseCall, spec: Spec, b: Index, h: Index) -> "_BlockOrder":
         schedule, (block_q, _) = call.schedule(spec, b, h), call.tiling
         over_blocks = functools.partial(call.map_blocks, schedule, call.padded[0] // block_q)
         return cls(block_q, functools.partial(tile_schedule.visit, schedule), over_blocks)
@@ -117,7 +117,7 @@ def _head_tangents(
                 d_out = d_out + dot(head_tile.drop(weights), dv_j, spec)
                 return jnp.append(d_out, jnp.sum(weighted_ds, axis=-1)[:, None], axis=1)
 
-            return softmax.combine(state, softmax.of(s, weigh))
+            return softmax.combine(state, softmax.contribution(s, weigh))
 
         out = block_inputs.out
         empty = softmax.empty(block_q, out.shape[1] + 1, out.dtype)
@@ -175,7 +175,7 @@ def _over_batch(platform: str, call: BlockwiseCall) -> Any:
     All batch rows at once would take more memory there and no less time.
     """
     in_turn = call.strategy == "single tile" and tuning.sizes(platform).in_turn
-    return tile.in_turn if in_turn else jax.vmap
+    return tile.map_in_sequence if in_turn else jax.vmap
 
 
 def _tangent_loop(

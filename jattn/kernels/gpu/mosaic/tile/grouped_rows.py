@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jattn._types import Index
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS
 from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
@@ -79,14 +80,14 @@ class GroupedRefs(SpecRefs):
         self.arrays[i] = self.grouping.to_rows(x, N, len(batch))
         self.letters[i] = [*batch, "N", "T", *keys]
 
-    def tile(self, leaves: list[Any], b: Any, h: Any, rows: Any, columns: Any) -> Any:
+    def tile(self, leaves: list[Any], b: Index, h: Index, rows: Any, columns: Any) -> Any:
         """Returns the tile of `rows` of group h of the heads."""
         heads, queries = self.grouping.heads, jnp.full_like(rows, self.grouping.T)
         head = jnp.minimum(lax.div(rows, queries), heads - 1)  # rows of padding have the last head
         return _GroupedTile(self, leaves, b, h * heads + head, lax.rem(rows, queries), columns)
 
     def of_row(
-        self, leaves: list[Any], b: Any, h: Any, query: Any, columns: Any
+        self, leaves: list[Any], b: Index, h: Index, query: Any, columns: Any
     ) -> slicing.HeadTile:
         """Returns the tile of one row; `leaves` are sliced to the row where they run along rows."""
         leaves = [
