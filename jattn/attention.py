@@ -8,18 +8,20 @@ with the functions of the kernel that `registry` chooses.
 from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._explicit import Cuts, left_to_xla
-from jattn._types import Keys, LogSumExp, Output, Queries, Values, Weights
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
 from jattn.call import Call, compiled, make
 from jattn.kernels import registry
 from jattn.kernels.common import vjp
 from jattn.kernels.xla import decode, reference, tangents
+from jattn.masks import MaskLike
 from jattn.options import Options, ScoreOptions, WeightOptions
+from jattn.scores import ScoreLike
 from jattn.softmax import with_sink_in_weights
 
 
@@ -45,15 +47,24 @@ def attention(
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Output, LogSumExp]: ...
-@advised(Options)
+@advised()
 @may_be_minus_infinity(1)
 def attention(
     query: Queries,
     key: Keys | Cache,
     value: Values | None = None,
     *,
+    mask: MaskLike = None,
+    score: ScoreLike = None,
+    scale: float | Array | None = None,
+    sink: float | Float[AnyArray, "..."] | None = None,
+    q_positions: Int[AnyArray, "..."] | None = None,
+    kv_positions: Int[AnyArray, "..."] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
 ) -> Any:
     """Scaled dot-product attention (Vaswani et al. 2017, equation 1), for any mask and score.
 
@@ -108,8 +119,23 @@ def attention(
     >>> jattn.attention(q, k, v, mask=masks.Causal(), score=scores.SoftCap(30.0)).shape
     (2, 5, 4, 8)
     """
-    call = make(query, key, value, lse=return_lse, **options)
-    registry.check_name(call.implementation, cached=isinstance(key, Cache))
+    call = make(
+        query,
+        key,
+        value,
+        lse=return_lse,
+        implementation=implementation,
+        mask=mask,
+        score=score,
+        scale=scale,
+        sink=sink,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+    )
+    registry.check_name(implementation, cached=isinstance(key, Cache))
     if isinstance(key, Cache):
         return attend_cache(call, query, key)
     return attend(call, query, key, value)

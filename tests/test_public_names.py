@@ -20,6 +20,7 @@ from jattn import cache, compat, masks, mechanisms, nn, parallel, positions, sco
 from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
+from jattn.options import Options
 
 
 MODULES = [jattn, cache, compat, masks, mechanisms, nn, parallel, positions, scores, viz]
@@ -100,6 +101,12 @@ def test_signatures_say_what_is_taken(name):
         if parameter.kind is parameter.VAR_KEYWORD:
             listed = get_origin(parameter.annotation) is Unpack
             assert listed or isinstance(parameter.annotation, ParamSpecKwargs)
+
+
+def test_attention_itself_declares_every_option():
+    """A reader of the code, and an editor, see them there; other functions pass them on."""
+    declared = inspect.getfullargspec(inspect.unwrap(jattn.attention)).kwonlyargs
+    assert {*declared} == {*Options.__annotations__, "return_lse"}
 
 
 LAYERS = [
