@@ -142,16 +142,22 @@ def attention(
 
 
 def _shardings(call: Call, query: Array, *_: Any) -> Any:
-    """Returns the shardings of the results on a mesh with explicit axes: that of the queries."""
+    """Returns the shardings of out and lse on a mesh with explicit axes: that of the queries."""
     cuts = Cuts.of(query)
-    return (cuts.out, cuts.by_head) if call.lse else cuts.out
+    return cuts.out, cuts.by_head
 
 
 @compiled()
-@left_to_xla(_shardings)
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
     """Returns `out`, or `(out, lse)` if the call returns lse."""
-    return call.finish(*run(call.prepared(), *call.flattened(query, key, value)))
+    # The sink has no derivative rule of its own, and so stays outside of `left_to_xla`.
+    return call.with_sink(*_attend(call, query, key, value))
+
+
+@left_to_xla(_shardings)
+def _attend(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    out, lse = run(call.prepared(), *call.flattened(query, key, value))
+    return call.unflattened(out), call.unflattened(lse)
 
 
 def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
@@ -164,16 +170,21 @@ def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Arra
 
 
 @compiled()
-@left_to_xla(_shardings)
 def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
     """Computes attention to the slots of a cache; NaN for batch rows that overflowed it."""
+    return call.with_sink(*_attend_cache(call, query, cache))
+
+
+@left_to_xla(_shardings)
+def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Array, Array]:
     prepared = call.prepared()
     if read := registry.reader(prepared, cache):
         out, lse = decode.attend(prepared.spec, query, cache, read)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         out, lse = run(prepared, query, key, value)
-    return call.finish(*cache.nan_if_overflowed(out, lse))
+    out, lse = cache.nan_if_overflowed(out, lse)
+    return call.unflattened(out), call.unflattened(lse)
 
 
 @compiled("result")

@@ -101,9 +101,12 @@ class Call:
     def finish(self, out: Array, lse: Array) -> Any:
         """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
         `lse [B, N, T]` without the sink."""
-        results = self.unflattened(out), self.unflattened(lse)
-        if self.sink is not None:
-            results = with_sink(*results, self.sink)
+        return self.with_sink(self.unflattened(out), self.unflattened(lse))
+
+    def with_sink(self, out: Array, lse: Array) -> Any:
+        """Returns the call's results from `out [*B, T, N, V]` and `lse [*B, N, T]` without the
+        sink."""
+        results = (out, lse) if self.sink is None else with_sink(out, lse, self.sink)
         return results if self.lse else results[0]
 
 

@@ -1,5 +1,6 @@
 """`cached_attention`: one step of decoding, which appends to a cache and attends to it."""
 
+import dataclasses
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
@@ -13,7 +14,8 @@ from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
 from jattn.attention import attention
 from jattn.cache import Cache, check_cache
 from jattn.checks import check_array
-from jattn.masks import as_mask
+from jattn.functions.integers import clamped
+from jattn.masks import Blocks, Lengths, Mask, as_mask
 from jattn.options import CachedOptions
 from jattn.scores import as_score
 
@@ -90,6 +92,23 @@ def cached_attention(
     return attention(query, appended, q_positions=positions, **arguments), appended
 
 
+def _from_query(mask: Mask, start: Array) -> Mask:
+    """Returns a mask for the queries from place `start` on: their places begin at 0 again."""
+
+    def shifted(node: Any) -> Any:
+        if isinstance(node, Blocks):
+            raise NotImplementedError(
+                "mask: expected no more tokens than the cache's chunk with masks.Blocks, whose "
+                "blocks are places of the call"
+            )
+        if isinstance(node, Lengths) and node.q is not None:
+            length = jnp.asarray(clamped(node.q), jnp.int32)
+            return dataclasses.replace(node, q=jnp.maximum(length - start, 0))
+        return node
+
+    return jax.tree.map(shifted, mask, is_leaf=lambda x: isinstance(x, Blocks | Lengths))
+
+
 def _in_chunks(
     query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
 ) -> tuple[Any, Any]:
@@ -119,15 +138,17 @@ def _in_chunks(
     ]
 
     def attend_chunk(cache: Cache, operands: Any) -> tuple[Cache, Any]:
-        query, key, value, valid, split_leaves = operands
+        start, query, key, value, valid, split_leaves = operands
         chunk_leaves = [x if y is None else y for x, y in zip(leaves, split_leaves, strict=True)]
         chunk_arguments = arguments | jax.tree.unflatten(structure, chunk_leaves)
+        chunk_arguments["mask"] = _from_query(chunk_arguments["mask"], start)
         out, cache = cached_attention(query, key, value, cache, valid=valid, **chunk_arguments)
         return cache, out
 
     valid = jnp.ones((B, T), bool) if valid is None else valid  # `split` pads it with False
+    starts = jnp.arange(num_chunks, dtype=jnp.int32) * chunk
     cache, results = jax.lax.scan(
-        attend_chunk, cache, (*map(split, (query, key, value, valid)), split_leaves)
+        attend_chunk, cache, (starts, *map(split, (query, key, value, valid)), split_leaves)
     )
 
     def joined(x: Array, axis: int) -> Array:

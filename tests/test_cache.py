@@ -168,6 +168,23 @@ def test_more_than_a_chunk_goes_in_pieces(kind):
     np.testing.assert_array_equal(cache.lengths, [T] * B)
 
 
+@pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
+def test_places_of_queries_go_on_from_piece_to_piece(lengths):
+    """In pieces of 3 tokens; 5 lies within the second."""
+    query, key, value = tokens()
+    mask = masks.Causal() & ~(masks.Lengths(q=lengths) & masks.Window(left=1))
+    want = jattn.attention(query, key, value, mask=mask & masks.Window(left=W))
+    got, _ = jattn.cached_attention(query, key, value, CACHES["rolling"](3), mask=mask)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+def test_blocks_of_places_do_not_go_in_pieces():
+    query, key, value = tokens()
+    mask = masks.Blocks(jnp.ones((T, W + 3), bool), 1)
+    with pytest.raises(NotImplementedError, match=r"mask: .*no more tokens than the cache's chunk"):
+        jattn.cached_attention(query, key, value, CACHES["rolling"](3), mask=mask)
+
+
 @pytest.mark.parametrize(
     "kind", ["dense", "rolling", pytest.param("paged", marks=pytest.mark.slow)]
 )

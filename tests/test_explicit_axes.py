@@ -165,6 +165,24 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("cut", [(), (None, "tokens"), (None, None, "heads")], ids=str)
+@pytest.mark.parametrize("sink_cut", [None, "tokens", "heads"])
+def test_eager_gradients_of_a_sink(cut, sink_cut, mesh):
+    arrays = random(B, T, N, H), random(N)
+    key, value = random(B, T, K, H), random(B, T, K, H)
+
+    def squared(query: Any, sink: Any) -> Any:
+        return jnp.sum(jattn.attention(query, jnp.asarray(key), jnp.asarray(value), sink=sink) ** 2)
+
+    want = jax.grad(squared, (0, 1))(*map(jnp.asarray, arrays))
+    with setting(mesh, True):
+        placed = place(mesh, arrays[0], *cut), place(mesh, arrays[1], sink_cut)
+        got = jax.grad(squared, (0, 1))(*placed)
+    assert_trees_close(got, want, rtol=1e-10, atol=1e-11)
+    assert [jax.typeof(x) for x in got] == [jax.typeof(x) for x in placed]
+
+
 def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
     """The mesh axes of a case's arrays by name, for sizes that two devices can share."""
     batch, T, _, N, K, _, _ = case.sizes
