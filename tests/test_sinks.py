@@ -142,7 +142,7 @@ def test_other_functions_take_it():
     ("sink", "kind", "message"),
     [
         (jnp.ones(N + 1), ValueError, r"sink: expected \[N\] = \[4\] or a scalar, got shape \[5\]"),
-        (jnp.ones((1, N)), ValueError, r"got \[1, 4\]"),
+        (jnp.ones((1, N)), ValueError, r"got shape \[1, 4\]"),
         (jnp.arange(N), TypeError, "sink: expected a floating-point array"),
         ("large", TypeError, "sink"),
         (True, TypeError, "sink"),
