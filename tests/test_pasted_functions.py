@@ -138,7 +138,7 @@ RETURNED: dict[str, tuple[Any, str, str]] = {
     "a string": ("score", "got str", "got str"),
     "a function": (len, "got builtin_function_or_method", "got builtin_function_or_method"),
     "a mask": (masks.Causal(), "got Causal", "got Causal"),
-    "a row": (TABLE, r"got float32 \[8\]; index arrays", r"got float32 \[8\]; read arrays"),
+    "a row": (TABLE, r"got float32 \[8\]; index arrays", r"got float32 \[8\]; index arrays"),
     "truth": (True, "got bool .*as mask=", ""),
     "a float": (1.5, "", "got float.*as score="),
     "an integer": (1, "got int.*astype", "got int.*!= 0"),
