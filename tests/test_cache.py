@@ -170,7 +170,7 @@ def test_more_than_a_chunk_goes_in_pieces(kind):
 
 @pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
 def test_places_of_queries_go_on_from_piece_to_piece(lengths):
-    """In pieces of 3 tokens; 5 lies within the second."""
+    """Pieces have 3 tokens; place 5 lies within the second."""
     query, key, value = tokens()
     mask = masks.Causal() & ~(masks.Lengths(q=lengths) & masks.Window(left=1))
     want = jattn.attention(query, key, value, mask=mask & masks.Window(left=W))
