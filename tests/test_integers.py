@@ -237,7 +237,9 @@ def test_operands_of_functions_are_not_narrowed():
     with jax.enable_x64(False):
         for build in (masks.Predicate, scores.Score):
             for wide in (np.array([1, 2**40]), 2**40, np.array([1, 2**32 + 1], np.uint64)):
-                with pytest.raises(ValueError, match=r"operand \[0\]: expected integers that fit 32"):
+                with pytest.raises(
+                    ValueError, match=r"operand \[0\]: expected integers that fit 32"
+                ):
                     build(lambda *_: True, wide)
             build(lambda *_: True, np.array([1, 2]), 3, np.uint32(2**32 - 1))
 

@@ -259,8 +259,15 @@ def pasted(text: str, name: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(candidate.name, marks=() if candidate.name in CHEAP else pytest.mark.slow)
-        for candidate in STEPS
+        pytest.param(
+            candidate.name,
+            marks=()
+            if candidate.name in CHEAP
+            else pytest.mark.exhaustive
+            if number % 3
+            else pytest.mark.slow,
+        )
+        for number, candidate in enumerate(STEPS)
     ],
 )
 def test_the_code_of_a_step_can_be_pasted(name, tmp_path, monkeypatch, capsys):
