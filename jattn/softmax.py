@@ -229,7 +229,8 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     Each part is a pair `(out [*B, T, N, V], lse [*B, N, T])`, the results of
     `attention(..., return_lse=True)`. For a query without keys in a part, out is 0 and lse is −inf
     there. The function is differentiable in all inputs. The results have the dtypes of the first
-    part; sums are computed in float32, or in float64 if any input is float64.
+    part; sums are computed in float32, or in float64 if any input is float64. The share of a part
+    is as exact as its lse, which in float32 is rounded by up to 6e-8 of its magnitude.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
 

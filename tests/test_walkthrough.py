@@ -256,18 +256,15 @@ def pasted(text: str, name: str) -> str:
     return "\n".join(html.unescape(re.sub(r"<[^>]*>", "", block)) for block in blocks)
 
 
+COSTLY = [x.name for x in STEPS if x.name not in CHEAP]
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            candidate.name,
-            marks=()
-            if candidate.name in CHEAP
-            else pytest.mark.exhaustive
-            if number % 3
-            else pytest.mark.slow,
-        )
-        for number, candidate in enumerate(STEPS)
+        *CHEAP,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in COSTLY[::3]),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in COSTLY if x not in COSTLY[::3]),
     ],
 )
 def test_the_code_of_a_step_can_be_pasted(name, tmp_path, monkeypatch, capsys):
