@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn._explicit import evaluated, without_mesh
+from jattn._explicit import evaluated, without_constants, without_mesh
 from jattn._types import AnyArray, Index, Indices, Shape
 from jattn.functions.programs import unseen
 
@@ -291,7 +291,7 @@ def closure_converted(
     """
     with without_mesh():  # `run` may be called where the mesh has other types
         program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
-    jaxpr, structure = program.jaxpr, jax.tree.structure(like)
+    jaxpr, structure = without_constants(program), jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:
         leaves = evaluated(jaxpr, arrays, jax.tree.leaves(arguments))

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
-from jattn._explicit import evaluated, is_bound, without_mesh
+from jattn._explicit import evaluated, is_bound, without_constants, without_mesh
 from jattn.functions import snapshots
 from jattn.functions.snapshots import Key, Same, Unsure
 
@@ -28,9 +28,7 @@ class TracedFunction:
         self.__name__, self._n_arguments = name, n_arguments
         self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
         self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        # From version 0.12 on, JAX keeps the constants in the program itself; replacing `constvars`
-        # makes their variables the first arguments.
-        self._jaxpr = _with_copies(program.jaxpr.replace(constvars=program.jaxpr.constvars))
+        self._jaxpr = _with_copies(without_constants(program))
 
     @property
     def key(self) -> Hashable:
