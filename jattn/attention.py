@@ -22,7 +22,7 @@ from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike
 from jattn.options import Options, ScoreOptions, WeightOptions
 from jattn.scores import ScoreLike
-from jattn.softmax import with_sink_in_weights
+from jattn.softmax import Normalizer, with_sink_in_weights
 
 
 IMPLEMENTATIONS = registry.NAMES
@@ -142,9 +142,10 @@ def attention(
 
 
 def _shardings(call: Call, query: Array, *_: Any) -> Any:
-    """Returns the shardings of out and lse on a mesh with explicit axes: that of the queries."""
+    """Returns the shardings of out and normalizer on a mesh with explicit axes: that of the
+    queries."""
     cuts = Cuts.of(query)
-    return cuts.out, cuts.by_head
+    return cuts.out, Normalizer(cuts.by_head, cuts.by_head)  # pyright: ignore[reportArgumentType]
 
 
 @compiled()
@@ -155,13 +156,12 @@ def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
 
 
 @left_to_xla(_shardings)
-def _attend(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    out, lse = run(call.prepared(), *call.flattened(query, key, value))
-    return call.unflattened(out), call.unflattened(lse)
+def _attend(call: Call, query: Array, key: Array, value: Array) -> tuple[Output, Normalizer]:
+    return call.unflattened(run(call.prepared(), *call.flattened(query, key, value)))
 
 
-def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared call."""
+def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Output, Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of a prepared call."""
     functions = registry.functions(call)
     if functions is None:
         return reference.attend(call.spec, query, key, value)
@@ -176,15 +176,14 @@ def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
 
 
 @left_to_xla(_shardings)
-def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Array, Array]:
+def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
     prepared = call.prepared()
     if read := registry.reader(prepared, cache):
-        out, lse = decode.attend(prepared.spec, query, cache, read)
+        results = decode.attend(prepared.spec, query, cache, read)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
-        out, lse = run(prepared, query, key, value)
-    out, lse = cache.nan_if_overflowed(out, lse)
-    return call.unflattened(out), call.unflattened(lse)
+        results = run(prepared, query, key, value)
+    return call.unflattened(cache.nan_if_overflowed(results))
 
 
 @compiled("result")
@@ -198,9 +197,9 @@ def _matrix(
     spec, operands = call.prepared().spec, call.flattened(query, keys)
     matrix = (reference.scores if result == "scores" else reference.weights)(spec, *operands)
     if result == "weights" and call.sink is not None:
-        matrix = with_sink_in_weights(matrix, reference.lse(spec, *operands), call.sink)
+        matrix = with_sink_in_weights(matrix, reference.normalizer(spec, *operands), call.sink)
     if isinstance(key, Cache):
-        (matrix,) = key.nan_if_overflowed(matrix)
+        matrix = key.nan_if_overflowed(matrix)
     return call.unflattened(matrix)
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import as_operand, as_rows, cuts_of, left_to_xla, typed_like
 from jattn._pytree import array_field, pytree_dataclass, static_field
-from jattn._types import Shape, Size
+from jattn._types import Shape, Size, Tree
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
 from jattn.functions import integers
 from jattn.masks import Lengths, Mask, Window
@@ -82,10 +82,10 @@ class Cache:
         """Returns the keys and values of all slots."""
         return self.keys, self.values
 
-    def nan_if_overflowed(self, *results: Array) -> tuple[Array, ...]:
-        """Returns the results, each `[B, ...]`, with NaN for the batch rows that overflowed."""
-        flags = (self.overflowed.reshape(-1, *(1,) * (x.ndim - 1)) for x in results)
-        return tuple(jnp.where(flag, jnp.nan, x) for flag, x in zip(flags, results, strict=True))
+    def nan_if_overflowed(self, results: Tree) -> Tree:
+        """Returns a tree of results `[B, ...]`, with NaN for the batch rows that overflowed."""
+        flag = lambda x: self.overflowed.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+        return jax.tree.map(lambda x: jnp.where(flag(x), jnp.nan, x), results)
 
     def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
         """Returns the stored keys and values as P pages of p slots, and a table of M page numbers

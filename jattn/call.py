@@ -28,7 +28,7 @@ from jattn._pytree import (
     split_letters,
     static_field,
 )
-from jattn._types import Shape, Size, accumulation
+from jattn._types import Output, Shape, Size, Tree, accumulation
 from jattn.cache import Cache
 from jattn.checks import (
     check_array,
@@ -45,7 +45,7 @@ from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
 from jattn.options import WeightOptions
 from jattn.scores import Score, as_score
-from jattn.softmax import sink_by_head, with_sink
+from jattn.softmax import Normalizer, join_sink, sink_by_head
 from jattn.spec import Shaped, Shapes, Spec, parameters, with_parameters
 
 
@@ -91,23 +91,28 @@ class Call:
         """Reshapes queries `[*B, T, N, H]`, keys or values to one batch axis."""
         return [x.reshape(self.shapes.B, *x.shape[-3:]) for x in arrays]
 
-    def unflattened(self, result: Array) -> Array:
-        """Reshapes a result `[B, ...]` to `[*B, ...]`; all NaN if a position overflowed."""
-        result = result.reshape(*self.shapes.batch, *result.shape[1:])
-        if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
-            return result
-        return jnp.where(self.overflowed, jnp.nan, result)
+    def unflattened(self, results: Tree) -> Tree:
+        """Reshapes results from `[B, ...]` to `[*B, ...]`; all NaN if a position overflowed."""
 
-    def finish(self, out: Array, lse: Array) -> Any:
-        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and
-        `lse [B, N, T]` without the sink."""
-        return self.with_sink(self.unflattened(out), self.unflattened(lse))
+        def reshaped(result: Array) -> Array:
+            result = result.reshape(*self.shapes.batch, *result.shape[1:])
+            if self.overflowed is None or not jnp.issubdtype(result.dtype, jnp.floating):
+                return result
+            return jnp.where(self.overflowed, jnp.nan, result)
 
-    def with_sink(self, out: Array, lse: Array) -> Any:
-        """Returns the call's results from `out [*B, T, N, V]` and `lse [*B, N, T]` without the
-        sink."""
-        results = (out, lse) if self.sink is None else with_sink(out, lse, self.sink)
-        return results if self.lse else results[0]
+        return jax.tree.map(reshaped, results)
+
+    def finish(self, out: Output, normalizer: Normalizer) -> Any:
+        """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and the
+        normalizer of `[B, N, T]` without the sink."""
+        return self.with_sink(*self.unflattened((out, normalizer)))
+
+    def with_sink(self, out: Output, normalizer: Normalizer) -> Any:
+        """Returns the call's results from `out [*B, T, N, V]` and the normalizer of `[*B, N, T]`
+        without the sink."""
+        if self.sink is not None:
+            out, normalizer = join_sink(out, normalizer, self.sink)
+        return (out, normalizer.lse) if self.lse else out
 
 
 def make(

@@ -8,7 +8,7 @@ identity. At the end, out = a / l and the log-sum-exp is lse = m + log l. Four f
 
 * `combine`: two contributions (m, l, a);
 * `join`: several finished parts in stacked arrays, out with m and log l;
-* `join_pair`: two finished parts, out with m and log l;
+* `join_pair`: two finished parts, out with m and log l; `join_sink`: one and a sink;
 * `merge`: several finished parts that users pass, out with lse.
 
 The maximum only shifts the exponents: results do not depend on it, so it needs no gradient. A
@@ -18,7 +18,7 @@ rounded away at large m, and all weights of the query would be wrong by one fact
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from jattn._debugging import may_be_minus_infinity
 from jattn._explicit import typed_like
-from jattn._types import AnyArray, LogSumExp, Output, Scores, Size, accumulation
+from jattn._types import AnyArray, LogSumExp, Output, Scores, Size, Tree, accumulation
 from jattn.checks import check_array, check_number, shown
 from jattn.functions.integers import is_known
 
@@ -51,6 +51,10 @@ class Normalizer(NamedTuple):
 
     maximum: Float[Array, "..."]
     log_total: Float[Array, "..."]
+
+    def by_head(self) -> "Normalizer":
+        """Returns the normalizer of `[B, T, N]` in the order `[B, N, T]`, or the reverse."""
+        return Normalizer(*(jnp.swapaxes(x, -1, -2) for x in self))
 
     @property
     def lse(self) -> Float[Array, "..."]:
@@ -197,18 +201,24 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
     return merged, Normalizer(maximum[0], jnp.log(total[0]))
 
 
+def _shares(parts: Sequence[Normalizer]) -> tuple[list[Array], Normalizer]:
+    """Returns the share of each part in the softmax over all keys, and its normalizer.
+
+    The derivatives of all parts are in `log_total` of the result.
+    """
+    maxima = [jax.lax.stop_gradient(x.maximum) for x in parts]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    totals = [jnp.exp((x.maximum - shift) + x.log_total) for x in parts]
+    total = functools.reduce(jnp.add, totals)
+    total = jnp.where(total == 0, 1, total)
+    return [x / total for x in totals], Normalizer(maximum, jnp.log(total))
+
+
 def join_pair(a: tuple[Array, Normalizer], b: tuple[Array, Normalizer]) -> tuple[Array, Normalizer]:
     """Merges two finished parts like `join`, each a pair `(out [..., V], normalizer [...])`."""
-    (out_a, normalizer_a), (out_b, normalizer_b) = a, b
-    maximum = jnp.maximum(normalizer_a.maximum, normalizer_b.maximum)
-    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
-    total_a, total_b = (
-        jnp.exp((x.maximum - shift) + x.log_total) for x in (normalizer_a, normalizer_b)
-    )
-    total = total_a + total_b
-    total = jnp.where(total == 0, 1, total)
-    merged = (total_a / total)[..., None] * out_a + (total_b / total)[..., None] * out_b
-    return merged, Normalizer(maximum, jnp.log(total))
+    (share_a, share_b), normalizer = _shares((a[1], b[1]))
+    return share_a[..., None] * a[0] + share_b[..., None] * b[0], normalizer
 
 
 def _check_part(name: str, out: Any, lse: Any) -> None:
@@ -260,22 +270,26 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
 
 @jax.jit
 def _merged(parts: tuple[tuple[Output, LogSumExp], ...]) -> tuple[Output, LogSumExp]:
-    any_float64 = any(x.dtype == jnp.float64 for x in jax.tree.leaves(parts))
-    dtype = jnp.float64 if any_float64 else jnp.float32
-    lses = [keep_rounding(lse.astype(dtype)) for _, lse in parts]
-    maximum = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses, _lowest(dtype)))
-    weights = [jnp.exp(lse - maximum) for lse in lses]
-    total = sum(weights[1:], start=weights[0])
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1, total)
-    shares = [jnp.swapaxes(w / total, -1, -2)[..., None] for w in weights]  # [*B, T, N, 1]
-    summands = [
-        share * out.astype(share.dtype) for share, (out, _) in zip(shares, parts, strict=True)
-    ]
-    merged_out = sum(summands[1:], start=summands[0])
-    merged_lse = jnp.where(is_empty, -jnp.inf, maximum + jnp.log(total))
+    dtype = _dtype_of_sums(parts)
+    shares, normalizer = _shares([_of_lse(lse.astype(dtype)) for _, lse in parts])
+    summands = [_scaled(out.astype(dtype), x) for x, (out, _) in zip(shares, parts, strict=True)]
     out, lse = parts[0]
-    return merged_out.astype(out.dtype), merged_lse.astype(lse.dtype)
+    merged = functools.reduce(jnp.add, summands)
+    return merged.astype(out.dtype), normalizer.lse.astype(lse.dtype)
+
+
+def _dtype_of_sums(arrays: Tree) -> DTypeLike:
+    any_float64 = any(x.dtype == jnp.float64 for x in jax.tree.leaves(arrays))
+    return jnp.float64 if any_float64 else jnp.float32
+
+
+def _of_lse(lse: LogSumExp) -> Normalizer:
+    return Normalizer(keep_rounding(lse), jnp.zeros_like(lse))
+
+
+def _scaled(out: Output, share: Float[Array, "*B N T"]) -> Output:
+    """Multiplies the outputs `[*B, T, N, V]` by a share for each query and head."""
+    return out * jnp.swapaxes(share, -1, -2)[..., None]
 
 
 @may_be_minus_infinity(1)
@@ -287,7 +301,8 @@ def with_sink(
     The weights of a query then sum to less than 1. The results are out × σ(lse − sink) and
     log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the scores
     after scaling; −inf changes nothing. See gpt-oss (2025), and Xiao et al. 2023 for the need. The
-    sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its magnitude.
+    sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its magnitude;
+    `attention(..., sink=sink)` does not round it.
 
     Raises TypeError and ValueError for inputs that do not fit, and for static sinks of NaN or +inf.
 
@@ -295,10 +310,34 @@ def with_sink(
     0.5
     """
     _check_part("with_sink", out, lse)
-    by_head = sink_by_head("with_sink: sink", sink, out.shape[-2]).astype(lse.dtype)
-    by_head = by_head.reshape((1,) * (lse.ndim - 2) + (-1, 1))
-    sinks = typed_like(jnp.broadcast_to(by_head, lse.shape), lse)
-    return merge((out, lse), (jnp.zeros_like(out), sinks))
+    by_head = sink_by_head("with_sink: sink", sink, out.shape[-2])
+    with jax.disable_jit(False):  # as in `merge`
+        return _with_sink(out, lse, by_head)
+
+
+@jax.jit
+def _with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
+    out, normalizer = join_sink(out, _of_lse(lse.astype(_dtype_of_sums((out, lse)))), sink)
+    return out, normalizer.lse.astype(lse.dtype)
+
+
+def join_sink(
+    out: Output, normalizer: Normalizer, sink: Float[Array, " N"]
+) -> tuple[Output, Normalizer]:
+    """Adds a sink to attention with outputs `[*B, T, N, V]` and normalizers of `[*B, N, T]`.
+
+    Maxima and logs of totals stay separate, so that the share of the sink is exact at any logits.
+    """
+    (share, _), normalizer = _shares((normalizer, _of_sink(normalizer, sink)))
+    return _scaled(out.astype(share.dtype), share).astype(out.dtype), normalizer
+
+
+def _of_sink(like: Normalizer, sink: Float[Array, " N"]) -> Normalizer:
+    """Returns the normalizer of a sink alone, with the shape `[*B, N, T]` of another."""
+    by_head = keep_rounding(sink.astype(like.maximum.dtype))
+    by_head = by_head.reshape((1,) * (like.maximum.ndim - 2) + (-1, 1))
+    sinks = typed_like(jnp.broadcast_to(by_head, like.maximum.shape), like.maximum)
+    return Normalizer(sinks, jnp.zeros_like(sinks))
 
 
 def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
@@ -321,11 +360,8 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
 
 @jax.jit
 def with_sink_in_weights(
-    weights: Float[Array, "*B N T S"], lse: LogSumExp, sink: Float[Array, " N"]
+    weights: Float[Array, "*B N T S"], normalizer: Normalizer, sink: Float[Array, " N"]
 ) -> Float[Array, "*B N T S"]:
-    """Scales the weights of queries with log-sum-exp `lse` by the share that the sink leaves."""
-    no_channels = jnp.zeros((*jnp.swapaxes(lse, -1, -2).shape, 0), lse.dtype)  # only lse is needed
-    _, lse_with_sink = with_sink(no_channels, lse, sink)
-    is_empty = lse == -jnp.inf
-    share = jnp.exp(jnp.where(is_empty, -jnp.inf, lse - jnp.where(is_empty, 0, lse_with_sink)))
+    """Scales the weights of queries with this normalizer by the share that the sink leaves."""
+    (share, _), _ = _shares((normalizer, _of_sink(normalizer, sink)))
     return weights * share[..., None].astype(weights.dtype)

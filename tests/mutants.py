@@ -152,16 +152,18 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lse-in-bfloat16": mutant(
         "jattn/kernels/common/vjp.py",
-        "    ⟦⇒log = log.astype(query.dtype).astype(log.dtype)\n"
-        "    ⟧return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)",
+        "    ⟦⇒normalizer = Normalizer(*(x.astype(query.dtype).astype(x.dtype) for x in normalizer))\n"
+        "    ⟧return out.astype(query.dtype), normalizer.by_head()",
         "contract",
     ),
     "merged-without-weights": mutant(
-        SOFTMAX, "weights = [jnp.⟦exp(lse - maximum⇒ones_like(lse⟧) for lse in lses]", "softmax"
+        SOFTMAX,
+        "totals = [jnp.⟦exp((x.maximum - shift) + x.log_total)⇒ones_like(shift)⟧ for x in parts]",
+        "softmax",
     ),
     "lse-of-the-first-part": mutant(
         SOFTMAX,
-        "merged_lse = ⟦jnp.where(is_empty, -jnp.inf, maximum + jnp.log(total))⇒lses[0]⟧",
+        "return merged.astype(out.dtype), ⟦normalizer.lse.astype(lse.dtype)⇒lse⟧",
         "softmax",
     ),
     # Dropout.

@@ -76,6 +76,43 @@ def test_gradients_reach_the_sink(implementation):
     np.testing.assert_allclose(through, jax.grad(lambda x: formula(x)[2].sum())(sink), atol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["reference", "blockwise", "native", "cache", "ring", "all_to_all"])
+def test_at_large_logits(how):
+    """Shares of the sink are exact where float32 has no digits left for the sum."""
+    q = jnp.full((1, 4, 2, 4), 2.0**13, jnp.float32)
+    keys = jnp.asarray(RNG.integers(0, 2, (1, 4, 2, 4)), jnp.float32).at[:, 0].set(1.0)
+    value = jnp.asarray(RNG.normal(size=(1, 4, 2, 3)), jnp.float32)
+    call: Any = {"scale": 2.0**12, "return_lse": True}  # the greatest logit is 2 ** 27
+    if how in ("ring", "all_to_all"):
+        mesh: Any = {"mesh": mesh_of(t=2), "axis_name": "t", "scheme": how}
+        function: Any = functools.partial(parallel.attention, **mesh, **call)
+    elif how == "cache":
+        cache = DenseCache.create(1, 4, 2, 4, 3)
+        function = lambda *qkv, **sink: jattn.cached_attention(*qkv, cache, **call, **sink)[0]  # noqa: E731
+    else:
+        function = functools.partial(jattn.attention, implementation=how, **call)
+
+    def loss(sink: Any) -> Any:
+        out, lse = function(q, keys, value, sink=sink)
+        return jnp.sum(out), lse
+
+    def want(sink: Any) -> Any:
+        scores = jnp.einsum("btnh,bsnh->bnts", *(np.float64(x) for x in (q, keys))) * 2.0**12
+        column = jnp.broadcast_to(jnp.reshape(sink, (2, 1, 1)), (1, 2, 4, 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), -1)[..., :-1]
+        return jnp.sum(jnp.einsum("bnts,bsnv->btnv", weights, np.float64(value))), weights
+
+    sink = jnp.asarray([2.0**27, 2.0**27 - 16], jnp.float32)
+    (total, lse), gradient = jax.value_and_grad(loss, has_aux=True)(sink)
+    (right, weights), right_gradient = jax.value_and_grad(want, has_aux=True)(np.float64(sink))
+    np.testing.assert_allclose(total, right, rtol=1e-5)
+    np.testing.assert_allclose(gradient, right_gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(lse, np.float32(2**27))
+    if how == "reference":
+        got = jattn.attention_weights(q, keys, sink=sink, scale=2.0**12)
+        np.testing.assert_allclose(got, weights, rtol=1e-6)
+
+
 def test_dropout_acts_on_the_weights_beside_the_sink():
     dropout: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
     weights = jattn.attention_weights(Q, KEY, mask=MASK, sink=SINK, **dropout)

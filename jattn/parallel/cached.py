@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
@@ -167,15 +167,15 @@ def _on_mesh(
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
         cache = _written(axes, cache, new, slots)
-        out, lse = _merged(axes, *_attend_locally(axes, call, query, cache))
-        return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2), cache
+        out, normalizer = _merged(axes, *_attend_locally(axes, call, query, cache))
+        return (out.astype(query.dtype), normalizer.by_head()), cache
 
     in_specs = (call_specs, tokens, tokens, batch, cache_specs)
-    out_specs = (tokens, P(axes.batch, axes.heads), cache_specs)
+    out_specs = ((tokens, P(axes.batch, axes.heads)), cache_specs)
     run = jax.custom_jvp(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
     run.defjvp(_refuse)
-    out, lse, cache = run(*reshard(mesh, in_specs, (call, query, new, slots, cache)))
-    return call.finish(*cache.nan_if_overflowed(out, lse)), cache
+    results, cache = run(*reshard(mesh, in_specs, (call, query, new, slots, cache)))
+    return call.finish(*cache.nan_if_overflowed(results)), cache
 
 
 def _refuse(*_: Any) -> NoReturn:
@@ -220,10 +220,8 @@ def _attend_locally(
     return pieces.run("forward", result_types, None, *operands, shapes=shapes)[:2]
 
 
-def _merged(
-    axes: Axes, out: Output, normalizer: Normalizer
-) -> tuple[Output, Float[Array, "B T N"]]:
-    """Merges the results of all devices; returns `out [B, T, N, V]` and lse `[B, T, N]`.
+def _merged(axes: Axes, out: Output, normalizer: Normalizer) -> tuple[Output, Normalizer]:
+    """Merges the results of all devices: `out [B, T, N, V]` and normalizers of `[B, T, N]`.
 
     The weight of a device is exp(lse − greatest lse) / devices. lse is not rounded before the
     difference: the maximum and the logarithm are added to it one by one, as in `softmax.join`. The
@@ -235,5 +233,5 @@ def _merged(
     weighted, total = lax.psum((weights[..., None] * out, weights), axes.name)
     has_no_keys = total == 0
     total = jnp.where(has_no_keys, 1, total)
-    lse = jnp.where(has_no_keys, -jnp.inf, shift + jnp.log(total * axes.devices))
-    return weighted / total[..., None], lse
+    log_total = jnp.where(has_no_keys, 0, jnp.log(total * axes.devices))
+    return weighted / total[..., None], Normalizer(greatest, log_total)

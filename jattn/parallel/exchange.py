@@ -16,13 +16,14 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn._pytree import axis_names, axis_of
-from jattn._types import LogSumExp, Output
+from jattn._types import Output
 from jattn.attention import run
 from jattn.call import Call
 from jattn.kernels.common.place import Place, at_place
 from jattn.parallel import placement
 from jattn.parallel.axes import Axes
 from jattn.parallel.ring import travels
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
 
@@ -42,7 +43,7 @@ def _gathered(x: Array, axes: Axes, axis: int) -> Array:
 
 def gathered_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Output, Normalizer]:
     """Computes what `ring.attend` computes, with a copy of all keys on each device."""
     (B, T, N, _), S = query.shape, key.shape[1] * axes.devices
     key, value = (_gathered(x, axes, 1) for x in (key, value))
@@ -65,7 +66,7 @@ def gathered_attend(
 
 def _run(
     call: Call, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Output, Normalizer]:
     """Computes attention to all keys by a part of a call, of which this is the spec."""
     local_call = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
     return run(local_call, query, key, value)
@@ -73,7 +74,7 @@ def _run(
 
 def all_to_all_attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Output, Normalizer]:
     """Computes what `ring.attend` computes, with all tokens of some of the heads on each device.
 
     If there are fewer key heads than devices, each key head is sent to every device whose query
@@ -96,10 +97,14 @@ def all_to_all_attend(
     place = Place(b, h + axes.device_index * (N // n))
     local_spec = at_place(_spec_of_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
-    out, lse = _run(call, local_spec, query, key, value)
-    out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
-    out = lax.all_to_all(out, axes.name, split_axis=1, concat_axis=2, tiled=True)
-    return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)
+    out, normalizer = _run(call, local_spec, query, key, value)
+
+    def exchange_back(x: Array, tokens: int, heads: int) -> Array:
+        x = _in_sequence(x, axes, tokens, back=True)
+        return lax.all_to_all(x, axes.name, split_axis=tokens, concat_axis=heads, tiled=True)
+
+    rows = (exchange_back(x, tokens=2, heads=1) for x in normalizer)
+    return exchange_back(out, tokens=1, heads=2), Normalizer(*rows)
 
 
 def _spec_of_heads(spec: Spec, axes: Axes, T: int) -> Spec:

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of
-from jattn._types import Index, LogSumExp, Output, Tree, accumulation
+from jattn._types import Index, Output, Tree, accumulation
 from jattn.call import Call
 from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery, row_dots
@@ -505,8 +505,9 @@ class RingCall(NamedTuple):
 
 def attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
-) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of this device's queries, differentiable.
+) -> tuple[Output, Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of this device's queries,
+    differentiable.
 
     `call` is prepared, with this device's arrays. The batch axes are merged into one, B.
     """
@@ -518,16 +519,16 @@ def attend(
     ring = RingCall(Ring(axes, route, S, call.implementation), count)
 
     @jax.custom_vjp
-    def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, ...]:
+    def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, Normalizer]:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
         out, normalizer, finite = ring.forward(with_parameters(spec, params), *qkv)
-        return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
+        return (out, normalizer), (params, spec, *qkv, out, normalizer, finite)
 
-    def run_backward(residuals: Tree, cotangents: tuple[Array, ...]) -> Tree:
+    def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
         params, spec, query, key, value, out, normalizer, finite = residuals
-        d_out, d_lse = cotangents
+        d_out, (_, d_lse) = cotangents  # the cotangent of the log stands for that of the sum
         # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
@@ -538,5 +539,5 @@ def attend(
     run.defvjp(run_forward, run_backward)
     inputs = reverse_mode.inputs((query, key, value, *parameters(spec)), spec)
     query, key, value, *params = axes.vary(inputs)
-    out, lse = run(params, spec, query, key, value)
-    return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2)
+    out, normalizer = run(params, spec, query, key, value)
+    return out.astype(query.dtype), normalizer.by_head()

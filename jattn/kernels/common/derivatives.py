@@ -67,7 +67,7 @@ class Residuals(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """The results out `[B, T, N, V]` and lse `[B, T, N]`, or their tangents or cotangents."""
+    """The tangents or cotangents of the results: out `[B, T, N, V]` and lse `[B, T, N]`."""
 
     out: Tree
     lse: Any
@@ -77,6 +77,11 @@ def _results(residuals: Residuals) -> AttentionResults:
     """Returns the parts of residuals that have tangents: out, and the normalizer's `log_total`,
     which stands for the sum of its two numbers."""
     return AttentionResults(residuals.out, residuals.normalizer.log_total)
+
+
+def _as_normalizer(d_lse: Array) -> Normalizer:
+    """Returns the tangent of a normalizer: that of `log_total` stands for that of the sum."""
+    return Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
 
 
 class PerQuery(NamedTuple):
@@ -171,7 +176,7 @@ class _Point(NamedTuple):
 class DifferentiableAttention(NamedTuple):
     """Attention with its derivatives, made of three functions of a kernel and `derivatives`.
 
-    value(spec, *qkv) -> (out, lse)
+    value(spec, *qkv) -> (out, normalizer)
     forward(spec, *qkv) -> Residuals
     backward(spec, per_query, key, value, all_finite, *weights) -> gradients in the dtype of sums,
         see `AttentionVJP`.
@@ -182,18 +187,18 @@ class DifferentiableAttention(NamedTuple):
     backward: Callable[..., Any]
     derivatives: DerivativeFunctions
 
-    def __call__(self, spec: Spec, inputs: AttentionInputs) -> AttentionResults:
-        """Computes F, differentiable by the inputs."""
+    def __call__(self, spec: Spec, inputs: AttentionInputs) -> tuple[Array, Normalizer]:
+        """Computes out and the normalizer, differentiable by the inputs."""
 
-        def value(spec: Spec, inputs: AttentionInputs) -> AttentionResults:
-            return AttentionResults(*self.value(with_parameters(spec, inputs.params), *inputs[1:]))
+        def value(spec: Spec, inputs: AttentionInputs) -> tuple[Array, Normalizer]:
+            return self.value(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Tree, tangents: Tree) -> tuple[AttentionResults, AttentionResults]:
+        def rule(operands: Tree, tangents: Tree) -> tuple[Tree, Tree]:
             spec, inputs = operands
             residuals = self._residuals(spec, inputs)
             out = residuals.rounded.astype(residuals.out.dtype)
-            results = AttentionResults(out, residuals.normalizer.lse)
-            return results, self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
+            d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
+            return (out, residuals.normalizer), (d_out, _as_normalizer(d_lse))
 
         return with_derivative(value, rule)(spec, inputs)
 
@@ -213,9 +218,7 @@ class DifferentiableAttention(NamedTuple):
             d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
             d_rounded = d_out.astype(residuals.rounded.dtype)
             nothing = [None] * len(residuals.weights)
-            # The tangent of the log stands for the tangent of the sum of the two numbers.
-            d_normalizer = Normalizer(None, d_lse)  # pyright: ignore[reportArgumentType]
-            return residuals, Residuals(d_out, d_rounded, d_normalizer, None, nothing)
+            return residuals, Residuals(d_out, d_rounded, _as_normalizer(d_lse), None, nothing)
 
         return with_derivative(value, rule)(spec, inputs)
 

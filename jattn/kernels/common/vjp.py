@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import softmax, tuning
-from jattn._types import LogSumExp, Output, accumulation
+from jattn._types import Output, accumulation
 from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
 from jattn.kernels.common.branches import unbatched_cond
@@ -154,22 +154,23 @@ def attention(
     value: Array,
     *,
     lse: bool = True,
-) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of a prepared spec, differentiable.
+) -> tuple[Output, Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of a prepared spec, differentiable.
 
     The kernel's backward function is for reverse mode; `derivatives` are for all else. The spec's
-    `parameters` take part in derivatives. Without `lse`, the lse is not used.
+    `parameters` take part in derivatives. Without `lse`, the normalizer is not used.
     """
     (B, T, N, _), (S, V) = query.shape, (key.shape[1], value.shape[-1])
     dtype = accumulation(query.dtype)
     if 0 in (B, T, S):
-        nothing = jnp.zeros((B, T, N, V), query.dtype), jnp.full((B, N, T), -jnp.inf, dtype)
+        zeros = jnp.zeros((B, N, T), dtype)
+        nothing = jnp.zeros((B, T, N, V), query.dtype), Normalizer(zeros - jnp.inf, zeros)
         return reverse_mode.varied_like(nothing, (query, key, value, spec))
     qkv = (query, key, value)
     query, key, value, *params = reverse_mode.varied_like((*qkv, *parameters(spec)), spec)
     shapes, inputs = Shapes.of(query, value), AttentionInputs(params, query, key, value)
-    out, log = _with_derivatives(functions, derivatives, shapes, lse)(spec, inputs)
-    return out.astype(query.dtype), jnp.swapaxes(log, 1, 2)
+    out, normalizer = _with_derivatives(functions, derivatives, shapes, lse)(spec, inputs)
+    return out.astype(query.dtype), normalizer.by_head()
 
 
 def _with_derivatives(
@@ -186,10 +187,9 @@ def _with_derivatives(
     )
     like_weights = jax.ShapeDtypeStruct((B, N, T, S), dtype)
 
-    def value(spec: Spec, *qkv: Array) -> tuple[Array, Array]:
+    def value(spec: Spec, *qkv: Array) -> tuple[Array, Normalizer]:
         name = "forward" if lse else "forward_alone"
-        out, normalizer, _ = functions.run(name, like, spec, *qkv)
-        return out, normalizer.lse
+        return functions.run(name, like, spec, *qkv)[:2]
 
     def forward(spec: Spec, *qkv: Array) -> Residuals:
         name = "forward_with_weights" if keep else "forward"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile, tuning
 from jattn._explicit import left_again
-from jattn._types import Index, LogSumExp, Output, Shape, Tree, accumulation
+from jattn._types import Index, Output, Shape, Tree, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import (
     lowering,
@@ -209,7 +209,7 @@ def attend_part(
 
 def _attend_to_contents(
     spec: Spec, cache: Any, params: list[Array], query: Array, keys: Array, values: Array
-) -> tuple[Output, LogSumExp]:
+) -> tuple[Output, Normalizer]:
     """Computes the results of `attend` by blockwise attention to the contents of the cache."""
     contents = dataclasses.replace(cache, keys=keys, values=values).read()
     key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in contents)
@@ -218,21 +218,22 @@ def _attend_to_contents(
 
 def attend(
     spec: Spec, query: Array, cache: Cache, forward: CacheForward
-) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` of `query [B, T, N, H]` and a cache of B rows.
+) -> tuple[Output, Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of `query [B, T, N, H]` and a cache of
+    B rows.
 
     `forward` reads the cache, see `registry.reader`. The derivative is the derivative of
     `_attend_to_contents`.
     """
 
-    def without_derivative(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Array]:
+    def without_derivative(spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
         out, normalizer = forward(spec, query, cache)
-        return out, jnp.swapaxes(normalizer.lse, 1, 2)
+        return out, normalizer.by_head()
 
     @jax.custom_vjp
     def run(
         params: list[Array], query: Array, keys: Array, values: Array, rest: Tree
-    ) -> tuple[Array, ...]:
+    ) -> tuple[Array, Normalizer]:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
         attend_once = reverse_mode.nondifferentiable(without_derivative)
@@ -241,16 +242,15 @@ def attend(
     def with_residuals(*operands: Tree) -> Tree:
         return run(*operands), operands
 
-    def backward(operands: Tree, cotangents: tuple[Array, ...]) -> Tree:
+    def backward(operands: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
         (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
         results, pull = jax.vjp(
             functools.partial(_attend_to_contents, spec, cache), *differentiable
         )
-        cast = [d.astype(x.dtype) for d, x in zip(cotangents, results, strict=True)]
-        return *pull(tuple(cast)), None
+        return *pull(jax.tree.map(lambda d, x: d.astype(x.dtype), cotangents, results)), None
 
     run.defvjp(with_residuals, backward)
     differentiable = (query, cache.keys, cache.values, *parameters(spec))
     query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
-    out, lse = run(params, query, keys, values, (spec, cache))
-    return out.astype(query.dtype), lse
+    out, normalizer = run(params, query, keys, values, (spec, cache))
+    return out.astype(query.dtype), normalizer

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import dropout, softmax, tile
-from jattn._types import Index, LogSumExp, Output, Tree, Weights
+from jattn._types import Index, Output, Tree, Weights
 from jattn.kernels.common import reverse_mode
 from jattn.kernels.common.one_operation import as_one_operation
+from jattn.softmax import Normalizer
 from jattn.spec import Spec, parameters, with_parameters
 
 
-def _one_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _one_head(
+    spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array
+) -> tuple[Array, Normalizer]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
     factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
@@ -29,7 +32,7 @@ def _one_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> t
         return tile.weighted_values(dropped, v.astype(score.dtype) * factor, spec.precision)
 
     out, normalizer = softmax.finish(softmax.contribution(score, weigh))
-    return (out / factor).astype(q.dtype), normalizer.lse
+    return (out / factor).astype(q.dtype), normalizer
 
 
 def _over_heads(
@@ -50,9 +53,10 @@ def _over_heads(
     return as_one_operation(formula)(spec, inputs)
 
 
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` for one flat batch axis."""
-    return _over_heads(_one_head, (1, 0), spec, query, key, value)
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` for one flat batch axis."""
+    axes_of_heads = 1, Normalizer(0, 0)  # pyright: ignore[reportArgumentType]
+    return _over_heads(_one_head, axes_of_heads, spec, query, key, value)
 
 
 def _one_head_scores(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Array:
@@ -72,8 +76,8 @@ def _one_head_weights(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Arr
     return dropout.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
 
 
-def lse(spec: Spec, query: Array, key: Array) -> LogSumExp:
-    """The log of the denominator `[B, N, T]`."""
+def normalizer(spec: Spec, query: Array, key: Array) -> Normalizer:
+    """Computes the normalizer of each query, of `[B, N, T]`."""
     return attend(spec, query, key, jnp.zeros((*key.shape[:-1], 0), key.dtype))[1]
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from jattn import softmax, tile, tuning
 from jattn._pytree import pytree_dataclass, select_head
-from jattn._types import Index, LogSumExp, Output, Tree, accumulation
+from jattn._types import Index, Output, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
 from jattn.kernels.common.derivatives import DerivativeFunctions, PerQuery, TangentInputs
 from jattn.kernels.xla import blockwise
@@ -225,7 +225,8 @@ def functions(tiling: Tiling | None = None) -> DerivativeFunctions:
     return DerivativeFunctions(*(functools.partial(f, tiling) for f in (_tangent, _backward)))
 
 
-def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, LogSumExp]:
-    """Computes `(out [B, T, N, V], lse [B, N, T])` by `blockwise`, for a single batch axis."""
+def attend(spec: Spec, query: Array, key: Array, value: Array) -> tuple[Output, softmax.Normalizer]:
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` by `blockwise`, for a single batch
+    axis."""
     kernel = vjp.Functions(blockwise.functions)
     return vjp.attention(kernel, functions(), spec, query, key, value)
