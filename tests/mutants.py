@@ -152,7 +152,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lse-in-bfloat16": mutant(
         "jattn/kernels/common/vjp.py",
-        "    ⟦⇒normalizer = Normalizer(*(x.astype(query.dtype).astype(x.dtype) for x in normalizer))\n"
+        "    ⟦⇒low = [x.astype(query.dtype).astype(x.dtype) for x in normalizer]\n"
+        "    normalizer = Normalizer(*low)\n"
         "    ⟧return out.astype(query.dtype), normalizer.by_head()",
         "contract",
     ),
