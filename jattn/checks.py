@@ -88,8 +88,9 @@ def check_number(name: str, value: Any, *, positive: bool = False, per_head: boo
     Values of a traced array are not checked.
     """
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
-    if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
-        got = _type(value) if hasattr(value, "dtype") else shown(value)
+    is_array = hasattr(value, "dtype") and not isinstance(value, type)  # `np.float32` has a dtype
+    if not real and not (is_array and jnp.issubdtype(value.dtype, jnp.floating)):
+        got = _type(value) if is_array else shown(value)
         raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
     if len(np.shape(value)) > per_head or 0 in np.shape(value):
         shape, wanted = list(np.shape(value)), " or [N]" if per_head else ""

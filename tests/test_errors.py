@@ -239,6 +239,7 @@ VALUE_ERRORS: Table = {
 }
 TYPE_ERRORS: Table = {
     "integer_query": (lambda: {"query": array(B, T, N, H, dtype=jnp.int32)}, "query | int32"),
+    "dtype_as_scale": (lambda: {"scale": jnp.float32}, "scale | number | float32"),
     "integer_key": (lambda: {"key": array(B, S, K, H, dtype=jnp.int32)}, "key | int32"),
     "boolean_value": (lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)}, "value | bool"),
     "mixed_query_and_key": (
