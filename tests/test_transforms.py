@@ -182,6 +182,14 @@ def squared(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(total, (0, 1, 2))
 
 
+def on_cache(q: Any, k: Any, v: Any) -> Any:
+    """Attention to a full cache of the keys and values."""
+    B, S = k.shape[:2]
+    keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    cache = DenseCache(keys, values, jnp.full(B, S, jnp.int32), jnp.zeros(B, bool))
+    return jattn.attention(q, cache, mask=masks.Window(left=2, right=1))
+
+
 FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
     "plain": jattn.attention,
     "causal": functools.partial(jattn.attention, mask=masks.Causal(), return_lse=True),
@@ -196,6 +204,7 @@ FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
     "dropout": functools.partial(jattn.attention, dropout_rate=0.3, dropout_key=jax.random.key(0)),
     "gradients": squared(functools.partial(jattn.attention, mask=masks.Causal())),
     "weights": lambda q, k, v: jattn.attention_weights(q, k, mask=masks.Causal()),
+    "cache": on_cache,
 }
 
 

@@ -9,6 +9,8 @@ from jattn.spec import Shapes, Spec
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     """Returns why no such kernel can compute a call; None if some may."""
+    if not shapes.has_static_lengths:
+        return f"expected integers T and S, got the symbols T = {shapes.T}, S = {shapes.S}"
     most = tuning.current().few_queries
     if shapes.T > most:
         return f"expected at most {most} queries at a time, got {shapes.T}"
