@@ -6,6 +6,7 @@ an error is itself an error where pyright finds none.
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Literal, ParamSpecKwargs, Unpack, assert_type, get_origin
@@ -129,6 +130,12 @@ def test_signatures_of_classes_are_those_of_their_constructors():
     assert [*inspect.signature(nn.WeightsTap).parameters] == []
     layer = nnx.eval_shape(lambda: nn.FeedForward(D, 7, rngs=nnx.Rngs(0)))
     assert [*inspect.signature(layer).parameters] == ["x", "deterministic", "rngs"]
+
+
+def test_a_tap_that_nothing_captures_warns_of_nothing():
+    weights = jnp.eye(2)
+    with warnings.catch_warnings(action="error"):
+        assert nn.WeightsTap()(weights) is weights
 
 
 def test_classes_of_users_show_their_own_constructors():

@@ -34,7 +34,8 @@ class WeightsTap(Module):
         return any(type(capture) is AttentionWeights for capture in captures)
 
     def __call__(self, weights: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        self.sow(AttentionWeights, "weights", weights)
+        if self.is_open:
+            self.sow(AttentionWeights, "weights", weights)
         return weights
 
 
