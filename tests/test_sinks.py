@@ -88,7 +88,8 @@ def test_at_large_logits(how):
         function: Any = functools.partial(parallel.attention, **mesh, **call)
     elif how == "cache":
         cache = DenseCache.create(1, 4, 2, 4, 3)
-        function = lambda *qkv, **sink: jattn.cached_attention(*qkv, cache, **call, **sink)[0]  # noqa: E731
+        cached: Any = functools.partial(jattn.cached_attention, cache=cache, **call)
+        function = lambda *qkv, sink: cached(*qkv, sink=sink)[0]  # noqa: E731
     else:
         function = functools.partial(jattn.attention, implementation=how, **call)
 

@@ -27,10 +27,11 @@ from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
 from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
 from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
+from jattn.softmax import Normalizer
 from jattn.spec import Shapes
 
 
-SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
+SCHEMES: dict[str, Callable[..., tuple[Output, Normalizer]]] = {
     "ring": ring.attend,
     "all_to_all": exchange.all_to_all_attend,
     "gather": exchange.gathered_attend,
