@@ -79,13 +79,14 @@ def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
     return [value_of(x, values) for x in jaxpr.outvars]
 
 
-def without_constants(program: Any) -> Any:
+def without_constants(program: Any, constvars: Any = None) -> Any:
     """Returns the jaxpr of a closed program, to be evaluated with other values of its constants.
 
-    From version 0.12 on, JAX keeps the constants, which may be tracers, in the jaxpr itself;
-    replacing `constvars` makes their variables the first arguments.
+    `constvars` are by default the program's own. From version 0.12 on, JAX keeps the constants,
+    which may be tracers, in the jaxpr itself; replacing `constvars` makes their variables the first
+    arguments.
     """
-    return program.jaxpr.replace(constvars=program.jaxpr.constvars)
+    return program.jaxpr.replace(constvars=constvars or program.jaxpr.constvars)
 
 
 def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:

@@ -422,6 +422,9 @@ class Score(ScoreFunction):
     batch axes), head, query position and key position; it returns the new score. Operands are given
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
     uses the current values of other variables that the function reads, see `masks.Predicate`.
+    Custom derivative rules are followed; a `custom_vjp` that is not linear, such as one that clips,
+    belongs on a whole operand, `clip(table)[h]`, or on scores: `clip(table[h])` clips each tile's
+    sum.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
     >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])

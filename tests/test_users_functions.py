@@ -459,3 +459,31 @@ def test_functions_are_called_once_for_values_and_gradients(implementation, snap
 
     calls = calls_of({"mask": mask, "score": score}, lambda: jax.value_and_grad(loss)(x))
     assert calls == {"mask": 1, "score": 1}
+
+
+@pytest.mark.parametrize("is_operand", [True, False])
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])
+def test_a_rule_on_what_all_pairs_share_gets_the_sum_of_all(implementation, is_operand):
+    """The rule clips, so that the sum of its results for several tiles differs."""
+    q, k, v, weight = jax.random.normal(jax.random.key(0), (4, 1, 700, 1, 8), jnp.float32)
+    scale = np.linspace(0.5, 1.5, 16, dtype=np.float32)  # a constant beside the operand
+
+    def function(s: Any, i: Any, j: Any, table: Any) -> Any:
+        return s + jax.jit(clipped_gradient)(table * scale * jnp.arange(1, 17))[(i - j) % 16]
+
+    def loss(table: Any) -> Any:
+        score: Any = lambda s, b, h, i, j: function(s, i, j, table)  # noqa: E731
+        if is_operand:
+            score = scores.Score(lambda s, b, h, i, j, x: function(s, i, j, x), table)
+        out = jattn.attention(q, k, v, score=score, implementation=implementation)
+        return jnp.sum(out * weight)
+
+    def formula(table: Any) -> Any:
+        s = jnp.einsum("bth,bsh->ts", q[:, :, 0], k[:, :, 0]) / np.sqrt(8)
+        i, j = jnp.arange(700)[:, None], jnp.arange(700)[None, :]
+        p = jax.nn.softmax(function(s, i, j, table), axis=-1)
+        return jnp.sum(jnp.einsum("ts,bsnv->btnv", p, v) * weight)
+
+    table = jnp.linspace(-0.1, 0.2, 16, dtype=jnp.float32)
+    got, want = (jax.jit(jax.grad(x))(table) for x in (loss, formula))
+    np.testing.assert_allclose(got, want, rtol=1e-4)

@@ -17,23 +17,35 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jattn._explicit import evaluated, is_bound, without_constants, without_mesh
-from jattn.functions import snapshots
+from jattn.functions import shared, snapshots
 from jattn.functions.snapshots import Key, Same, Unsure
 
 
 class TracedFunction:
     """A function of scalars and operands, with the state that it had when it was traced."""
 
-    def __init__(self, name: str, program: ClosedJaxpr, n_arguments: int):
+    def __init__(self, name: str, program: ClosedJaxpr, n_scalars: int, n_arguments: int):
+        jaxpr: Any = program.jaxpr
+        constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
+        bound = [x for x, y in zip(jaxpr.constvars, constants, strict=True) if y is None]
+        static = [x for x in jaxpr.constvars if x not in bound]
+        self._shared, rest = shared.split(jaxpr, static, (*jaxpr.invars[n_scalars:], *bound))
         self.__name__, self._n_arguments = name, n_arguments
-        self._dtypes = [x.aval.dtype for x in program.jaxpr.invars]
-        self._constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        self._jaxpr = _with_copies(without_constants(program))
+        self._dtypes = [x.aval.dtype for x in jaxpr.invars]
+        self._constants = [*constants, *[None for _ in self._shared.results]]
+        constvars = [*jaxpr.constvars, *self._shared.results]
+        self._jaxpr = _with_copies(without_constants(program, constvars).replace(eqns=rest))
 
     @property
     def key(self) -> Hashable:
         """A key that is equal only for programs with the same results and derivatives."""
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
+
+    def shared_results(self, operands: Any) -> list[Any]:
+        """Computes what all pairs share from the user's operands and the traced arrays."""
+        return self._shared(
+            [x for x in self._constants if x is not None] + jax.tree.leaves(operands)
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         n = self._n_arguments
@@ -58,17 +70,18 @@ def program_of(
 
     The program holds the current values of everything that the function reads. Traced arrays among
     them become further operands, so that they are differentiable and the program does not hold
-    tracers.
+    tracers; so do the results of operations that all pairs share, see `shared`.
     """
     snapshot = snapshots.frozen(function)
     if snapshots.is_frozen(snapshot):
-        return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
+        traced = _of_snapshot(name, snapshot, scalar, operands, *scalars)
+        return traced, (*operands, *traced.shared_results(operands))
     with without_mesh():  # the program may run under a mesh with other axis types
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
-        traced = TracedFunction(name, program, len(scalars) + len(operands))
-        arrays = [x for x in program.consts if is_bound(x)]
-        traced = snapshots.kept(("program", traced.key), traced, transient=True)
-        return traced, (*operands, *arrays)
+        traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
+    operands = *operands, *(x for x in program.consts if is_bound(x))
+    operands = *operands, *traced.shared_results(operands)
+    return snapshots.kept(("program", traced.key), traced, transient=True), operands
 
 
 def _of_snapshot(
@@ -88,7 +101,7 @@ def _of_snapshot(
         like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
         with without_mesh():
             program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
-        traced = TracedFunction(name, program, len(scalars) + len(operands))
+        traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
         known = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
     return known
 
