@@ -60,37 +60,24 @@ def program_of(
     them become further operands, so that they are differentiable and the program does not hold
     tracers.
     """
-    snapshot = snapshots.frozen(function)
-    if snapshots.is_frozen(snapshot):
-        return _of_snapshot(name, snapshot, scalar, operands, *scalars), operands
+    snapshot, key, like = snapshots.frozen(function), None, operands
+    if snapshots.is_frozen(snapshot):  # traced once for operands of these shapes and dtypes
+        leaves, structure = jax.tree.flatten(operands)
+        dtypes = tuple(x.dtype for x in scalars)
+        types = tuple((x.shape, x.dtype) for x in leaves)
+        key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
+        if (known := snapshots.known(key)) is not None:
+            return known, operands
+        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
     with without_mesh():  # the program may run under a mesh with other axis types
-        program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
+        program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
         traced = TracedFunction(name, program, len(scalars) + len(operands))
+        if key is not None:
+            transient = snapshots.is_transient(snapshot)
+            return snapshots.kept(key, traced, transient), operands
         arrays = [x for x in program.consts if is_bound(x)]
         traced = snapshots.kept(("program", traced.key), traced, transient=True)
         return traced, (*operands, *arrays)
-
-
-def _of_snapshot(
-    name: str,
-    snapshot: Callable[..., Any],
-    scalar: Callable[..., Any],
-    operands: tuple[Any, ...],
-    *scalars: Any,
-) -> TracedFunction:
-    """Returns the program of a snapshot, traced once for operands of these shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(operands)
-    dtypes = tuple(x.dtype for x in scalars)
-    types = tuple((x.shape, x.dtype) for x in leaves)
-    key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
-    known = snapshots.known(key)
-    if known is None:
-        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
-        with without_mesh():
-            program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
-        traced = TracedFunction(name, program, len(scalars) + len(operands))
-        known = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
-    return known
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,8 +170,7 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
 
 
 def _parameter(value: Any, orders: int) -> Hashable:
-    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
-    these."""
+    """Returns a key of a constant or a parameter: a value, a program, or a tuple of these."""
     program = getattr(value, "jaxpr", value)
     if hasattr(program, "eqns"):
         return _program_key(program, getattr(value, "consts", ()), orders)
