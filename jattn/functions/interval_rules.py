@@ -9,6 +9,7 @@ The ends `lo` and `hi` are arrays with an entry for each of several tiles: array
 are static, else of JAX.
 """
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -104,8 +105,7 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 def _of_booleans(operation: Callable[..., Any], rule: _Rule) -> _Rule:
-    """Returns a rule that applies `operation`, which must be increasing, to the ends of booleans,
-    and `rule` to numbers."""
+    """Returns a rule that applies an increasing operation to booleans, and `rule` to numbers."""
 
     def rule_by_dtype(node: Node, x: Interval, y: Interval) -> Interval:
         if kind_of(node.dtype) == "b":
@@ -122,8 +122,7 @@ def _as_float(x: Any) -> Any:
 
 
 def _moved_out(x: Interval, dtype: Any, roundings: int = 2, absolute: float = 0.0) -> Interval:
-    """Moves the ends of an interval outwards by the rounding errors of its computation: a number of
-    roundings, relative to the end, and an absolute error."""
+    """Moves the ends outwards by roundings, each relative to the end, and an absolute error."""
     limits = jnp.finfo(dtype)
     relative, absolute = roundings * float(limits.eps), max(float(limits.tiny), absolute)
 
@@ -138,8 +137,7 @@ def _extremes(xp: Any, values: list[Any]) -> tuple[Any, Any]:
 
 
 def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Interval:
-    """Returns the interval of an operation that is monotonic in each operand: from its results at
-    all combinations of the operands' ends."""
+    """Returns the interval of an operation, monotonic in each operand, from the operands' ends."""
     corners = list(itertools.product(*(x[:2] for x in args)))
     nan = functools.reduce(lambda a, b: a | _truth(b), [x.nan for x in args])
     lo, hi = _extremes(numpy_of(args), [exact(*corner) for corner in corners])
@@ -205,11 +203,6 @@ def _(node: Node, x: Interval) -> Interval:
     return either(x.lo > jnp.iinfo(node.dtype).min, result, anything(node.dtype))
 
 
-@_rule("sign")
-def _(node: Node, x: Interval) -> Interval:
-    return Interval(numpy_of(x).sign(x.lo), numpy_of(x).sign(x.hi), x.nan)
-
-
 def _extreme(name: str, x: Interval, y: Interval) -> Interval:
     """Returns the interval of "maximum" or "minimum"."""
     extreme = getattr(numpy_of(x, y), name)
@@ -229,9 +222,7 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     return either(not_0, _at_corners(node, operator.truediv, x, y), anything(node.dtype))
 
 
-@_rule("floor_divide")
-def _(node: Node, x: Interval, y: Interval) -> Interval:
-    return _integer_division(node, x, y, operator.floordiv)
+RULES["floor_divide"] = lambda node, x, y: _integer_division(node, x, y, operator.floordiv)
 
 
 def _truncating_division(a: Any, b: Any) -> Any:
@@ -296,12 +287,13 @@ def _and(node: Node, x: Interval, y: Interval) -> Interval:
     return _exact_at_points(x, y, operator.and_, result)
 
 
-def _or(node: Node, x: Interval, y: Interval) -> Interval:
-    return _exact_at_points(x, y, operator.or_, anything(node.dtype))
-
-
 RULES["and"] = _of_booleans(operator.and_, _and)
-RULES["or"] = _of_booleans(operator.or_, _or)
+RULES["or"] = _of_booleans(
+    operator.or_,
+    lambda node, x, y: _exact_at_points(x, y, operator.or_, anything(node.dtype)),
+)
+RULES["not"] = lambda node, x: Interval(~x.hi, ~x.lo)
+RULES["custom"] = lambda node, value, *inputs: value
 
 
 @_rule("xor")
@@ -310,11 +302,6 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
         is_certain = (x.lo == x.hi) & (y.lo == y.hi)
         return Interval(is_certain & (x.lo ^ y.lo), ~is_certain | (x.lo ^ y.lo))
     return _exact_at_points(x, y, operator.xor, anything(node.dtype))
-
-
-@_rule("not")
-def _(node: Node, x: Interval) -> Interval:
-    return Interval(~x.hi, ~x.lo)
 
 
 @_rule("shift_right_arithmetic", "shift_right_logical")
@@ -413,14 +400,18 @@ def _increasing(roundings: int, absolute: float, function: Callable[..., Any]) -
     """
 
     def rule(node: Node, x: Interval) -> Interval:
-        xp, eps = numpy_of(x), float(jnp.finfo(node.dtype).eps)
+        xp = numpy_of(x)
         result = Interval(function(xp, x.lo), function(xp, x.hi), x.nan)
-        return _moved_out(result, node.dtype, roundings, absolute * eps) if roundings else result
+        if not roundings:  # also of integers
+            return result
+        eps = float(jnp.finfo(node.dtype).eps)
+        return _moved_out(result, node.dtype, roundings, absolute * eps)
 
     return rule
 
 
 for _name, _roundings, _absolute in (
+    ("sign", 0, 0.0),
     ("floor", 0, 0.0),
     ("ceil", 0, 0.0),
     ("sqrt", 4, 0.0),
@@ -446,17 +437,10 @@ def _(node: Node, x: Interval) -> Interval:
 @_rule("reduce_precision")
 def _(node: Node, x: Interval) -> Interval:
     """Exact, because rounding to fewer bits is non-decreasing."""
-    if not is_static(x):
-        lo, hi = (operations.apply(node, [end]) for end in x[:2])
-        return Interval(lo, hi, x.nan)
-    with jax.ensure_compile_time_eval():
-        lo, hi = (np.asarray(operations.apply(node, [end])) for end in x[:2])
+    xp = numpy_of(x)
+    with jax.ensure_compile_time_eval() if xp is np else contextlib.nullcontext():
+        lo, hi = (xp.asarray(operations.apply(node, [end])) for end in x[:2])
     return Interval(lo, hi, x.nan)
-
-
-@_rule("custom")
-def _(node: Node, value: Interval, *inputs: Interval) -> Interval:
-    return value
 
 
 @_rule("rsqrt")

@@ -16,14 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn.functions import operations, table_ranges
-from jattn.functions.interval_rules import (
-    RULES,
-    Interval,
-    anything,
-    checked,
-    is_static,
-    kind_of,
-)
+from jattn.functions.interval_rules import RULES, Interval, anything, checked, is_static, kind_of
 from jattn.functions.nodes import Expression, Node, fold
 
 
@@ -124,23 +117,11 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
     if node.op == "look_up":
         return checked(table_ranges.looked_up(tables[node.param], args), node.dtype)  # pyright: ignore
     rule = RULES.get(node.op)
-    if (
-        rule is None
-        or not _is_numpy_dtype(node.dtype)
-        or not all(_is_numpy_dtype(x.dtype) for x in node.args)
-    ):
+    if rule is None or not all(isinstance(x.dtype, np.dtype) for x in (node, *node.args)):
         return anything(node.dtype)
-    if (
-        args
-        and not is_static(args)
-        and kind_of(node.dtype) in "bi"
-        and all(x.lo is x.hi for x in args)
-    ):
+    are_numbers = bool(args) and all(x.lo is x.hi for x in args)
+    if are_numbers and not is_static(args) and kind_of(node.dtype) in "bi":
         # Each operand is one traced number, such as the index of a batch row or a head.
         exact = operations.apply(node, [x.lo for x in args])
         return Interval(exact, exact)
     return checked(rule(node, *args), node.dtype)
-
-
-def _is_numpy_dtype(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype)

@@ -68,8 +68,7 @@ def in_order(roots: Sequence[Node]) -> list[Node]:
 
 
 def fold(roots: Sequence[Node], rule: Callable[[Node, list[Any]], Any]) -> dict[int, Any]:
-    """Returns `rule(node, operands' results)` for the roots and all nodes that they use, by id of
-    the node."""
+    """Returns `rule(node, operands' results)` of the roots and all nodes that they use, by id."""
     results: dict[int, Any] = {}
     for node in in_order(roots):
         results[id(node)] = rule(node, [results[id(x)] for x in node.args])

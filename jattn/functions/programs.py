@@ -196,8 +196,7 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
 
 
 def _parameter(value: Any, orders: int) -> Hashable:
-    """Returns a key of a constant or a parameter of a program: of a value, a program, or a tuple of
-    these."""
+    """Returns a key of a constant or a parameter: a value, a program, or a tuple of these."""
     program = getattr(value, "jaxpr", value)
     if hasattr(program, "eqns"):
         return _program_key(program, getattr(value, "consts", ()), orders)

@@ -296,8 +296,7 @@ class ProgramReader:
         return self.run(program.jaxpr, [*map(self.table, program.consts), *values])
 
     def apply(self, equation: Any, values: list[Entries]) -> list[Entries]:
-        """Returns the results of an equation. JAX can evaluate them if no operand depends on the
-        scalars."""
+        """Returns an equation's results. JAX can evaluate them if no operand depends on scalars."""
         is_evaluable = all(x.evaluate for x in values)
         has_rule = operation(equation) in _CALLS_WITH_RULES
         results = None if is_evaluable and has_rule else self.interpret(equation, values)
@@ -330,7 +329,9 @@ class ProgramReader:
         name, params = operation(equation), equation.params
         program = called_program(equation)
         if program is not None:
-            return self.call(equation, program, values)
+            results = self.closed(program, values)
+            with_rules = (self.with_rule(equation, n, x, values) for n, x in enumerate(results))
+            return list(with_rules) if name in _CALLS_WITH_RULES else results
         if name == "cond":
             return self.cond(params["branches"], values)
         if name == "unstack":
@@ -341,17 +342,8 @@ class ProgramReader:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
 
-    def call(self, equation: Any, program: ClosedJaxpr, values: list[Entries]) -> list[Entries]:
-        """Returns the results of the program that an equation calls."""
-        name = operation(equation)
-        results = self.closed(program, values)
-        if name not in _CALLS_WITH_RULES:
-            return results
-        return [self.with_rule(equation, n, x, values) for n, x in enumerate(results)]
-
     def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
-        """Returns result n of a call with a derivative rule, as `custom` nodes, of which JAX takes
-        derivatives by this rule."""
+        """Returns result n of a call with a derivative rule, as `custom` nodes with this rule."""
 
         def entry(index: tuple[Index, ...]) -> Node:
             value = result.entry(index)
@@ -571,8 +563,7 @@ def _reshaped_entry(x: Entries, shape: Shape) -> Any:
 
 
 def _simplified(node: Node) -> Node:
-    """Returns a node of equal value without sums with 0, products with 1, and conversions of
-    constants, which are frequent in traced programs."""
+    """Returns a node of equal value without sums with 0, products with 1, converted constants."""
     args = node.args
     values = [x.param if x.op == "const" else None for x in args]
     if node.op == "convert_element_type":

@@ -107,8 +107,7 @@ def _package(name: Any) -> str:
 
 
 def _is_export(value: Any) -> bool:
-    """Returns whether a value is a module, function or class of these packages that never
-    changes."""
+    """Returns whether a value is a module, function or class of `_PACKAGES` that never changes."""
     if isinstance(value, types.ModuleType):
         return _package(value.__name__) in _PACKAGES and _is_pure(value.__name__)
     kind = _package(type(value).__module__)
@@ -215,8 +214,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals that a function may read, by name. Raises `Unsure` if it names an impure
-    function."""
+    """Returns the globals that a function may read, by name; raises `Unsure` if one is impure."""
     names = sorted(_names(function.__code__))
     values_by_name = {
         name: function.__globals__[name] for name in names if name in function.__globals__

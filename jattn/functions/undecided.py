@@ -9,6 +9,7 @@ A box is a rectangle of pairs: int32 `[4]`, the least and greatest query positio
 and greatest key position.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -115,17 +116,12 @@ def truths(
     return _evaluated(_Keyed(key, rule), ends.tobytes(), rows, columns)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Keyed:
     """A rule, equal to other rules with the same key."""
 
-    def __init__(self, key: Any, rule: Rule):
-        self.key, self.rule = key, rule
-
-    def __eq__(self, other: Any) -> bool:
-        return self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    key: Any
+    rule: Rule = dataclasses.field(compare=False)
 
 
 @functools.lru_cache(maxsize=64)

@@ -63,11 +63,8 @@ def load(
     texts = [(_SOURCES / name).read_text(encoding="utf-8") for name in (*headers, source)]
     stem = f"{Path(source).stem}-{dtype}"
     notice = f"jattn: building {source} for {dtype}"
-    flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir()]
-
-    def compiled(command: list[str], path: Path) -> bytes:
-        return _compiled([*command, str(_SOURCES / source)], path, texts[-1])
-
+    flags = [*_flags(dtype, tiles), "-isystem", jax.ffi.include_dir(), f"-I{_SOURCES}"]
+    compiled = functools.partial(_compiled, source, texts[-1])
     return _load(stem, texts, flags, compiled, notice, build)
 
 
@@ -76,12 +73,7 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     texts = [(_SOURCES / name).read_text(encoding="utf-8") for name in ("vector.h", "rule.h")]
     # Integers wrap around in users' functions, as they do in JAX.
     flags = [*_flags(dtype, ""), "-O3", "-fwrapv", "-fno-math-errno", f"-I{_SOURCES}"]
-
-    def compiled(command: list[str], path: Path) -> bytes:
-        source = path.with_suffix(".cc")
-        source.write_text(f'#include "rule.h"\n{text}', encoding="utf-8")
-        return _compiled([*command, str(source)], path, text)
-
+    compiled = functools.partial(_compiled, "rule.cc", f'#include "rule.h"\n{text}')
     library, _ = _load(f"rule-{dtype}", [*texts, text], flags, compiled, None)
     return library
 
@@ -147,9 +139,7 @@ def _leave_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_no_fork.acquire,
-        after_in_parent=_no_fork.release,
-        after_in_child=_leave_to_parent,
+        before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_leave_to_parent
     )
 
 
@@ -199,10 +189,7 @@ def _digest(command: list[str], texts: list[str], build: bool = True) -> str:
 
 @functools.cache
 def _macros(command: tuple[str, ...], build: bool) -> str:
-    """Returns the compiler's predefined macros, which depend on its version and the processor.
-
-    They are cached for the same compiler on the same processor.
-    """
+    """Returns the compiler's predefined macros, cached for each compiler and kind of processor."""
     if macros := cached_text(_name_of_macros(command)):
         return macros
     if not build:
@@ -241,10 +228,12 @@ print(token)
 """
 
 
-def _compiled(command: list[str], path: Path, text: str) -> bytes:
+def _compiled(name: str, text: str, command: list[str], path: Path) -> bytes:
     """Returns the library that the compiler writes, after another process has loaded it and found
     the functions that the source exports."""
-    _run([*command, "-o", str(path)])
+    source = path.with_name(name)
+    source.write_text(text, encoding="utf-8")
+    _run([*command, str(source), "-o", str(path)])
     if not path.exists() or not path.stat().st_size:
         raise BuildError(f"{command[0]} wrote no library")
     if "python" in Path(sys.executable or "").name:  # not in a program that embeds Python
@@ -260,18 +249,13 @@ def _compiled(command: list[str], path: Path, text: str) -> bytes:
 
 
 def _run(command: list[str]) -> str:
-    """Runs a command and returns its output.
-
-    Raises BuildError with its messages if it fails, or after `LIMIT`.
-    """
+    """Runs a command and returns its output; raises BuildError if it fails, or after `LIMIT`."""
     return _in_private_folder(lambda path: _run_in(path.parent, command), _folder())
 
 
 def _run_in(folder: Path, command: list[str]) -> str:
-    """Runs a command whose output and temporary files go into a folder.
-
-    Output goes to files: a pipe would stay open until processes that the command leaves behind end.
-    """
+    """Runs a command whose output goes into files of a folder: a pipe would stay open until the
+    processes that the command leaves behind end."""
     printed, complaints = folder / "printed", folder / "complaints"
     with printed.open("wb") as stdout, complaints.open("wb") as stderr, _no_fork:
         process = subprocess.Popen(

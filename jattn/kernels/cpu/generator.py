@@ -27,7 +27,7 @@ from jattn.functions.read import read
 from jattn.kernels.cpu.text import COTANGENT, FIRST, function_of, kind
 from jattn.masks import Span
 from jattn.scores import in_order
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes, Spec, parameters
 
 
 class Operand(NamedTuple):
@@ -166,11 +166,8 @@ class _Cutter:
 
 
 def _widens(node: Node) -> bool:
-    """Returns whether a node converts a float to a wider dtype.
-
-    Such a conversion is exact, so that whole tables, and the cases of a selection, may be converted
-    instead.
-    """
+    """Returns whether a node converts a float to a wider dtype. That is exact: whole tables, and
+    the cases of a selection, may be converted instead."""
     if node.op != "convert_element_type":
         return False
     narrow, wide = np.dtype(node.args[0].dtype), np.dtype(node.dtype)
@@ -211,8 +208,7 @@ def _core(spec: Spec, dtype: Any) -> _Core:
 
 
 def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
-    """Computes the operands of a spec's rule, in the dtypes of its text: a function of the spec's
-    arrays."""
+    """Computes the operands of a spec's rule from its arrays, in the dtypes of the rule's text."""
     core, (T, S) = _core(spec, dtype), shapes[1:3]
     distances = jnp.arange(T + S - 1) - (S - 1)
     places = {
@@ -275,7 +271,7 @@ def _table(tables: list[Any], number: int, head: Any, shapes: Shapes, operand: O
 MOST_OPERANDS = 31
 
 
-def generate(spec: Spec, dtype: Any, gradients: bool) -> GeneratedRule:
+def generate(spec: Spec, dtype: Any, gradients: bool = True) -> GeneratedRule:
     """Generates the rule of a spec whose arrays have one batch axis.
 
     Raises NotImplementedError with the reason if vector code lacks an operation.
@@ -288,7 +284,7 @@ def generate(spec: Spec, dtype: Any, gradients: bool) -> GeneratedRule:
     text = function_of(nodes.values(core.results), operands, dtype)
     keeps, differentiated = False, ()
     if pull is not None:
-        d_score, d_operands = pull if gradients else (pull[0], [])
+        d_score, d_operands = pull if gradients and parameters(spec) else (pull[0], [])
         differentiated = tuple(sorted({n for n, _ in d_operands}))
         backward = nodes.values([d_score, *(node for _, node in d_operands)])
         keeps = any(x.op == "input" and x.param == SCORE for x in nodes.in_order(backward))

@@ -79,16 +79,11 @@ def not_built_in(spec: Spec, shapes: Shapes) -> str | None:
     return None
 
 
-def _rule(spec: Spec, dtype: Any) -> GeneratedRule:
-    """Generates the rule of a spec; raises NotImplementedError if that is impossible."""
-    return generator.generate(spec, dtype, gradients=bool(parameters(spec)))
-
-
 def _abstract_rule(spec: Spec, shapes: Shapes) -> GeneratedRule:
     """Generates the rule of a spec while nothing is traced."""
     rules: list[GeneratedRule] = []
     dtype = accumulation(shapes.dtype)
-    jax.eval_shape(lambda spec: rules.append(_rule(spec, dtype)), spec)
+    jax.eval_shape(lambda spec: rules.append(generator.generate(spec, dtype)), spec)
     return rules[0]
 
 
@@ -181,7 +176,7 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> KernelOpe
         **dict.fromkeys(("rule", "row", "chunk", "differentiated"), np.int64(0)),
     }
     if not_built_in(spec, shapes):
-        rule = _rule(spec, dtype)
+        rule = generator.generate(spec, dtype)
         (row, chunk), tile_map = _tile_map(spec, shapes, rule)
         rule_number = library.add_rule(rule.text, dtype, rule.modifies, rule.keeps)
         numbers = {"row": row, "chunk": chunk, "rule": rule_number}
@@ -260,6 +255,14 @@ def call(
     return run(*operands.arrays, *more_arrays, *operands.rule_arrays, **attributes)
 
 
+def forward(operands: KernelOperands, normalized: bool) -> Sequence[Array]:
+    """Returns the output and the two arrays of the normalizer, without rows unless `normalized`."""
+    (B, T, N, _), V = operands.arrays.query.shape, operands.arrays.value.shape[-1]
+    rows = (B if normalized else 0, T, N)
+    like = [jax.ShapeDtypeStruct(x, operands.dtype) for x in ((B, T, N, V), rows, rows)]
+    return call("forward", like, operands)
+
+
 def static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
     """Returns the call with a scale that is a number, as the kernel requires.
 
@@ -287,12 +290,9 @@ def _forward(
         out, normalizer = decode.attend(spec, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(spec, scaled, key, value)
-    (B, T, N), dtype = query.shape[:3], operands.dtype
-    rows = (B, T, N) if normalized else (0, T, N)
-    like = [jax.ShapeDtypeStruct(x, dtype) for x in ((B, T, N, value.shape[-1]), rows, rows)]
-    out, *normalizer = call("forward", like, operands)
+    out, *normalizer = forward(operands, normalized)
     if not normalized:
-        normalizer = [jnp.zeros((B, T, N), dtype)] * 2
+        normalizer = [jnp.zeros(query.shape[:3], operands.dtype)] * 2
     return out, Normalizer(*normalizer), jnp.zeros((), bool)
 
 

@@ -46,8 +46,8 @@ def statistics(
     positions = (_positions(x) for x in (spec.q_positions, spec.kv_positions))
     normalizer = _normalizer(operands)
     arrays = *normalizer, *positions, marks
-    changed = {} if least is None else {"least": float(least)}
-    *columns, received = native.call("statistics", like, operands, *arrays, **changed)
+    least = -1.0 if least is None else float(least)
+    *columns, received = native.call("statistics", like, operands, *arrays, least=least)
     answers = (jnp.swapaxes(x, 1, 2) if x.shape[0] else None for x in columns)
     result = QueryStatistics(*answers)
     if other := _on_keys(question):
@@ -83,10 +83,7 @@ def _on_keys(question: StatisticsRequest) -> Spec | None:
 
 def _normalizer(operands: native.KernelOperands) -> Normalizer:
     """Computes the normalizer of each row, `[B, T, N]`, by the same kernel."""
-    B, T, N, _ = operands.arrays.query.shape
-    rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
-    like = [jax.ShapeDtypeStruct((B, T, N, 0), operands.dtype), rows, rows]
-    return Normalizer(*native.call("forward", like, operands)[1:])
+    return Normalizer(*native.forward(operands, normalized=True)[1:])
 
 
 def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:

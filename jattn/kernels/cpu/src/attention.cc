@@ -26,79 +26,72 @@ namespace {
 Index bytes_of(const Buffer& x) { return static_cast<Index>(ffi::ByteWidth(x.element_type())); }
 
 // Finds the rule of a call, which was added when the program was lowered.
-ffi::Error find_rule(const Attributes& attributes, Call& call, ffi::RemainingArgs operands,
-                     ffi::RemainingRets* gradients = nullptr) {
+void find_rule(const Attributes& attributes, Call& call, ffi::RemainingArgs operands,
+               ffi::RemainingRets* gradients = nullptr) {
   const int64_t number = attributes.rule;
-  if (!number) return ffi::Error::Success();
+  if (!number) return;
   call.own.rule = rule_of(number);
   if (auto* ask = ask_for_rule.load(); !call.own.rule && ask) {
     ask(number);
     call.own.rule = rule_of(number);
   }
   if (!call.own.rule)
-    return {ffi::ErrorCode::kFailedPrecondition,
-            "jattn: this process has not compiled the functions of this program's masks and scores:"
-            " call jattn.attention with them once before"};
+    throw ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "jattn: this process has not compiled the functions of this program's masks and scores:"
+        " call jattn.attention with them once before");
   call.own.row = attributes.row, call.own.chunk = attributes.chunk;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto x = operands.get<Buffer>(i);
-    if (x.has_error()) return x.error();
-    call.own.operands.emplace_back(*x, call.B, bytes_of(*x));
+    if (x.has_error()) throw x.error();
+    call.own.operands.emplace_back(*x, call.B, 1, bytes_of(*x));
   }
-  if (!gradients) return ffi::Error::Success();
+  if (!gradients) return;
   for (size_t i = 0, next = 0; i + 1 < operands.size(); ++i) {
     call.own.gradients.push_back(nullptr), call.own.sizes.push_back(0);
     if (!(attributes.differentiated >> i & 1)) continue;
     auto x = gradients->get<Buffer>(next++);
-    if (x.has_error()) return x.error();
+    if (x.has_error()) throw x.error();
     call.own.gradients.back() = static_cast<char*>((*x)->untyped_data());
     call.own.sizes.back() = axis(**x, 1) * bytes_of(**x);
   }
-  return ffi::Error::Success();
 }
 
-ffi::Error run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs operands,
-                       Out out, Out most, Out log_sum, const Attributes& attributes) {
+void run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs operands,
+                 Out out, Out most, Out log_sum, const Attributes& attributes) {
   Call call{arrays, attributes};
-  const ffi::Error error = find_rule(attributes, call, operands);
-  if (!error.success()) return error;
+  find_rule(attributes, call, operands);
   forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
               most->element_count() > 0);
-  return ffi::Error::Success();
 }
 
-ffi::Error run_backward(ffi::ThreadPool pool, const Arrays& arrays, Buffer d_out, Buffer most,
-                        Buffer log_sum, Buffer delta, ffi::RemainingArgs operands, Out d_q, Out d_k,
-                        Out d_v, Out d_bias, ffi::RemainingRets gradients,
-                        const Attributes& attributes) {
+void run_backward(ffi::ThreadPool pool, const Arrays& arrays, Buffer d_out, Buffer most,
+                  Buffer log_sum, Buffer delta, ffi::RemainingArgs operands, Out d_q, Out d_k,
+                  Out d_v, Out d_bias, ffi::RemainingRets gradients,
+                  const Attributes& attributes) {
   Call call{arrays, attributes};
-  const ffi::Error error = find_rule(attributes, call, operands, &gradients);
-  if (!error.success()) return error;
+  find_rule(attributes, call, operands, &gradients);
   T* sums = static_cast<T*>(d_bias->untyped_data());
   const Put how = put_of(d_q->element_count() + d_k->element_count() + d_v->element_count());
   const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
                       heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
                       axis(*d_bias, 1), how};
   by_products(call, [&](auto products) { backward_all<decltype(products)>(pool, call, all); });
-  return ffi::Error::Success();
 }
 
-ffi::Error run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer maximum,
-                          Buffer log_total, Buffer q_positions, Buffer kv_positions, Buffer marks,
-                          ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
-                          Out distance, Out on_keys, Out above, Out received,
-                          const Attributes& attributes) {
+void run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer maximum,
+                    Buffer log_total, Buffer q_positions, Buffer kv_positions, Buffer marks,
+                    ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
+                    Out distance, Out on_keys, Out above, Out received,
+                    const Attributes& attributes) {
   Call call{arrays, attributes};
-  const ffi::Error error = find_rule(attributes, call, operands);
-  if (!error.success()) return error;
-  const Heads<int32_t> places{static_cast<int32_t*>(place->untyped_data()), call.t, call.N, 1};
+  find_rule(attributes, call, operands);
   statistics_all(pool, call,
                  {heads_of(maximum, false), heads_of(log_total, false), {q_positions, call.B},
                   {kv_positions, call.B}, {marks, call.B}, static_cast<T>(attributes.least),
                   heads_of(entropy, false), heads_of(greatest, false), heads_of(distance, false),
-                  heads_of(on_keys, false), heads_of(above, false), places,
+                  heads_of(on_keys, false), heads_of(above, false), heads_of<int32_t>(*place, false),
                   static_cast<T*>(received->untyped_data())});
-  return ffi::Error::Success();
 }
 
 // Returns a function as XLA calls it, with each of the arrays as an argument.
@@ -107,7 +100,7 @@ auto called(const Run& run) {
   return [run](ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Buffer start,
                Buffer stop, Buffer q_ids, Buffer kv_ids, Buffer bias, Buffer seeds, auto... rest) {
     const Arrays arrays{query, key, value, start, stop, q_ids, kv_ids, bias, seeds};
-    return reported([&] { return run(pool, arrays, rest...); });
+    return reported([&] { run(pool, arrays, rest...); });
   };
 }
 

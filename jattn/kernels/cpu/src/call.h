@@ -8,63 +8,34 @@
 
 namespace {
 
-// The heads (b, n) of [B, t, n, size]; size is 1 if there is no such axis.
-template <typename E>
-struct Heads {
-  E* start;
-  Index tokens, heads, size;
+// The heads (b, n) of [B, t, n, size], as rows R of tokens; size is 1 if there is no such axis.
+template <typename R>
+struct HeadsOf {
+  R vectors;  // of all tokens and heads
+  Index tokens, heads;
 
-  Rows<E> at(Index b, Index n) const {
-    return {start + (b * tokens * heads + n) * size, heads * size, size};
-  }
-};
-
-Heads<const T> heads_of(const ffi::AnyBuffer& x, bool vectors = true) {
-  const T* start = static_cast<const T*>(x.untyped_data());
-  if (vectors) return {start, axis(x, 3), axis(x, 2), axis(x, 1)};
-  return {start, axis(x, 2), axis(x, 1), 1};
-}
-Heads<T> heads_of(ffi::Result<ffi::AnyBuffer>& x, bool vectors = true) {
-  const Heads<const T> same = heads_of(static_cast<const ffi::AnyBuffer&>(*x), vectors);
-  return {const_cast<T*>(same.start), same.tokens, same.heads, same.size};
-}
-
-// The heads (b, n) of queries, keys or values [B, t, n, size].
-struct Inputs {
-  Input first;
-  Index tokens, heads, size;
-
-  explicit Inputs(const ffi::AnyBuffer& x)
-      : first{static_cast<const char*>(x.untyped_data()), axis(x, 2) * axis(x, 1), axis(x, 1),
-              x.element_type()},
-        tokens(axis(x, 3)),
-        heads(axis(x, 2)),
-        size(axis(x, 1)) {}
-
-  Input at(Index b, Index n) const {
-    const Index bytes = static_cast<Index>(ffi::ByteWidth(first.type));
-    Input one = first;
-    one.start += (b * tokens * heads + n) * size * bytes;
+  R at(Index b, Index n) const {
+    R one = vectors.from(b * tokens * heads + n);
+    one.stride *= heads;
     return one;
   }
 };
-
-// An operand [b, n, size]. If b or n is less than in the call, rows or heads share a part.
 template <typename E>
-struct Shared {
-  const E* start;  // null if there is none
-  Index same, heads, size;
+using Heads = HeadsOf<Rows<E>>;
+using Inputs = HeadsOf<Input>;
 
-  Shared(const ffi::AnyBuffer& x, Index B, Index bytes = 1)
-      : heads(axis(x, 2)), size(axis(x, 1) * bytes) {
-    const Index rows = leading(x, 2);
-    start = rows && heads && size ? static_cast<const E*>(x.untyped_data()) : nullptr;
-    same = rows ? B / rows : 1;
-  }
-  const E* at(Index b, Index n) const {
-    return start ? start + (b / same * heads + (heads > 1 ? n : 0)) * size : nullptr;
-  }
-};
+template <typename E = const T>
+Heads<E> heads_of(const Buffer& x, bool vectors = true) {
+  const Index size = vectors ? axis(x, 1) : 1;
+  return {{static_cast<E*>(x.untyped_data()), size, size}, axis(x, 2 + vectors), axis(x, 1 + vectors)};
+}
+Heads<T> heads_of(Out& x, bool vectors = true) { return heads_of<T>(*x, vectors); }
+
+Inputs inputs_of(const Buffer& x) {
+  const Index size = axis(x, 1);
+  return {{static_cast<const char*>(x.untyped_data()), size, size, x.element_type()},
+          axis(x, 3), axis(x, 2)};
+}
 
 // Results of a MiB or more do not stay in the caches until they are read.
 Put put_of(Index size) { return size * sizeof(T) >= 1 << 20 ? Put::kPast : Put::kOver; }
@@ -134,9 +105,9 @@ struct Call {
   CallRule own;
 
   Call(const Arrays& x, const Attributes& attributes)
-      : q(x.query),
-        k(x.key),
-        v(x.value),
+      : q(inputs_of(x.query)),
+        k(inputs_of(x.key)),
+        v(inputs_of(x.value)),
         B(leading(x.query, 3)),
         N(q.heads),
         K(k.heads),
@@ -167,7 +138,7 @@ struct Call {
 template <typename Run>
 void by_products(const Call& call, const Run& run) {
 #if JATTN_PAIRS
-  const auto is_half = [](const Inputs& x) { return x.first.type == ffi::BF16; };
+  const auto is_half = [](const Inputs& x) { return x.vectors.type == ffi::BF16; };
   if (is_half(call.q) && is_half(call.k) && is_half(call.v)) return run(Pairs{});
 #endif
   run(Wide{});

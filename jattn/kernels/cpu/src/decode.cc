@@ -106,37 +106,6 @@ void multiply_rows(Index rows, const T* q, Rows<const T> keys, T* scores, Index 
     if (rows) multiply_rows<M / 2>(rows, q, keys, scores, stride, ahead);
 }
 
-// out[r, :] += sum over keys of weights[r, key] values[key, :], for N vectors of M rows at a time.
-template <int M, int N>
-void weigh_rows(Index rows, Index keys, const T* weights, Index stride, Rows<const T> values,
-                T* out, Index width, Ahead& ahead) {
-  for (; rows >= M; rows -= M, weights += M * stride, out += M * width) {
-    Vector sums[M][N];
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[m][n] = load(out + m * width + n * kLanes);
-    for (Index s = 0; s < keys; ++s) {
-      ahead.step();
-      Vector value[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) value[n] = load(values[s] + n * kLanes);
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const T weight = weights[m * stride + s];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sums[m][n] += weight * value[n];
-      }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) store(out + m * width + n * kLanes, sums[m][n]);
-  }
-  if constexpr (M > 1)
-    if (rows) weigh_rows<M / 2, N>(rows, keys, weights, stride, values, out, width, ahead);
-}
-
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Keys or values of E in pages of tokens and heads, in one order or the other. A table [B, M] lists
@@ -158,23 +127,12 @@ struct Pages {
   }
 };
 
-// An operand [b, n, T, S] whose first two axes may be shorter than the call's.
-template <typename E>
-struct Scores {
-  const E* start;  // null: there is none
-  Index same, N, T_, S;
-
-  const E* at(Index b, Index n, Index t) const {
-    return start + ((b / same * N + (N > 1 ? n : 0)) * T_ + t) * S;
-  }
-};
-
 template <typename E>
 struct Call {
   const T* q;  // [B, T, N, H]
   Pages<E> keys, values;
-  Scores<uint8_t> allowed;
-  Scores<T> bias;
+  Shared<uint8_t> allowed;  // [b, n, T, S]
+  Shared<T> bias;
   Index B, T_, N, K, S;
   T scale;
 
@@ -271,8 +229,8 @@ class Reader {
   bool seen(Index j, Index count) const {
     if (!call_.keys.at(b_, k_, j).start) return false;
     if (!call_.allowed.start) return true;
-    for (Index r = 0; r < (call_.allowed.N > 1 ? heads_ * R_ : call_.T_); ++r)
-      if (std::memchr(call_.allowed.at(b_, head(r), token(r)) + j, 1, count)) return true;
+    for (Index r = 0; r < (call_.allowed.heads > 1 ? heads_ * R_ : call_.T_); ++r)
+      if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count)) return true;
     return false;
   }
 
@@ -336,14 +294,8 @@ class Reader {
 
   // Weights times values for keys s .. s + count - 1 of the tile.
   void weigh(Index h, Index s, Index count, Rows<const T> values, Ahead& ahead) {
-    const T* weights = scores_ + h * R_ * tile_ + s;
-    T* out = part_.out + h * R_ * V_;
-    Index left = V_ / kLanes;
-    for (; left >= kWide; left -= kWide, values.start += kWide * kLanes, out += kWide * kLanes)
-      weigh_rows<4, kWide>(R_, count, weights, tile_, values, out, V_, ahead);
-    for (; left >= 2; left -= 2, values.start += 2 * kLanes, out += 2 * kLanes)
-      weigh_rows<4, 2>(R_, count, weights, tile_, values, out, V_, ahead);
-    if (left) weigh_rows<4, 1>(R_, count, weights, tile_, values, out, V_, ahead);
+    product<4>(R_, V_, count, scores_ + h * R_ * tile_ + s, tile_, 1, values.start, values.stride,
+               part_.out + h * R_ * V_, V_, true, ahead);
   }
 
   // The same with copies of values, padded to whole vectors and made finite if necessary.
@@ -374,16 +326,16 @@ class Reader {
   void soften(Index r, Keys run) {
     const Index j = run.j, keys = run.count, width = up(keys, kLanes);
     T* scores = scores_ + r * tile_;
-    const Index n = head(r), t = token(r);
+    const Index n = head(r), first = token(r) * call_.S + j;
     std::fill(scores + keys, scores + width, -kInfinity);
     if (call_.bias.start) {
-      const T* bias = call_.bias.at(b_, n, t) + j;
+      const T* bias = call_.bias.at(b_, n) + first;
       Index s = 0;
       for (; s + kLanes <= keys; s += kLanes) store(scores + s, load(scores + s) + load(bias + s));
       for (; s < keys; ++s) scores[s] += bias[s];
     }
     if (call_.allowed.start) {
-      const uint8_t* allowed = call_.allowed.at(b_, n, t) + j;
+      const uint8_t* allowed = call_.allowed.at(b_, n) + first;
       Index s = 0;
       for (; s + kLanes <= keys; s += kLanes) {
         const Ints yes = __builtin_convertvector(load<Bytes>(allowed + s), Ints) != 0;
@@ -497,20 +449,13 @@ Pages<E> pages(const Buffer& x, const Buffer& table, Index B, bool by_token) {
 }
 
 template <typename E>
-Scores<E> scores(const Buffer& x, Index B) {
-  const E* start = x.element_count() ? static_cast<const E*>(x.untyped_data()) : nullptr;
-  return {start, start ? B / leading(x, 3) : 1, axis(x, 3), axis(x, 2), axis(x, 1)};
-}
-
-template <typename E>
 void run(ffi::ThreadPool& pool, const Buffer& q, const Buffer& keys, const Buffer& values,
          const Buffer& table, const Buffer& allowed, const Buffer& bias, const Results& results,
          double scale, bool by_token) {
   const Index B = leading(q, 3);
   const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
-  const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, scores<uint8_t>(allowed, B),
-                     scores<T>(bias, B), B, axis(q, 3), axis(q, 2), k.K, k.M * k.page,
-                     static_cast<T>(scale)};
+  const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2}, {bias, B, 2}, B,
+                     axis(q, 3), axis(q, 2), k.K, k.M * k.page, static_cast<T>(scale)};
   decode(pool, call, results);
 }
 
@@ -522,13 +467,10 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
                         static_cast<T*>(log_sum->untyped_data())};
   return reported([&] {
 #if JATTN_SINGLE
-    if (keys.element_type() == ffi::BF16) {
-      run<Bfloat16>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
-      return ffi::Error::Success();
-    }
+    if (keys.element_type() == ffi::BF16)
+      return run<Bfloat16>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
 #endif
     run<T>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
-    return ffi::Error::Success();
   });
 }
 

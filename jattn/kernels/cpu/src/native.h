@@ -33,14 +33,26 @@ Index leading(const Buffer& x, int own) {
   return size;
 }
 
-// ------------------------------------------------------------------------------------------------
-// Products
-// ------------------------------------------------------------------------------------------------
+// --- Products -----------------------------------------------------------------------------------
+
+// The steps of a product with numbers A on the left: of T, and in pairs.h of bfloat16.
+template <typename A>
+struct Factors {
+  static Vector row(const T* b) { return load(b); }
+  static T number(const T* a) { return *a; }
+  static Vector add(Vector sum, T x, Vector row) { return sum + x * row; }
+};
+
+// Does nothing before each row of b.
+struct Nothing {
+  void step() const {}
+};
 
 // c[m, :] (+)= sum over k of a(m, k) b[k, :] for M rows and N vectors; a(m, k) = a[m am + k ak].
-template <int M, int N>
-inline void small_product(Index depth, const T* a, Index am, Index ak, const T* b, Index bk, T* c,
-                          Index cm, bool add) {
+template <int M, int N, typename A, typename B, typename Before>
+inline void small_product(Index depth, const A* a, Index am, Index ak, const B* b, Index bk, T* c,
+                          Index cm, bool add, Before& before) {
+  using F = Factors<A>;
   constexpr int L = kLanes;
   Vector sums[M][N] = {};
   if (add)
@@ -49,14 +61,15 @@ inline void small_product(Index depth, const T* a, Index am, Index ak, const T* 
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sums[m][n] = load(c + m * cm + n * L);
   for (Index k = 0; k < depth; ++k, a += ak, b += bk) {
-    Vector row[N];
+    before.step();
+    decltype(F::row(b)) row[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) row[n] = load(b + n * L);
+    for (int n = 0; n < N; ++n) row[n] = F::row(b + n * L);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const T x = a[m * am];
+      const auto x = F::number(a + m * am);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[m][n] += x * row[n];
+      for (int n = 0; n < N; ++n) sums[m][n] = F::add(sums[m][n], x, row[n]);
     }
   }
 #pragma GCC unroll 8
@@ -65,30 +78,31 @@ inline void small_product(Index depth, const T* a, Index am, Index ak, const T* 
     for (int n = 0; n < N; ++n) store(c + m * cm + n * L, sums[m][n]);
 }
 
-template <int N, int M>
-JATTN_APART void rows_product(Index rows, Index depth, const T* a, Index am, Index ak, const T* b,
-                              Index bk, T* c, Index cm, bool add) {
+template <int N, int M, typename A, typename B, typename Before = const Nothing>
+JATTN_APART void rows_product(Index rows, Index depth, const A* a, Index am, Index ak, const B* b,
+                              Index bk, T* c, Index cm, bool add, Before& before = {}) {
   for (; rows >= M; rows -= M, a += M * am, c += M * cm)
-    small_product<M, N>(depth, a, am, ak, b, bk, c, cm, add);
+    small_product<M, N>(depth, a, am, ak, b, bk, c, cm, add, before);
   constexpr int kLess = M > 4 ? 4 : M / 2;
   if constexpr (kLess > 0)
-    if (rows) rows_product<N, kLess>(rows, depth, a, am, ak, b, bk, c, cm, add);
+    if (rows) rows_product<N, kLess>(rows, depth, a, am, ak, b, bk, c, cm, add, before);
 }
 
-// The same product for any number of rows, and for columns that are whole vectors.
+// The same product for any number of rows, at most kMost at a time, and for columns that are whole
+// vectors.
+template <int kMost = 8, typename Before = const Nothing>
 JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
-                         const T* b, Index bk, T* c, Index cm, bool add) {
+                         const T* b, Index bk, T* c, Index cm, bool add, Before& before = {}) {
+  constexpr int kFirst = std::min(kHigh, kMost), kSecond = std::min(kWide == 2 ? kHigh : 8, kMost);
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
-    rows_product<kWide, kHigh>(rows, depth, a, am, ak, b, bk, c, cm, add);
+    rows_product<kWide, kFirst>(rows, depth, a, am, ak, b, bk, c, cm, add, before);
   for (; left >= 2; left -= 2, b += 2 * kLanes, c += 2 * kLanes)
-    rows_product<2, kWide == 2 ? kHigh : 8>(rows, depth, a, am, ak, b, bk, c, cm, add);
-  if (left) rows_product<1, 8>(rows, depth, a, am, ak, b, bk, c, cm, add);
+    rows_product<2, kSecond>(rows, depth, a, am, ak, b, bk, c, cm, add, before);
+  if (left) rows_product<1, kMost>(rows, depth, a, am, ak, b, bk, c, cm, add, before);
 }
 
-// ------------------------------------------------------------------------------------------------
-// Rows of arrays
-// ------------------------------------------------------------------------------------------------
+// --- Rows of arrays -----------------------------------------------------------------------------
 
 // Rows of `size` numbers, `stride` apart.
 template <typename E>
@@ -178,16 +192,30 @@ inline bool all_finite(const T* x, Index size) {
   return finite;
 }
 
+inline bool is_finite(T x) { return std::isfinite(x); }
+inline bool is_finite(Bfloat16 x) { return (x.bits & 0x7F80) != 0x7F80; }
+
 // Replaces numbers that are not finite by 0, and sets `nonfinite` of their rows, if given, to NaN.
-inline void zero_nonfinite(T* x, Index count, Index width, T* nonfinite) {
+template <typename E>
+inline void zero_nonfinite(E* x, Index count, Index width, T* nonfinite) {
   for (Index i = 0; i < count; ++i) {
     for (Index h = 0; h < width; ++h) {
-      T& one = x[i * width + h];
-      if (std::isfinite(one)) continue;
+      E& one = x[i * width + h];
+      if (is_finite(one)) continue;
       if (nonfinite) nonfinite[i] = std::numeric_limits<T>::quiet_NaN();
-      one = 0;
+      one = E{};
     }
   }
+}
+
+// Copies values, with 0 for those that are not finite; returns `nonfinite`, whose rows with such values
+// are NaN and the others 0, or null if all are finite.
+template <typename From, typename E>
+const T* copy_finite(const From& from, Index count, E* to, Index width, T* nonfinite) {
+  if (copy(from, count, to, width)) return nullptr;
+  std::fill(nonfinite, nonfinite + count, T{0});
+  zero_nonfinite(to, count, width, nonfinite);
+  return nonfinite;
 }
 
 // Consecutive queries of a block, which are lanes of vectors.
@@ -304,9 +332,26 @@ void transpose(const Input& from, Index count, Index t, T* to, T factor) {
   from.read([&](auto rows) { transpose(rows, count, t, to, factor); });
 }
 
-// ------------------------------------------------------------------------------------------------
-// Memory and threads
-// ------------------------------------------------------------------------------------------------
+// An operand [b, n, ...] with `own` further axes. If b or n is less than in the call, rows or heads share
+// a part.
+template <typename E>
+struct Shared {
+  const E* start;  // null if there is none
+  Index same, heads, size;
+
+  Shared(const Buffer& x, Index B, int own = 1, Index bytes = 1)
+      : heads(axis(x, own + 1)), size(bytes) {
+    for (int a = 1; a <= own; ++a) size *= axis(x, a);
+    const Index rows = leading(x, own + 1);
+    start = rows && heads && size ? static_cast<const E*>(x.untyped_data()) : nullptr;
+    same = rows ? B / rows : 1;
+  }
+  const E* at(Index b, Index n) const {
+    return start ? start + (b / same * heads + (heads > 1 ? n : 0)) * size : nullptr;
+  }
+};
+
+// --- Memory and threads -------------------------------------------------------------------------
 
 // A thread's memory for tiles, kept between calls: it is as small as the caches.
 class Bench {
@@ -376,7 +421,10 @@ void parallel(ffi::ThreadPool& pool, Index n, const Work& work) {
 template <typename Run>
 ffi::Error reported(const Run& run) {
   try {
-    return run();
+    run();
+    return ffi::Error::Success();
+  } catch (const ffi::Error& error) {
+    return error;
   } catch (const std::bad_alloc&) {
     return {ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles of its kernel in C++"};
   } catch (const std::exception& error) {

@@ -25,9 +25,7 @@ namespace {
 
 constexpr Index kDepth = 32;  // the length of a sum is a multiple of this
 
-// ------------------------------------------------------------------------------------------------
-// Rows of bfloat16, and of pairs
-// ------------------------------------------------------------------------------------------------
+// --- Rows of bfloat16, and of pairs -------------------------------------------------------------
 
 inline __mmask32 first_halves(Index count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
@@ -43,17 +41,6 @@ inline bool copy(Rows<const Bfloat16> from, Index count, Bfloat16* to, Index wid
       _mm512_storeu_si512(to + h, x);
     }
   return !bad;
-}
-
-// The same as for T: replaces numbers that are not finite by 0.
-inline void zero_nonfinite(Bfloat16* x, Index count, Index width, T* nonfinite) {
-  for (Index i = 0; i < count; ++i)
-    for (Index h = 0; h < width; ++h) {
-      Bfloat16& one = x[i * width + h];
-      if ((one.bits & 0x7F80) != 0x7F80) continue;
-      if (nonfinite) nonfinite[i] = std::numeric_limits<T>::quiet_NaN();
-      one.bits = 0;
-    }
 }
 
 // Rounds to bfloat16; the remainder.
@@ -116,9 +103,7 @@ inline void turn_pairs(const Bfloat16* from, Index count, Index width, Index t, 
   transpose(rows, count, t, reinterpret_cast<T*>(to), T{1});
 }
 
-// ------------------------------------------------------------------------------------------------
-// Products
-// ------------------------------------------------------------------------------------------------
+// --- Products -----------------------------------------------------------------------------------
 
 #if JATTN_MATRICES
 
@@ -205,43 +190,17 @@ inline void matrix_product(Index, Index, Index, const Bfloat16*, Index, const Pa
                            bool) {}
 #endif
 
-// `small_product` of pairs.
-template <int M, int N>
-inline void dot_products(Index pairs, const Bfloat16* a, Index am, const Pair* b, Index bk, T* c,
-                         Index cm, bool add) {
-  Vector sums[M][N] = {};
-  if (add)
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[m][n] = load(c + m * cm + n * kLanes);
-  for (Index k = 0; k < pairs; ++k, a += 2, b += bk) {
-    __m512bh row[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) row[n] = (__m512bh)load<Words>(b + n * kLanes);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const auto x = (__m512bh)_mm512_set1_epi32(load<int32_t>(a + m * am));
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n)
-        sums[m][n] = (Vector)_mm512_dpbf16_ps((__m512)sums[m][n], x, row[n]);
-    }
+// The steps of `small_product` of pairs.
+template <>
+struct Factors<Bfloat16> {
+  static __m512bh row(const Pair* b) { return (__m512bh)load<Words>(b); }
+  static __m512bh number(const Bfloat16* a) {
+    return (__m512bh)_mm512_set1_epi32(load<int32_t>(a));
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(c + m * cm + n * kLanes, sums[m][n]);
-}
-
-template <int N, int M>
-JATTN_APART void dot_rows(Index rows, Index pairs, const Bfloat16* a, Index am, const Pair* b,
-                          Index bk, T* c, Index cm, bool add) {
-  for (; rows >= M; rows -= M, a += M * am, c += M * cm)
-    dot_products<M, N>(pairs, a, am, b, bk, c, cm, add);
-  constexpr int kLess = M > 4 ? 4 : M / 2;
-  if constexpr (kLess > 0)
-    if (rows) dot_rows<N, kLess>(rows, pairs, a, am, b, bk, c, cm, add);
-}
+  static Vector add(Vector sum, __m512bh x, __m512bh row) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, x, row);
+  }
+};
 
 // c [rows, columns] (+)= a [rows, depth] b [depth / 2, columns]: a rows of bfloat16, `am` apart, b of
 // pairs, `bk` apart; columns are whole vectors, depth is whole kDepth. Rows of a are read 16 at a time.
@@ -250,14 +209,12 @@ JATTN_APART void pair_product(Index rows, Index columns, Index depth, const Bflo
   if (has_matrix_units()) return matrix_product(rows, columns, depth, a, am, b, bk, c, cm, add);
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
-    dot_rows<kWide, kHigh>(rows, depth / 2, a, am, b, bk, c, cm, add);
+    rows_product<kWide, kHigh>(rows, depth / 2, a, am, 2, b, bk, c, cm, add);
   for (; left; --left, b += kLanes, c += kLanes)
-    dot_rows<1, 8>(rows, depth / 2, a, am, b, bk, c, cm, add);
+    rows_product<1, 8>(rows, depth / 2, a, am, 2, b, bk, c, cm, add);
 }
 
-// ------------------------------------------------------------------------------------------------
-// Tiles and blocks, with the interface of `Wide`
-// ------------------------------------------------------------------------------------------------
+// --- Tiles and blocks, with the interface of `Wide` ---------------------------------------------
 
 struct Pairs {
   static constexpr bool kScales = false;
@@ -308,12 +265,7 @@ struct Pairs {
         finite_k = std::copy(k, k + count * H, spare_) - count * H;
         zero_nonfinite(spare_, count, H, nullptr);
       }
-      nonfinite = nullptr;
-      if (!copy(values.rows<Bfloat16>(), count, v, V)) {
-        std::fill(memory_, memory_ + count, T{0});
-        zero_nonfinite(v, count, V, memory_);
-        nonfinite = memory_;
-      }
+      nonfinite = copy_finite(values.rows<Bfloat16>(), count, v, V, memory_);
       const Index width = backward_ ? H : V;
       stride = up(count, kDepth) + kDepth;  // a product may read kDepth zeros at the end
       pair_rows(backward_ ? finite_k : v, count, width, pairs_, stride);

@@ -16,7 +16,7 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T>
   Index size = kTogether * kQueries;
   while (size > kQueries && call.B * N * pieces_of(size) < enough) size /= 2;
   const Index pieces = pieces_of(size);
-  const Put how = put_of(call.B * call.t * N * out.size);
+  const Put how = put_of(call.B * call.t * N * out.vectors.size);
   // With a causal mask the last queries see most keys, so they are computed first.
   parallel(pool, call.B * N * pieces, [&](Index task) {
     const Index n = task % N, b = task / N % call.B, piece = pieces - 1 - task / N / call.B;
@@ -49,11 +49,11 @@ struct Parts {
   std::unique_ptr<T[]> sums;
 
   Parts(Index count, const Call& call)
-      : count(count), t(call.t), heads(call.N), size(call.q.size),
+      : count(count), t(call.t), heads(call.N), size(call.q.vectors.size),
         each(call.B * t * heads * size), sums(new T[(count - 1) * each]) {}
 
   Rows<T> at(Index part, Index b, Index n) const {
-    return Heads<T>{sums.get() + (part - 1) * each, t, heads, size}.at(b, n);
+    return Heads<T>{{sums.get() + (part - 1) * each, size, size}, t, heads}.at(b, n);
   }
   // Forwards and backwards alternately, so that with a causal mask all parts have equal work.
   Index of(Index run) const {
@@ -82,8 +82,8 @@ struct Worker {
       : call(call),
         all(all),
         S(call.S),
-        H(up(call.q.size, kLanes)),
-        V(up(call.v.size, kLanes)),
+        H(up(call.q.vectors.size, kLanes)),
+        V(up(call.v.vectors.size, kLanes)),
         group(call.N / call.K),
         bench(Sums<Products>::size(H, V) + BackwardBlock<Products>::size(H, V)),
         sums(H, V, bench) {}

@@ -37,12 +37,7 @@ struct Wide {
         finite_k = std::copy(k, k + count * H, spare_) - count * H;
         zero_nonfinite(finite_k, count, H, nullptr);
       }
-      nonfinite = nullptr;
-      if (!copy(values, count, v, V)) {
-        std::fill(memory_, memory_ + count, T{0});
-        zero_nonfinite(v, count, V, memory_);
-        nonfinite = memory_;
-      }
+      nonfinite = copy_finite(values, count, v, V, memory_);
       if (down != 1)
         for (Index i = 0; i < count * V; i += kLanes) store(v + i, load(v + i) * down);
     }
