@@ -33,10 +33,7 @@ from jattn.masks import Lengths, Mask, Window
 
 
 __all__ = ["Cache", "DenseCache", "PagedCache", "RollingCache"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Valid = Bool[Array | np.ndarray, "B T"] | None

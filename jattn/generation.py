@@ -28,10 +28,6 @@ from jattn.nn.variables import lasting_functions
 __all__ = ["Generated", "LanguageModel", "generate", "sample_tokens"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 @runtime_checkable
 class LanguageModel(Protocol):
     """A model that `generate` accepts: a Flax NNX module with these two methods, such as

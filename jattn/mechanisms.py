@@ -42,10 +42,7 @@ __all__ = [
     "self_attention",
     "simple_self_attention",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def _single_head(

@@ -32,10 +32,7 @@ __all__ = [
     "rotary",
     "sinusoidal",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:

@@ -55,10 +55,7 @@ __all__ = [
     "alibi_slopes",
     "relative_bucket",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class ScoreFunction:

@@ -28,10 +28,6 @@ else:  # annotations checked at run time must not need matplotlib
 __all__ = ["alignment", "grid", "heatmap", "show_mask"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _MOST_LABELS = 64  # most tokens along an axis that are labelled; of more, every n-th
 _MOST_NUMBERS = 100  # most cells that show their values by default
 _LABEL = 0.105  # inches for a character of a label

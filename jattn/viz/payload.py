@@ -27,10 +27,6 @@ from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visi
 __all__ = ["Sentence"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _THUMBNAIL = 48  # cells along an axis of a head's thumbnail
 
 

@@ -27,10 +27,6 @@ from jattn.viz.payload import Blocks, Sentence, described
 __all__ = ["Sentence", "Viewer", "stack_layers", "viewer"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _SCRIPTS = (
     "data.js",
     "page.js",
