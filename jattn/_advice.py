@@ -128,8 +128,7 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
 """Advice for the constructors of attention layers."""
 
 _CAUSAL_ALREADY = _alike(
-    "is_causal causal use_causal_mask tgt_is_causal",
-    "nothing: self-attention is always causal",
+    "is_causal causal use_causal_mask tgt_is_causal", "nothing: self-attention is always causal"
 )
 _MASKS = {name: x for name, x in ADVICE.items() if x.startswith("mask=") and "score=" not in x}
 _IN_CONSTRUCTOR = "self_attention=functools.partial(nn.MultiHeadAttention, {}) in the constructor"

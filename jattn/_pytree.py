@@ -43,11 +43,8 @@ def _as_static(value: Any) -> Any:
 
 def number(value: Any) -> Any:
     """Returns the plain (weakly typed) Python number of a static one; arrays unchanged."""
-    if isinstance(value, StaticInt):
-        return int(value)
-    if isinstance(value, StaticFloat):
-        return float(value)
-    return value
+    kind = int if isinstance(value, StaticInt) else float
+    return kind(value) if isinstance(value, StaticInt | StaticFloat) else value
 
 
 def is_static(value: Any) -> bool:
@@ -141,10 +138,6 @@ def _is_equal(self: Any, other: Any) -> Any:
     return _identity(self) == _identity(other) if type(self) is type(other) else NotImplemented
 
 
-def _hash(self: Any) -> int:
-    return hash(_identity(self))
-
-
 def _repr(self: Any) -> str:
     named = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self) if x.repr)
     fields = (f"{name}={_one_line(value)}" for name, value in named)
@@ -170,7 +163,7 @@ def _never_deleted(self: Any, name: str) -> None:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "__eq__": _is_equal,
-    "__hash__": _hash,
+    "__hash__": lambda self: hash(_identity(self)),
     "__repr__": _repr,
     "__setattr__": _set_once,
     "__delattr__": _never_deleted,

@@ -99,16 +99,14 @@ def check_number(name: str, value: Any, *, positive: bool = False, per_head: boo
     if np.shape(value):
         for element in np.asarray(value):
             check_number(name, float(element), positive=positive)
-    elif not _is_finite(value) or (positive and not float(value) > 0):
+        return
+    try:
+        is_finite = math.isfinite(float(value))
+    except OverflowError:  # an integer beyond all floats
+        is_finite = False
+    if not is_finite or (positive and not float(value) > 0):
         wanted = "finite number > 0" if positive else "finite number"
         raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an integer beyond all floats
-        return False
 
 
 def check_operands(owner: str, operands: Any) -> None:
@@ -280,17 +278,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def check_precision(name: str, value: Any) -> None:
     """Checks for a precision of matrix products that JAX accepts."""
-    if value is not None and not _is_precision(value):
+    try:
+        is_precision = value is None or _is_accepted_by_dot(value)
+    except TypeError:  # not hashable, which the cache below needs
+        is_precision = False
+    if not is_precision:
         raise ValueError(
             f"{name}: expected None, a jax.lax.Precision or one of its names, got {shown(value)}"
         )
-
-
-def _is_precision(value: Any) -> bool:
-    try:
-        return _is_accepted_by_dot(value)
-    except TypeError:  # not hashable, which the cache below needs
-        return False
 
 
 @functools.lru_cache(maxsize=64)

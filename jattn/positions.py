@@ -69,11 +69,7 @@ def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
 
 
 def sinusoidal(
-    positions: Int[AnyArray, "*shape"],
-    D: int,
-    *,
-    base: float = 10000.0,
-    dtype: Any = jnp.float32,
+    positions: Int[AnyArray, "*shape"], D: int, *, base: float = 10000.0, dtype: Any = jnp.float32
 ) -> Float[Array, "*shape D"]:
     """Encodes positions `[...]` as `[..., D]`: sin(p ω) in even channels, cos(p ω) in odd ones.
 

@@ -13,6 +13,7 @@ from jattn._types import AnyArray
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_rate
 from jattn.compat.dropout import attention_of_kept
+from jattn.compat.jax_attention import with_rank
 
 
 def flax_attention_fn(
@@ -67,9 +68,12 @@ def flax_attention_fn(
         if is_causal:
             raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
         dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-        arguments = query, key, value, bias, mask, *dropout
-        return _of_complex_numbers(*arguments, precision=precision, module=module)
-    score = None if bias is None else scores.Bias(_full_rank(bias, query.ndim))
+        # Linen's function takes the softmax of complex scores.
+        weights = linen.dot_product_attention_weights(
+            query, key, bias, mask, *dropout, precision=precision, module=module
+        )
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+    score = None if bias is None else scores.Bias(with_rank(bias, query.ndim))
     rules = {"mask": _mask(mask, is_causal, query.ndim), "score": score, "precision": precision}
     if module is not None:
         _sow(module, attention_weights(query, key, **rules), query.dtype, force_fp32_for_softmax)
@@ -126,12 +130,6 @@ def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) 
     return apply(x, positions)
 
 
-def _of_complex_numbers(query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Array:
-    """Computes attention by Linen's function, which takes the softmax of complex scores."""
-    weights = linen.dot_product_attention_weights(query, key, *options, **named)
-    return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
-
-
 def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
     if promote is not None:
         return promote(arrays, dtype=dtype)
@@ -139,16 +137,10 @@ def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
     return tuple(jnp.asarray(x, dtype) for x in arrays)
 
 
-def _full_rank(x: AnyArray, ndim: int) -> Array:
-    """Returns `x` with leading axes of size 1 added up to `ndim` axes."""
-    x = jnp.asarray(x)
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
-
-
 def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | None:
     if mask is None:
         return masks.Causal() if is_causal else None
-    dense = masks.Dense(_full_rank(mask, ndim) != 0)
+    dense = masks.Dense(with_rank(mask, ndim) != 0)
     return masks.Causal() & dense if is_causal else dense
 
 

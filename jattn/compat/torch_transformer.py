@@ -119,8 +119,7 @@ def _layer_to_torch(
 
 
 def _module(rest: dict[str, np.ndarray], name: str, weight: str) -> dict[str, np.ndarray]:
-    """Removes a norm's or a linear map's parameters from `rest`; `weight` is our name for its
-    weight."""
+    """Removes the parameters of a norm or linear map from `rest`; we call its weight `weight`."""
     parameters = {weight: parameter(rest, f"{name}.weight").T}
     del rest[f"{name}.weight"]
     if f"{name}.bias" in rest:

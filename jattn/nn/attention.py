@@ -223,10 +223,7 @@ class MultiHeadAttention(Module):
         return key, self.value(inputs_v)
 
     def _normalised_and_rotated(
-        self,
-        x: Float[Array, "*B T N H"],
-        norm: LayerNorm | RMSNorm | None,
-        positions: Positions,
+        self, x: Float[Array, "*B T N H"], norm: LayerNorm | RMSNorm | None, positions: Positions
     ) -> Float[Array, "*B T N H"]:
         x = x if norm is None else norm(x)
         if self.rotary is None:
@@ -236,11 +233,7 @@ class MultiHeadAttention(Module):
         return self.rotary(x, positions)
 
     def attend(
-        self,
-        query: Queries,
-        key: Keys,
-        value: Values,
-        **call: Unpack[CallOptions],
+        self, query: Queries, key: Keys, value: Values, **call: Unpack[CallOptions]
     ) -> Output:
         """Computes the output of each head, `[*B, T, N, V]`, from projected queries, keys and
         values. The options are those of `__call__`."""
@@ -425,10 +418,7 @@ class MultiHeadAttention(Module):
 
     @advised_by(LAYER_ADVICE, MemoryOptions)
     def attend_memory(
-        self,
-        inputs_q: Float[Array, "B T D"],
-        memory: Cache,
-        **call: Unpack[MemoryOptions],
+        self, inputs_q: Float[Array, "B T D"], memory: Cache, **call: Unpack[MemoryOptions]
     ) -> Float[Array, "B T out"]:
         """Attends to the result of `project_memory`; computes what `__call__` does for `inputs_k`.
 

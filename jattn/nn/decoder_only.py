@@ -12,13 +12,7 @@ from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
-from jattn.nn._types import (
-    CacheOptions,
-    Ids,
-    SelfOptions,
-    StepOptions,
-    run_options,
-)
+from jattn.nn._types import CacheOptions, Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
@@ -32,13 +26,7 @@ from jattn.nn.embedding import (
 )
 from jattn.nn.layers import Dropout
 from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.transformer import (
-    EncoderLayer,
-    LayerArguments,
-    LayerOptions,
-    causal_and,
-    step_layers,
-)
+from jattn.nn.transformer import EncoderLayer, LayerArguments, LayerOptions, causal_and, step_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,11 +155,7 @@ class GRU(Module):
         return (1 - update) * state + update * proposed
 
     def __call__(
-        self,
-        x: Float[Array, "..."],
-        *,
-        lengths: RowLengths = None,
-        reverse: bool = False,
+        self, x: Float[Array, "..."], *, lengths: RowLengths = None, reverse: bool = False
     ) -> Float[Array, "*B T H"]:
         """Returns the state `[*B, T, H]` after each position of `x [*B, T, E]`, from a state of 0.
 
@@ -229,10 +225,7 @@ class RecurrentEncoder(Module):
         self, x: Float[Array, "..."], *, lengths: RowLengths = None
     ) -> Float[Array, "*B S C"]:
         """Encodes `x [*B, S, E]`; positions from `lengths [*B]` on are padding."""
-        both = (
-            self.forward(x, lengths=lengths),
-            self.backward(x, lengths=lengths, reverse=True),
-        )
+        both = (self.forward(x, lengths=lengths), self.backward(x, lengths=lengths, reverse=True))
         return jnp.concatenate(both, axis=-1)
 
 

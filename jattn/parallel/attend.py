@@ -281,12 +281,6 @@ def _padded(
     return results[..., : shapes.T, :, :]
 
 
-def _mesh_axes(letters: str, axes: Axes) -> dict[str, Any]:
-    """Returns the mesh axis of each letter, for an array whose axes have these letters. Arrays
-    along both T and S are not sharded along S: each device has all keys for its queries."""
-    return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
-
-
 @compiled("mesh", "sharding")
 def _on_mesh(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
@@ -295,16 +289,18 @@ def _on_mesh(
     axes, ndim = sharding.axes, len(call.shapes.batch)
     batch = [axes.batch, *[None] * (ndim - 1)] if ndim else []
     tokens = P(*batch, axes.name, axes.heads, None)
-    call_specs = jax.tree.map(
-        lambda letters, leaf: partition(letters, leaf, _mesh_axes(letters, axes), axes.batch, ndim),
-        axis_names(call),
-        call,
-    )
+
+    def partition_leaf(letters: str, leaf: Array) -> P:
+        # Arrays along both T and S have all keys of the device's queries.
+        keys = axes.name if ring.travels(letters) else None
+        along = {"T": axes.name, "S": keys, "N": axes.heads}
+        return partition(letters, leaf, along, axes.batch, ndim)
 
     def local(call: Call, query: Array, key: Array, value: Array) -> Any:
         local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
         return sharding.attend(local_call, query, key, value)
 
+    call_specs = jax.tree.map(partition_leaf, axis_names(call), call)
     in_specs, lse = (call_specs, tokens, tokens, tokens), P(*batch, axes.heads, axes.name)
     out_specs = (tokens, lse) if call.lse else tokens
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

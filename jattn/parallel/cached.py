@@ -135,10 +135,10 @@ _REASONS = {
 
 
 def _check_dense(cache: Any) -> None:
+    name = type(cache).__name__
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache: expected a DenseCache, got {type(cache).__name__}")
+        raise TypeError(f"cache: expected a DenseCache, got {name}")
     if not isinstance(cache, DenseCache):
-        name = type(cache).__name__
         reason = _REASONS.get(name, "its slots may not be in the order of positions")
         raise NotImplementedError(
             f"cache: expected a DenseCache: a {name} cannot be sharded along its tokens: {reason}"
@@ -193,8 +193,8 @@ def _written(
     is_local = (local_slots >= 0) & (local_slots < size)
     local_slots = jnp.where(is_local, local_slots, size)  # `write` drops tokens past the end
     keys, values = (
-        write(x, tokens, local_slots)
-        for x, tokens in zip((cache.keys, cache.values), new, strict=True)
+        write(cache.keys, new[0], local_slots),
+        write(cache.values, new[1], local_slots),
     )
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -215,9 +215,9 @@ def _attend_locally(
     dtype = accumulation(query.dtype)
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
-    result_types = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
+    like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run("forward", result_types, None, *operands, shapes=shapes)[:2]
+    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
 
 
 def _merged(

@@ -59,16 +59,8 @@ def gathered_attend(
     b, h = axes.first_row_and_head(B, N)
     kv_places = jnp.arange(S, dtype=jnp.int32)
     place = Place(b, h, axes.places(T), kv_places, (axes.range_size(T), 0), keys_from=0)
-    local_spec = at_place(spec, place)
-    return _run(call, local_spec, query, key, value)
-
-
-def _run(
-    call: Call, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Output, LogSumExp]:
-    """Computes attention to all keys by a part of a call, of which this is the spec."""
-    local_call = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
-    return run(local_call, query, key, value)
+    local = dataclasses.replace(call, spec=at_place(spec, place), shapes=Shapes.of(query, value))
+    return run(local, query, key, value)
 
 
 def all_to_all_attend(
@@ -94,9 +86,10 @@ def all_to_all_attend(
 
     b, h = axes.first_row_and_head(B, N)
     place = Place(b, h + axes.device_index * (N // n))
-    local_spec = at_place(_spec_of_heads(call.spec, axes, T), place)
+    spec = at_place(_spec_of_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
-    out, lse = _run(call, local_spec, query, key, value)
+    local = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
+    out, lse = run(local, query, key, value)
     out, lse = _in_sequence(out, axes, 1, back=True), _in_sequence(lse, axes, 2, back=True)
     out = lax.all_to_all(out, axes.name, split_axis=1, concat_axis=2, tiled=True)
     return out, lax.all_to_all(lse, axes.name, split_axis=2, concat_axis=1, tiled=True)

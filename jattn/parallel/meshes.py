@@ -1,5 +1,6 @@
 """The mesh of a call: checks that its axes can shard the arrays, and the sharding of each array."""
 
+import math
 from typing import Any
 
 import jax
@@ -18,10 +19,7 @@ def _names(axis: AxisName | None) -> tuple[str, ...]:
 
 def devices_of(mesh: Any, axis: AxisName | None) -> int:
     """Returns the number of devices along an axis, or along several together."""
-    devices = 1
-    for name in _names(axis):
-        devices *= mesh.shape[name]
-    return devices
+    return math.prod(mesh.shape[name] for name in _names(axis))
 
 
 def check_mesh(mesh: Any, *axes: AxisName | None) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels import registry
@@ -23,7 +25,7 @@ _PARTIAL_KERNELS = ("native", "blockwise")
 
 def run(
     function: FunctionName,
-    result_types: Tree,
+    like: Tree,
     implementation: str | None,
     spec: Spec,
     *operands: Tree,
@@ -31,7 +33,7 @@ def run(
 ) -> Tree:
     """Runs a function of the named kernel, or of the first kernel that supports this spec.
 
-    Its results have the shapes and dtypes of `result_types`. Raises NotImplementedError if the
+    Its results have the shapes and dtypes of the arrays `like`. Raises NotImplementedError if the
     named kernel does not support the spec.
     """
     call = Call(spec, shapes, implementation=implementation)
@@ -41,4 +43,5 @@ def run(
     def on_platform(platform: str, *operands: Any) -> Any:
         return getattr(functions.on(platform), function)(*operands)
 
+    result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     return lowering.platform_dependent(on_platform, result_types, spec, *operands)

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import dropout, softmax
-from jattn._pytree import axis_names, axis_of
+from jattn._pytree import axis_names, axis_of, split_letters
 from jattn._types import Index, LogSumExp, Output, Tree, accumulation
 from jattn.call import Call
 from jattn.kernels.common import reverse_mode, slicing
@@ -49,14 +49,6 @@ class HopGroup(NamedTuple):
         """Returns the arrays that this device receives in one hop; zeros if none sends to it."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
-
-    def send_all(self, tree: Tree, axes: Axes) -> Tree:
-        """Returns the arrays that this device receives in one hop of all devices.
-
-        Gradients need this: `Route.home` returns those of all shards over the same distance,
-        so that they have to move on even where their shard is no longer sent.
-        """
-        return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
 
 
 class Route(NamedTuple):
@@ -122,7 +114,7 @@ def travels(letters: str) -> bool:
 
     `letters` are the letters of the array's axes, such as "#N S".
     """
-    axes = letters.replace("#", "").split()
+    axes = split_letters(letters)
     return "S" in axes and "T" not in axes
 
 
@@ -307,11 +299,9 @@ class Ring(NamedTuple):
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Tree:
-            local_spec = self.local_spec(spec, query, kv, distance)
-            result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-            operands = (local_spec, query, kv.key, kv.value)
+            operands = (self.local_spec(spec, query, kv, distance), query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                "forward", result_types, self.implementation, *operands, shapes=shapes
+                "forward", state, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -343,12 +333,9 @@ class Ring(NamedTuple):
         def compute() -> Gradients:
             local_spec = self.local_spec(spec, per_query.query, kv, distance)
             d_qkv = (so_far.local[0], *so_far.with_shard[:2])  # in the accumulation dtype
-            result_types = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(local_spec), *d_qkv)
-            )
-            operands = (local_spec, per_query, kv.key, kv.value, finite)
+            like, operands = (parameters(local_spec), *d_qkv), (per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                "backward", result_types, self.implementation, *operands, shapes=shapes
+                "backward", like, self.implementation, local_spec, *operands, shapes=shapes
             )
             gradients = Gradients.of(letters, d_query, d_key, d_value, d_params)
             local = jax.tree.map(add, local_letters, so_far.local, gradients.local)
@@ -395,15 +382,6 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
     return state
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
-    """Adds the contributions of all shards to `state`."""
-
-    def compute(kv: KVShard, distance: Index, _: HopGroup | None, state: Tree) -> Tree:
-        return ring.forward(spec, query, kv, distance, state)
-
-    return _over_shards(ring, kv, compute, state)
-
-
 def _backward(
     ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
 ) -> Gradients:
@@ -418,7 +396,10 @@ def _backward(
     def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
             return ring.backward(spec, per_query, kv, distance, finite, total)
-        arrived = hop.send_all(total.with_shard, ring.axes)
+        # `Route.home` returns the gradients of all shards over the same distance, so that they
+        # move on even where their shard is no longer sent.
+        of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
+        arrived = of_all.send(total.with_shard, ring.axes)
         # Starting from 0, and not from `arrived`, the computation overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
@@ -456,7 +437,11 @@ class RingCall(NamedTuple):
 
         def compute(round: Round, total: Tree) -> Tree:
             spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
-            body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
+
+            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
+                add = lambda kv, i, _, x: ring.forward(spec, query, kv, i, x)  # noqa: E731
+                return _over_shards(ring, kv, add, state)
+
             state = self.initial_state(query, value, inputs)
             ring = self.ring._replace(round=round)
             result = ring.over_chunks(spec, query, key, value, body, state)

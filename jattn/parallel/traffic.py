@@ -134,16 +134,14 @@ class _ShardedCall(NamedTuple):
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
         """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
-        parameter_ids = {id(x) for x in parameters(self.call.spec)}
-        letters_of_leaves = jax.tree.leaves(axis_names(self.call.spec))
-        leaves = jax.tree.leaves(self.call.spec)
-        for letters, leaf in zip(letters_of_leaves, leaves, strict=True):
+        spec, parameter_ids = self.call.spec, set(map(id, parameters(self.call.spec)))
+        pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
+        for letters, leaf in pairs:
             yield letters, leaf, id(leaf) in parameter_ids
 
 
 def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
-    S = shapes.S
+    shapes, n, S = sharded.shapes, sharded.devices, sharded.shapes.S
     route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
     keys = route.sent_keys.stop - route.sent_keys.start
     chunks = rounds.chunks(keys)

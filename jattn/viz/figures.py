@@ -436,10 +436,6 @@ def _legend(kinds: np.ndarray) -> list[Any]:
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     return [
-        Patch(
-            facecolor=colour,
-            edgecolor="0.6",
-            label=f"{np.count_nonzero(kinds == kind)} {name}",
-        )
+        Patch(facecolor=colour, edgecolor="0.6", label=f"{np.count_nonzero(kinds == kind)} {name}")
         for kind, (name, colour, _) in _KINDS.items()
     ]
