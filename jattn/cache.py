@@ -204,14 +204,10 @@ def _count_tokens(T: int, valid: Valid) -> Any:
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
-def _is_concrete(array: Any) -> bool:
-    return not isinstance(array, Tracer)
-
-
 def _check_most(counts: Any, most: Any, limit: str) -> None:
     """Raises ValueError if concrete counts of tokens, `[B]` or one for all batch rows, exceed
     `most`; `limit` names it."""
-    if not _is_concrete(counts) or not np.any(np.asarray(counts) > most):
+    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > most):
         return
     counts = np.atleast_1d(np.asarray(counts))
     row = int(np.argmax(counts > most))
@@ -506,7 +502,7 @@ class PagedCache(Cache):
         table, copies, lacks_pages = _allocate(
             holders, self.table, self.lengths, lengths, page_size=page
         )
-        if _is_concrete(lacks_pages) and np.any(np.asarray(lacks_pages)):
+        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
                 f"all num_pages = {self.num_pages} are in use"

@@ -96,7 +96,8 @@ class Explanation(dict[str, str | None]):
         self.runs = next(name for name, reason in self.items() if reason is None)
         _, *others = (name for name, reason in reasons.items() if reason is None)
         self.by_name = tuple(x for x in others if registry.is_for(x, platform))
-        self._call = None if _is_traced(call) else call  # an attribute must not hold tracers
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
+        self._call = None if is_traced else call  # an attribute must not hold tracers
         self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
@@ -221,10 +222,6 @@ def _platform_of(x: Any) -> str:
 
 
 # --- tiles --------------------------------------------------------------------------------------
-
-
-def _is_traced(call: Call) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
 
 
 def tiles_of(call: Call) -> Tiles | None:

@@ -269,7 +269,10 @@ def _advance(
     logits = logits[:, 0].astype(jnp.float32)
     chosen = jnp.argmax(logits, axis=-1)
     if sampling is not None:
-        chosen = _drawn(logits, sampling, options.top_k, state.place)
+        key = jax.random.fold_in(sampling.key, state.place)
+        rows = jnp.arange(len(logits), dtype=jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+        chosen = sample_tokens(keys, logits, sampling.temperature, options.top_k, sampling.top_p)
     chosen = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen.astype(jnp.int32))
     chosen = jnp.where(state.active, chosen, options.pad)
     stops = jnp.isin(chosen, jnp.asarray(options.stop, jnp.int32))
@@ -281,15 +284,6 @@ def _advance(
         state.lengths + state.active.astype(jnp.int32),
         caches,
     )
-
-
-def _drawn(
-    logits: Float[Array, "B V"], sampling: _Sampling, top_k: int | None, place: Array
-) -> Int[Array, " B"]:
-    """Draws a token for each row, with keys that differ between rows and token indices."""
-    key = jax.random.fold_in(sampling.key, place)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits), dtype=jnp.uint32))
-    return sample_tokens(keys, logits, sampling.temperature, top_k, sampling.top_p)
 
 
 def sample_tokens(

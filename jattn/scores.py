@@ -158,9 +158,10 @@ def _is_function(value: Any) -> bool:
     return inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType)
 
 
-def _in_dtype_of(score: Scores, value: Any) -> Any:
-    """Casts an array to the dtype of the scores; a number stays weakly typed."""
-    return number(value) if is_static(value) else value.astype(score.dtype)
+def _in_dtype(value: Any, dtype: Any) -> Any:
+    """Casts a float array to the dtype of scores; keeps other values, and numbers weakly typed."""
+    is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(dtype) if is_float else number(value)
 
 
 def _divided(value: Any, unit: float) -> Any:
@@ -190,7 +191,7 @@ class SoftCap(ScoreFunction):
         return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
-        cap = _in_dtype_of(score, self.cap)
+        cap = _in_dtype(self.cap, score.dtype)
         if is_static(cap):
             # The cap as a number of the scores' dtype must not become 0 or infinite.
             dtype_limits = jnp.finfo(score.dtype)
@@ -224,7 +225,7 @@ class Temperature(ScoreFunction):
         return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
-        return score / _in_dtype_of(score, self.t)
+        return score / _in_dtype(self.t, score.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
@@ -273,7 +274,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        slope = _in_dtype_of(score, self.slopes)
+        slope = _in_dtype(self.slopes, score.dtype)
         return score - slope * distance(rows, columns, score.dtype)
 
     def in_units(self, unit):
@@ -360,7 +361,7 @@ class RelativeBias(ScoreFunction):
         )
 
     def evaluate(self, score, b, h, rows, columns):
-        table = _in_dtype_of(score, self.table)
+        table = _in_dtype(self.table, score.dtype)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
         distance = _difference(columns.positions[None, :], rows.positions[:, None])
@@ -408,7 +409,7 @@ class Bias(ScoreFunction):
         check_array("Bias: array", self.array, "[*B, N, T, S]")
 
     def evaluate(self, score, b, h, rows, columns):
-        return score + _in_dtype_of(score, self.array)
+        return score + _in_dtype(self.array, score.dtype)
 
 
 @pytree_dataclass
@@ -468,12 +469,6 @@ class Score(ScoreFunction):
         over_pairs = jax.vmap(over_keys, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         return over_pairs(score, b, h, rows.positions, columns.positions)
-
-
-def _in_dtype(x: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores, as `Call.prepared` does; keeps other values."""
-    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(dtype) if is_float else x
 
 
 @functools.cache

@@ -19,11 +19,9 @@ from jattn.functions.integers import is_integer
 from jattn.masks import Mask, MaskLike, as_mask
 from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
-from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import AxialRotary, Rotary
-from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
-from jattn.nn.module import Module
-from jattn.nn.products import product
+from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, product, promote, sharded
+from jattn.nn.module import Module, check_features, check_module
 from jattn.nn.variables import LearnedScore, PytreeVariables
 from jattn.options import CachedOptions, DropoutOptions, Options, WeightOptions
 from jattn.scores import ScoreFunction, ScoreLike, as_score
@@ -138,7 +136,8 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         self._make_parameters(sinks, rngs)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
-        self.score = _score_module(score)
+        score = score if isinstance(score, nnx.Module) else as_score(score)
+        self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
@@ -152,22 +151,15 @@ class MultiHeadAttention(Module):
 
     def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
         """Makes the projections, the norms and the sinks, from the sizes in the attributes."""
-        kv_axes = ("embed", "kv_heads", "head_size")
-        self.query = self._linear(
-            self.in_features, (self.num_heads, self.head_dim), ("embed", "heads", "head_size"), rngs
-        )
-        self.key = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.head_dim), kv_axes, rngs
-        )
-        self.value = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.value_dim), kv_axes, rngs
-        )
+        N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
+        self.query = self._linear(self.in_features, (N, H), ("embed", *heads), rngs)
+        self.key = self._linear(self.in_kv_features, (K, H), ("embed", *kv_heads), rngs)
+        self.value = self._linear(self.in_kv_features, (K, V), ("embed", *kv_heads), rngs)
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
-        heads = (self.num_heads, self.value_dim)
-        self.out = self._linear(
-            heads, self.out_features, ("heads", "head_size", "embed"), rngs, axis=(-2, -1)
-        )
+        axis = (-2, -1)
+        self.out = self._linear((N, V), self.out_features, (*heads, "embed"), rngs, axis=axis)
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
 
@@ -469,12 +461,6 @@ def _check_options(
     check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
     if not isinstance(rotary, bool | Rotary | AxialRotary):
         raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
-
-
-def _score_module(score: Any) -> nnx.Module | None:
-    """Returns a score function as a module whose variables are the function's arrays."""
-    score = score if isinstance(score, nnx.Module) else as_score(score)
-    return PytreeVariables(score) if isinstance(score, ScoreFunction) else score
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:

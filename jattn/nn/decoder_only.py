@@ -13,7 +13,6 @@ from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
 from jattn.nn._types import CacheOptions, Ids, SelfOptions, StepOptions, run_options
-from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     AxialRotary,
@@ -25,7 +24,13 @@ from jattn.nn.embedding import (
     position_vectors,
 )
 from jattn.nn.layers import Dropout
-from jattn.nn.module import ConstructorSignature, Module
+from jattn.nn.module import (
+    ConstructorSignature,
+    Module,
+    check_features,
+    check_integers,
+    check_module,
+)
 from jattn.nn.transformer import EncoderLayer, LayerArguments, LayerOptions, causal_and, step_layers
 
 

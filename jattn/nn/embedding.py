@@ -13,9 +13,8 @@ from jaxtyping import Array, Float
 from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
 from jattn.functions.integers import known_range
 from jattn.nn._types import Ids, Positions
-from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded
-from jattn.nn.module import Module
+from jattn.nn.module import Module, check_features, check_integers, check_module
 from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
 
@@ -204,15 +203,12 @@ def position_vectors(
 ) -> LearnedPositions | SinusoidalPositions | None:
     """Makes the module for the position vectors that are added to embedded tokens; `tables` are the
     options of `TokenEmbedding`."""
-    match kind:
-        case None:
-            return None
-        case "learned":
-            return LearnedPositions(max_length, features, **tables)
-        case "sinusoidal":
-            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
-            return SinusoidalPositions(features, dtype=dtype)
-    raise AssertionError(kind)
+    if kind is None:
+        return None
+    if kind == "learned":
+        return LearnedPositions(max_length, features, **tables)
+    dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
+    return SinusoidalPositions(features, dtype=dtype)
 
 
 def embedded(

@@ -1,4 +1,4 @@
-"""Normalisation, dropout, the feed-forward network, and the logical names of parameters' axes.
+"""Normalisation, dropout, the feed-forward network, and the products and logical axes of layers.
 
 Every parameter carries the logical names of its axes, from `LOGICAL_AXES`, in its `out_sharding`
 metadata; `nnx.get_partition_spec` translates them to mesh axes under `nnx.logical_axis_rules`.
@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jax import lax
 from jaxtyping import Array, Float
 
 from jattn import dropout
+from jattn._explicit import cuts_of, joined
 from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
-from jattn.nn.checks import check_features, check_module
-from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.products import product
+from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
 
 
 LOGICAL_AXES = (
@@ -65,6 +65,41 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
             dtype = jnp.result_type(*(array for array in args if array is not None))
     cast: Any = tuple(None if array is None else jnp.asarray(array, dtype) for array in args)
     return cast
+
+
+def product(
+    inputs: Array,
+    kernel: Array,
+    dimension_numbers: Any,
+    *,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Array:
+    """`lax.dot_general` of the last axes of `inputs` with the first ones of `kernel`.
+
+    On a CPU it is a product of two matrices: the kernel's gradient sums over the rows, and if these
+    are several axes, XLA transposes the other factor first, which takes longer than the product.
+    Axes that are explicitly sharded over devices are not merged.
+    """
+    (contracted, _), (batch, _) = dimension_numbers
+    inner = len(contracted)
+    rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
+    keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
+    if keep_axes or _is_sharded(inputs) or _is_sharded(kernel):
+        if out_sharding is None and not batch and jax.typeof(inputs).sharding.mesh.explicit_axes:
+            out_sharding = joined(cuts_of(inputs)[: len(rows)], cuts_of(kernel)[inner:])
+        options["out_sharding"] = out_sharding
+        return lax.dot_general(inputs, kernel, dimension_numbers, **options)
+    size = math.prod(kernel.shape[:inner])
+    left = inputs.reshape(math.prod(rows), size)
+    right = kernel.reshape(size, math.prod(columns))
+    out = lax.dot_general(left, right, (((1,), (0,)), ((), ())), **options)
+    return out.reshape(*rows, *columns)
+
+
+def _is_sharded(x: Array) -> bool:
+    """Returns whether the type of an array says that it is sharded over devices."""
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 # Arguments of Flax's constructors that the classes below pass themselves.

@@ -27,11 +27,15 @@ from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
 from jattn.nn._types import Ids, RowLengths, RunOptions, run_options
 from jattn.nn.additive import AdditiveAttention
-from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
-from jattn.nn.layers import LECUN, ZEROS, Dropout, promote, sharded
-from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.products import product
+from jattn.nn.layers import LECUN, ZEROS, Dropout, product, promote, sharded
+from jattn.nn.module import (
+    ConstructorSignature,
+    Module,
+    check_features,
+    check_integers,
+    check_module,
+)
 
 
 ORTHOGONAL = nnx.initializers.orthogonal()

@@ -38,7 +38,6 @@ from jattn.nn._types import (
     run_options,
 )
 from jattn.nn.attention import MultiHeadAttention
-from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     OutputProjection,
@@ -47,7 +46,7 @@ from jattn.nn.embedding import (
     position_vectors,
 )
 from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
-from jattn.nn.module import ConstructorSignature, Module
+from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

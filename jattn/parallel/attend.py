@@ -25,8 +25,16 @@ from jattn.kernels import registry
 from jattn.kernels.common import slicing
 from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
-from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
+from jattn.parallel.axes import (
+    Axes,
+    AxisName,
+    bound_size,
+    check_axis_names,
+    check_shared,
+    mesh_axes,
+    partition,
+    reshard,
+)
 from jattn.spec import Shapes
 
 
@@ -75,15 +83,6 @@ class _Sharding(NamedTuple):
             anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
             call = dataclasses.replace(call, overflowed=anywhere)
         return call.finish(*results)
-
-
-def _check_sharding(
-    scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any
-) -> None:
-    """Raises TypeError or ValueError for a wrong scheme, order or name of an axis."""
-    check_choice("scheme", scheme, tuple(SCHEMES))
-    check_choice("order", order, placement.ORDERS)
-    check_axis_names(axis_name, batch_axis, head_axis)
 
 
 @overload
@@ -159,7 +158,9 @@ def attention_shard(
     >>> jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens))(q, k, v).shape
     (2, 5, 4, 8)
     """
-    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
+    check_choice("scheme", scheme, tuple(SCHEMES))
+    check_choice("order", order, placement.ORDERS)
+    check_axis_names(axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
     for name, axis in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axis is not None:
@@ -242,12 +243,12 @@ def attention(
     >>> jattn.parallel.attention(q, k, v, mesh=mesh, axis_name="tokens", mask=masks.Causal()).shape
     (2, 5, 4, 8)
     """
-    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
-    check_mesh(mesh, axis_name, batch_axis, head_axis)
+    check_choice("scheme", scheme, tuple(SCHEMES))
+    check_choice("order", order, placement.ORDERS)
+    axes = mesh_axes(mesh, axis_name, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation)
     check_flag("pad", pad)
-    axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
     sharding = _Sharding(scheme, axes)
     if pad and order == "contiguous":
         return _padded(call, query, key, value, mesh=mesh, sharding=sharding)

@@ -29,8 +29,7 @@ from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
 from jattn.parallel import pieces
-from jattn.parallel.axes import Axes, AxisName, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
+from jattn.parallel.axes import Axes, AxisName, check_shared, mesh_axes, partition, reshard
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
 
@@ -112,13 +111,11 @@ def cached_attention(
     """
     _check_dense(cache)
     check_flag("return_lse", return_lse)
-    check_axis_names(axis_name, batch_axis, head_axis)
-    check_mesh(mesh, axis_name, batch_axis, head_axis)
+    axes = mesh_axes(mesh, axis_name, "contiguous", batch_axis, head_axis)
     check_array("query", query, "[B, T, N, H]", rank=4)
     positions = cache.next_positions(query.shape[1], valid)
     slots, extended = cache.reserve(key, value, valid)
     call = make(query, extended, lse=return_lse, q_positions=positions, **options)
-    axes = Axes(axis_name, devices_of(mesh, axis_name), "contiguous", batch_axis, head_axis)
     if cache.capacity % axes.devices:
         raise ValueError(
             f"cache: expected a multiple of {axes.devices} slots for the devices of axis "

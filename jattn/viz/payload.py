@@ -113,16 +113,13 @@ def attentions(sentence: Sentence) -> list[Attention]:
         raise ValueError("weights: expected at least one attention, got an empty mapping")
     for field in ("tokens", "kv_tokens", "mask", "other", "query", "key"):
         value = getattr(sentence, field)
-        unknown = [x for x in value if x not in sentence.weights] if _by_name(value) else []
+        names = value if isinstance(value, Mapping) else ()
+        unknown = [x for x in names if x not in sentence.weights]
         if unknown:
             raise ValueError(
                 f"{field}: expected names of weights, {list(sentence.weights)}, got {unknown[0]!r}"
             )
     return [_attention(name, sentence, {"name": name}) for name in sentence.weights]
-
-
-def _by_name(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attention:
@@ -133,7 +130,7 @@ def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attentio
 
     def field_value(field: str) -> Any:
         value = getattr(sentence, field)
-        return value.get(name) if _by_name(value) else value
+        return value.get(name) if isinstance(value, Mapping) else value
 
     weights = _checked_weights(f"weights{suffix}", field_value("weights"))
     models = [weights]

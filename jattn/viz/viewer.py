@@ -213,7 +213,8 @@ def as_script_data(value: Any) -> str:
 
 
 def _page(about: dict[str, Any], blocks: list[str]) -> str:
-    style, script = _file("viewer.css"), _script()
+    style, files = _file("viewer.css"), "\n".join(map(_file, _SCRIPTS))
+    script = f'(() => {{\n"use strict";\n{files}}})();\n'
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         f"base-uri 'none'; form-action 'none'"
@@ -225,11 +226,6 @@ def _page(about: dict[str, Any], blocks: list[str]) -> str:
     ]
     parts = {"POLICY": policy, "STYLE": style, "DATA": "\n".join(data), "SCRIPT": script}
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _file("viewer.html"))
-
-
-def _script() -> str:
-    files = "\n".join(map(_file, _SCRIPTS))
-    return f'(() => {{\n"use strict";\n{files}}})();\n'
 
 
 def _file(name: str) -> str:
