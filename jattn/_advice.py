@@ -7,10 +7,7 @@ first, then those for modules.
 
 
 def _renamed(**other_names: str) -> dict[str, str]:
-    """Returns advice for arguments that differ in their name alone.
-
-    `scale="softmax_scale sm_scale"` says that other libraries call `scale` by these two names.
-    """
+    """Returns advice for arguments that differ in name alone, as `ours="theirs others_too"`."""
     return {
         other: f"{ours}={other}" for ours, others in other_names.items() for other in others.split()
     }

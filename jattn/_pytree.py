@@ -67,10 +67,7 @@ def split_letters(letters: str) -> list[str]:
 
 
 def axis_of(letter: str, letters: str, ndim: int) -> int | None:
-    """Returns the axis with this letter of an array declared along `letters`, or None.
-
-    The array's batch axes may be missing.
-    """
+    """Returns the axis with this letter, or None; the array's batch axes may be missing."""
     named = split_letters(letters)
     return ndim - len(named) + named.index(letter) if letter in named else None
 
@@ -230,10 +227,7 @@ def flatten_batch(tree: Any, batch: Shape) -> Any:
 
 
 def select_head(tree: Any, b: Index, h: Index) -> Any:
-    """Indexes away the batch and head axes of a tree's arrays, for one (b, h).
-
-    The arrays must have one batch axis, see `flatten_batch`, or none.
-    """
+    """Indexes away the head axis and the one batch axis, if any, of a tree's arrays, for (b, h)."""
 
     def selected(letters: str, leaf: Any) -> Any:
         named, lead = _split(letters, leaf)

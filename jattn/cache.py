@@ -174,11 +174,7 @@ def check_cache(name: str, value: Any) -> None:
 
 
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Returns the indices clamped to 0..B−1, and which of them were out of range.
-
-    Raises TypeError for arrays that are not integer, and ValueError for concrete indices that are
-    out of range.
-    """
+    """Returns indices, which must be integers, clamped to 0..B−1, and which were out of range."""
     check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
     if least < 0 or most >= B:
@@ -205,8 +201,7 @@ def _count_tokens(T: int, valid: Valid) -> Any:
 
 
 def _check_most(counts: Any, most: Any, limit: str) -> None:
-    """Raises ValueError if concrete counts of tokens, `[B]` or one for all batch rows, exceed
-    `most`; `limit` names it."""
+    """Raises ValueError if concrete counts of tokens, `[B]` or one for all, exceed `most`."""
     if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > most):
         return
     counts = np.atleast_1d(np.asarray(counts))
@@ -222,8 +217,7 @@ def _check_most(counts: Any, most: Any, limit: str) -> None:
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Writes tokens `[B, T, K, H]` to the slots of their batch rows; a token with slot S is left
-    out."""
+    """Writes tokens `[B, T, K, H]` to the slots of their batch rows, except for slot S."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
     def write_head(buffer: Array, tokens: Array, slots: Array) -> Array:

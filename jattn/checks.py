@@ -140,8 +140,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
-    """Checks that a user's function can be called with the arguments `wanted`, by position, and
-    the operands after them. Functions without a signature are not checked."""
+    """Checks that a function, if it has a signature, takes the arguments `wanted` and operands."""
     check_function(f"{owner}: fn", fn)
     try:
         signature = inspect.signature(fn)
@@ -200,11 +199,7 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
 
 
 def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
-    """Returns the result of a user's function as a scalar array of the kind "boolean" or
-    "floating-point".
-
-    Raises TypeError for any other result, naming the function.
-    """
+    """Returns the result of a user's function as a scalar "boolean" or "floating-point" array."""
     got, advice = type(value).__name__, ""
     if value is None:
         got, advice = "None", "; end the function with `return`"

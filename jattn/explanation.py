@@ -206,8 +206,7 @@ def explain(
 
 
 def _platform_of(x: Any) -> str:
-    """Returns the platform of an array's device; for a tracer or another value, of JAX's default
-    device."""
+    """Returns the platform of an array's device; of other values, JAX's default device's."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         device = next(iter(x.devices()))
     else:
@@ -238,8 +237,7 @@ def tiles_of(call: Call) -> Tiles | None:
 
 
 def _sampled_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
-    """Returns evenly spaced pairs of batch row and head, at most `_MAX_MAPS`; one pair if the mask
-    is the same for all."""
+    """Returns at most `_MAX_MAPS` pairs (batch row, head); one if the mask is the same for all."""
     rows, heads = leading(spec)
     has_function = _has_function(spec.mask)  # it may depend on b and h
     B = shapes.B if has_function or math.prod(rows) > 1 else 1
@@ -272,8 +270,7 @@ def _has_function(mask: Mask) -> bool:
 def _advice(
     call: Call, platform: str, tiles: Tiles, old_reasons: dict[str, str | None]
 ) -> str | None:
-    """Returns a text with the mask of `jattn.masks` to write in place of a function, and what it
-    gains; None if nothing."""
+    """Returns the mask of `jattn.masks` to write in place of a function and its gain, or None."""
     spec, shapes = call.spec, call.shapes
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
@@ -296,8 +293,7 @@ def _advice(
 
 
 def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
-    """Returns the text of a mask of `jattn.masks` that allows the same keys to sampled queries of
-    the first and the last head, and the mask itself; None if there is none."""
+    """Returns the first candidate, with its text, that allows sampled queries the same keys."""
     T, S = shapes.T, shapes.S
     queries = np.unique(np.linspace(0, T - 1, min(T, _MAX_QUERIES)).astype(np.int32))
     keys = np.arange(S, dtype=np.int32)
@@ -319,8 +315,7 @@ def _allowed_keys(mask: Mask, b: int, h: int, queries: np.ndarray, keys: np.ndar
 
 
 def _candidates(queries: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
-    """Yields masks that may allow the keys `allowed [n, S]` to `queries [n]`, simplest first, each
-    with its text."""
+    """Yields masks, simplest first, that may allow the keys `allowed [n, S]` to `queries [n]`."""
     S = allowed.shape[1]
     first_key = allowed.argmax(axis=1)
     last_key = S - 1 - allowed[:, ::-1].argmax(axis=1)

@@ -375,8 +375,7 @@ def _check_valid(valid: Any, prompt: Any) -> None:
 
 
 def _check_room(caches: Tree, tokens: int) -> None:
-    """Raises TypeError if `caches` has leaves that are not arrays, and ValueError if caches of the
-    library are known to be too small for another `tokens` tokens."""
+    """Raises TypeError for caches with other leaves than arrays, ValueError if they lack room."""
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):

@@ -137,8 +137,7 @@ class Extent(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """The two items into which a `Tile` unpacks. Only a subclass of a NamedTuple may have more
-    attributes, such as `b` and `h` of a tile."""
+    """The pair into which a `Tile` unpacks: only subclasses of a NamedTuple may have attributes."""
 
     rows: Extent
     columns: Extent
@@ -409,10 +408,7 @@ def span(size: Size, positions: Indices | None = None) -> Span:
 
 
 def _batch_shape(batch: Any) -> Shape:
-    """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None.
-
-    Raises TypeError and ValueError for anything else.
-    """
+    """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None."""
     batch = (batch,) if is_integer(batch) else () if batch is None else batch
     if not isinstance(batch, list | tuple):
         raise TypeError(f"batch: expected a tuple of sizes, got {shown(batch)}")
@@ -1284,10 +1280,7 @@ def _of_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
 
 
 def _promotion(dtype: Any) -> Any:
-    """Returns a context for user functions: with int64 positions it allows dtype promotion.
-
-    A function written for int32 positions may combine them with int32 numbers of its own.
-    """
+    """Returns a context for user functions: int32 numbers may meet int64 positions in it."""
     is_narrow = np.dtype(dtype).itemsize <= 4
     return contextlib.nullcontext() if is_narrow else jax.numpy_dtype_promotion("standard")
 
@@ -1301,10 +1294,7 @@ def _index_interval(index: Any) -> Interval:
 
 
 def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
-    """Returns one of the two results of a user's bounds as an array.
-
-    Raises TypeError unless it is boolean, ValueError unless it broadcasts to `shape`, `[n, m]`.
-    """
+    """Returns a result of a user's bounds as a boolean array that broadcasts to `[n, m]`."""
     dtype = np.dtype(bool) if isinstance(value, bool) else getattr(value, "dtype", None)
     if dtype != np.dtype(bool):
         raise TypeError(

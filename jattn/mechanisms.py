@@ -63,8 +63,7 @@ def _check_tokens(**arrays: Any) -> None:
 
 
 def _check_matrix(name: str, array: Any, letters: str, *sizes: int) -> None:
-    """Raises TypeError or ValueError unless the array is a float matrix with these first sizes; a
-    size that is not passed may be any."""
+    """Raises TypeError or ValueError unless the array is a float matrix with these first sizes."""
     check_array(name, array, letters, rank=2)
     wanted = [*sizes, *array.shape[len(sizes) :]]
     _check_shape(name, f"{letters} = {wanted}", array.shape, list(array.shape) == wanted)

@@ -201,8 +201,7 @@ class SinusoidalPositions(Module):
 def position_vectors(
     kind: str | None, max_length: int, features: int, tables: dict[str, Any]
 ) -> LearnedPositions | SinusoidalPositions | None:
-    """Makes the module for the position vectors that are added to embedded tokens; `tables` are the
-    options of `TokenEmbedding`."""
+    """Makes the module of the position vectors; `tables` are the options of `TokenEmbedding`."""
     if kind is None:
         return None
     if kind == "learned":
@@ -217,8 +216,7 @@ def embedded(
     encoding: LearnedPositions | SinusoidalPositions | None,
     positions: Positions,
 ) -> Float[Array, "*B T D"]:
-    """Returns the vectors of ids `[*B, T]`, plus the vectors of their positions from `encoding`
-    unless that is None."""
+    """Returns the vectors of ids `[*B, T]`, plus those of positions unless `encoding` is None."""
     x = tokens(ids)
     if encoding is None:
         return x

@@ -48,8 +48,7 @@ _Arrays = TypeVar("_Arrays", bound=tuple)
 
 
 def sharded(*names: str | None) -> dict[str, Any]:
-    """Returns the metadata of a parameter whose axes have these logical names; an axis without a
-    name, None, is never sharded."""
+    """Returns the metadata of a parameter by its logical names; axes named None are not sharded."""
     return {"out_sharding": names, "eager_sharding": False}
 
 

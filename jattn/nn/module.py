@@ -52,10 +52,7 @@ def check_module(
     functions: dict[str, Any] | None = None,
     **sizes: Any,
 ) -> None:
-    """Checks the random streams, dtypes, functions and sizes with which a module is constructed.
-
-    Raises TypeError and ValueError that name the argument.
-    """
+    """Checks the random streams, dtypes, functions and sizes with which a module is constructed."""
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs: expected an nnx.Rngs, got {type(rngs).__name__}")
     if dtype is not None:
@@ -74,8 +71,7 @@ def check_integers(name: str, x: Any) -> None:
 
 
 def check_features(name: str, x: Array, axes: str, features: str, size: int) -> None:
-    """Raises TypeError or ValueError unless `x` is a float array `[*B, {axes}]`, for instance with
-    `axes="T, D"`, whose last axis has the size that the argument `features` set."""
+    """Checks for a float array `[*B, {axes}]` whose last axis has the size of `features`."""
     check_array(name, x, f"[*B, {axes}]")
     if len(x.shape) < 2 or x.shape[-1] != size:
         raise ValueError(f"{name}: expected [*B, {axes}] with {features}={size}, got {x.shape}")

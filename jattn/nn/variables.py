@@ -40,8 +40,7 @@ class PytreeVariables(Module):
 
 
 def lasting_functions(module: Any) -> tuple[Any, ...]:
-    """Returns snapshots of the functions in a module's masks and score functions, for the keys of
-    programs that are compiled for the module."""
+    """Returns snapshots of the functions in a module's masks and scores, for keys of programs."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
     masks = [x.traced().fn for x in leaves if isinstance(x, Predicate)]

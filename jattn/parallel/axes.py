@@ -40,21 +40,18 @@ class Axes(NamedTuple):
         return lax.axis_index(self.name)
 
     def first_row_and_head(self, rows: int, heads: int) -> tuple[Any, Any]:
-        """Returns the indices, in the whole call, of this device's first batch row and first head,
-        where each device has this many rows and heads; 0 if they are not sharded."""
+        """Returns the indices of this device's first batch row and head in the whole call."""
         b = 0 if self.batch is None else lax.axis_index(self.batch) * rows
         h = 0 if self.heads is None else lax.axis_index(self.heads) * heads
         return b, h
 
     def places(self, size: int, index: Any = None) -> Int[Array, " size"]:
-        """Returns the places in the sequence of the `size` tokens of device `index`, by default
-        this one."""
+        """Returns the places of the `size` tokens of device `index`, by default this one."""
         index = self.device_index if index is None else index
         return placement.local_places(index, size, self.devices, self.order)
 
     def range_size(self, size: int) -> int:
-        """Returns the number of tokens in each range of consecutive tokens, of `size` tokens that a
-        device holds."""
+        """Returns the length of each range of consecutive tokens, of `size` tokens of a device."""
         return size // placement.token_ranges(1, self.order).size
 
     def vary(self, tree: Any, operands: Any = ()) -> Any:
@@ -78,10 +75,7 @@ def check_axis_names(axis_name: Any, batch_axis: Any, head_axis: Any) -> None:
 
 
 def bound_size(name: str, value: Any) -> int:
-    """Returns the number of devices along the mesh axis or axes `value`, within `shard_map`.
-
-    Raises ValueError, naming the argument `name`, outside a `shard_map` over them.
-    """
+    """Returns the number of devices along the axis or axes `value` of the enclosing `shard_map`."""
     try:
         return int(lax.axis_size(value))
     except NameError:

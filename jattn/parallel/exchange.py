@@ -27,8 +27,7 @@ from jattn.spec import Shapes, Spec
 
 
 def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
-    """Reorders the tokens of all devices from the devices' order to that of the sequence; with
-    `back` the other way around."""
+    """Reorders tokens from the devices' order to the sequence's; with `back` the other way."""
     if axes.order == "contiguous":
         return x
     places = placement.sharded_places(x.shape[axis], axes.devices, axes.order)
@@ -96,8 +95,7 @@ def all_to_all_attend(
 
 
 def _spec_of_heads(spec: Spec, axes: Axes, T: int) -> Spec:
-    """Returns the spec for all tokens of this device's share of the heads, from its spec for all
-    heads and T queries."""
+    """Returns the spec for all tokens of this device's heads, from that of its own T queries."""
 
     def exchange_leaf(letters: str, leaf: Array) -> Array:
         heads, queries, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")

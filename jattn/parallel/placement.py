@@ -179,8 +179,7 @@ def needed(
 
 
 def _tile_kinds(mask: Mask, T: int, S: int, queries: int, keys: int) -> np.ndarray | None:
-    """Returns `masks.kinds` of all tiles of `queries` × `keys`, `[T / queries, S / keys]`; None if
-    it is traced."""
+    """Returns `masks.kinds` of all tiles of `queries` × `keys`; None if they are traced."""
     tile = masks.Tile.grid(masks.extents(T, queries), masks.extents(S, keys))
     kinds = masks.kinds(_static_part(mask), tile)
     return kinds if isinstance(kinds, np.ndarray) and T and S else None

@@ -160,8 +160,7 @@ class KVShard(NamedTuple):
         return cls(key, value, arrays)
 
     def slice_spec(self, spec: Spec, global_start: Index) -> Spec:
-        """Returns the spec with the arrays along S of these keys, of which the first has the global
-        index `global_start`."""
+        """Returns the spec with the arrays along S of these keys, the first at `global_start`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def slice_leaf(letters: str, leaf: Array) -> Array:

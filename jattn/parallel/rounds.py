@@ -43,8 +43,7 @@ def count(shapes: Shapes) -> int:
 
 
 def chunks(keys: int) -> int:
-    """Returns the number of chunks in which this many keys of a shard go around: the largest number
-    that leaves each chunk enough keys to keep the device busy."""
+    """Returns the largest number of chunks of these keys that each keep the device busy."""
     least, count = tuning.sizes(jax.default_backend()).ring_keys, tuning.current().ring_chunks
     while count > 1 and (keys % count or keys // count < least):
         count //= 2
@@ -62,8 +61,7 @@ class Round(NamedTuple):
 
     @staticmethod
     def axis(letters: str, leaf: Array) -> int | None:
-        """Returns the axis of heads of an array with these axis letters; None if it has none or
-        all heads share its entries."""
+        """Returns the axis of heads of an array; None if it has none or heads share entries."""
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 

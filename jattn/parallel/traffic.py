@@ -127,8 +127,7 @@ class _ShardedCall(NamedTuple):
         return self.call.shapes
 
     def shard_bytes(self, *sizes: int, dtype: Any = None) -> int:
-        """Returns the bytes of a device's shard of an array `[B, *sizes]`, by default in the dtype
-        of the queries."""
+        """Returns the bytes of a shard of `[B, *sizes]`, by default in the dtype of queries."""
         size = self.shapes.B * math.prod(sizes) // self.devices
         return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
 

@@ -254,8 +254,7 @@ def show_mask(
 def dense_mask(
     mask: Mask, T: int, S: int, b: int, h: int, **positions: Unpack[Positions]
 ) -> np.ndarray:
-    """Returns the mask of one batch row and head as bool `[T, S]`. `tile_map` has checked sizes and
-    positions."""
+    """Returns the mask of one batch row and head, at checked positions, as bool `[T, S]`."""
     given_positions = positions.get("q_positions"), positions.get("kv_positions")
     q, kv = (
         np.arange(size, dtype=np.int32) if x is None else np.asarray(x)
@@ -266,8 +265,7 @@ def dense_mask(
 
 
 def checked_block(name: str, block: Any, T: int, S: int) -> tuple[int, int]:
-    """Returns the sizes of a tile, by default a power of two with about eight tiles along an
-    axis."""
+    """Returns the sizes of a tile, by default a power of two: about eight tiles along an axis."""
     if block is None:
         size = 2 ** max(0, math.ceil(math.log2(max(T, S) / 8)))
         return size, size
@@ -367,8 +365,7 @@ def _name_axes(
     font: int = 9,
     most: int = _MOST_LABELS,
 ) -> None:
-    """Labels at most `most` rows and columns by their tokens, or by integers, and names the
-    axes."""
+    """Names the axes, and labels at most `most` rows and columns by tokens or by integers."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     # A dollar sign in a token must not begin a formula.
@@ -386,8 +383,7 @@ def _name_axes(
 
 
 def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
-    """Writes the number of each pair that is not masked into its cell, in black or white, whichever
-    contrasts more."""
+    """Writes the number of each allowed pair into its cell, in black or white for contrast."""
     masked = (array == -np.inf) | ((array == 0) & (array.min() == 0))
     for row, column in np.argwhere(~masked):
         value = array[row, column]
@@ -419,8 +415,7 @@ def _tile_colours(count: int) -> Any:
 def _draw_tiles(
     axes: Axes, kinds: np.ndarray, shape: tuple[int, int], blocks: tuple[int, int]
 ) -> None:
-    """Draws each tile in the colour of its kind, with lines between tiles. The last tile along an
-    axis may be smaller."""
+    """Draws each tile in the colour of its kind, with lines between; the last may be smaller."""
     (T, S), (block_q, block_kv) = shape, blocks
     tile_of_pair = np.ix_(np.arange(T) // block_q, np.arange(S) // block_kv)
     axes.imshow(kinds[tile_of_pair], cmap=_tile_colours(3), vmin=0, vmax=2, interpolation="nearest")

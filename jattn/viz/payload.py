@@ -103,10 +103,7 @@ def quantised(array: np.ndarray, dtype: str) -> bytes:
 
 
 def attentions(sentence: Sentence) -> list[Attention]:
-    """Returns the checked attentions of a sentence, in the order of `sentence.weights`.
-
-    Raises TypeError and ValueError for invalid fields.
-    """
+    """Returns the checked attentions of a sentence, in the order of `sentence.weights`."""
     if not isinstance(sentence.weights, Mapping):
         return [_attention("", sentence, {})]
     if not sentence.weights:
@@ -260,8 +257,7 @@ def _clearest_head(weights: np.ndarray) -> list[int]:
 
 
 def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
-    """Computes the statistics of each head `[L, N]`; `previous` only if both axes have the same
-    tokens."""
+    """Computes the statistics of each head; `previous` only if both axes have the same tokens."""
     statistics = head_numbers(model)
     if attention.rows != attention.columns:
         del statistics["previous"]
@@ -275,8 +271,7 @@ def _rounded(values: np.ndarray) -> list[Any]:
 
 
 def pooled(weights: np.ndarray, most: int) -> np.ndarray:
-    """Pools `[T, S]` to at most `most` cells along an axis; a cell holds the value furthest from
-    0."""
+    """Pools `[T, S]` to at most `most` cells along an axis, each the value furthest from 0."""
     cuts = [np.linspace(0, size, min(size, most) + 1).astype(int)[:-1] for size in weights.shape]
 
     def extreme(function: Any) -> np.ndarray:
