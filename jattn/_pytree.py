@@ -263,11 +263,6 @@ class HoldsTree(Protocol):
         ...
 
 
-def held_by_module(value: Any) -> Any:
-    """Returns the tree that a module holds; any other value unchanged."""
-    return value.held_tree() if isinstance(value, HoldsTree) else value
-
-
 def closure_converted(
     function: Callable[..., Any], *arguments: Any
 ) -> tuple[Callable[..., Any], list[Any]]:

@@ -106,8 +106,13 @@ def generate(
     >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
     Array([4, 4], dtype=int32)
     """
-    _check_model(model)
-    _check_prompt(prompt)
+    is_model = hasattr(model, "start") and hasattr(model, "step")
+    if not isinstance(model, nnx.Module) or not is_model:
+        got = type(model).__name__
+        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
@@ -314,20 +319,6 @@ def sample_tokens(
         top = jnp.where((likelier < top_p) | (top_p >= 1), top, -jnp.inf)
     places = jax.vmap(jax.random.categorical)(keys, top)
     return jnp.take_along_axis(tokens, places[:, None], axis=-1)[:, 0]
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nnx.Module) or not (
-        hasattr(model, "start") and hasattr(model, "step")
-    ):
-        got = type(model).__name__
-        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
-
-
-def _check_prompt(prompt: Any) -> None:
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:

@@ -36,7 +36,6 @@ from jattn._pytree import (
     axis_names,
     axis_of,
     flatten_batch,
-    held_by_module,
     leading,
     letters_by_head,
     number,
@@ -355,8 +354,8 @@ def as_mask(value: Any) -> Mask:
     """
     if value is None:
         return _FULL
-    if not isinstance(value, Mask | types.FunctionType):
-        value = held_by_module(value)
+    if not isinstance(value, Mask | types.FunctionType) and isinstance(value, HoldsTree):
+        value = value.held_tree()
     if isinstance(value, Mask):
         return value
     if hasattr(value, "dtype"):

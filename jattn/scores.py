@@ -21,7 +21,6 @@ from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
     array_field,
-    held_by_module,
     is_static,
     letters_by_head,
     number,
@@ -137,8 +136,10 @@ def as_score(value: Any) -> Any:
     `layer.score` of a layer the result is the layer's score function. Raises TypeError for anything
     else.
     """
-    if not isinstance(value, ScoreFunction | types.FunctionType | None):
-        value = held_by_module(value)
+    if not isinstance(value, ScoreFunction | types.FunctionType | None) and isinstance(
+        value, HoldsTree
+    ):
+        value = value.held_tree()
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):

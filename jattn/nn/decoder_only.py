@@ -245,7 +245,11 @@ class DecoderOnly(Module):
 
         `valid [B, T]` is False for padding; `mask` is as in the call, over the caches' slots.
         """
-        _check_caches(caches, len(self.layers))
+        if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
+            raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
+        count = len(self.layers)
+        if len(caches) != count:
+            raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")
         check_integers("tokens", tokens)
         positions = caches[0].next_positions(tokens.shape[-1], call.get("valid"))
         x = embedded(tokens, self.tokens, self.positions, positions)
@@ -260,11 +264,3 @@ def _rotary(positions: Any) -> Rotary | AxialRotary | None:
         return positions
     check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
     return Rotary() if positions == "rotary" else None
-
-
-def _check_caches(caches: Any, count: int) -> None:
-    """Raises unless there is a cache for each layer."""
-    if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
-        raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
-    if len(caches) != count:
-        raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")

@@ -20,19 +20,13 @@ AxisName = str | tuple[str, ...]
 
 
 class Axes(NamedTuple):
-    """The mesh axes of a call.
+    """The mesh axes of a call."""
 
-    name: the axis over which tokens are sharded.
-    devices: the number of devices along it.
-    order: the order in which the devices hold the tokens, "contiguous" or "zigzag".
-    batch, heads: the axes over which batch rows and heads are sharded, if they are.
-    """
-
-    name: str
-    devices: int
-    order: str
-    batch: AxisName | None = None
-    heads: AxisName | None = None
+    name: str  # the axis over which tokens are sharded
+    devices: int  # the number of devices along it
+    order: str  # the order in which the devices hold the tokens, "contiguous" or "zigzag"
+    batch: AxisName | None = None  # the axes over which batch rows are sharded
+    heads: AxisName | None = None  # the axes over which heads are sharded
 
     @property
     def device_index(self) -> Int[Array, ""]:

@@ -97,12 +97,6 @@ def unshard_tokens(x: Tree, devices: int, *, axis: int = -1, order: str = "conti
     return _reordered(x, devices, axis, order, back=True)
 
 
-def _typed_sharding(x: Array) -> Any:
-    """Returns the sharding in the type of an array, None if the type has no sharded axis."""
-    sharding = jax.typeof(x).sharding
-    return sharding if any(axis is not None for axis in sharding.spec) else None
-
-
 def _reordered(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     check_size("devices", devices)
     check_choice("order", order, ORDERS)
@@ -123,8 +117,9 @@ def _reordered(x: Any, devices: int, axis: int, order: str, *, back: bool) -> An
         places = np.argsort(places) if back else places
         if isinstance(leaf, np.ndarray):
             return leaf.take(places, axis)
-        index = (slice(None),) * (axis % leaf.ndim)
-        return leaf.at[*index, places].get(out_sharding=_typed_sharding(leaf), mode="clip")
+        index, sharding = (slice(None),) * (axis % leaf.ndim), jax.typeof(leaf).sharding
+        typed = sharding if any(x is not None for x in sharding.spec) else None
+        return leaf.at[*index, places].get(out_sharding=typed, mode="clip")
 
     return jax.tree.map(reorder, x)
 

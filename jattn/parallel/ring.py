@@ -52,16 +52,11 @@ class HopGroup(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The route of the shards, the same for each relative to its own device.
+    """The route of the shards, the same for each relative to its own device."""
 
-    needed: `needed[d, s]` is true if device d needs shard s.
-    sent_keys: the keys of each shard that are sent: those that any other device needs.
-    hops: the hops by which all shards move, after each device has computed its own shard.
-    """
-
-    needed: np.ndarray
-    sent_keys: slice
-    hops: tuple[HopGroup, ...]
+    needed: np.ndarray  # [d, s] is true if device d needs shard s
+    sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
+    hops: tuple[HopGroup, ...]  # of all shards, after each device has computed its own shard
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
@@ -104,9 +99,7 @@ class Route(NamedTuple):
         return HopGroup(n - self.travelled, 1, tuple(range(n)))
 
 
-# ---------------------------------------------------------------------------------------------
-# The arrays that go around
-# ---------------------------------------------------------------------------------------------
+# --- the arrays that go around --------------------------------------------------------------------
 
 
 def travels(letters: str) -> bool:
@@ -143,14 +136,11 @@ class KVShard(NamedTuple):
 
     The index of a key within its shard is its local index. Its global index is among the keys of
     all devices, shard after shard.
-
-    key, value: the keys and values.
-    arrays: the arrays of the spec that travel with them.
     """
 
     key: Array
     value: Array
-    arrays: list[Array]
+    arrays: list[Array]  # the arrays of the spec that travel with the keys
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
@@ -175,15 +165,12 @@ class KVShard(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that the backward pass sums.
 
-    local: the gradients of the queries, and of the parameters that stay on the device.
-    with_shard: the gradients of the keys, of the values, and of the parameters that travel.
-
     Each of the two lists has an entry for every parameter: None if the parameter's gradient is in
     the other list.
     """
 
-    local: tuple[Any, list[Any]]
-    with_shard: tuple[Any, Any, list[Any]]
+    local: tuple[Any, list[Any]]  # of the queries, and of the parameters that stay on the device
+    with_shard: tuple[Any, Any, list[Any]]  # of keys, values, and the parameters that travel
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
@@ -199,28 +186,18 @@ class Gradients(NamedTuple):
         return [travelled if local is None else local for local, travelled in pairs]
 
 
-# ---------------------------------------------------------------------------------------------
-# One shard of keys
-# ---------------------------------------------------------------------------------------------
+# --- one shard of keys ----------------------------------------------------------------------------
 
 
 class Ring(NamedTuple):
-    """A ring of devices, and the heads and keys that go around it.
-
-    axes: the mesh axes over which the call is sharded.
-    route: the route of the shards.
-    shard_size: the number of keys of a shard.
-    implementation: the name of the kernel to use, None for any that can compute parts of the keys.
-    round: the heads that go around.
-    local_start: the local index of the first key of each shard that goes around.
-    """
+    """A ring of devices, and the heads and keys that go around it."""
 
     axes: Axes
     route: Route
-    shard_size: int
-    implementation: str | None
-    round: Round = Round()
-    local_start: Index = 0
+    shard_size: int  # the number of keys of a shard
+    implementation: str | None  # the kernel; None for any that can compute parts of the keys
+    round: Round = Round()  # the heads that go around
+    local_start: Index = 0  # the local index of the first key of each shard that goes around
 
     def key_ranges(self) -> Iterator[tuple["Ring", int, int]]:
         """Yields `(ring, chunk size, number of chunks)` of the three ranges of a shard's keys: the
@@ -255,7 +232,7 @@ class Ring(NamedTuple):
                 kv = KVShard.of(spec, slice_chunk(key), slice_chunk(value), start)
                 return body(ring._replace(local_start=start), self.axes.vary(kv, query), state)
 
-            state = _repeat(count if size else 0, compute_chunk, state)
+            state = rounds.repeat(count if size else 0, compute_chunk, state)
         return state
 
     def shard(self, distance: Index) -> Array:
@@ -343,18 +320,7 @@ class Ring(NamedTuple):
         return self.if_needed(shard, compute, so_far)
 
 
-# ---------------------------------------------------------------------------------------------
-# All shards of keys
-# ---------------------------------------------------------------------------------------------
-
-
-def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
-    """Folds `body(i, state)` over i in range(count); without a loop if `count` is at most 1."""
-    if count <= 1:
-        return body(0, state) if count else state
-    return lax.fori_loop(
-        0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
-    )
+# --- all shards of keys ---------------------------------------------------------------------------
 
 
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
@@ -374,7 +340,7 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
             next_shard = hop.send(kv, ring.axes)
             return next_shard, compute(kv, distance + (i + 1) * hop.distance, hop, state)
 
-        kv, state = _repeat(hop.times - 1, body, (next_shard, state))
+        kv, state = rounds.repeat(hop.times - 1, body, (next_shard, state))
         next_shard = next_hop.send(kv, ring.axes) if next_hop else None
         distance += hop.times * hop.distance
         state = compute(kv, distance, hop, state)
@@ -434,19 +400,22 @@ class RingCall(NamedTuple):
         """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
         inputs = spec, query, key, value
 
-        def compute(round: Round, total: Tree) -> Tree:
+        def compute(share: Index, total: Tree) -> Tree:
+            round = Round(share, self.rounds)
             spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
 
             def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
-                add = lambda kv, i, _, x: ring.forward(spec, query, kv, i, x)  # noqa: E731
-                return _over_shards(ring, kv, add, state)
+                add_shard = lambda kv, distance, _, state: ring.forward(  # noqa: E731
+                    spec, query, kv, distance, state
+                )
+                return _over_shards(ring, kv, add_shard, state)
 
             state = self.initial_state(query, value, inputs)
             ring = self.ring._replace(round=round)
             result = ring.over_chunks(spec, query, key, value, body, state)
             return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
 
-        return rounds.run(self.rounds, compute, self.initial_state(query, value, inputs))
+        return rounds.repeat(self.rounds, compute, self.initial_state(query, value, inputs))
 
     def backward(
         self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
@@ -456,7 +425,8 @@ class RingCall(NamedTuple):
         axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
         inputs, vary = (spec, per_query), self.ring.axes.vary
 
-        def compute(round: Round, total: Gradients) -> Gradients:
+        def compute(share: Index, total: Gradients) -> Gradients:
+            round = Round(share, self.rounds)
             spec = round.slice_spec(inputs[0])
             per_query = jax.tree.map(round.slice_heads, inputs[1])
             query, ring = per_query.query, self.ring._replace(round=round)
@@ -484,7 +454,7 @@ class RingCall(NamedTuple):
 
         total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
         total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
-        return rounds.run(self.rounds, compute, total)
+        return rounds.repeat(self.rounds, compute, total)
 
 
 def attend(

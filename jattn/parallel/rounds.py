@@ -108,12 +108,10 @@ class Round(NamedTuple):
         return slicing.add_block(total, gradient.astype(total.dtype), start)
 
 
-def run(rounds: int, compute: Callable[..., Any], total: Tree) -> Tree:
-    """Folds `compute(round, total)` over this number of rounds."""
-    if rounds == 1:
-        return compute(Round(), total)
-
-    def body(i: Array, total: Tree) -> Tree:
-        return compute(Round(lax.convert_element_type(i, jnp.int32), rounds), total)
-
-    return lax.fori_loop(0, rounds, body, total)
+def repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
+    """Folds `body(i, state)` over i in range(count); without a loop if `count` is at most 1."""
+    if count <= 1:
+        return body(0, state) if count else state
+    return lax.fori_loop(
+        0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
+    )

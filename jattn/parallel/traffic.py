@@ -32,7 +32,7 @@ from jattn.options import WeightOptions
 from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
 from jattn.parallel.rounds import Round
-from jattn.spec import Shapes, parameters
+from jattn.spec import parameters
 
 
 class Exchange(NamedTuple):
@@ -121,15 +121,10 @@ class _ShardedCall(NamedTuple):
     devices: int
     order: str
 
-    @property
-    def shapes(self) -> Shapes:
-        """The sizes of the whole call."""
-        return self.call.shapes
-
     def shard_bytes(self, *sizes: int, dtype: Any = None) -> int:
         """Returns the bytes of a shard of `[B, *sizes]`, by default in the dtype of queries."""
-        size = self.shapes.B * math.prod(sizes) // self.devices
-        return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
+        size = self.call.shapes.B * math.prod(sizes) // self.devices
+        return size * jnp.dtype(self.call.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
         """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
@@ -140,7 +135,7 @@ class _ShardedCall(NamedTuple):
 
 
 def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n, S = sharded.shapes, sharded.devices, sharded.shapes.S
+    shapes, n, S = sharded.call.shapes, sharded.devices, sharded.call.shapes.S
     route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
     keys = route.sent_keys.stop - route.sent_keys.start
     chunks = rounds.chunks(keys)
@@ -172,7 +167,7 @@ def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
 
 
 def _all_to_all(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
+    shapes, n = sharded.call.shapes, sharded.devices
     key_heads = math.lcm(shapes.K, n)
     arrays = [
         ("query", sharded.shard_bytes(shapes.T, shapes.N, shapes.H)),
@@ -205,7 +200,7 @@ def _gathered(name: str, size: int, n: int, has_gradient: bool) -> Iterator[Exch
 
 
 def _gather(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
+    shapes, n = sharded.call.shapes, sharded.devices
     for name, last in (("key", shapes.H), ("value", shapes.V)):
         yield from _gathered(name, sharded.shard_bytes(shapes.S, shapes.K, last), n, True)
     for letters, leaf, has_gradient in sharded.leaves():

@@ -65,23 +65,14 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Attention:
-    """The checked weights and tokens of one attention of a sentence.
-
-    Attributes:
-        name: the attention's name.
-        models: weights `[L, N, T, S]` of one model, or of two.
-        rows: the tokens of the queries.
-        columns: the tokens of the keys.
-        mask: the mask of allowed pairs, or None.
-        vectors: queries `[L, T, N, H]` and keys `[L, S, K, H]`, or None.
-    """
+    """The checked weights and tokens of one attention of a sentence."""
 
     name: str
-    models: tuple[np.ndarray, ...]
-    rows: list[str]
-    columns: list[str]
+    models: tuple[np.ndarray, ...]  # weights `[L, N, T, S]` of one model, or of two
+    rows: list[str]  # the tokens of the queries
+    columns: list[str]  # the tokens of the keys
     mask: Mask | None
-    vectors: tuple[np.ndarray, np.ndarray] | None
+    vectors: tuple[np.ndarray, np.ndarray] | None  # `[L, T, N, H]` and `[L, S, K, H]`
 
 
 class Blocks(list[str]):
@@ -261,13 +252,12 @@ def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
     statistics = head_numbers(model)
     if attention.rows != attention.columns:
         del statistics["previous"]
-    return {name: _rounded(values) for name, values in statistics.items()}
-
-
-def _rounded(values: np.ndarray) -> list[Any]:
-    """Returns numbers `[L, N]` as lists for JSON, with None for NaN."""
-    rows = np.where(np.isfinite(values), np.round(values, 6), np.nan).tolist()
-    return [[None if math.isnan(x) else x for x in row] for row in rows]
+    return {
+        name: [
+            [x if math.isfinite(x) else None for x in row] for row in np.round(values, 6).tolist()
+        ]
+        for name, values in statistics.items()
+    }
 
 
 def pooled(weights: np.ndarray, most: int) -> np.ndarray:
