@@ -84,12 +84,9 @@ class Explanation(dict[str, str | None]):
     ):
         """Explains a call on a platform.
 
-        Args:
-            operands: query, key and value, or query and cache.
-            lower: returns the lowered program of the call and the operands; None if it cannot be
-                lowered here.
-            cache_reasons: the entries of implementations for caches alone. They come first, because
-                they are tried first.
+        `operands` are query, key and value, or query and cache. `lower` returns the lowered program
+        of the call and the operands; None if it cannot be lowered here. `cache_reasons`, of
+        implementations for caches alone, come first, because these are tried first.
         """
         reasons = registry.reasons(call, platform)
         super().__init__({**cache_reasons, **reasons})
@@ -220,9 +217,6 @@ def _platform_of(x: Any) -> str:
     return "rocm" if "rocm" in version else "cuda"
 
 
-# --- tiles --------------------------------------------------------------------------------------
-
-
 def tiles_of(call: Call) -> Tiles | None:
     """Returns the shares of tiles, over a sample of the heads if heads differ; None if there are no
     tiles or the batch size is symbolic."""
@@ -257,9 +251,6 @@ def _count_tiles(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
         mask, shapes.T, shapes.S, _BLOCK, _BLOCK, b=b, h=h, q_positions=q, kv_positions=kv
     )
     return np.bincount(np.asarray(kinds).ravel(), minlength=3)
-
-
-# --- advice -------------------------------------------------------------------------------------
 
 
 def _has_function(mask: Mask) -> bool:

@@ -125,7 +125,16 @@ def generate(
     inputs = _Inputs(variables, tokens, valid, caches, sampling)
     if callback is None:
         return _all_tokens(definition, options, inputs)
-    return _stepwise(definition, options, inputs, callback)
+    check_function("callback", callback)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, inputs._replace(sampling=None))
+    for _ in range(max_tokens):
+        state = _advanced(definition, options, variables, state, sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
 
 
 class _Options(NamedTuple):
@@ -190,25 +199,6 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
         return Generated(state.tokens, state.lengths)
 
     return run(inputs)
-
-
-def _stepwise(
-    definition: nnx.GraphDef,
-    options: _Options,
-    inputs: _Inputs,
-    callback: Callable[[np.ndarray], object],
-) -> Generated:
-    """Runs a program for each step, and passes its tokens to `callback`."""
-    check_function("callback", callback)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
-        raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, inputs._replace(sampling=None))
-    for _ in range(options.max_tokens):
-        state = _advanced(definition, options, inputs.variables, state, inputs.sampling)
-        callback(np.asarray(state.last))
-        if not np.any(state.active):
-            break
-    return Generated(state.tokens, state.lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -1193,13 +1193,6 @@ class Predicate(Mask):
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "bounds_fn", bounds)
 
-    @classmethod
-    def _checked(cls, fn: Any, operands: tuple[Any, ...], bounds: Any) -> "Predicate":
-        """Returns the mask of a function whose arguments were already checked."""
-        self = object.__new__(cls)
-        self._set(fn, operands, bounds)
-        return self
-
     def traced(self) -> "Predicate":
         """Returns this mask with its function traced: a `TracedFunction` no longer changes with
         the variables that the function reads.
@@ -1215,8 +1208,10 @@ class Predicate(Mask):
             return Predicate(unnamed, *self.operands).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
+        traced = object.__new__(Predicate)  # the arguments of the function were already checked
         # Bounds that may change are dropped: they only save time.
-        return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
+        traced._set(fn, operands, bounds if bounds and is_frozen(bounds) else None)
+        return traced
 
     def _scalar(self, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):

@@ -249,7 +249,11 @@ def rotary(
         )
     check_choice("style", style, ("half", "interleaved"))
     check_number("base", base, positive=True)
-    _check_scaling(scaling)
+    if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
+        raise TypeError(
+            f"scaling: expected None, positions.Linear(...), positions.NTK(...) or "
+            f"positions.Yarn(...), got {scaling!r}"
+        )
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
@@ -267,15 +271,6 @@ def rotary(
     cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
     rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
-
-
-def _check_scaling(scaling: Any) -> None:
-    """Raises TypeError for anything but None and the classes that scale rotary frequencies."""
-    if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
-        raise TypeError(
-            f"scaling: expected None, positions.Linear(...), positions.NTK(...) or "
-            f"positions.Yarn(...), got {scaling!r}"
-        )
 
 
 def axial_rotary(

@@ -75,35 +75,26 @@ def flax_attention_fn(
         return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
     score = None if bias is None else scores.Bias(with_rank(bias, query.ndim))
     rules = {"mask": _mask(mask, is_causal, query.ndim), "score": score, "precision": precision}
+    wide = jnp.promote_types(query.dtype, jnp.float32)
     if module is not None:
-        _sow(module, attention_weights(query, key, **rules), query.dtype, force_fp32_for_softmax)
+        weights = attention_weights(query, key, **rules)
+        weights = weights.astype(wide if force_fp32_for_softmax else query.dtype)
+        collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+        module.sow(collection, "attention_weights", weights)
     rate = 0.0 if deterministic else dropout_rate
-    out = _with_dropout(query, key, value, rules, broadcast_dropout, dropout_rng, rate)
-    wide = jnp.promote_types(out.dtype, jnp.float32)
+    if rate == 0.0:
+        out = attention(query, key, value, **rules)
+    elif dropout_rng is None:
+        raise ValueError(f"dropout_rng: needed for dropout_rate = {rate}, got None")
+    elif not broadcast_dropout:
+        rules = {**rules, "dropout_rate": rate, "dropout_key": dropout_rng}
+        out = attention(query, key, value, **rules)
+    else:
+        check_rate("dropout_rate", rate)
+        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, shape)
+        out = attention_of_kept(query, key, value, rules, keep, rate)
     return out.astype(wide) if force_fp32_for_softmax else out
-
-
-def _with_dropout(
-    query: Array,
-    key: Array,
-    value: Array,
-    rules: dict[str, Any],
-    broadcast_dropout: bool,
-    dropout_rng: Array | None,
-    dropout_rate: float,
-) -> Array:
-    """Computes attention with dropout: Flax's, the same in all rows and heads, or jattn's."""
-    if dropout_rate == 0.0:
-        return attention(query, key, value, **rules)
-    if dropout_rng is None:
-        raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
-    if not broadcast_dropout:
-        dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return attention(query, key, value, **rules, **dropout)
-    check_rate("dropout_rate", dropout_rate)
-    shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
-    keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-    return attention_of_kept(query, key, value, rules, keep, dropout_rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
@@ -142,9 +133,3 @@ def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | Non
         return masks.Causal() if is_causal else None
     dense = masks.Dense(with_rank(mask, ndim) != 0)
     return masks.Causal() & dense if is_causal else dense
-
-
-def _sow(module: Any, weights: Array, dtype: Any, in_float32: bool) -> None:
-    weights = weights.astype(jnp.promote_types(dtype, jnp.float32) if in_float32 else dtype)
-    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(collection, "attention_weights", weights)

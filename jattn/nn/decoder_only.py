@@ -153,7 +153,10 @@ class DecoderOnly(Module):
             max_length=max_length,
         )
         check_flag("tie_embeddings", tie_embeddings)
-        rotary = _rotary(positions)
+        rotary = positions if isinstance(positions, Rotary | AxialRotary) else None
+        if rotary is None:
+            check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
+            rotary = Rotary() if positions == "rotary" else None
         added = positions if isinstance(positions, str) and rotary is None else None
         tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.vocabulary = vocabulary
@@ -256,11 +259,3 @@ class DecoderOnly(Module):
         x = self.dropout(x, **run_options(call))
         x, caches = step_layers(self.layers, self.norm, x, caches, **call)
         return self.logits(x), caches
-
-
-def _rotary(positions: Any) -> Rotary | AxialRotary | None:
-    """Returns the rotation of queries and keys, or None."""
-    if isinstance(positions, Rotary | AxialRotary):
-        return positions
-    check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
-    return Rotary() if positions == "rotary" else None

@@ -219,14 +219,11 @@ class _Layer(Module):
         settings = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **settings.dtypes)
         self.features = features
-        self.self_attention = settings.self_attention(
-            num_heads, features, rngs=rngs, **settings.attention
-        )
+        attention = {"rngs": rngs, **settings.attention}
+        self.self_attention = settings.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, settings, rngs=rngs)
         if self.attends_to_memory:
-            self.cross_attention = settings.cross_attention(
-                num_heads, features, rngs=rngs, **settings.attention
-            )
+            self.cross_attention = settings.cross_attention(num_heads, features, **attention)
             self.cross_attention_residual = Residual(features, settings, rngs=rngs)
         self.feed_forward = settings.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, settings, rngs=rngs)
@@ -297,10 +294,8 @@ class DecoderLayer(_Layer):
         run, positions = run_options(call), call.get("positions")
         self_options = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
         cross_options = {"mask": call.get("cross_mask"), "positions": positions, **run}
-        kv_positions = call.get("memory_positions")
-        attend_memory = lambda x: self.cross_attention(  # noqa: E731
-            x, memory, kv_positions=kv_positions, **cross_options
-        )
+        cross_options["kv_positions"] = call.get("memory_positions")
+        attend_memory = lambda x: self.cross_attention(x, memory, **cross_options)  # noqa: E731
         attend_self = lambda x: self.self_attention(x, **self_options)  # noqa: E731
         x = self.self_attention_residual(x, attend_self, **run)
         x = self.cross_attention_residual(x, attend_memory, **run)

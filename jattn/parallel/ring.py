@@ -99,9 +99,6 @@ class Route(NamedTuple):
         return HopGroup(n - self.travelled, 1, tuple(range(n)))
 
 
-# --- the arrays that go around --------------------------------------------------------------------
-
-
 def travels(letters: str) -> bool:
     """Returns whether an array of a spec goes around with the keys: along S and not along T.
 
@@ -184,9 +181,6 @@ class Gradients(NamedTuple):
         """The gradients of all parameters."""
         pairs = zip(self.local[1], self.with_shard[2], strict=True)
         return [travelled if local is None else local for local, travelled in pairs]
-
-
-# --- one shard of keys ----------------------------------------------------------------------------
 
 
 class Ring(NamedTuple):
@@ -318,9 +312,6 @@ class Ring(NamedTuple):
             return gradients._replace(local=local)
 
         return self.if_needed(shard, compute, so_far)
-
-
-# --- all shards of keys ---------------------------------------------------------------------------
 
 
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:

@@ -182,9 +182,10 @@ def alignment(
     axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")
     _name_axes(axes, rows, columns, names=("", title or ""))
     axes.tick_params(labeltop=True, labelbottom=False)
+    x, y = 0.43 * np.array([-1, 1, 1, -1, -1]), 0.43 * np.array([-1, -1, 1, 1, -1])
     for row, column in enumerate(array.argmax(axis=1).tolist()):
         if array[row].any():
-            _frame(axes, row, column)
+            axes.plot(column + x, row + y, color="tab:orange", linewidth=1.5)
     return figure
 
 
@@ -301,9 +302,6 @@ def _head_names(L: int, N: int) -> list[str]:
     return [f"layer {layer + 1}, head {n + 1}" for layer in range(L) for n in range(N)]
 
 
-# ---------------------------------------------------------------------------------------- sizes
-
-
 def _room(labels: list[str] | None) -> float:
     """Returns the inches that the labels of an axis take."""
     return 0.4 if labels is None else _LABEL * max(map(len, map(label, labels))) + 0.2
@@ -335,9 +333,6 @@ def _axes(axes: Axes | None, size: tuple[float, float], title: str | None) -> tu
         raise TypeError(f"axes: expected axes of matplotlib or None, got {shown(axes)}")
     figure: Any = axes.figure
     return axes, figure
-
-
-# -------------------------------------------------------------------------------------- drawing
 
 
 def _scale(array: np.ndarray) -> dict[str, Any]:
@@ -391,11 +386,6 @@ def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
         ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
         text = f"{value:.2f}".replace("-", "−")
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
-
-
-def _frame(axes: Axes, row: int, column: int) -> None:
-    x, y = (np.array([-0.5, 0.5, 0.5, -0.5, -0.5]), np.array([-0.5, -0.5, 0.5, 0.5, -0.5]))
-    axes.plot(column + 0.86 * x, row + 0.86 * y, color="tab:orange", linewidth=1.5)
 
 
 _KINDS = {  # kinds of tiles: name, colour, hatching

@@ -201,9 +201,6 @@ def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return stacked
 
 
-# ------------------------------------------------------------------------------------------- page
-
-
 def as_script_data(value: Any) -> str:
     """Returns JSON that is safe in a script element: ASCII, without the characters of markup."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
