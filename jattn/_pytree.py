@@ -117,8 +117,7 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
 
     def unflatten(aux: tuple[Any, ...], children: Any) -> Any:
         self = object.__new__(cls)
-        for name, value in zip((*meta, *data), (*aux, *children), strict=True):
-            object.__setattr__(self, name, value)
+        vars(self).update(zip((*meta, *data), (*aux, *children), strict=True))
         return self
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)

@@ -1186,12 +1186,7 @@ class Predicate(Mask):
         if bounds is not None:
             check_function("Predicate: bounds", bounds)
         check_operands("Predicate", operands)
-        self._set(fn, operands, bounds)
-
-    def _set(self, fn: Any, operands: tuple[Any, ...], bounds: Any) -> None:
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "operands", operands)
-        object.__setattr__(self, "bounds_fn", bounds)
+        vars(self).update(fn=fn, operands=operands, bounds_fn=bounds)
 
     def traced(self) -> "Predicate":
         """Returns this mask with its function traced: a `TracedFunction` no longer changes with
@@ -1210,7 +1205,8 @@ class Predicate(Mask):
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         traced = object.__new__(Predicate)  # the arguments of the function were already checked
         # Bounds that may change are dropped: they only save time.
-        traced._set(fn, operands, bounds if bounds and is_frozen(bounds) else None)
+        bounds = bounds if bounds and is_frozen(bounds) else None
+        vars(traced).update(fn=fn, operands=operands, bounds_fn=bounds)
         return traced
 
     def _scalar(self, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:

@@ -433,11 +433,7 @@ class Score(ScoreFunction):
     def __init__(self, fn: Callable[..., Any], *operands: Any):
         check_rule("Score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
         check_operands("Score", operands)
-        self._set(fn, operands)
-
-    def _set(self, fn: Any, operands: tuple[Any, ...]) -> None:
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "operands", operands)
+        vars(self).update(fn=fn, operands=operands)
 
     def traced(self, dtype: Any) -> "Score":
         """Returns this score function with `fn` traced for scores of a dtype: a `TracedFunction` no
@@ -457,7 +453,7 @@ class Score(ScoreFunction):
         fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
         traced = object.__new__(Score)  # the arguments of the function were already checked
         # Tracing adds arrays that the function reads to the operands, after the user's own.
-        traced._set(fn, (*self.operands, *operands[n:]))
+        vars(traced).update(fn=fn, operands=(*self.operands, *operands[n:]))
         return traced
 
     def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:

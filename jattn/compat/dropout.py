@@ -19,7 +19,8 @@ def attention_of_kept(
     the ratio of the two denominators.
     """
     mask = masks.Dense(keep) if rules["mask"] is None else rules["mask"] & masks.Dense(keep)
-    out, kept_lse = attention(query, key, value, **{**rules, "mask": mask}, return_lse=True)
+    kept_rules = {**rules, "mask": mask}
+    out, kept_lse = attention(query, key, value, **kept_rules, return_lse=True)
     empty_value = jnp.zeros((*key.shape[:-1], 1), query.dtype)
     _, full_lse = attention(query, key, empty_value, **rules, return_lse=True)
     dead = kept_lse == -jnp.inf

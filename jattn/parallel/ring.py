@@ -88,15 +88,10 @@ class Route(NamedTuple):
         return cls(needed, sent_keys, tuple(hops))
 
     @property
-    def travelled(self) -> int:
-        """The number of devices by which each shard has moved ahead after all hops."""
-        return sum(x.distance * x.times for x in self.hops)
-
-    @property
     def home(self) -> HopGroup:
         """The hop that takes the gradients of each shard back to the shard's own device."""
-        n = len(self.needed)
-        return HopGroup(n - self.travelled, 1, tuple(range(n)))
+        n, travelled = len(self.needed), sum(x.distance * x.times for x in self.hops)
+        return HopGroup(n - travelled, 1, tuple(range(n)))
 
 
 def travels(letters: str) -> bool:
