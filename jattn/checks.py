@@ -83,10 +83,7 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
-    """Checks for a finite number or a scalar float array or, if `per_head`, a float array `[N]`.
-
-    Values of a traced array are not checked.
-    """
+    """Checks for a finite number or float scalar, or `[N]` if `per_head`; not traced values."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if not real and not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
         got = _type(value) if hasattr(value, "dtype") else shown(value)

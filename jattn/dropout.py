@@ -119,10 +119,7 @@ class Hashes:
 
 
 def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
-    """Returns a spec with `Hashes` in place of its dropout key, if it has one.
-
-    The spec has one batch axis. With `rows` the hashes of rows are computed, else the seeds.
-    """
+    """Returns a spec of one batch axis with `Hashes`, of rows or of seeds, as its dropout key."""
     if spec.dropout_rate == 0:
         return spec
     places_of = functools.partial(

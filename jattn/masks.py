@@ -417,11 +417,7 @@ def _batch_shape(batch: Any) -> Shape:
 
 
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns `q_positions` and `kv_positions`, each None if not given; int64 if either needs it.
-
-    Raises TypeError for keyword arguments with other names, TypeError and ValueError for anything
-    but integers `[T]` and `[S]`.
-    """
+    """Returns `q_positions` and `kv_positions`, or None; both are int64 if either needs it."""
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
         raise TypeError(

@@ -17,10 +17,7 @@ class Constant(nnx.Variable):
 
 
 class PytreeVariables(Module):
-    """The arrays of a pytree, such as a mask or a score function, as variables of a module.
-
-    A call returns the pytree with the current values of the variables.
-    """
+    """The arrays of a pytree, such as a mask, as variables of a module; a call returns it."""
 
     def __init__(self, tree: Any, trained: bool = False):
         arrays, self.structure = jax.tree.flatten(tree)

@@ -260,10 +260,7 @@ def attention(
 def _padded(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
 ) -> Any:
-    """Computes the call with T and S padded to multiples of the number of devices.
-
-    The padded spec masks the padding, and the results are sliced.
-    """
+    """Computes the call with T and S padded for the devices, and the padding masked and removed."""
     n, shapes = sharding.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 

@@ -89,11 +89,7 @@ def devices_of(mesh: Any, axis: AxisName | None) -> int:
 
 
 def mesh_axes(mesh: Any, axis_name: Any, order: str, batch_axis: Any, head_axis: Any) -> Axes:
-    """Returns the mesh axes of a call on whole arrays.
-
-    Raises TypeError for a value that is not a mesh or cannot name an axis, ValueError for missing
-    or repeated axes.
-    """
+    """Returns the axes of a call on whole arrays, after checking the mesh and their names."""
     check_axis_names(axis_name, batch_axis, head_axis)
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")

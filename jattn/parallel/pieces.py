@@ -31,11 +31,7 @@ def run(
     *operands: Tree,
     shapes: Shapes,
 ) -> Tree:
-    """Runs a function of the named kernel, or of the first kernel that supports this spec.
-
-    Its results have the shapes and dtypes of the arrays `like`. Raises NotImplementedError if the
-    named kernel does not support the spec.
-    """
+    """Runs a function of the named kernel, or of the first for this spec; results are as `like`."""
     call = Call(spec, shapes, implementation=implementation)
     functions = registry.functions(call, _PARTIAL_KERNELS)
     assert functions is not None, "the reference cannot compute a part of the keys"

@@ -95,10 +95,7 @@ class Route(NamedTuple):
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array of a spec goes around with the keys: along S and not along T.
-
-    `letters` are the letters of the array's axes, such as "#N S".
-    """
+    """Returns whether an array goes around with the keys: if it is along S and not along T."""
     axes = split_letters(letters)
     return "S" in axes and "T" not in axes
 

@@ -68,10 +68,7 @@ class Round(NamedTuple):
     def slice_heads(
         self, x: Array, axis: int | None = _HEADS, keys: tuple[Index, int] | None = None
     ) -> Array:
-        """Returns the array of this share of the heads along `axis`, with all heads for None.
-
-        `keys`, a pair of the first key and the number of keys, slices axis 1 too.
-        """
+        """Returns this share of the heads, all if `axis` is None, and `keys` (first, count) of axis 1."""
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
         if axis is not None:
