@@ -68,7 +68,7 @@ class Round(NamedTuple):
     def slice_heads(
         self, x: Array, axis: int | None = _HEADS, keys: tuple[Index, int] | None = None
     ) -> Array:
-        """Returns this share of the heads, all if `axis` is None, and `keys` (first, count) of axis 1."""
+        """Returns this share of the heads (all for None), and `keys` (first, count) of axis 1."""
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
         if axis is not None:
