@@ -492,10 +492,8 @@ class PagedCache(Cache):
         wanted = self.lengths + _count_tokens(T, valid)
         _check_most(wanted, self.capacity, "capacity")
         lengths = jnp.minimum(wanted, self.capacity)
-        holders, page = self.pages_held(), self.page_size
-        table, copies, lacks_pages = _allocate(
-            holders, self.table, self.lengths, lengths, page_size=page
-        )
+        page, rows = self.page_size, (self.table, self.lengths, lengths)
+        table, copies, lacks_pages = _allocate(self.pages_held(), *rows, page_size=page)
         if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
@@ -503,10 +501,8 @@ class PagedCache(Cache):
             )
         slots = self.next_positions(T, valid)
         m = jnp.minimum(slots // page, table.shape[1] - 1)
-        pages = jnp.where(
-            self._fits(slots, valid), jnp.take_along_axis(table, m, axis=1), self.num_pages
-        )
-
+        pages = jnp.take_along_axis(table, m, axis=1)
+        pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
         index = jnp.stack([pages, slots % page], axis=-1)
         overflowed = self.overflowed | (wanted > self.capacity) | lacks_pages
         keys, values = (

@@ -260,9 +260,8 @@ def rotary(
             f"{list(x.shape[:-2])}, got shape {list(positions.shape)}"
         )
     compute_dtype = accumulation(x.dtype)
-    frequencies = (_frequencies if scaling is None else scaling.frequencies)(
-        size, base, compute_dtype
-    )
+    scaled = _frequencies if scaling is None else scaling.frequencies
+    frequencies = scaled(size, base, compute_dtype)
     angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
         frequencies, positions.ndim
     )

@@ -136,9 +136,8 @@ def as_score(value: Any) -> Any:
     `layer.score` of a layer the result is the layer's score function. Raises TypeError for anything
     else.
     """
-    if not isinstance(value, ScoreFunction | types.FunctionType | None) and isinstance(
-        value, HoldsTree
-    ):
+    may_be_module = not isinstance(value, ScoreFunction | types.FunctionType | None)
+    if may_be_module and isinstance(value, HoldsTree):
         value = value.held_tree()
     if value is None or isinstance(value, ScoreFunction):
         return value

@@ -182,6 +182,7 @@ class Ring(NamedTuple):
     route: Route
     shard_size: int  # the number of keys of a shard
     implementation: str | None  # the kernel; None for any that can compute parts of the keys
+    rounds: int  # the number of equal shares in which the key heads go around
     round: Round = Round()  # the heads that go around
     local_start: Index = 0  # the local index of the first key of each shard that goes around
 
@@ -330,7 +331,7 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
     return state
 
 
-def _backward(
+def _all_shards_backward(
     ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
 ) -> Gradients:
     """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
@@ -363,81 +364,72 @@ def _backward(
     return total._replace(with_shard=returned)
 
 
-class RingCall(NamedTuple):
-    """A call on a ring, whose key heads go around in `rounds` equal shares.
+def _initial_state(ring: Ring, query: Array, value: Array, operands: Tree) -> Tree:
+    """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
+    dtype = accumulation(query.dtype)
+    zeros = jnp.zeros(query.shape[:3], dtype)
+    out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
+    return ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
 
-    The spec and the arrays that its methods receive have all heads.
-    """
 
-    ring: Ring
-    rounds: int
+def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+    """Computes `(out, normalizer, all_finite)` of this device's queries and all keys and heads."""
+    inputs = spec, query, key, value
 
-    def initial_state(self, query: Array, value: Array, operands: Tree) -> Tree:
-        """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
-        dtype = accumulation(query.dtype)
-        zeros = jnp.zeros(query.shape[:3], dtype)
-        out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-        return self.ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
+    def compute(share: Index, total: Tree) -> Tree:
+        round = Round(share, ring.rounds)
+        spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
 
-    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
-        """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
-        inputs = spec, query, key, value
-
-        def compute(share: Index, total: Tree) -> Tree:
-            round = Round(share, self.rounds)
-            spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
-
-            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
-                add_shard = lambda kv, distance, _, state: ring.forward(  # noqa: E731
-                    spec, query, kv, distance, state
-                )
-                return _over_shards(ring, kv, add_shard, state)
-
-            state = self.initial_state(query, value, inputs)
-            ring = self.ring._replace(round=round)
-            result = ring.over_chunks(spec, query, key, value, body, state)
-            return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
-
-        return rounds.repeat(self.rounds, compute, self.initial_state(query, value, inputs))
-
-    def backward(
-        self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
-    ) -> Gradients:
-        """Computes the gradients, in the dtypes of the arrays."""
-        letters, dtype = parameter_letters(spec), accumulation(key.dtype)
-        axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
-        inputs, vary = (spec, per_query), self.ring.axes.vary
-
-        def compute(share: Index, total: Gradients) -> Gradients:
-            round = Round(share, self.rounds)
-            spec = round.slice_spec(inputs[0])
-            per_query = jax.tree.map(round.slice_heads, inputs[1])
-            query, ring = per_query.query, self.ring._replace(round=round)
-
-            def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
-                d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
-                d_params = map(jnp.zeros_like, parameters(spec))
-                return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
-
-            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
-                total, local = state
-                chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
-                so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
-                chunk = _backward(ring, spec, per_query, kv, finite, so_far)
-                add = functools.partial(round.add, first_key=ring.local_start)
-                return jax.tree.map(
-                    add, axis_letters.with_shard, total, chunk.with_shard
-                ), chunk.local
-
-            state = total.with_shard, zeros(key, value, spec).local
-            with_shard, local = ring.over_chunks(spec, query, key, value, body, state)
-            return Gradients(
-                jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
+        def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
+            add_shard = lambda kv, distance, _, state: ring.forward(  # noqa: E731
+                spec, query, kv, distance, state
             )
+            return _over_shards(ring, kv, add_shard, state)
 
-        total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
-        total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
-        return rounds.repeat(self.rounds, compute, total)
+        state = _initial_state(ring, query, value, inputs)
+        in_round = ring._replace(round=round)
+        result = in_round.over_chunks(spec, query, key, value, body, state)
+        return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
+
+    return rounds.repeat(ring.rounds, compute, _initial_state(ring, query, value, inputs))
+
+
+def _backward(
+    ring: Ring, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
+) -> Gradients:
+    """Computes the gradients, in the dtypes of the arrays."""
+    letters, dtype = parameter_letters(spec), accumulation(key.dtype)
+    axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
+    inputs, vary = (spec, per_query), ring.axes.vary
+
+    def compute(share: Index, total: Gradients) -> Gradients:
+        round = Round(share, ring.rounds)
+        spec = round.slice_spec(inputs[0])
+        per_query = jax.tree.map(round.slice_heads, inputs[1])
+        query, in_round = per_query.query, ring._replace(round=round)
+
+        def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
+            d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
+            d_params = map(jnp.zeros_like, parameters(spec))
+            return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
+
+        def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
+            total, local = state
+            chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
+            so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
+            chunk = _all_shards_backward(ring, spec, per_query, kv, finite, so_far)
+            add = functools.partial(round.add, first_key=ring.local_start)
+            return jax.tree.map(add, axis_letters.with_shard, total, chunk.with_shard), chunk.local
+
+        state = total.with_shard, zeros(key, value, spec).local
+        with_shard, local = in_round.over_chunks(spec, query, key, value, body, state)
+        return Gradients(
+            jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
+        )
+
+    total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
+    total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
+    return rounds.repeat(ring.rounds, compute, total)
 
 
 def attend(
@@ -452,14 +444,14 @@ def attend(
         spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
     count = rounds.count(Shapes.of(query, value)) if route.hops else 1
-    ring = RingCall(Ring(axes, route, S, call.implementation), count)
+    ring = Ring(axes, route, S, call.implementation, count)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, ...]:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
-        out, normalizer, finite = ring.forward(with_parameters(spec, params), *qkv)
+        out, normalizer, finite = _forward(ring, with_parameters(spec, params), *qkv)
         return (out, normalizer.lse), (params, spec, *qkv, out, normalizer, finite)
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, ...]) -> Tree:
@@ -468,7 +460,7 @@ def attend(
         # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        gradients = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
+        gradients = _backward(ring, with_parameters(spec, params), per_query, key, value, finite)
         # None for `spec`: its arrays with gradients are `params`.
         return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 
