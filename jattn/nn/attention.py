@@ -1,5 +1,6 @@
 """`MultiHeadAttention`, the module that projects the inputs and outputs of `jattn.attention`."""
 
+import functools
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jattn.masks import Mask, MaskLike, as_mask
 from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
 from jattn.nn.embedding import AxialRotary, Rotary
-from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, product, promote, sharded
+from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, linear, sharded
 from jattn.nn.module import Module, check_features, check_module
 from jattn.nn.variables import LearnedScore, PytreeVariables
 from jattn.options import CachedOptions, DropoutOptions, Options, WeightOptions
@@ -153,36 +154,17 @@ class MultiHeadAttention(Module):
         """Makes the projections, the norms and the sinks, from the sizes in the attributes."""
         N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
         heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
-        self.query = self._linear(self.in_features, (N, H), ("embed", *heads), rngs)
-        self.key = self._linear(self.in_kv_features, (K, H), ("embed", *kv_heads), rngs)
-        self.value = self._linear(self.in_kv_features, (K, V), ("embed", *kv_heads), rngs)
+        names = ("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+        options = {name: getattr(self, name) for name in names}
+        make = functools.partial(linear, nnx.LinearGeneral, rngs=rngs, **options)
+        self.query = make(self.in_features, (N, H), ("embed", *heads))
+        self.key = make(self.in_kv_features, (K, H), ("embed", *kv_heads))
+        self.value = make(self.in_kv_features, (K, V), ("embed", *kv_heads))
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
-        axis = (-2, -1)
-        self.out = self._linear((N, V), self.out_features, (*heads, "embed"), rngs, axis=axis)
+        self.out = make((N, V), self.out_features, (*heads, "embed"), axis=(-2, -1))
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
-
-    def _linear(
-        self, inputs: Any, outputs: Any, axes: tuple[str, ...], rngs: nnx.Rngs, **options: Any
-    ) -> nnx.LinearGeneral:
-        """Makes a projection; `axes` are the logical names of its kernel's axes."""
-        return nnx.LinearGeneral(
-            inputs,
-            outputs,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=promote,
-            dot_general=product,
-            kernel_metadata=sharded(*axes),
-            bias_metadata=sharded(*axes[-np.size(outputs) :]),
-            rngs=rngs,
-            **options,
-        )
 
     def _norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
         """Makes the normalisation of queries or keys; None without `normalize_qk`."""

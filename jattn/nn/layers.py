@@ -10,12 +10,14 @@ constructor have a stream of exactly this name, the module keeps a fork of it fo
 function that is differentiated, make the streams from a key: `rngs=nnx.Rngs(dropout=key)`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jax import lax
@@ -45,6 +47,7 @@ GLOROT = nnx.initializers.xavier_uniform()
 ZEROS = nnx.initializers.zeros_init()
 
 _Arrays = TypeVar("_Arrays", bound=tuple)
+_Linear = TypeVar("_Linear", bound=nnx.Module)
 
 
 def sharded(*names: str | None) -> dict[str, Any]:
@@ -99,6 +102,21 @@ def product(
 def _is_sharded(x: Array) -> bool:
     """Returns whether the type of an array says that it is sharded over devices."""
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def linear(
+    kind: Callable[..., _Linear], inputs: Any, outputs: Any, axes: tuple[Any, ...], **options: Any
+) -> _Linear:
+    """Makes a linear map of a class of Flax; `axes` are the logical names of its kernel's axes."""
+    return kind(
+        inputs,
+        outputs,
+        promote_dtype=promote,
+        dot_general=product,
+        kernel_metadata=sharded(*axes),
+        bias_metadata=sharded(*axes[-np.size(outputs) :]),
+        **options,
+    )
 
 
 # Arguments of Flax's constructors that the classes below pass themselves.
@@ -278,25 +296,11 @@ class FeedForward(Module):
         check_flag("gated", gated)
         check_flag("use_bias", use_bias)
         self.features = features
-
-        def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
-            return nnx.Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                promote_dtype=promote,
-                dot_general=product,
-                kernel_metadata=sharded(*names),
-                bias_metadata=sharded(names[1]),
-                rngs=rngs,
-            )
-
-        self.hidden = linear(features, hidden, ("embed", "mlp"))
-        self.out = linear(hidden, features, ("mlp", "embed"))
-        self.gate = linear(features, hidden, ("embed", "mlp")) if gated else None
+        options = {"use_bias": use_bias, "kernel_init": kernel_init, "rngs": rngs, **dtypes}
+        make = functools.partial(linear, nnx.Linear, **options)
+        self.hidden = make(features, hidden, ("embed", "mlp"))
+        self.out = make(hidden, features, ("mlp", "embed"))
+        self.gate = make(features, hidden, ("embed", "mlp")) if gated else None
         self.activation = activation
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 

@@ -28,7 +28,7 @@ from jattn.mechanisms import additive_attention
 from jattn.nn._types import Ids, RowLengths, RunOptions, run_options
 from jattn.nn.additive import AdditiveAttention
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
-from jattn.nn.layers import LECUN, ZEROS, Dropout, product, promote, sharded
+from jattn.nn.layers import LECUN, ZEROS, Dropout, linear, product, promote, sharded
 from jattn.nn.module import (
     ConstructorSignature,
     Module,
@@ -77,19 +77,9 @@ class RecurrentOptions:
     ) -> nnx.LinearGeneral:
         """Makes a map of `[..., features]` to `[..., *out]`; the last axis has the name "state"."""
         names = (*(None,) * (len(out) - 1), "state")
-        return nnx.LinearGeneral(
-            features,
-            out,
-            use_bias=use_bias,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=promote,
-            dot_general=product,
-            kernel_metadata=sharded("embed", *names),
-            bias_metadata=sharded(*names),
-            rngs=rngs,
-            **self.dtypes,
-        )
+        options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init, **self.dtypes}
+        options |= {"use_bias": use_bias, "rngs": rngs}
+        return linear(nnx.LinearGeneral, features, out, ("embed", *names), **options)
 
 
 class RecurrentArguments(TypedDict, total=False):
