@@ -7,10 +7,7 @@ first, then those for modules.
 
 
 def _renamed(**other_names: str) -> dict[str, str]:
-    """Returns advice for arguments that differ in their name alone.
-
-    `scale="softmax_scale sm_scale"` says that other libraries call `scale` by these two names.
-    """
+    """Returns advice for arguments that differ in name alone, as `ours="theirs others_too"`."""
     return {
         other: f"{ours}={other}" for ours, others in other_names.items() for other in others.split()
     }
@@ -76,9 +73,6 @@ CACHE_ADVICE: dict[str, str] = {
 }
 """Advice that replaces the above in calls on a cache: a mask would leave padding in the cache."""
 
-
-# --- modules: layers, stacks and models -----------------------------------------------------------
-
 RUN_ADVICE: dict[str, str] = {
     "dropout_rng": "rngs=nnx.Rngs(dropout=dropout_rng)",
     **_alike(
@@ -102,7 +96,6 @@ LAYER_ADVICE: dict[str, str] = {
     "q_positions": "positions=q_positions",
     "decode": "cache=layer.empty_cache(batch, length): a call with it returns (out, cache)",
 }
-"""Advice for calls of attention layers."""
 
 _ALL_CONSTRUCTORS = {
     **_renamed(num_heads="heads nhead n_heads", dropout_rate="dropout", use_bias="bias"),
@@ -128,8 +121,7 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
 """Advice for the constructors of attention layers."""
 
 _CAUSAL_ALREADY = _alike(
-    "is_causal causal use_causal_mask tgt_is_causal",
-    "nothing: self-attention is always causal",
+    "is_causal causal use_causal_mask tgt_is_causal", "nothing: self-attention is always causal"
 )
 _MASKS = {name: x for name, x in ADVICE.items() if x.startswith("mask=") and "score=" not in x}
 _IN_CONSTRUCTOR = "self_attention=functools.partial(nn.MultiHeadAttention, {}) in the constructor"
@@ -162,7 +154,6 @@ ENCODER_ADVICE = {
     "src_key_padding_mask": _padding("src_key_padding_mask", "mask"),
     **_renamed(x="src inputs hidden_states"),
 }
-"""Advice for calls of encoders and their layers."""
 
 DECODER_ADVICE = {
     **ENCODER_ADVICE,
@@ -175,7 +166,6 @@ DECODER_ADVICE = {
     **_renamed(memory="encoder_hidden_states", x="tgt"),
     "cache": "decoder.step(x, cache), which returns x and the cache with T more tokens",
 }
-"""Advice for calls of decoders and their layers."""
 
 TRANSFORMER_ADVICE = {
     **_LAYERS_WITH_ATTENTION,
@@ -195,7 +185,6 @@ TRANSFORMER_ADVICE = {
     **_renamed(source_ids="src input_ids", target_ids="tgt decoder_input_ids"),
     "cache": "model.step(target_ids, caches), which returns logits and caches",
 }
-"""Advice for calls of the Transformer."""
 
 DECODER_ONLY_ADVICE = {
     **_SELF_ATTENTION,
@@ -206,7 +195,6 @@ DECODER_ONLY_ADVICE = {
         "model.step(tokens, caches), which returns logits and caches",
     ),
 }
-"""Advice for calls of the decoder-only model."""
 
 ADDITIVE_ADVICE = {
     **_MASKS,
@@ -215,7 +203,6 @@ ADDITIVE_ADVICE = {
     **_renamed(query="inputs_q", key="inputs_k memory", value="inputs_v"),
     "use_scale": "nothing: the score has learned parameters, which include a scale",
 }
-"""Advice for calls of additive attention."""
 
 MODEL_CONSTRUCTOR_ADVICE = {
     **_ALL_CONSTRUCTORS,

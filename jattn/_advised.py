@@ -20,10 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def advised_by(advice: Mapping[str, str], options: Any = None) -> Callable[[_F], _F]:
-    """Returns a decorator for functions and methods with advice from a table; see `advised`.
-
-    `options` is the class whose fields the function takes as `**options`.
-    """
+    """Returns a decorator with advice from a table; `options` are as in `advised`."""
     return functools.partial(_advised, advice, options=options)
 
 

@@ -43,11 +43,8 @@ def _as_static(value: Any) -> Any:
 
 def number(value: Any) -> Any:
     """Returns the plain (weakly typed) Python number of a static one; arrays unchanged."""
-    if isinstance(value, StaticInt):
-        return int(value)
-    if isinstance(value, StaticFloat):
-        return float(value)
-    return value
+    kind = int if isinstance(value, StaticInt) else float
+    return kind(value) if isinstance(value, StaticInt | StaticFloat) else value
 
 
 def is_static(value: Any) -> bool:
@@ -70,10 +67,7 @@ def split_letters(letters: str) -> list[str]:
 
 
 def axis_of(letter: str, letters: str, ndim: int) -> int | None:
-    """Returns the axis with this letter of an array declared along `letters`, or None.
-
-    The array's batch axes may be missing.
-    """
+    """Returns the axis with this letter, or None; the array's batch axes may be missing."""
     named = split_letters(letters)
     return ndim - len(named) + named.index(letter) if letter in named else None
 
@@ -123,8 +117,7 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
 
     def unflatten(aux: tuple[Any, ...], children: Any) -> Any:
         self = object.__new__(cls)
-        for name, value in zip((*meta, *data), (*aux, *children), strict=True):
-            object.__setattr__(self, name, value)
+        vars(self).update(zip((*meta, *data), (*aux, *children), strict=True))
         return self
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
@@ -139,10 +132,6 @@ def _identity(tree: Any) -> Hashable:
 
 def _is_equal(self: Any, other: Any) -> Any:
     return _identity(self) == _identity(other) if type(self) is type(other) else NotImplemented
-
-
-def _hash(self: Any) -> int:
-    return hash(_identity(self))
 
 
 def _repr(self: Any) -> str:
@@ -170,7 +159,7 @@ def _never_deleted(self: Any, name: str) -> None:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "__eq__": _is_equal,
-    "__hash__": _hash,
+    "__hash__": lambda self: hash(_identity(self)),
     "__repr__": _repr,
     "__setattr__": _set_once,
     "__delattr__": _never_deleted,
@@ -237,10 +226,7 @@ def flatten_batch(tree: Any, batch: Shape) -> Any:
 
 
 def select_head(tree: Any, b: Index, h: Index) -> Any:
-    """Indexes away the batch and head axes of a tree's arrays, for one (b, h).
-
-    The arrays must have one batch axis, see `flatten_batch`, or none.
-    """
+    """Indexes away the head axis and the one batch axis, if any, of a tree's arrays, for (b, h)."""
 
     def selected(letters: str, leaf: Any) -> Any:
         named, lead = _split(letters, leaf)
@@ -274,11 +260,6 @@ class HoldsTree(Protocol):
     def held_tree(self) -> Any:
         """Returns the tree, with the present values of the variables."""
         ...
-
-
-def held_by_module(value: Any) -> Any:
-    """Returns the tree that a module holds; any other value unchanged."""
-    return value.held_tree() if isinstance(value, HoldsTree) else value
 
 
 def closure_converted(

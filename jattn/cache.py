@@ -33,10 +33,7 @@ from jattn.masks import Lengths, Mask, Window
 
 
 __all__ = ["Cache", "DenseCache", "PagedCache", "RollingCache"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Valid = Bool[Array | np.ndarray, "B T"] | None
@@ -177,11 +174,7 @@ def check_cache(name: str, value: Any) -> None:
 
 
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Returns the indices clamped to 0..B−1, and which of them were out of range.
-
-    Raises TypeError for arrays that are not integer, and ValueError for concrete indices that are
-    out of range.
-    """
+    """Returns indices, which must be integers, clamped to 0..B−1, and which were out of range."""
     check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
     if least < 0 or most >= B:
@@ -207,14 +200,9 @@ def _count_tokens(T: int, valid: Valid) -> Any:
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
-def _is_concrete(array: Any) -> bool:
-    return not isinstance(array, Tracer)
-
-
 def _check_most(counts: Any, most: Any, limit: str) -> None:
-    """Raises ValueError if concrete counts of tokens, `[B]` or one for all batch rows, exceed
-    `most`; `limit` names it."""
-    if not _is_concrete(counts) or not np.any(np.asarray(counts) > most):
+    """Raises ValueError if concrete counts of tokens, `[B]` or one for all, exceed `most`."""
+    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > most):
         return
     counts = np.atleast_1d(np.asarray(counts))
     row = int(np.argmax(counts > most))
@@ -229,8 +217,7 @@ def _check_most(counts: Any, most: Any, limit: str) -> None:
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Writes tokens `[B, T, K, H]` to the slots of their batch rows; a token with slot S is left
-    out."""
+    """Writes tokens `[B, T, K, H]` to the slots of their batch rows, except for slot S."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
     def write_head(buffer: Array, tokens: Array, slots: Array) -> Array:
@@ -505,21 +492,17 @@ class PagedCache(Cache):
         wanted = self.lengths + _count_tokens(T, valid)
         _check_most(wanted, self.capacity, "capacity")
         lengths = jnp.minimum(wanted, self.capacity)
-        holders, page = self.pages_held(), self.page_size
-        table, copies, lacks_pages = _allocate(
-            holders, self.table, self.lengths, lengths, page_size=page
-        )
-        if _is_concrete(lacks_pages) and np.any(np.asarray(lacks_pages)):
+        page, rows = self.page_size, (self.table, self.lengths, lengths)
+        table, copies, lacks_pages = _allocate(self.pages_held(), *rows, page_size=page)
+        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
                 f"all num_pages = {self.num_pages} are in use"
             )
         slots = self.next_positions(T, valid)
         m = jnp.minimum(slots // page, table.shape[1] - 1)
-        pages = jnp.where(
-            self._fits(slots, valid), jnp.take_along_axis(table, m, axis=1), self.num_pages
-        )
-
+        pages = jnp.take_along_axis(table, m, axis=1)
+        pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
         index = jnp.stack([pages, slots % page], axis=-1)
         overflowed = self.overflowed | (wanted > self.capacity) | lacks_pages
         keys, values = (

@@ -83,10 +83,7 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
-    """Checks for a finite number or a scalar float array or, if `per_head`, a float array `[N]`.
-
-    Values of a traced array are not checked.
-    """
+    """Checks for a finite number or float scalar, or `[N]` if `per_head`; not traced values."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     is_array = hasattr(value, "dtype") and not isinstance(value, type)  # `np.float32` has a dtype
     if not real and not (is_array and jnp.issubdtype(value.dtype, jnp.floating)):
@@ -100,16 +97,14 @@ def check_number(name: str, value: Any, *, positive: bool = False, per_head: boo
     if np.shape(value):
         for element in np.asarray(value):
             check_number(name, float(element), positive=positive)
-    elif not _is_finite(value) or (positive and not float(value) > 0):
+        return
+    try:
+        is_finite = math.isfinite(float(value))
+    except OverflowError:  # an integer beyond all floats
+        is_finite = False
+    if not is_finite or (positive and not float(value) > 0):
         wanted = "finite number > 0" if positive else "finite number"
         raise ValueError(f"{name}: expected a {wanted}, got {shown(number(value))}")
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an integer beyond all floats
-        return False
 
 
 def check_operands(owner: str, operands: Any) -> None:
@@ -143,8 +138,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
-    """Checks that a user's function can be called with the arguments `wanted`, by position, and
-    the operands after them. Functions without a signature are not checked."""
+    """Checks that a function, if it has a signature, takes the arguments `wanted` and operands."""
     check_function(f"{owner}: fn", fn)
     try:
         signature = inspect.signature(fn)
@@ -203,11 +197,7 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
 
 
 def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
-    """Returns the result of a user's function as a scalar array of the kind "boolean" or
-    "floating-point".
-
-    Raises TypeError for any other result, naming the function.
-    """
+    """Returns the result of a user's function as a scalar "boolean" or "floating-point" array."""
     got, advice = type(value).__name__, ""
     if value is None:
         got, advice = "None", "; end the function with `return`"
@@ -281,17 +271,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def check_precision(name: str, value: Any) -> None:
     """Checks for a precision of matrix products that JAX accepts."""
-    if value is not None and not _is_precision(value):
+    try:
+        is_precision = value is None or _is_accepted_by_dot(value)
+    except TypeError:  # not hashable, which the cache below needs
+        is_precision = False
+    if not is_precision:
         raise ValueError(
             f"{name}: expected None, a jax.lax.Precision or one of its names, got {shown(value)}"
         )
-
-
-def _is_precision(value: Any) -> bool:
-    try:
-        return _is_accepted_by_dot(value)
-    except TypeError:  # not hashable, which the cache below needs
-        return False
 
 
 @functools.lru_cache(maxsize=64)

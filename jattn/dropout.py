@@ -58,11 +58,7 @@ def threshold(rate: float) -> int:
 def keep(
     key: Tree, rate: float, b: Index, h: Index, q_places: Indices, kv_places: Indices
 ) -> Bool[Array, "t s"]:
-    """Returns which weights dropout keeps, `[t, s]`: each with probability 1 − rate.
-
-    The decision is a hash of (key, b, h, query place, key place), so that it is the same however
-    attention is tiled, mapped or sharded, and in forward and backward.
-    """
+    """Returns which weights dropout keeps, `[t, s]`: each with probability 1 − rate."""
     rows = _row_hash(seed(key, b, h), q_places)
     return _kept(rate, rows, q_places, _column_hash(kv_places))
 
@@ -87,10 +83,7 @@ _LAST = 0x846CA68B, 0x846CA68B * 2891336453 % 2**32
 def _kept(
     rate: float, rows: UInt32[Array, " t"], q_places: Indices, columns: UInt32[Array, " s"]
 ) -> Bool[Array, "t s"]:
-    """Returns whether the mixed sum of two hashes is at least the threshold.
-
-    It mixes by the rounds of `_mix` without the last shift.
-    """
+    """Returns whether the sum of two hashes, mixed as in `_mix`, reaches the threshold."""
     x = rows[:, None] + columns[None, :]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     second = jnp.asarray(q_places).astype(jnp.uint32) & np.uint32(SHARED)
@@ -126,10 +119,7 @@ class Hashes:
 
 
 def hashed(spec: Spec, shapes: Shapes, *, rows: bool) -> Spec:
-    """Returns a spec with `Hashes` in place of its dropout key, if it has one.
-
-    The spec has one batch axis. With `rows` the hashes of rows are computed, else the seeds.
-    """
+    """Returns a spec of one batch axis with `Hashes`, of rows or of seeds, as its dropout key."""
     if spec.dropout_rate == 0:
         return spec
     places_of = functools.partial(

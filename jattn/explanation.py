@@ -84,19 +84,17 @@ class Explanation(dict[str, str | None]):
     ):
         """Explains a call on a platform.
 
-        Args:
-            operands: query, key and value, or query and cache.
-            lower: returns the lowered program of the call and the operands; None if it cannot be
-                lowered here.
-            cache_reasons: the entries of implementations for caches alone. They come first, because
-                they are tried first.
+        `operands` are query, key and value, or query and cache. `lower` returns the lowered program
+        of the call and the operands; None if it cannot be lowered here. `cache_reasons`, of
+        implementations for caches alone, come first, because these are tried first.
         """
         reasons = registry.reasons(call, platform)
         super().__init__({**cache_reasons, **reasons})
         self.runs = next(name for name, reason in self.items() if reason is None)
         _, *others = (name for name, reason in reasons.items() if reason is None)
         self.by_name = tuple(x for x in others if registry.is_for(x, platform))
-        self._call = None if _is_traced(call) else call  # an attribute must not hold tracers
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
+        self._call = None if is_traced else call  # an attribute must not hold tracers
         self._shapes, self._platform = call.shapes, platform
         self.tokens = partition.shared_tokens(*operands) if len(operands) == 3 else None
         self._operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
@@ -205,8 +203,7 @@ def explain(
 
 
 def _platform_of(x: Any) -> str:
-    """Returns the platform of an array's device; for a tracer or another value, of JAX's default
-    device."""
+    """Returns the platform of an array's device; of other values, JAX's default device's."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         device = next(iter(x.devices()))
     else:
@@ -218,13 +215,6 @@ def _platform_of(x: Any) -> str:
 
     version = get_backend(platform).platform_version
     return "rocm" if "rocm" in version else "cuda"
-
-
-# --- tiles --------------------------------------------------------------------------------------
-
-
-def _is_traced(call: Call) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
 
 
 def tiles_of(call: Call) -> Tiles | None:
@@ -241,8 +231,7 @@ def tiles_of(call: Call) -> Tiles | None:
 
 
 def _sampled_heads(spec: Spec, shapes: Shapes) -> list[tuple[int, int]]:
-    """Returns evenly spaced pairs of batch row and head, at most `_MAX_MAPS`; one pair if the mask
-    is the same for all."""
+    """Returns at most `_MAX_MAPS` pairs (batch row, head); one if the mask is the same for all."""
     rows, heads = leading(spec)
     has_function = _has_function(spec.mask)  # it may depend on b and h
     B = shapes.B if has_function or math.prod(rows) > 1 else 1
@@ -264,9 +253,6 @@ def _count_tiles(spec: Spec, shapes: Shapes, b: int, h: int) -> np.ndarray:
     return np.bincount(np.asarray(kinds).ravel(), minlength=3)
 
 
-# --- advice -------------------------------------------------------------------------------------
-
-
 def _has_function(mask: Mask) -> bool:
     leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Predicate))
     return any(isinstance(x, Predicate) for x in leaves)
@@ -275,8 +261,7 @@ def _has_function(mask: Mask) -> bool:
 def _advice(
     call: Call, platform: str, tiles: Tiles, old_reasons: dict[str, str | None]
 ) -> str | None:
-    """Returns a text with the mask of `jattn.masks` to write in place of a function, and what it
-    gains; None if nothing."""
+    """Returns the mask of `jattn.masks` to write in place of a function and its gain, or None."""
     spec, shapes = call.spec, call.shapes
     positions = (spec.q_positions, spec.kv_positions)
     if jax.tree.leaves((spec.mask, positions)) or not _has_function(spec.mask):
@@ -299,8 +284,7 @@ def _advice(
 
 
 def _recognised(mask: Mask, shapes: Shapes) -> tuple[str, Mask] | None:
-    """Returns the text of a mask of `jattn.masks` that allows the same keys to sampled queries of
-    the first and the last head, and the mask itself; None if there is none."""
+    """Returns the first candidate, with its text, that allows sampled queries the same keys."""
     T, S = shapes.T, shapes.S
     queries = np.unique(np.linspace(0, T - 1, min(T, _MAX_QUERIES)).astype(np.int32))
     keys = np.arange(S, dtype=np.int32)
@@ -322,8 +306,7 @@ def _allowed_keys(mask: Mask, b: int, h: int, queries: np.ndarray, keys: np.ndar
 
 
 def _candidates(queries: np.ndarray, allowed: np.ndarray) -> Iterator[tuple[str, Mask]]:
-    """Yields masks that may allow the keys `allowed [n, S]` to `queries [n]`, simplest first, each
-    with its text."""
+    """Yields masks, simplest first, that may allow the keys `allowed [n, S]` to `queries [n]`."""
     S = allowed.shape[1]
     first_key = allowed.argmax(axis=1)
     last_key = S - 1 - allowed[:, ::-1].argmax(axis=1)

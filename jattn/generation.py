@@ -28,10 +28,6 @@ from jattn.nn.variables import lasting_functions
 __all__ = ["Generated", "LanguageModel", "generate", "sample_tokens"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 @runtime_checkable
 class LanguageModel(Protocol):
     """A model that `generate` accepts: a Flax NNX module with these two methods, such as
@@ -110,8 +106,13 @@ def generate(
     >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
     Array([4, 4], dtype=int32)
     """
-    _check_model(model)
-    _check_prompt(prompt)
+    is_model = hasattr(model, "start") and hasattr(model, "step")
+    if not isinstance(model, nnx.Module) or not is_model:
+        got = type(model).__name__
+        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
@@ -124,7 +125,16 @@ def generate(
     inputs = _Inputs(variables, tokens, valid, caches, sampling)
     if callback is None:
         return _all_tokens(definition, options, inputs)
-    return _stepwise(definition, options, inputs, callback)
+    check_function("callback", callback)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, inputs._replace(sampling=None))
+    for _ in range(max_tokens):
+        state = _advanced(definition, options, variables, state, sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
 
 
 class _Options(NamedTuple):
@@ -191,25 +201,6 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
     return run(inputs)
 
 
-def _stepwise(
-    definition: nnx.GraphDef,
-    options: _Options,
-    inputs: _Inputs,
-    callback: Callable[[np.ndarray], object],
-) -> Generated:
-    """Runs a program for each step, and passes its tokens to `callback`."""
-    check_function("callback", callback)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
-        raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, inputs._replace(sampling=None))
-    for _ in range(options.max_tokens):
-        state = _advanced(definition, options, inputs.variables, state, inputs.sampling)
-        callback(np.asarray(state.last))
-        if not np.any(state.active):
-            break
-    return Generated(state.tokens, state.lengths)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begun(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> _State:
     def cuts(inputs: _Inputs) -> Any:
@@ -273,7 +264,10 @@ def _advance(
     logits = logits[:, 0].astype(jnp.float32)
     chosen = jnp.argmax(logits, axis=-1)
     if sampling is not None:
-        chosen = _drawn(logits, sampling, options.top_k, state.place)
+        key = jax.random.fold_in(sampling.key, state.place)
+        rows = jnp.arange(len(logits), dtype=jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+        chosen = sample_tokens(keys, logits, sampling.temperature, options.top_k, sampling.top_p)
     chosen = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen.astype(jnp.int32))
     chosen = jnp.where(state.active, chosen, options.pad)
     stops = jnp.isin(chosen, jnp.asarray(options.stop, jnp.int32))
@@ -285,15 +279,6 @@ def _advance(
         state.lengths + state.active.astype(jnp.int32),
         caches,
     )
-
-
-def _drawn(
-    logits: Float[Array, "B V"], sampling: _Sampling, top_k: int | None, place: Array
-) -> Int[Array, " B"]:
-    """Draws a token for each row, with keys that differ between rows and token indices."""
-    key = jax.random.fold_in(sampling.key, place)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits), dtype=jnp.uint32))
-    return sample_tokens(keys, logits, sampling.temperature, top_k, sampling.top_p)
 
 
 def sample_tokens(
@@ -324,20 +309,6 @@ def sample_tokens(
         top = jnp.where((likelier < top_p) | (top_p >= 1), top, -jnp.inf)
     places = jax.vmap(jax.random.categorical)(keys, top)
     return jnp.take_along_axis(tokens, places[:, None], axis=-1)[:, 0]
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nnx.Module) or not (
-        hasattr(model, "start") and hasattr(model, "step")
-    ):
-        got = type(model).__name__
-        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
-
-
-def _check_prompt(prompt: Any) -> None:
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:
@@ -385,8 +356,7 @@ def _check_valid(valid: Any, prompt: Any) -> None:
 
 
 def _check_room(caches: Tree, tokens: int) -> None:
-    """Raises TypeError if `caches` has leaves that are not arrays, and ValueError if caches of the
-    library are known to be too small for another `tokens` tokens."""
+    """Raises TypeError for caches with other leaves than arrays, ValueError if they lack room."""
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):

@@ -22,7 +22,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ from jattn._pytree import (
     axis_names,
     axis_of,
     flatten_batch,
-    held_by_module,
     leading,
     letters_by_head,
     number,
@@ -95,12 +94,10 @@ __all__ = [
     "check_bounds",
     "tile_map",
 ]
+__dir__ = __all__.copy
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
+_M = TypeVar("_M", bound="Mask")
 Truth = Any  # one boolean per tile, broadcastable to [n, m]; NumPy if all inputs are static
 
 
@@ -139,8 +136,7 @@ class Extent(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """The two items into which a `Tile` unpacks. Only a subclass of a NamedTuple may have more
-    attributes, such as `b` and `h` of a tile."""
+    """The pair into which a `Tile` unpacks: only subclasses of a NamedTuple may have attributes."""
 
     rows: Extent
     columns: Extent
@@ -229,7 +225,9 @@ class Mask:
 
         `rows` and `columns` are arrays of indices, which are both positions and places, or spans.
         """
-        i, j = _with_equal_dtypes(as_span(rows), as_span(columns))
+        i, j = as_span(rows), as_span(columns)
+        if i.positions.dtype != j.positions.dtype:  # so that formulas can compare them
+            i, j = (x._replace(positions=x.positions.astype(jnp.int64)) for x in (i, j))
         _check_head(*leading(self), b, h)
         flattened = flatten_batch(self, leading(self)[0])
         allowed = take_tile(select_head(flattened, b, h), i.places, j.places).evaluate(b, h, i, j)
@@ -356,8 +354,8 @@ def as_mask(value: Any) -> Mask:
     """
     if value is None:
         return _FULL
-    if not isinstance(value, Mask | types.FunctionType):
-        value = held_by_module(value)
+    if not isinstance(value, Mask | types.FunctionType) and isinstance(value, HoldsTree):
+        value = value.held_tree()
     if isinstance(value, Mask):
         return value
     if hasattr(value, "dtype"):
@@ -409,10 +407,7 @@ def span(size: Size, positions: Indices | None = None) -> Span:
 
 
 def _batch_shape(batch: Any) -> Shape:
-    """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None.
-
-    Raises TypeError and ValueError for anything else.
-    """
+    """Returns the sizes of the batch axes as a tuple, from a tuple, one size or None."""
     batch = (batch,) if is_integer(batch) else () if batch is None else batch
     if not isinstance(batch, list | tuple):
         raise TypeError(f"batch: expected a tuple of sizes, got {shown(batch)}")
@@ -421,41 +416,25 @@ def _batch_shape(batch: Any) -> Shape:
     return tuple(batch)
 
 
-def _with_equal_dtypes(i: Span, j: Span) -> tuple[Span, Span]:
-    """Converts positions to int64 if the dtypes differ, so that formulas can compare them."""
-    if i.positions.dtype == j.positions.dtype:
-        return i, j
-    i, j = (x._replace(positions=x.positions.astype(jnp.int64)) for x in (i, j))
-    return i, j
-
-
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns `q_positions` and `kv_positions`, each None if not given; int64 if either needs it.
-
-    Raises TypeError for keyword arguments with other names.
-    """
+    """Returns `q_positions` and `kv_positions`, or None; both are int64 if either needs it."""
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
         raise TypeError(
             f"no argument {min(unknown)!r}; write {' or '.join(names)} to set positions"
         )
-    q, kv = (
-        None if (x := positions.get(name)) is None else _checked_position_array(name, x, size)
-        for name, size in zip(names, (T, S), strict=True)
-    )
-    if all(x is None or integers.is_narrow(x) for x in (q, kv)):
+    arrays: list[Any] = []
+    for name, letters, size in zip(names, ("[T]", "[S]"), (T, S), strict=True):
+        x = positions.get(name)
+        if x is not None:
+            check_array(name, x, letters, "integer", shape=(size,))
+            x = integers.of_formula(name, x)
+        arrays.append(x)
+    q, kv = arrays
+    if all(x is None or integers.is_narrow(x) for x in arrays):
         return q, kv
     q, kv = (np.arange(n) if x is None else x.astype(jnp.int64) for n, x in ((T, q), (S, kv)))
     return q, kv
-
-
-def _checked_position_array(name: str, x: Any, size: int) -> Any:
-    """Returns a user's positions `[size]` as int32, or int64 if they do not fit.
-
-    Raises TypeError and ValueError for anything but integers `[size]`.
-    """
-    check_array(name, x, "[T]" if name[0] == "q" else "[S]", "integer", shape=(size,))
-    return integers.of_formula(name, x)
 
 
 def _check_covers(mask: Mask, T: int, S: int) -> None:
@@ -471,14 +450,14 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
             if length != size and not (length == 1 and f"#{axis_name}" in axes.split()):
                 name, shape = f"mask{jax.tree_util.keystr(path)}", list(leaf.shape)
                 raise ValueError(f"{name}: expected {axis_name} = {size}, got shape {shape}")
-    for blocks in _blocks(mask):
+    for blocks in _parts_of(mask, Blocks):
         blocks.check_covers(T, S)
 
 
-def _blocks(mask: Mask) -> list["Blocks"]:
-    """Returns the `Blocks` in a mask."""
-    leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks))
-    return [x for x in leaves if isinstance(x, Blocks)]
+def _parts_of(mask: Any, kind: type[_M]) -> list[_M]:
+    """Returns the parts of a mask that are of a class, such as `Blocks`."""
+    leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
 
 
 def _length_along(mask: Mask, axis_name: str) -> int:
@@ -488,7 +467,9 @@ def _length_along(mask: Mask, axis_name: str) -> int:
         axis = axis_of(axis_name, axes, leaf.ndim)
         length = max(length, 0 if axis is None else leaf.shape[axis])
     side = "TS".index(axis_name)  # of the layout's last two axes
-    return max(length, 0, *(x.layout.shape[-2:][side] * x.sizes[side] for x in _blocks(mask)))
+    return max(
+        length, 0, *(x.layout.shape[-2:][side] * x.sizes[side] for x in _parts_of(mask, Blocks))
+    )
 
 
 def _check_head(batch: Shape, heads: int, b: Index, h: Index) -> None:
@@ -1201,19 +1182,7 @@ class Predicate(Mask):
         if bounds is not None:
             check_function("Predicate: bounds", bounds)
         check_operands("Predicate", operands)
-        self._set(fn, operands, bounds)
-
-    def _set(self, fn: Any, operands: tuple[Any, ...], bounds: Any) -> None:
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "operands", operands)
-        object.__setattr__(self, "bounds_fn", bounds)
-
-    @classmethod
-    def _checked(cls, fn: Any, operands: tuple[Any, ...], bounds: Any) -> "Predicate":
-        """Returns the mask of a function whose arguments were already checked."""
-        self = object.__new__(cls)
-        self._set(fn, operands, bounds)
-        return self
+        vars(self).update(fn=fn, operands=operands, bounds_fn=bounds)
 
     def traced(self) -> "Predicate":
         """Returns this mask with its function traced: a `TracedFunction` no longer changes with
@@ -1230,8 +1199,11 @@ class Predicate(Mask):
             return Predicate(unnamed, *self.operands).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
+        traced = object.__new__(Predicate)  # the arguments of the function were already checked
         # Bounds that may change are dropped: they only save time.
-        return Predicate._checked(fn, operands, bounds if bounds and is_frozen(bounds) else None)
+        bounds = bounds if bounds and is_frozen(bounds) else None
+        vars(traced).update(fn=fn, operands=operands, bounds_fn=bounds)
+        return traced
 
     def _scalar(self, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
         with explained("Predicate", self.fn):
@@ -1289,19 +1261,12 @@ class _AnalysedFunction:
 def _of_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
     """Returns limits of positions as int32 arrays, or all as int64 if one needs 64 bits."""
     limits = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in limits)
-    is_int32 = all(integers.is_narrow(x) or _fits_int32(x) for x in limits)
+    is_int32 = all(map(integers.fits, limits))
     return [x.astype(np.int32 if is_int32 else np.int64) for x in limits]
 
 
-def _fits_int32(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and bool(np.all((x >= _LEAST) & (x <= _GREATEST)))
-
-
 def _promotion(dtype: Any) -> Any:
-    """Returns a context for user functions: with int64 positions it allows dtype promotion.
-
-    A function written for int32 positions may combine them with int32 numbers of its own.
-    """
+    """Returns a context for user functions: int32 numbers may meet int64 positions in it."""
     is_narrow = np.dtype(dtype).itemsize <= 4
     return contextlib.nullcontext() if is_narrow else jax.numpy_dtype_promotion("standard")
 
@@ -1315,10 +1280,7 @@ def _index_interval(index: Any) -> Interval:
 
 
 def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
-    """Returns one of the two results of a user's bounds as an array.
-
-    Raises TypeError unless it is boolean, ValueError unless it broadcasts to `shape`, `[n, m]`.
-    """
+    """Returns a result of a user's bounds as a boolean array that broadcasts to `[n, m]`."""
     dtype = np.dtype(bool) if isinstance(value, bool) else getattr(value, "dtype", None)
     if dtype != np.dtype(bool):
         raise TypeError(
@@ -1365,10 +1327,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     Bounds decide first. If static bounds leave many tiles mixed, and the mask contains functions
     but no arrays, these tiles are evaluated exactly.
     """
-    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
-    analysed = jax.tree.map(
-        lambda x: x.analysed(tile) if is_function(x) else x, mask, is_leaf=is_function
-    )
+    analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)
     kind = maybe_any.astype(np.int8) + (maybe_any & surely_all).astype(np.int8)
     if isinstance(kind, jax.Array):
@@ -1377,7 +1336,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     limits = undecided.boxes(_position_limits(tile), kind == MIXED, int(np.count_nonzero(kind)))
     if limits is None:
         return kind
-    mask = jax.tree.map(lambda x: x.traced() if is_function(x) else x, mask, is_leaf=is_function)
+    mask = _map_functions(lambda x: x.traced(), mask)
     functions = _functions_to_evaluate(mask)
     if not functions:
         return kind
@@ -1385,6 +1344,12 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     decided = kind.copy()
     decided[kind == MIXED] = np.where(surely_all, FULL, np.where(maybe_any, MIXED, EMPTY))
     return decided
+
+
+def _map_functions(change: Callable[["Predicate"], Any], mask: Mask) -> Any:
+    """Returns the mask with `change` applied to each of its predicates."""
+    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
+    return jax.tree.map(lambda x: change(x) if is_function(x) else x, mask, is_leaf=is_function)
 
 
 def _refined_bounds(
@@ -1405,12 +1370,14 @@ def _refined_bounds(
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
     # Predicates that are still in `analysed` have bounds by the user, which need whole tiles.
-    is_function = lambda x: isinstance(x, Predicate)  # noqa: E731
-    if not any(map(is_function, jax.tree.leaves(analysed, is_leaf=is_function))):
+    if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
-    if is_decided.all() or not _may_be_evaluated(functions, tile):
-        return maybe_any, surely_all
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
+    is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
+    if is_decided.all() or not (
+        is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
+    ):
+        return maybe_any, surely_all
 
     def evaluate(q: Array, kv: Array) -> Array:
         allowed = mask.evaluate(b, h, Span(q, q), Span(kv, kv))
@@ -1429,12 +1396,6 @@ def _functions_to_evaluate(mask: Mask) -> list[Predicate]:
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
         return []
     return [x for x in leaves if isinstance(x, Predicate)]
-
-
-def _may_be_evaluated(functions: list[Predicate], tile: Tile) -> bool:
-    """Returns whether the tile is of one static head, or no function depends on b or h."""
-    is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    return is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
 
 
 def tile_map(

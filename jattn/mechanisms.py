@@ -42,10 +42,7 @@ __all__ = [
     "self_attention",
     "simple_self_attention",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def _single_head(
@@ -66,8 +63,7 @@ def _check_tokens(**arrays: Any) -> None:
 
 
 def _check_matrix(name: str, array: Any, letters: str, *sizes: int) -> None:
-    """Raises TypeError or ValueError unless the array is a float matrix with these first sizes; a
-    size that is not passed may be any."""
+    """Raises TypeError or ValueError unless the array is a float matrix with these first sizes."""
     check_array(name, array, letters, rank=2)
     wanted = [*sizes, *array.shape[len(sizes) :]]
     _check_shape(name, f"{letters} = {wanted}", array.shape, list(array.shape) == wanted)
@@ -360,25 +356,21 @@ def additive_attention(
 def _check_additive(
     query: Any, key: Any, value: Any, w_query: Any, w_key: Any | None, w_score: Any
 ) -> None:
-    """Raises TypeError or ValueError unless dtypes and shapes of the arrays of
-    `additive_attention` match."""
+    """Raises TypeError or ValueError unless dtypes and shapes of the arrays match."""
     _check_tokens(query=query, key=key, value=value)
-    arrays = {"key": key, "value": value, "w_query": w_query, "w_key": w_key, "w_score": w_score}
-    for name, array in arrays.items():
+    arrays = (
+        ("key", key, "[*B, S, Dk]"),
+        ("value", value, "[*B, S, V]"),
+        ("w_query", w_query, "[Dq, A]"),
+        ("w_key", w_key, "[Dk, A]"),
+        ("w_score", w_score, "[A]"),
+    )
+    for name, array, letters in arrays:
         if array is not None:
-            check_array(name, array, _LETTERS[name])
+            check_array(name, array, letters)
             check_like(name, array, query)
     _check_shape("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)
     A = w_score.shape[0]
     _check_matrix("w_query", w_query, "[Dq, A]", query.shape[-1], A)
     if w_key is not None:
         _check_matrix("w_key", w_key, "[Dk, A]", key.shape[-1], A)
-
-
-_LETTERS = {
-    "key": "[*B, S, Dk]",
-    "value": "[*B, S, V]",
-    "w_query": "[Dq, A]",
-    "w_key": "[Dk, A]",
-    "w_score": "[A]",
-}

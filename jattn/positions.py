@@ -32,10 +32,7 @@ __all__ = [
     "rotary",
     "sinusoidal",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 def aligned_to_end(T: int, S: Any) -> Int[Array, "*B T"]:
@@ -72,11 +69,7 @@ def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
 
 
 def sinusoidal(
-    positions: Int[AnyArray, "*shape"],
-    D: int,
-    *,
-    base: float = 10000.0,
-    dtype: Any = jnp.float32,
+    positions: Int[AnyArray, "*shape"], D: int, *, base: float = 10000.0, dtype: Any = jnp.float32
 ) -> Float[Array, "*shape D"]:
     """Encodes positions `[...]` as `[..., D]`: sin(p ω) in even channels, cos(p ω) in odd ones.
 
@@ -256,16 +249,19 @@ def rotary(
         )
     check_choice("style", style, ("half", "interleaved"))
     check_number("base", base, positive=True)
-    _check_scaling(scaling)
+    if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
+        raise TypeError(
+            f"scaling: expected None, positions.Linear(...), positions.NTK(...) or "
+            f"positions.Yarn(...), got {scaling!r}"
+        )
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
             f"{list(x.shape[:-2])}, got shape {list(positions.shape)}"
         )
     compute_dtype = accumulation(x.dtype)
-    frequencies = (_frequencies if scaling is None else scaling.frequencies)(
-        size, base, compute_dtype
-    )
+    scaled = _frequencies if scaling is None else scaling.frequencies
+    frequencies = scaled(size, base, compute_dtype)
     angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
         frequencies, positions.ndim
     )
@@ -274,15 +270,6 @@ def rotary(
     cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
     rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style)
     return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
-
-
-def _check_scaling(scaling: Any) -> None:
-    """Raises TypeError for anything but None and the classes that scale rotary frequencies."""
-    if scaling is not None and not isinstance(scaling, Linear | NTK | Yarn):
-        raise TypeError(
-            f"scaling: expected None, positions.Linear(...), positions.NTK(...) or "
-            f"positions.Yarn(...), got {scaling!r}"
-        )
 
 
 def axial_rotary(

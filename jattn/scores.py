@@ -21,7 +21,6 @@ from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
     array_field,
-    held_by_module,
     is_static,
     letters_by_head,
     number,
@@ -55,10 +54,7 @@ __all__ = [
     "alibi_slopes",
     "relative_bucket",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class ScoreFunction:
@@ -140,8 +136,9 @@ def as_score(value: Any) -> Any:
     `layer.score` of a layer the result is the layer's score function. Raises TypeError for anything
     else.
     """
-    if not isinstance(value, ScoreFunction | types.FunctionType | None):
-        value = held_by_module(value)
+    may_be_module = not isinstance(value, ScoreFunction | types.FunctionType | None)
+    if may_be_module and isinstance(value, HoldsTree):
+        value = value.held_tree()
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):
@@ -161,9 +158,10 @@ def _is_function(value: Any) -> bool:
     return inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType)
 
 
-def _in_dtype_of(score: Scores, value: Any) -> Any:
-    """Casts an array to the dtype of the scores; a number stays weakly typed."""
-    return number(value) if is_static(value) else value.astype(score.dtype)
+def _in_dtype(value: Any, dtype: Any) -> Any:
+    """Casts a float array to the dtype of scores; keeps other values, and numbers weakly typed."""
+    is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(dtype) if is_float else number(value)
 
 
 def _divided(value: Any, unit: float) -> Any:
@@ -193,7 +191,7 @@ class SoftCap(ScoreFunction):
         return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
-        cap = _in_dtype_of(score, self.cap)
+        cap = _in_dtype(self.cap, score.dtype)
         if is_static(cap):
             # The cap as a number of the scores' dtype must not become 0 or infinite.
             dtype_limits = jnp.finfo(score.dtype)
@@ -227,7 +225,7 @@ class Temperature(ScoreFunction):
         return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
-        return score / _in_dtype_of(score, self.t)
+        return score / _in_dtype(self.t, score.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
@@ -276,7 +274,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        slope = _in_dtype_of(score, self.slopes)
+        slope = _in_dtype(self.slopes, score.dtype)
         return score - slope * distance(rows, columns, score.dtype)
 
     def in_units(self, unit):
@@ -363,7 +361,7 @@ class RelativeBias(ScoreFunction):
         )
 
     def evaluate(self, score, b, h, rows, columns):
-        table = _in_dtype_of(score, self.table)
+        table = _in_dtype(self.table, score.dtype)
         if rows.consecutive and columns.consecutive and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
         distance = _difference(columns.positions[None, :], rows.positions[:, None])
@@ -411,7 +409,7 @@ class Bias(ScoreFunction):
         check_array("Bias: array", self.array, "[*B, N, T, S]")
 
     def evaluate(self, score, b, h, rows, columns):
-        return score + _in_dtype_of(score, self.array)
+        return score + _in_dtype(self.array, score.dtype)
 
 
 @pytree_dataclass
@@ -437,11 +435,7 @@ class Score(ScoreFunction):
     def __init__(self, fn: Callable[..., Any], *operands: Any):
         check_rule("Score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
         check_operands("Score", operands)
-        self._set(fn, operands)
-
-    def _set(self, fn: Any, operands: tuple[Any, ...]) -> None:
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "operands", operands)
+        vars(self).update(fn=fn, operands=operands)
 
     def traced(self, dtype: Any) -> "Score":
         """Returns this score function with `fn` traced for scores of a dtype: a `TracedFunction` no
@@ -461,7 +455,7 @@ class Score(ScoreFunction):
         fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
         traced = object.__new__(Score)  # the arguments of the function were already checked
         # Tracing adds arrays that the function reads to the operands, after the user's own.
-        traced._set(fn, (*self.operands, *operands[n:]))
+        vars(traced).update(fn=fn, operands=(*self.operands, *operands[n:]))
         return traced
 
     def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:
@@ -474,12 +468,6 @@ class Score(ScoreFunction):
         over_pairs = jax.vmap(over_keys, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         return over_pairs(score, b, h, rows.positions, columns.positions)
-
-
-def _in_dtype(x: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores, as `Call.prepared` does; keeps other values."""
-    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(dtype) if is_float else x
 
 
 @functools.cache

@@ -65,71 +65,50 @@ Other devices use `DEFAULT`."""
 
 
 class Tuning(NamedTuple):
-    """The sizes of all devices, and a row for all devices in place of the table's.
+    """The sizes of all devices, and a row for all devices in place of the table's."""
 
-    row: replaces the row of `TABLE`.
-    max_width: the most keys in a run of tiles or in a wide tile, which bounds the memory.
-    max_written_out: the longest schedule that is unrolled, in runs; longer ones take memory and
-        time if they run side by side.
-    max_band: the most scores of a block of queries in a band.
-    band_blocks: the number of blocks of a band that run together: enough for the cores, few enough
-        for their caches.
-    scores_together: the number of scores that are computed together where heads do not run
-        sequentially.
-    additive_tile: about the number of queries and of keys in a tile of additive attention; shorter
-        inputs are one tile.
-    additive_keys: the number of keys scored at a time in additive attention: t × 16 × A floats live
-        at once.
-    additive_pairs: the number of pairs scored at a time there, if that is less because queries are
-        few.
-    decode_block: the most keys of a cache that are read together.
-    cpu_tiles: in the C++ of the kernel for CPUs, the queries of a tile, the keys of a tile, and the
-        keys whose gradients are summed together. Queries come in whole vectors of at most 16
-        numbers; the last is a multiple of the second.
-    generated_pairs: the smallest call, in query-key pairs over all heads, for which the kernel for
-        CPUs compiles a mask or a score function.
-    min_exact_pairs: the smallest head, in query-key pairs, for which tiles that bounds leave
-        undecided are evaluated exactly.
-    max_exact_pairs: the most query-key pairs that are evaluated for that.
-    few_queries: the most queries for the CPU kernel that reads each key once for all queries.
-    many_keys: the fewest keys for that kernel, whose time is the time of reading the keys.
-    ring_rounds: the number of rounds in which heads go around a ring of devices, if not in one;
-        fewer save no memory.
-    ring_chunks: the most chunks in which a shard's keys go around the ring; a power of two.
-    tpu_tile: the most queries and keys of a tile of the kernel for TPUs.
-    tpu_decode_block: the most keys of a cache that the kernel for TPUs reads together.
-    gpu_programs: the number of programs that keep a GPU busy.
-    gpu_tiles_each: the number of tiles of keys that justify a program of their own on a GPU.
-    gpu_cached_bytes: the bytes of keys and values that stay in the L2 cache of a GPU beside
-        everything else.
-    gpu_gathered_entries: the most entries of a parameter that functions index on a GPU: its
-        gradient's kernel goes over a tile once for each entry. XLA sums the gradients of larger
-        parameters.
-    """
-
-    row: Sizes | None = None
-    max_width: int = 1024
+    row: Sizes | None = None  # replaces the row of `TABLE`
+    max_width: int = 1024  # the most keys in a run of tiles or a wide tile: bounds the memory
+    # The longest schedule that is unrolled, in runs; longer ones take memory and time if they run
+    # side by side.
     max_written_out: int = 8
-    max_band: int = 256 * 1280
+    max_band: int = 256 * 1280  # the most scores of a block of queries in a band
+    # The blocks of a band that run together: enough for the cores, few enough for their caches.
     band_blocks: int = 8
-    scores_together: int = 2**24
+    scores_together: int = 2**24  # computed together where heads do not run sequentially
+    # About the number of queries and of keys in a tile of additive attention; shorter inputs are
+    # one tile.
     additive_tile: int = 128
+    # The keys scored at a time in additive attention: t × 16 × A floats live at once.
     additive_keys: int = 16
-    additive_pairs: int = 512
-    decode_block: int = 512
+    additive_pairs: int = 512  # the pairs scored at a time there, if less as queries are few
+    decode_block: int = 512  # the most keys of a cache that are read together
+    # In the C++ of the kernel for CPUs: the queries of a tile, the keys of a tile, and the keys
+    # whose gradients are summed together. Queries come in whole vectors of at most 16 numbers; the
+    # last is a multiple of the second.
     cpu_tiles: str = "64, 128, 1024"
+    # The smallest call, in query-key pairs over all heads, for which the kernel for CPUs compiles a
+    # mask or a score function.
     generated_pairs: int = 2**20
+    # The smallest head, in query-key pairs, for which tiles that bounds leave undecided are
+    # evaluated exactly, and the most pairs that are evaluated for that.
     min_exact_pairs: int = 2**20
     max_exact_pairs: int = 2**26
+    # The most queries, and the fewest keys, for the CPU kernel that reads each key once for all
+    # queries: its time is the time of reading the keys.
     few_queries: int = 8
     many_keys: int = 512
+    # The rounds in which heads go around a ring of devices, if not in one; fewer save no memory.
     ring_rounds: int = 4
-    ring_chunks: int = 4
-    tpu_tile: tuple[int, int] = (512, 512)
-    tpu_decode_block: int = 1024
-    gpu_programs: int = 256
-    gpu_tiles_each: int = 4
+    ring_chunks: int = 4  # the most chunks in which a shard's keys go around; a power of two
+    tpu_tile: tuple[int, int] = (512, 512)  # the most queries and keys of a tile on TPUs
+    tpu_decode_block: int = 1024  # the most keys of a cache that the kernel for TPUs reads together
+    gpu_programs: int = 256  # the number of programs that keep a GPU busy
+    gpu_tiles_each: int = 4  # the tiles of keys that justify a program of their own on a GPU
+    # The bytes of keys and values that stay in a GPU's L2 cache beside everything else.
     gpu_cached_bytes: int = 2**24
+    # The most entries of a parameter that functions index on a GPU: its gradient's kernel goes over
+    # a tile once for each entry. XLA sums the gradients of larger parameters.
     gpu_gathered_entries: int = 512
 
 

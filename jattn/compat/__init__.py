@@ -10,8 +10,12 @@ from jattn.compat.equinox_attention import equinox_attention
 from jattn.compat.flax_attention import flax_attention_fn
 from jattn.compat.installation import Ran, install, installed, report, uninstall
 from jattn.compat.jax_attention import dot_product_attention
-from jattn.compat.torch_transformer import transformer_from_torch, transformer_to_torch
-from jattn.compat.weights import attention_from_torch, attention_to_torch
+from jattn.compat.torch_parameters import (
+    attention_from_torch,
+    attention_to_torch,
+    transformer_from_torch,
+    transformer_to_torch,
+)
 
 
 __all__ = [
@@ -28,7 +32,4 @@ __all__ = [
     "transformer_to_torch",
     "uninstall",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -24,8 +24,7 @@ def attention_of_kept(
     empty_value = jnp.zeros((*key.shape[:-1], 1), query.dtype)
     _, full_lse = attention(query, key, empty_value, **rules, return_lse=True)
     dead = kept_lse == -jnp.inf
-    kept_share = jnp.where(
-        dead, 0, jnp.exp(jnp.where(dead, 0, kept_lse - jnp.where(dead, 0, full_lse)))
-    )
+    log_share = jnp.where(dead, 0, kept_lse - jnp.where(dead, 0, full_lse))
+    kept_share = jnp.where(dead, 0, jnp.exp(log_share))
     factor = jnp.swapaxes(kept_share / (1.0 - rate), -1, -2)[..., None]
     return (out.astype(factor.dtype) * factor).astype(out.dtype)

@@ -40,7 +40,12 @@ def equinox_attention(model: _M) -> _M:
         return type(x) is layer_class
 
     def replace(x: Any) -> Any:
-        return _copied(x, _layer(layer_class)) if is_layer(x) else x
+        if not is_layer(x):
+            return x
+        copy = object.__new__(_layer(layer_class))
+        for name in x.__dataclass_fields__:
+            object.__setattr__(copy, name, getattr(x, name))
+        return copy
 
     return jax.tree.map(replace, model, is_leaf=is_layer)
 
@@ -75,38 +80,22 @@ def _layer(theirs: Any) -> Any:
     return MultiheadAttention
 
 
-def _copied(layer: Any, of: Any) -> Any:
-    """Returns a copy of a layer, with the same fields, as an instance of the subclass `of`."""
-    copy = object.__new__(of)
-    for name in layer.__dataclass_fields__:
-        object.__setattr__(copy, name, getattr(layer, name))
-    return copy
-
-
 def _heads(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    dropout: Any,
-    rng: Any,
-    inference: Any,
+    query: Any, key: Any, value: Any, mask: Any, dropout: Any, rng: Any, inference: Any
 ) -> Array:
     """Computes attention `[T, N, V]`; dropout uses a key for each head, as Equinox does."""
     T, S, N = len(query), len(key), query.shape[1]
     if mask is not None and not isinstance(mask, masks.Mask):
         mask = jnp.asarray(mask)
         if mask.shape not in ((T, S), (N, T, S)):
-            raise ValueError(
-                f"mask: expected [T, S] or [N, T, S] = {[N, T, S]}, got {[*mask.shape]}"
-            )
+            wanted = f"[T, S] or [N, T, S] = {[N, T, S]}"
+            raise ValueError(f"mask: expected {wanted}, got {[*mask.shape]}")
         mask = masks.Dense(mask.reshape(-1, T, S))
-    rules: dict[str, Any] = {"mask": mask}
     inference = dropout.inference if inference is None else inference
     if inference or (isinstance(dropout.p, int | float) and dropout.p == 0):
-        return attention(query, key, value, **rules)
+        return attention(query, key, value, mask=mask)
     if rng is None:
         raise RuntimeError("key: needed for dropout, got None")
     keys = jax.random.split(rng, N)
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - dropout.p, (T, S)))(keys)
-    return attention_of_kept(query, key, value, rules, keep, dropout.p)
+    return attention_of_kept(query, key, value, {"mask": mask}, keep, dropout.p)

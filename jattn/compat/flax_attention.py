@@ -13,6 +13,7 @@ from jattn._types import AnyArray
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_rate
 from jattn.compat.dropout import attention_of_kept
+from jattn.compat.jax_attention import with_rank
 
 
 def flax_attention_fn(
@@ -67,39 +68,33 @@ def flax_attention_fn(
         if is_causal:
             raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
         dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
-        arguments = query, key, value, bias, mask, *dropout
-        return _of_complex_numbers(*arguments, precision=precision, module=module)
-    score = None if bias is None else scores.Bias(_full_rank(bias, query.ndim))
+        # Linen's function takes the softmax of complex scores.
+        weights = linen.dot_product_attention_weights(
+            query, key, bias, mask, *dropout, precision=precision, module=module
+        )
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=precision)
+    score = None if bias is None else scores.Bias(with_rank(bias, query.ndim))
     rules = {"mask": _mask(mask, is_causal, query.ndim), "score": score, "precision": precision}
+    wide = jnp.promote_types(query.dtype, jnp.float32)
     if module is not None:
-        _sow(module, attention_weights(query, key, **rules), query.dtype, force_fp32_for_softmax)
+        weights = attention_weights(query, key, **rules)
+        weights = weights.astype(wide if force_fp32_for_softmax else query.dtype)
+        collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+        module.sow(collection, "attention_weights", weights)
     rate = 0.0 if deterministic else dropout_rate
-    out = _with_dropout(query, key, value, rules, broadcast_dropout, dropout_rng, rate)
-    wide = jnp.promote_types(out.dtype, jnp.float32)
+    if rate == 0.0:
+        out = attention(query, key, value, **rules)
+    elif dropout_rng is None:
+        raise ValueError(f"dropout_rng: needed for dropout_rate = {rate}, got None")
+    elif not broadcast_dropout:
+        rules = {**rules, "dropout_rate": rate, "dropout_key": dropout_rng}
+        out = attention(query, key, value, **rules)
+    else:
+        check_rate("dropout_rate", rate)
+        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, shape)
+        out = attention_of_kept(query, key, value, rules, keep, rate)
     return out.astype(wide) if force_fp32_for_softmax else out
-
-
-def _with_dropout(
-    query: Array,
-    key: Array,
-    value: Array,
-    rules: dict[str, Any],
-    broadcast_dropout: bool,
-    dropout_rng: Array | None,
-    dropout_rate: float,
-) -> Array:
-    """Computes attention with dropout: Flax's, the same in all rows and heads, or jattn's."""
-    if dropout_rate == 0.0:
-        return attention(query, key, value, **rules)
-    if dropout_rng is None:
-        raise ValueError(f"dropout_rng: needed for dropout_rate = {dropout_rate}, got None")
-    if not broadcast_dropout:
-        dropout = {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        return attention(query, key, value, **rules, **dropout)
-    check_rate("dropout_rate", dropout_rate)
-    shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
-    keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
-    return attention_of_kept(query, key, value, rules, keep, dropout_rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
@@ -126,12 +121,6 @@ def _rotated(rope: Callable[..., Any], x: AnyArray, positions: AnyArray | None) 
     return apply(x, positions)
 
 
-def _of_complex_numbers(query: Any, key: Any, value: Any, *options: Any, **named: Any) -> Array:
-    """Computes attention by Linen's function, which takes the softmax of complex scores."""
-    weights = linen.dot_product_attention_weights(query, key, *options, **named)
-    return jnp.einsum("...hqk,...khd->...qhd", weights, value, precision=named["precision"])
-
-
 def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
     if promote is not None:
         return promote(arrays, dtype=dtype)
@@ -139,20 +128,8 @@ def _promoted(arrays: tuple[Array, ...], dtype: Any, promote: Any) -> Any:
     return tuple(jnp.asarray(x, dtype) for x in arrays)
 
 
-def _full_rank(x: AnyArray, ndim: int) -> Array:
-    """Returns `x` with leading axes of size 1 added up to `ndim` axes."""
-    x = jnp.asarray(x)
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
-
-
 def _mask(mask: AnyArray | None, is_causal: bool, ndim: int) -> masks.Mask | None:
     if mask is None:
         return masks.Causal() if is_causal else None
-    dense = masks.Dense(_full_rank(mask, ndim) != 0)
+    dense = masks.Dense(with_rank(mask, ndim) != 0)
     return masks.Causal() & dense if is_causal else dense
-
-
-def _sow(module: Any, weights: Array, dtype: Any, in_float32: bool) -> None:
-    weights = weights.astype(jnp.promote_types(dtype, jnp.float32) if in_float32 else dtype)
-    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
-    module.sow(collection, "attention_weights", weights)

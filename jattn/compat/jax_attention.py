@@ -1,5 +1,7 @@
 """`dot_product_attention` with the signature and semantics of `jax.nn.dot_product_attention`."""
 
+import functools
+import operator
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -67,26 +69,16 @@ def dot_product_attention(
     >>> jattn.compat.dot_product_attention(q, k, v, is_causal=True).shape
     (2, 5, 4, 8)
     """
-    rules = rules_of(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-    )
+    lengths = query_seq_lengths, key_value_seq_lengths
+    named = is_causal, *lengths, local_window_size, implementation
+    rules = rules_of(query, key, value, bias, mask, *named)
     return computed(rules, np.shape(query), scale=scale, return_residual=return_residual)
 
 
 def computed(
     rules: dict[str, Any], shape: tuple[int, ...], *, scale: Any, return_residual: bool
 ) -> Any:
-    """Computes the result of `dot_product_attention` from `rules_of` the call and the query's
-    shape."""
+    """Computes the result of a call from its `rules_of` and the query's shape."""
     if not return_residual:
         return attention(**rules, scale=scale).reshape(shape)
     out, lse = attention(**rules, scale=scale, return_lse=True)
@@ -100,7 +92,6 @@ def rules_of(
     value: Any,
     bias: Any,
     mask: Any,
-    *,
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
@@ -110,12 +101,12 @@ def rules_of(
     """Translates a call of jax.nn's into arguments of `attention`. Raises ValueError."""
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected None, 'xla' or 'cudnn', got {implementation!r}")
-    query, key, value = (_of_four_axes(x) for x in (query, key, value))
+    query, key, value = (with_rank(x, 4) for x in (query, key, value))
     _check_shapes(query, key, value)
     B = query.shape[0]
     parts: list[Mask] = []
     if mask is not None:
-        mask = _of_four_axes(mask)
+        mask = with_rank(mask, 4)
         if mask.dtype != jnp.bool_ or mask.ndim != 4:
             raise ValueError(f"mask: expected bool [B, N, T, S], got {mask.dtype} {mask.shape}")
         parts.append(masks.Dense(mask))
@@ -123,35 +114,28 @@ def rules_of(
         parts.append(masks.Causal())
     if local_window_size is not None:
         parts.append(_window(local_window_size))
-    q, kv = (
-        _lengths(name, x, B)
-        for name, x in (
-            ("query_seq_lengths", query_seq_lengths),
-            ("key_value_seq_lengths", key_value_seq_lengths),
-        )
-    )
+    q = _lengths("query_seq_lengths", query_seq_lengths, B)
+    kv = _lengths("key_value_seq_lengths", key_value_seq_lengths, B)
     if q is not None or kv is not None:
         parts.append(masks.Lengths(q=q, kv=kv))
-    combined: Mask | None = None
-    for part in parts:
-        combined = part if combined is None else combined & part
     return {
         "query": query,
         "key": key,
         "value": value,
-        "mask": combined,
+        "mask": functools.reduce(operator.and_, parts) if parts else None,
         "score": None if bias is None else _bias(bias, query.dtype),
         "implementation": IMPLEMENTATIONS[implementation],
     }
 
 
-def _of_four_axes(x: Any) -> Array:
+def with_rank(x: Any, ndim: int) -> Array:
+    """Returns `x` with leading axes of size 1 added up to `ndim` axes."""
     x = jnp.asarray(x)
-    return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """Checks the shapes and dtypes, and raises ValueError if they do not match."""
+    """Raises ValueError for shapes and dtypes that do not match."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 3 or 4 axes, got {list(x.shape)}")
@@ -162,7 +146,7 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
 
 
 def _bias(bias: Any, dtype: Any) -> scores.ScoreFunction:
-    bias = _of_four_axes(bias)
+    bias = with_rank(bias, 4)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         bias = bias.astype(dtype)
     return scores.Bias(bias)
@@ -178,8 +162,7 @@ def _lengths(name: str, x: Any, B: int) -> Any:
 
 
 def _window(size: Any) -> Mask:
-    """Returns the mask of keys within `size` places of the query: one size, or one for each
-    side."""
+    """Returns the mask of keys within `size` places of the query, or within a pair of sizes."""
     left, right = (size, size) if isinstance(size, int) else size
     if all(not isinstance(x, int) or x >= 0 for x in (left, right)):
         return masks.Window(left=left, right=right)

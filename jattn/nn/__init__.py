@@ -74,7 +74,4 @@ __all__ = [
     "WeightsTap",
     "capture_weights",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

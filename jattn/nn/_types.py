@@ -19,14 +19,10 @@ RandomSource = nnx.Rngs | nnx.RngStream | None
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of every call of a module.
+    """The options of every call of a module."""
 
-    deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
-    rngs: the source of dropout keys, from its stream `dropout`.
-    """
-
-    deterministic: bool | None
-    rngs: RandomSource
+    deterministic: bool | None  # True: no dropout; None leaves it to `train()` and `eval()`
+    rngs: RandomSource  # the source of dropout keys, from its stream `dropout`
 
 
 class SelfOptions(RunOptions, total=False):

@@ -11,9 +11,8 @@ from jattn.checks import check_array
 from jattn.masks import MaskLike
 from jattn.mechanisms import additive_attention, additive_keys
 from jattn.nn.capture import WeightsTap
-from jattn.nn.checks import check_features, check_module
 from jattn.nn.layers import LECUN, promote, sharded
-from jattn.nn.module import Module
+from jattn.nn.module import Module, check_features, check_module
 
 
 class AdditiveAttention(Module):

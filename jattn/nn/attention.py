@@ -1,5 +1,6 @@
 """`MultiHeadAttention`, the module that projects the inputs and outputs of `jattn.attention`."""
 
+import functools
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax.numpy as jnp
@@ -19,11 +20,9 @@ from jattn.functions.integers import is_integer
 from jattn.masks import Mask, MaskLike, as_mask
 from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
-from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import AxialRotary, Rotary
-from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, promote, sharded
-from jattn.nn.module import Module
-from jattn.nn.products import product
+from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, linear, sharded
+from jattn.nn.module import Module, check_features, check_module
 from jattn.nn.variables import LearnedScore, PytreeVariables
 from jattn.options import CachedOptions, DropoutOptions, Options, WeightOptions
 from jattn.scores import ScoreFunction, ScoreLike, as_score
@@ -138,7 +137,8 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         self._make_parameters(sinks, rngs)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
-        self.score = _score_module(score)
+        score = score if isinstance(score, nnx.Module) else as_score(score)
+        self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
@@ -152,45 +152,19 @@ class MultiHeadAttention(Module):
 
     def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
         """Makes the projections, the norms and the sinks, from the sizes in the attributes."""
-        kv_axes = ("embed", "kv_heads", "head_size")
-        self.query = self._linear(
-            self.in_features, (self.num_heads, self.head_dim), ("embed", "heads", "head_size"), rngs
-        )
-        self.key = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.head_dim), kv_axes, rngs
-        )
-        self.value = self._linear(
-            self.in_kv_features, (self.num_kv_heads, self.value_dim), kv_axes, rngs
-        )
+        N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
+        names = ("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+        options = {name: getattr(self, name) for name in names}
+        make = functools.partial(linear, nnx.LinearGeneral, rngs=rngs, **options)
+        self.query = make(self.in_features, (N, H), ("embed", *heads))
+        self.key = make(self.in_kv_features, (K, H), ("embed", *kv_heads))
+        self.value = make(self.in_kv_features, (K, V), ("embed", *kv_heads))
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
-        heads = (self.num_heads, self.value_dim)
-        self.out = self._linear(
-            heads, self.out_features, ("heads", "head_size", "embed"), rngs, axis=(-2, -1)
-        )
+        self.out = make((N, V), self.out_features, (*heads, "embed"), axis=(-2, -1))
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
-
-    def _linear(
-        self, inputs: Any, outputs: Any, axes: tuple[str, ...], rngs: nnx.Rngs, **options: Any
-    ) -> nnx.LinearGeneral:
-        """Makes a projection; `axes` are the logical names of its kernel's axes."""
-        return nnx.LinearGeneral(
-            inputs,
-            outputs,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=promote,
-            dot_general=product,
-            kernel_metadata=sharded(*axes),
-            bias_metadata=sharded(*axes[-np.size(outputs) :]),
-            rngs=rngs,
-            **options,
-        )
 
     def _norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
         """Makes the normalisation of queries or keys; None without `normalize_qk`."""
@@ -223,10 +197,7 @@ class MultiHeadAttention(Module):
         return key, self.value(inputs_v)
 
     def _normalised_and_rotated(
-        self,
-        x: Float[Array, "*B T N H"],
-        norm: LayerNorm | RMSNorm | None,
-        positions: Positions,
+        self, x: Float[Array, "*B T N H"], norm: LayerNorm | RMSNorm | None, positions: Positions
     ) -> Float[Array, "*B T N H"]:
         x = x if norm is None else norm(x)
         if self.rotary is None:
@@ -236,11 +207,7 @@ class MultiHeadAttention(Module):
         return self.rotary(x, positions)
 
     def attend(
-        self,
-        query: Queries,
-        key: Keys,
-        value: Values,
-        **call: Unpack[CallOptions],
+        self, query: Queries, key: Keys, value: Values, **call: Unpack[CallOptions]
     ) -> Output:
         """Computes the output of each head, `[*B, T, N, V]`, from projected queries, keys and
         values. The options are those of `__call__`."""
@@ -262,8 +229,7 @@ class MultiHeadAttention(Module):
         return attention(query, key, value, **options)
 
     def _options(self, call: MemoryOptions) -> CachedOptions:
-        """Returns the options of `jattn.attention`, from the module's and a call's, except for the
-        positions."""
+        """Returns the options of `jattn.attention`, the module's and a call's, but positions."""
         dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
         return {
             "mask": self._mask(call.get("mask")),
@@ -425,10 +391,7 @@ class MultiHeadAttention(Module):
 
     @advised_by(LAYER_ADVICE, MemoryOptions)
     def attend_memory(
-        self,
-        inputs_q: Float[Array, "B T D"],
-        memory: Cache,
-        **call: Unpack[MemoryOptions],
+        self, inputs_q: Float[Array, "B T D"], memory: Cache, **call: Unpack[MemoryOptions]
     ) -> Float[Array, "B T out"]:
         """Attends to the result of `project_memory`; computes what `__call__` does for `inputs_k`.
 
@@ -479,12 +442,6 @@ def _check_options(
     check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
     if not isinstance(rotary, bool | Rotary | AxialRotary):
         raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
-
-
-def _score_module(score: Any) -> nnx.Module | None:
-    """Returns a score function as a module whose variables are the function's arrays."""
-    score = score if isinstance(score, nnx.Module) else as_score(score)
-    return PytreeVariables(score) if isinstance(score, ScoreFunction) else score
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:

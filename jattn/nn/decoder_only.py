@@ -12,14 +12,7 @@ from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.checks import check_choice, check_flag, check_size
-from jattn.nn._types import (
-    CacheOptions,
-    Ids,
-    SelfOptions,
-    StepOptions,
-    run_options,
-)
-from jattn.nn.checks import check_features, check_integers, check_module
+from jattn.nn._types import CacheOptions, Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     AxialRotary,
@@ -31,14 +24,14 @@ from jattn.nn.embedding import (
     position_vectors,
 )
 from jattn.nn.layers import Dropout
-from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.transformer import (
-    EncoderLayer,
-    LayerArguments,
-    LayerOptions,
-    causal_and,
-    step_layers,
+from jattn.nn.module import (
+    ConstructorSignature,
+    Module,
+    check_features,
+    check_integers,
+    check_module,
 )
+from jattn.nn.transformer import EncoderLayer, LayerArguments, LayerOptions, causal_and, step_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +153,10 @@ class DecoderOnly(Module):
             max_length=max_length,
         )
         check_flag("tie_embeddings", tie_embeddings)
-        rotary = _rotary(positions)
+        rotary = positions if isinstance(positions, Rotary | AxialRotary) else None
+        if rotary is None:
+            check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
+            rotary = Rotary() if positions == "rotary" else None
         added = positions if isinstance(positions, str) and rotary is None else None
         tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.vocabulary = vocabulary
@@ -252,26 +248,14 @@ class DecoderOnly(Module):
 
         `valid [B, T]` is False for padding; `mask` is as in the call, over the caches' slots.
         """
-        _check_caches(caches, len(self.layers))
+        if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
+            raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
+        count = len(self.layers)
+        if len(caches) != count:
+            raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")
         check_integers("tokens", tokens)
         positions = caches[0].next_positions(tokens.shape[-1], call.get("valid"))
         x = embedded(tokens, self.tokens, self.positions, positions)
         x = self.dropout(x, **run_options(call))
         x, caches = step_layers(self.layers, self.norm, x, caches, **call)
         return self.logits(x), caches
-
-
-def _rotary(positions: Any) -> Rotary | AxialRotary | None:
-    """Returns the rotation of queries and keys, or None."""
-    if isinstance(positions, Rotary | AxialRotary):
-        return positions
-    check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
-    return Rotary() if positions == "rotary" else None
-
-
-def _check_caches(caches: Any, count: int) -> None:
-    """Raises unless there is a cache for each layer."""
-    if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
-        raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
-    if len(caches) != count:
-        raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")

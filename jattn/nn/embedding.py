@@ -13,9 +13,8 @@ from jaxtyping import Array, Float
 from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
 from jattn.functions.integers import known_range
 from jattn.nn._types import Ids, Positions
-from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.layers import sharded
-from jattn.nn.module import Module
+from jattn.nn.module import Module, check_features, check_integers, check_module
 from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
 
@@ -202,17 +201,13 @@ class SinusoidalPositions(Module):
 def position_vectors(
     kind: str | None, max_length: int, features: int, tables: dict[str, Any]
 ) -> LearnedPositions | SinusoidalPositions | None:
-    """Makes the module for the position vectors that are added to embedded tokens; `tables` are the
-    options of `TokenEmbedding`."""
-    match kind:
-        case None:
-            return None
-        case "learned":
-            return LearnedPositions(max_length, features, **tables)
-        case "sinusoidal":
-            dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
-            return SinusoidalPositions(features, dtype=dtype)
-    raise AssertionError(kind)
+    """Makes the module of the position vectors; `tables` are the options of `TokenEmbedding`."""
+    if kind is None:
+        return None
+    if kind == "learned":
+        return LearnedPositions(max_length, features, **tables)
+    dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
+    return SinusoidalPositions(features, dtype=dtype)
 
 
 def embedded(
@@ -221,8 +216,7 @@ def embedded(
     encoding: LearnedPositions | SinusoidalPositions | None,
     positions: Positions,
 ) -> Float[Array, "*B T D"]:
-    """Returns the vectors of ids `[*B, T]`, plus the vectors of their positions from `encoding`
-    unless that is None."""
+    """Returns the vectors of ids `[*B, T]`, plus those of positions unless `encoding` is None."""
     x = tokens(ids)
     if encoding is None:
         return x

@@ -1,4 +1,4 @@
-"""Normalisation, dropout, the feed-forward network, and the logical names of parameters' axes.
+"""Normalisation, dropout, the feed-forward network, and the products and logical axes of layers.
 
 Every parameter carries the logical names of its axes, from `LOGICAL_AXES`, in its `out_sharding`
 metadata; `nnx.get_partition_spec` translates them to mesh axes under `nnx.logical_axis_rules`.
@@ -10,22 +10,24 @@ constructor have a stream of exactly this name, the module keeps a fork of it fo
 function that is differentiated, make the streams from a key: `rngs=nnx.Rngs(dropout=key)`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jax import lax
 from jaxtyping import Array, Float
 
 from jattn import dropout
+from jattn._explicit import cuts_of, joined
 from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
-from jattn.nn.checks import check_features, check_module
-from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.products import product
+from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
 
 
 LOGICAL_AXES = (
@@ -45,11 +47,11 @@ GLOROT = nnx.initializers.xavier_uniform()
 ZEROS = nnx.initializers.zeros_init()
 
 _Arrays = TypeVar("_Arrays", bound=tuple)
+_Linear = TypeVar("_Linear", bound=nnx.Module)
 
 
 def sharded(*names: str | None) -> dict[str, Any]:
-    """Returns the metadata of a parameter whose axes have these logical names; an axis without a
-    name, None, is never sharded."""
+    """Returns the metadata of a parameter by its logical names; axes named None are not sharded."""
     return {"out_sharding": names, "eager_sharding": False}
 
 
@@ -65,6 +67,56 @@ def promote(args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = Tru
             dtype = jnp.result_type(*(array for array in args if array is not None))
     cast: Any = tuple(None if array is None else jnp.asarray(array, dtype) for array in args)
     return cast
+
+
+def product(
+    inputs: Array,
+    kernel: Array,
+    dimension_numbers: Any,
+    *,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Array:
+    """`lax.dot_general` of the last axes of `inputs` with the first ones of `kernel`.
+
+    On a CPU it is a product of two matrices: the kernel's gradient sums over the rows, and if these
+    are several axes, XLA transposes the other factor first, which takes longer than the product.
+    Axes that are explicitly sharded over devices are not merged.
+    """
+    (contracted, _), (batch, _) = dimension_numbers
+    inner = len(contracted)
+    rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
+    keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
+    if keep_axes or _is_sharded(inputs) or _is_sharded(kernel):
+        if out_sharding is None and not batch and jax.typeof(inputs).sharding.mesh.explicit_axes:
+            out_sharding = joined(cuts_of(inputs)[: len(rows)], cuts_of(kernel)[inner:])
+        options["out_sharding"] = out_sharding
+        return lax.dot_general(inputs, kernel, dimension_numbers, **options)
+    size = math.prod(kernel.shape[:inner])
+    left = inputs.reshape(math.prod(rows), size)
+    right = kernel.reshape(size, math.prod(columns))
+    out = lax.dot_general(left, right, (((1,), (0,)), ((), ())), **options)
+    return out.reshape(*rows, *columns)
+
+
+def _is_sharded(x: Array) -> bool:
+    """Returns whether the type of an array says that it is sharded over devices."""
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def linear(
+    kind: Callable[..., _Linear], inputs: Any, outputs: Any, axes: tuple[Any, ...], **options: Any
+) -> _Linear:
+    """Makes a linear map of a class of Flax; `axes` are the logical names of its kernel's axes."""
+    return kind(
+        inputs,
+        outputs,
+        promote_dtype=promote,
+        dot_general=product,
+        kernel_metadata=sharded(*axes),
+        bias_metadata=sharded(*axes[-np.size(outputs) :]),
+        **options,
+    )
 
 
 # Arguments of Flax's constructors that the classes below pass themselves.
@@ -244,25 +296,11 @@ class FeedForward(Module):
         check_flag("gated", gated)
         check_flag("use_bias", use_bias)
         self.features = features
-
-        def linear(inputs: int, outputs: int, names: tuple[str, str]) -> nnx.Linear:
-            return nnx.Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                promote_dtype=promote,
-                dot_general=product,
-                kernel_metadata=sharded(*names),
-                bias_metadata=sharded(names[1]),
-                rngs=rngs,
-            )
-
-        self.hidden = linear(features, hidden, ("embed", "mlp"))
-        self.out = linear(hidden, features, ("mlp", "embed"))
-        self.gate = linear(features, hidden, ("embed", "mlp")) if gated else None
+        options = {"use_bias": use_bias, "kernel_init": kernel_init, "rngs": rngs, **dtypes}
+        make = functools.partial(linear, nnx.Linear, **options)
+        self.hidden = make(features, hidden, ("embed", "mlp"))
+        self.out = make(hidden, features, ("mlp", "embed"))
+        self.gate = make(features, hidden, ("embed", "mlp")) if gated else None
         self.activation = activation
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 

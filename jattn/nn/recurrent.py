@@ -27,11 +27,15 @@ from jattn.masks import Lengths
 from jattn.mechanisms import additive_attention
 from jattn.nn._types import Ids, RowLengths, RunOptions, run_options
 from jattn.nn.additive import AdditiveAttention
-from jattn.nn.checks import check_features, check_integers, check_module
 from jattn.nn.embedding import DEFAULT_INIT, OutputProjection, TokenEmbedding
-from jattn.nn.layers import LECUN, ZEROS, Dropout, promote, sharded
-from jattn.nn.module import ConstructorSignature, Module
-from jattn.nn.products import product
+from jattn.nn.layers import LECUN, ZEROS, Dropout, linear, product, promote, sharded
+from jattn.nn.module import (
+    ConstructorSignature,
+    Module,
+    check_features,
+    check_integers,
+    check_module,
+)
 
 
 ORTHOGONAL = nnx.initializers.orthogonal()
@@ -73,19 +77,9 @@ class RecurrentOptions:
     ) -> nnx.LinearGeneral:
         """Makes a map of `[..., features]` to `[..., *out]`; the last axis has the name "state"."""
         names = (*(None,) * (len(out) - 1), "state")
-        return nnx.LinearGeneral(
-            features,
-            out,
-            use_bias=use_bias,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            promote_dtype=promote,
-            dot_general=product,
-            kernel_metadata=sharded("embed", *names),
-            bias_metadata=sharded(*names),
-            rngs=rngs,
-            **self.dtypes,
-        )
+        options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init, **self.dtypes}
+        options |= {"use_bias": use_bias, "rngs": rngs}
+        return linear(nnx.LinearGeneral, features, out, ("embed", *names), **options)
 
 
 class RecurrentArguments(TypedDict, total=False):
@@ -155,11 +149,7 @@ class GRU(Module):
         return (1 - update) * state + update * proposed
 
     def __call__(
-        self,
-        x: Float[Array, "..."],
-        *,
-        lengths: RowLengths = None,
-        reverse: bool = False,
+        self, x: Float[Array, "..."], *, lengths: RowLengths = None, reverse: bool = False
     ) -> Float[Array, "*B T H"]:
         """Returns the state `[*B, T, H]` after each position of `x [*B, T, E]`, from a state of 0.
 
@@ -229,10 +219,7 @@ class RecurrentEncoder(Module):
         self, x: Float[Array, "..."], *, lengths: RowLengths = None
     ) -> Float[Array, "*B S C"]:
         """Encodes `x [*B, S, E]`; positions from `lengths [*B]` on are padding."""
-        both = (
-            self.forward(x, lengths=lengths),
-            self.backward(x, lengths=lengths, reverse=True),
-        )
+        both = (self.forward(x, lengths=lengths), self.backward(x, lengths=lengths, reverse=True))
         return jnp.concatenate(both, axis=-1)
 
 

@@ -38,7 +38,6 @@ from jattn.nn._types import (
     run_options,
 )
 from jattn.nn.attention import MultiHeadAttention
-from jattn.nn.checks import check_features, check_module
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     OutputProjection,
@@ -47,7 +46,7 @@ from jattn.nn.embedding import (
     position_vectors,
 )
 from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
-from jattn.nn.module import ConstructorSignature, Module
+from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,14 +219,11 @@ class _Layer(Module):
         settings = LayerOptions(**options)
         check_module(rngs, features=features, feed_forward=feed_forward, **settings.dtypes)
         self.features = features
-        self.self_attention = settings.self_attention(
-            num_heads, features, rngs=rngs, **settings.attention
-        )
+        attention = {"rngs": rngs, **settings.attention}
+        self.self_attention = settings.self_attention(num_heads, features, **attention)
         self.self_attention_residual = Residual(features, settings, rngs=rngs)
         if self.attends_to_memory:
-            self.cross_attention = settings.cross_attention(
-                num_heads, features, rngs=rngs, **settings.attention
-            )
+            self.cross_attention = settings.cross_attention(num_heads, features, **attention)
             self.cross_attention_residual = Residual(features, settings, rngs=rngs)
         self.feed_forward = settings.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, settings, rngs=rngs)
@@ -298,10 +294,8 @@ class DecoderLayer(_Layer):
         run, positions = run_options(call), call.get("positions")
         self_options = {"mask": causal_and(call.get("mask")), "positions": positions, **run}
         cross_options = {"mask": call.get("cross_mask"), "positions": positions, **run}
-        kv_positions = call.get("memory_positions")
-        attend_memory = lambda x: self.cross_attention(  # noqa: E731
-            x, memory, kv_positions=kv_positions, **cross_options
-        )
+        cross_options["kv_positions"] = call.get("memory_positions")
+        attend_memory = lambda x: self.cross_attention(x, memory, **cross_options)  # noqa: E731
         attend_self = lambda x: self.self_attention(x, **self_options)  # noqa: E731
         x = self.self_attention_residual(x, attend_self, **run)
         x = self.cross_attention_residual(x, attend_memory, **run)

@@ -17,10 +17,7 @@ class Constant(nnx.Variable):
 
 
 class PytreeVariables(Module):
-    """The arrays of a pytree, such as a mask or a score function, as variables of a module.
-
-    A call returns the pytree with the current values of the variables.
-    """
+    """The arrays of a pytree, such as a mask, as variables of a module; a call returns it."""
 
     def __init__(self, tree: Any, trained: bool = False):
         arrays, self.structure = jax.tree.flatten(tree)
@@ -40,8 +37,7 @@ class PytreeVariables(Module):
 
 
 def lasting_functions(module: Any) -> tuple[Any, ...]:
-    """Returns snapshots of the functions in a module's masks and score functions, for the keys of
-    programs that are compiled for the module."""
+    """Returns snapshots of the functions in a module's masks and scores, for keys of programs."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
     masks = [x.traced().fn for x in leaves if isinstance(x, Predicate)]

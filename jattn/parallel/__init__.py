@@ -21,7 +21,4 @@ __all__ = [
     "token_positions",
     "unshard_tokens",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

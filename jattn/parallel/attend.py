@@ -25,8 +25,16 @@ from jattn.kernels import registry
 from jattn.kernels.common import slicing
 from jattn.options import Options
 from jattn.parallel import exchange, pieces, placement, ring
-from jattn.parallel.axes import Axes, AxisName, bound_size, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
+from jattn.parallel.axes import (
+    Axes,
+    AxisName,
+    bound_size,
+    check_axis_names,
+    check_shared,
+    mesh_axes,
+    partition,
+    reshard,
+)
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
 
@@ -76,15 +84,6 @@ class _Sharding(NamedTuple):
             anywhere = lax.pmax(call.overflowed.astype(jnp.int32), self.axes.name) > 0
             call = dataclasses.replace(call, overflowed=anywhere)
         return call.finish(*results)
-
-
-def _check_sharding(
-    scheme: Any, order: Any, axis_name: Any, batch_axis: Any, head_axis: Any
-) -> None:
-    """Raises TypeError or ValueError for a wrong scheme, order or name of an axis."""
-    check_choice("scheme", scheme, tuple(SCHEMES))
-    check_choice("order", order, placement.ORDERS)
-    check_axis_names(axis_name, batch_axis, head_axis)
 
 
 @overload
@@ -160,7 +159,9 @@ def attention_shard(
     >>> jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens))(q, k, v).shape
     (2, 5, 4, 8)
     """
-    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
+    check_choice("scheme", scheme, tuple(SCHEMES))
+    check_choice("order", order, placement.ORDERS)
+    check_axis_names(axis_name, batch_axis, head_axis)
     devices = bound_size("axis_name", axis_name)
     for name, axis in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axis is not None:
@@ -243,12 +244,12 @@ def attention(
     >>> jattn.parallel.attention(q, k, v, mesh=mesh, axis_name="tokens", mask=masks.Causal()).shape
     (2, 5, 4, 8)
     """
-    _check_sharding(scheme, order, axis_name, batch_axis, head_axis)
-    check_mesh(mesh, axis_name, batch_axis, head_axis)
+    check_choice("scheme", scheme, tuple(SCHEMES))
+    check_choice("order", order, placement.ORDERS)
+    axes = mesh_axes(mesh, axis_name, order, batch_axis, head_axis)
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation)
     check_flag("pad", pad)
-    axes = Axes(axis_name, devices_of(mesh, axis_name), order, batch_axis, head_axis)
     sharding = _Sharding(scheme, axes)
     if pad and order == "contiguous":
         return _padded(call, query, key, value, mesh=mesh, sharding=sharding)
@@ -260,10 +261,7 @@ def attention(
 def _padded(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
 ) -> Any:
-    """Computes the call with T and S padded to multiples of the number of devices.
-
-    The padded spec masks the padding, and the results are sliced.
-    """
+    """Computes the call with T and S padded for the devices, and the padding masked and removed."""
     n, shapes = sharding.axes.devices, call.shapes
     T, S = (-(-size // n) * n for size in (shapes.T, shapes.S))
 
@@ -282,12 +280,6 @@ def _padded(
     return results[..., : shapes.T, :, :]
 
 
-def _mesh_axes(letters: str, axes: Axes) -> dict[str, Any]:
-    """Returns the mesh axis of each letter, for an array whose axes have these letters. Arrays
-    along both T and S are not sharded along S: each device has all keys for its queries."""
-    return {"T": axes.name, "S": axes.name if ring.travels(letters) else None, "N": axes.heads}
-
-
 @compiled("mesh", "sharding")
 def _on_mesh(
     call: Call, query: Array, key: Array, value: Array, *, mesh: Any, sharding: _Sharding
@@ -296,16 +288,18 @@ def _on_mesh(
     axes, ndim = sharding.axes, len(call.shapes.batch)
     batch = [axes.batch, *[None] * (ndim - 1)] if ndim else []
     tokens = P(*batch, axes.name, axes.heads, None)
-    call_specs = jax.tree.map(
-        lambda letters, leaf: partition(letters, leaf, _mesh_axes(letters, axes), axes.batch, ndim),
-        axis_names(call),
-        call,
-    )
+
+    def partition_leaf(letters: str, leaf: Array) -> P:
+        # Arrays along both T and S have all keys of the device's queries.
+        keys = axes.name if ring.travels(letters) else None
+        along = {"T": axes.name, "S": keys, "N": axes.heads}
+        return partition(letters, leaf, along, axes.batch, ndim)
 
     def local(call: Call, query: Array, key: Array, value: Array) -> Any:
         local_call = dataclasses.replace(call, shapes=check_shapes(query, key, value))
         return sharding.attend(local_call, query, key, value)
 
+    call_specs = jax.tree.map(partition_leaf, axis_names(call), call)
     in_specs, lse = (call_specs, tokens, tokens, tokens), P(*batch, axes.heads, axes.name)
     out_specs = (tokens, lse) if call.lse else tokens
     run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -29,8 +29,7 @@ from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
 from jattn.parallel import pieces
-from jattn.parallel.axes import Axes, AxisName, check_axis_names
-from jattn.parallel.meshes import check_mesh, check_shared, devices_of, partition, reshard
+from jattn.parallel.axes import Axes, AxisName, check_shared, mesh_axes, partition, reshard
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
 
@@ -112,13 +111,11 @@ def cached_attention(
     """
     _check_dense(cache)
     check_flag("return_lse", return_lse)
-    check_axis_names(axis_name, batch_axis, head_axis)
-    check_mesh(mesh, axis_name, batch_axis, head_axis)
+    axes = mesh_axes(mesh, axis_name, "contiguous", batch_axis, head_axis)
     check_array("query", query, "[B, T, N, H]", rank=4)
     positions = cache.next_positions(query.shape[1], valid)
     slots, extended = cache.reserve(key, value, valid)
     call = make(query, extended, lse=return_lse, q_positions=positions, **options)
-    axes = Axes(axis_name, devices_of(mesh, axis_name), "contiguous", batch_axis, head_axis)
     if cache.capacity % axes.devices:
         raise ValueError(
             f"cache: expected a multiple of {axes.devices} slots for the devices of axis "
@@ -135,10 +132,10 @@ _REASONS = {
 
 
 def _check_dense(cache: Any) -> None:
+    name = type(cache).__name__
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache: expected a DenseCache, got {type(cache).__name__}")
+        raise TypeError(f"cache: expected a DenseCache, got {name}")
     if not isinstance(cache, DenseCache):
-        name = type(cache).__name__
         reason = _REASONS.get(name, "its slots may not be in the order of positions")
         raise NotImplementedError(
             f"cache: expected a DenseCache: a {name} cannot be sharded along its tokens: {reason}"
@@ -193,8 +190,8 @@ def _written(
     is_local = (local_slots >= 0) & (local_slots < size)
     local_slots = jnp.where(is_local, local_slots, size)  # `write` drops tokens past the end
     keys, values = (
-        write(x, tokens, local_slots)
-        for x, tokens in zip((cache.keys, cache.values), new, strict=True)
+        write(cache.keys, new[0], local_slots),
+        write(cache.values, new[1], local_slots),
     )
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -215,9 +212,9 @@ def _attend_locally(
     dtype = accumulation(query.dtype)
     row = jax.ShapeDtypeStruct((B, T, N), dtype)
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
-    result_types = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
+    like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run("forward", result_types, None, *operands, shapes=shapes)[:2]
+    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
 
 
 def _merged(axes: Axes, out: Output, normalizer: Normalizer) -> tuple[Output, Normalizer]:

@@ -28,8 +28,7 @@ from jattn.spec import Shapes, Spec
 
 
 def _in_sequence(x: Array, axes: Axes, axis: int, back: bool = False) -> Array:
-    """Reorders the tokens of all devices from the devices' order to that of the sequence; with
-    `back` the other way around."""
+    """Reorders tokens from the devices' order to the sequence's; with `back` the other way."""
     if axes.order == "contiguous":
         return x
     places = placement.sharded_places(x.shape[axis], axes.devices, axes.order)
@@ -60,16 +59,8 @@ def gathered_attend(
     b, h = axes.first_row_and_head(B, N)
     kv_places = jnp.arange(S, dtype=jnp.int32)
     place = Place(b, h, axes.places(T), kv_places, (axes.range_size(T), 0), keys_from=0)
-    local_spec = at_place(spec, place)
-    return _run(call, local_spec, query, key, value)
-
-
-def _run(
-    call: Call, spec: Spec, query: Array, key: Array, value: Array
-) -> tuple[Output, Normalizer]:
-    """Computes attention to all keys by a part of a call, of which this is the spec."""
-    local_call = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
-    return run(local_call, query, key, value)
+    local = dataclasses.replace(call, spec=at_place(spec, place), shapes=Shapes.of(query, value))
+    return run(local, query, key, value)
 
 
 def all_to_all_attend(
@@ -95,9 +86,10 @@ def all_to_all_attend(
 
     b, h = axes.first_row_and_head(B, N)
     place = Place(b, h + axes.device_index * (N // n))
-    local_spec = at_place(_spec_of_heads(call.spec, axes, T), place)
+    spec = at_place(_spec_of_heads(call.spec, axes, T), place)
     query, key, value = (exchange(x) for x in (query, key, value))
-    out, normalizer = _run(call, local_spec, query, key, value)
+    local = dataclasses.replace(call, spec=spec, shapes=Shapes.of(query, value))
+    out, normalizer = run(local, query, key, value)
 
     def exchange_back(x: Array, tokens: int, heads: int) -> Array:
         x = _in_sequence(x, axes, tokens, back=True)
@@ -108,8 +100,7 @@ def all_to_all_attend(
 
 
 def _spec_of_heads(spec: Spec, axes: Axes, T: int) -> Spec:
-    """Returns the spec for all tokens of this device's share of the heads, from its spec for all
-    heads and T queries."""
+    """Returns the spec for all tokens of this device's heads, from that of its own T queries."""
 
     def exchange_leaf(letters: str, leaf: Array) -> Array:
         heads, queries, keys = (axis_of(x, letters, leaf.ndim) for x in "NTS")

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels import registry
@@ -23,17 +25,13 @@ _PARTIAL_KERNELS = ("native", "blockwise")
 
 def run(
     function: FunctionName,
-    result_types: Tree,
+    like: Tree,
     implementation: str | None,
     spec: Spec,
     *operands: Tree,
     shapes: Shapes,
 ) -> Tree:
-    """Runs a function of the named kernel, or of the first kernel that supports this spec.
-
-    Its results have the shapes and dtypes of `result_types`. Raises NotImplementedError if the
-    named kernel does not support the spec.
-    """
+    """Runs a function of the named kernel, or of the first for this spec; results are as `like`."""
     call = Call(spec, shapes, implementation=implementation)
     functions = registry.functions(call, _PARTIAL_KERNELS)
     assert functions is not None, "the reference cannot compute a part of the keys"
@@ -41,4 +39,5 @@ def run(
     def on_platform(platform: str, *operands: Any) -> Any:
         return getattr(functions.on(platform), function)(*operands)
 
+    result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     return lowering.platform_dependent(on_platform, result_types, spec, *operands)

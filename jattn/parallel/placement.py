@@ -97,12 +97,6 @@ def unshard_tokens(x: Tree, devices: int, *, axis: int = -1, order: str = "conti
     return _reordered(x, devices, axis, order, back=True)
 
 
-def _typed_sharding(x: Array) -> Any:
-    """Returns the sharding in the type of an array, None if the type has no sharded axis."""
-    sharding = jax.typeof(x).sharding
-    return sharding if any(axis is not None for axis in sharding.spec) else None
-
-
 def _reordered(x: Any, devices: int, axis: int, order: str, *, back: bool) -> Any:
     check_size("devices", devices)
     check_choice("order", order, ORDERS)
@@ -123,8 +117,9 @@ def _reordered(x: Any, devices: int, axis: int, order: str, *, back: bool) -> An
         places = np.argsort(places) if back else places
         if isinstance(leaf, np.ndarray):
             return leaf.take(places, axis)
-        index = (slice(None),) * (axis % leaf.ndim)
-        return leaf.at[*index, places].get(out_sharding=_typed_sharding(leaf), mode="clip")
+        index, sharding = (slice(None),) * (axis % leaf.ndim), jax.typeof(leaf).sharding
+        typed = sharding if any(x is not None for x in sharding.spec) else None
+        return leaf.at[*index, places].get(out_sharding=typed, mode="clip")
 
     return jax.tree.map(reorder, x)
 
@@ -179,8 +174,7 @@ def needed(
 
 
 def _tile_kinds(mask: Mask, T: int, S: int, queries: int, keys: int) -> np.ndarray | None:
-    """Returns `masks.kinds` of all tiles of `queries` × `keys`, `[T / queries, S / keys]`; None if
-    it is traced."""
+    """Returns `masks.kinds` of all tiles of `queries` × `keys`; None if they are traced."""
     tile = masks.Tile.grid(masks.extents(T, queries), masks.extents(S, keys))
     kinds = masks.kinds(_static_part(mask), tile)
     return kinds if isinstance(kinds, np.ndarray) and T and S else None

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jattn import dropout, softmax
-from jattn._pytree import axis_names, axis_of
+from jattn._pytree import axis_names, axis_of, split_letters
 from jattn._types import Index, Output, Tree, accumulation
 from jattn.call import Call
 from jattn.kernels.common import reverse_mode, slicing
@@ -50,26 +50,13 @@ class HopGroup(NamedTuple):
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
-    def send_all(self, tree: Tree, axes: Axes) -> Tree:
-        """Returns the arrays that this device receives in one hop of all devices.
-
-        Gradients need this: `Route.home` returns those of all shards over the same distance,
-        so that they have to move on even where their shard is no longer sent.
-        """
-        return self._replace(sources=tuple(range(axes.devices))).send(tree, axes)
-
 
 class Route(NamedTuple):
-    """The route of the shards, the same for each relative to its own device.
+    """The route of the shards, the same for each relative to its own device."""
 
-    needed: `needed[d, s]` is true if device d needs shard s.
-    sent_keys: the keys of each shard that are sent: those that any other device needs.
-    hops: the hops by which all shards move, after each device has computed its own shard.
-    """
-
-    needed: np.ndarray
-    sent_keys: slice
-    hops: tuple[HopGroup, ...]
+    needed: np.ndarray  # [d, s] is true if device d needs shard s
+    sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
+    hops: tuple[HopGroup, ...]  # of all shards, after each device has computed its own shard
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
@@ -101,28 +88,15 @@ class Route(NamedTuple):
         return cls(needed, sent_keys, tuple(hops))
 
     @property
-    def travelled(self) -> int:
-        """The number of devices by which each shard has moved ahead after all hops."""
-        return sum(x.distance * x.times for x in self.hops)
-
-    @property
     def home(self) -> HopGroup:
         """The hop that takes the gradients of each shard back to the shard's own device."""
-        n = len(self.needed)
-        return HopGroup(n - self.travelled, 1, tuple(range(n)))
-
-
-# ---------------------------------------------------------------------------------------------
-# The arrays that go around
-# ---------------------------------------------------------------------------------------------
+        n, travelled = len(self.needed), sum(x.distance * x.times for x in self.hops)
+        return HopGroup(n - travelled, 1, tuple(range(n)))
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array of a spec goes around with the keys: along S and not along T.
-
-    `letters` are the letters of the array's axes, such as "#N S".
-    """
-    axes = letters.replace("#", "").split()
+    """Returns whether an array goes around with the keys: if it is along S and not along T."""
+    axes = split_letters(letters)
     return "S" in axes and "T" not in axes
 
 
@@ -151,14 +125,11 @@ class KVShard(NamedTuple):
 
     The index of a key within its shard is its local index. Its global index is among the keys of
     all devices, shard after shard.
-
-    key, value: the keys and values.
-    arrays: the arrays of the spec that travel with them.
     """
 
     key: Array
     value: Array
-    arrays: list[Array]
+    arrays: list[Array]  # the arrays of the spec that travel with the keys
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
@@ -168,8 +139,7 @@ class KVShard(NamedTuple):
         return cls(key, value, arrays)
 
     def slice_spec(self, spec: Spec, global_start: Index) -> Spec:
-        """Returns the spec with the arrays along S of these keys, of which the first has the global
-        index `global_start`."""
+        """Returns the spec with the arrays along S of these keys, the first at `global_start`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def slice_leaf(letters: str, leaf: Array) -> Array:
@@ -184,15 +154,12 @@ class KVShard(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that the backward pass sums.
 
-    local: the gradients of the queries, and of the parameters that stay on the device.
-    with_shard: the gradients of the keys, of the values, and of the parameters that travel.
-
     Each of the two lists has an entry for every parameter: None if the parameter's gradient is in
     the other list.
     """
 
-    local: tuple[Any, list[Any]]
-    with_shard: tuple[Any, Any, list[Any]]
+    local: tuple[Any, list[Any]]  # of the queries, and of the parameters that stay on the device
+    with_shard: tuple[Any, Any, list[Any]]  # of keys, values, and the parameters that travel
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
@@ -208,28 +175,16 @@ class Gradients(NamedTuple):
         return [travelled if local is None else local for local, travelled in pairs]
 
 
-# ---------------------------------------------------------------------------------------------
-# One shard of keys
-# ---------------------------------------------------------------------------------------------
-
-
 class Ring(NamedTuple):
-    """A ring of devices, and the heads and keys that go around it.
-
-    axes: the mesh axes over which the call is sharded.
-    route: the route of the shards.
-    shard_size: the number of keys of a shard.
-    implementation: the name of the kernel to use, None for any that can compute parts of the keys.
-    round: the heads that go around.
-    local_start: the local index of the first key of each shard that goes around.
-    """
+    """A ring of devices, and the heads and keys that go around it."""
 
     axes: Axes
     route: Route
-    shard_size: int
-    implementation: str | None
-    round: Round = Round()
-    local_start: Index = 0
+    shard_size: int  # the number of keys of a shard
+    implementation: str | None  # the kernel; None for any that can compute parts of the keys
+    rounds: int  # the number of equal shares in which the key heads go around
+    round: Round = Round()  # the heads that go around
+    local_start: Index = 0  # the local index of the first key of each shard that goes around
 
     def key_ranges(self) -> Iterator[tuple["Ring", int, int]]:
         """Yields `(ring, chunk size, number of chunks)` of the three ranges of a shard's keys: the
@@ -264,7 +219,7 @@ class Ring(NamedTuple):
                 kv = KVShard.of(spec, slice_chunk(key), slice_chunk(value), start)
                 return body(ring._replace(local_start=start), self.axes.vary(kv, query), state)
 
-            state = _repeat(count if size else 0, compute_chunk, state)
+            state = rounds.repeat(count if size else 0, compute_chunk, state)
         return state
 
     def shard(self, distance: Index) -> Array:
@@ -307,11 +262,9 @@ class Ring(NamedTuple):
         shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
 
         def compute() -> Tree:
-            local_spec = self.local_spec(spec, query, kv, distance)
-            result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-            operands = (local_spec, query, kv.key, kv.value)
+            operands = (self.local_spec(spec, query, kv, distance), query, kv.key, kv.value)
             out, normalizer, finite = pieces.run(
-                "forward", result_types, self.implementation, *operands, shapes=shapes
+                "forward", state, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
 
@@ -343,32 +296,15 @@ class Ring(NamedTuple):
         def compute() -> Gradients:
             local_spec = self.local_spec(spec, per_query.query, kv, distance)
             d_qkv = (so_far.local[0], *so_far.with_shard[:2])  # in the accumulation dtype
-            result_types = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters(local_spec), *d_qkv)
-            )
-            operands = (local_spec, per_query, kv.key, kv.value, finite)
+            like, operands = (parameters(local_spec), *d_qkv), (per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = pieces.run(
-                "backward", result_types, self.implementation, *operands, shapes=shapes
+                "backward", like, self.implementation, local_spec, *operands, shapes=shapes
             )
             gradients = Gradients.of(letters, d_query, d_key, d_value, d_params)
             local = jax.tree.map(add, local_letters, so_far.local, gradients.local)
             return gradients._replace(local=local)
 
         return self.if_needed(shard, compute, so_far)
-
-
-# ---------------------------------------------------------------------------------------------
-# All shards of keys
-# ---------------------------------------------------------------------------------------------
-
-
-def _repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
-    """Folds `body(i, state)` over i in range(count); without a loop if `count` is at most 1."""
-    if count <= 1:
-        return body(0, state) if count else state
-    return lax.fori_loop(
-        0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
-    )
 
 
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
@@ -388,23 +324,14 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
             next_shard = hop.send(kv, ring.axes)
             return next_shard, compute(kv, distance + (i + 1) * hop.distance, hop, state)
 
-        kv, state = _repeat(hop.times - 1, body, (next_shard, state))
+        kv, state = rounds.repeat(hop.times - 1, body, (next_shard, state))
         next_shard = next_hop.send(kv, ring.axes) if next_hop else None
         distance += hop.times * hop.distance
         state = compute(kv, distance, hop, state)
     return state
 
 
-def _forward(ring: Ring, spec: Spec, query: Array, kv: KVShard, state: Tree) -> Tree:
-    """Adds the contributions of all shards to `state`."""
-
-    def compute(kv: KVShard, distance: Index, _: HopGroup | None, state: Tree) -> Tree:
-        return ring.forward(spec, query, kv, distance, state)
-
-    return _over_shards(ring, kv, compute, state)
-
-
-def _backward(
+def _all_shards_backward(
     ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
 ) -> Gradients:
     """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
@@ -418,7 +345,10 @@ def _backward(
     def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
             return ring.backward(spec, per_query, kv, distance, finite, total)
-        arrived = hop.send_all(total.with_shard, ring.axes)
+        # `Route.home` returns the gradients of all shards over the same distance, so that they
+        # move on even where their shard is no longer sent.
+        of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
+        arrived = of_all.send(total.with_shard, ring.axes)
         # Starting from 0, and not from `arrived`, the computation overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
@@ -434,73 +364,72 @@ def _backward(
     return total._replace(with_shard=returned)
 
 
-class RingCall(NamedTuple):
-    """A call on a ring, whose key heads go around in `rounds` equal shares.
+def _initial_state(ring: Ring, query: Array, value: Array, operands: Tree) -> Tree:
+    """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
+    dtype = accumulation(query.dtype)
+    zeros = jnp.zeros(query.shape[:3], dtype)
+    out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
+    return ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
 
-    The spec and the arrays that its methods receive have all heads.
-    """
 
-    ring: Ring
-    rounds: int
+def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
+    """Computes `(out, normalizer, all_finite)` of this device's queries and all keys and heads."""
+    inputs = spec, query, key, value
 
-    def initial_state(self, query: Array, value: Array, operands: Tree) -> Tree:
-        """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
-        dtype = accumulation(query.dtype)
-        zeros = jnp.zeros(query.shape[:3], dtype)
-        out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-        return self.ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
+    def compute(share: Index, total: Tree) -> Tree:
+        round = Round(share, ring.rounds)
+        spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
 
-    def forward(self, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
-        """Computes `(out, normalizer, all_finite)` of this device's queries and all keys."""
-        inputs = spec, query, key, value
-
-        def compute(round: Round, total: Tree) -> Tree:
-            spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
-            body = lambda ring, kv, state: _forward(ring, spec, query, kv, state)  # noqa: E731
-            state = self.initial_state(query, value, inputs)
-            ring = self.ring._replace(round=round)
-            result = ring.over_chunks(spec, query, key, value, body, state)
-            return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
-
-        return rounds.run(self.rounds, compute, self.initial_state(query, value, inputs))
-
-    def backward(
-        self, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
-    ) -> Gradients:
-        """Computes the gradients, in the dtypes of the arrays."""
-        letters, dtype = parameter_letters(spec), accumulation(key.dtype)
-        axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
-        inputs, vary = (spec, per_query), self.ring.axes.vary
-
-        def compute(round: Round, total: Gradients) -> Gradients:
-            spec = round.slice_spec(inputs[0])
-            per_query = jax.tree.map(round.slice_heads, inputs[1])
-            query, ring = per_query.query, self.ring._replace(round=round)
-
-            def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
-                d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
-                d_params = map(jnp.zeros_like, parameters(spec))
-                return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
-
-            def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
-                total, local = state
-                chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
-                so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
-                chunk = _backward(ring, spec, per_query, kv, finite, so_far)
-                add = functools.partial(round.add, first_key=ring.local_start)
-                return jax.tree.map(
-                    add, axis_letters.with_shard, total, chunk.with_shard
-                ), chunk.local
-
-            state = total.with_shard, zeros(key, value, spec).local
-            with_shard, local = ring.over_chunks(spec, query, key, value, body, state)
-            return Gradients(
-                jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
+        def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
+            add_shard = lambda kv, distance, _, state: ring.forward(  # noqa: E731
+                spec, query, kv, distance, state
             )
+            return _over_shards(ring, kv, add_shard, state)
 
-        total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
-        total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
-        return rounds.run(self.rounds, compute, total)
+        state = _initial_state(ring, query, value, inputs)
+        in_round = ring._replace(round=round)
+        result = in_round.over_chunks(spec, query, key, value, body, state)
+        return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
+
+    return rounds.repeat(ring.rounds, compute, _initial_state(ring, query, value, inputs))
+
+
+def _backward(
+    ring: Ring, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
+) -> Gradients:
+    """Computes the gradients, in the dtypes of the arrays."""
+    letters, dtype = parameter_letters(spec), accumulation(key.dtype)
+    axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
+    inputs, vary = (spec, per_query), ring.axes.vary
+
+    def compute(share: Index, total: Gradients) -> Gradients:
+        round = Round(share, ring.rounds)
+        spec = round.slice_spec(inputs[0])
+        per_query = jax.tree.map(round.slice_heads, inputs[1])
+        query, in_round = per_query.query, ring._replace(round=round)
+
+        def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
+            d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
+            d_params = map(jnp.zeros_like, parameters(spec))
+            return vary(Gradients.of(letters, d_query, d_key, d_value, d_params), query)
+
+        def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
+            total, local = state
+            chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
+            so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
+            chunk = _all_shards_backward(ring, spec, per_query, kv, finite, so_far)
+            add = functools.partial(round.add, first_key=ring.local_start)
+            return jax.tree.map(add, axis_letters.with_shard, total, chunk.with_shard), chunk.local
+
+        state = total.with_shard, zeros(key, value, spec).local
+        with_shard, local = in_round.over_chunks(spec, query, key, value, body, state)
+        return Gradients(
+            jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
+        )
+
+    total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
+    total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
+    return rounds.repeat(ring.rounds, compute, total)
 
 
 def attend(
@@ -516,14 +445,14 @@ def attend(
         spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
     count = rounds.count(Shapes.of(query, value)) if route.hops else 1
-    ring = RingCall(Ring(axes, route, S, call.implementation), count)
+    ring = Ring(axes, route, S, call.implementation, count)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, Normalizer]:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
-        out, normalizer, finite = ring.forward(with_parameters(spec, params), *qkv)
+        out, normalizer, finite = _forward(ring, with_parameters(spec, params), *qkv)
         return (out, normalizer), (params, spec, *qkv, out, normalizer, finite)
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
@@ -532,7 +461,7 @@ def attend(
         # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        gradients = ring.backward(with_parameters(spec, params), per_query, key, value, finite)
+        gradients = _backward(ring, with_parameters(spec, params), per_query, key, value, finite)
         # None for `spec`: its arrays with gradients are `params`.
         return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 

@@ -43,8 +43,7 @@ def count(shapes: Shapes) -> int:
 
 
 def chunks(keys: int) -> int:
-    """Returns the number of chunks in which this many keys of a shard go around: the largest number
-    that leaves each chunk enough keys to keep the device busy."""
+    """Returns the largest number of chunks of these keys that each keep the device busy."""
     least, count = tuning.sizes(jax.default_backend()).ring_keys, tuning.current().ring_chunks
     while count > 1 and (keys % count or keys // count < least):
         count //= 2
@@ -62,18 +61,14 @@ class Round(NamedTuple):
 
     @staticmethod
     def axis(letters: str, leaf: Array) -> int | None:
-        """Returns the axis of heads of an array with these axis letters; None if it has none or
-        all heads share its entries."""
+        """Returns the axis of heads of an array; None if it has none or heads share entries."""
         axis = axis_of("N", letters, leaf.ndim)
         return axis if axis is not None and leaf.shape[axis] > 1 else None
 
     def slice_heads(
         self, x: Array, axis: int | None = _HEADS, keys: tuple[Index, int] | None = None
     ) -> Array:
-        """Returns the array of this share of the heads along `axis`, with all heads for None.
-
-        `keys`, a pair of the first key and the number of keys, slices axis 1 too.
-        """
+        """Returns this share of the heads (all for None), and `keys` (first, count) of axis 1."""
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
         if axis is not None:
@@ -110,12 +105,10 @@ class Round(NamedTuple):
         return slicing.add_block(total, gradient.astype(total.dtype), start)
 
 
-def run(rounds: int, compute: Callable[..., Any], total: Tree) -> Tree:
-    """Folds `compute(round, total)` over this number of rounds."""
-    if rounds == 1:
-        return compute(Round(), total)
-
-    def body(i: Array, total: Tree) -> Tree:
-        return compute(Round(lax.convert_element_type(i, jnp.int32), rounds), total)
-
-    return lax.fori_loop(0, rounds, body, total)
+def repeat(count: int, body: Callable[..., Any], state: Tree) -> Tree:
+    """Folds `body(i, state)` over i in range(count); without a loop if `count` is at most 1."""
+    if count <= 1:
+        return body(0, state) if count else state
+    return lax.fori_loop(
+        0, count, lambda i, x: body(lax.convert_element_type(i, jnp.int32), x), state
+    )

@@ -32,7 +32,7 @@ from jattn.options import WeightOptions
 from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
 from jattn.parallel.rounds import Round
-from jattn.spec import Shapes, parameters
+from jattn.spec import parameters
 
 
 class Exchange(NamedTuple):
@@ -121,29 +121,21 @@ class _ShardedCall(NamedTuple):
     devices: int
     order: str
 
-    @property
-    def shapes(self) -> Shapes:
-        """The sizes of the whole call."""
-        return self.call.shapes
-
     def shard_bytes(self, *sizes: int, dtype: Any = None) -> int:
-        """Returns the bytes of a device's shard of an array `[B, *sizes]`, by default in the dtype
-        of the queries."""
-        size = self.shapes.B * math.prod(sizes) // self.devices
-        return size * jnp.dtype(self.shapes.dtype if dtype is None else dtype).itemsize
+        """Returns the bytes of a shard of `[B, *sizes]`, by default in the dtype of queries."""
+        size = self.call.shapes.B * math.prod(sizes) // self.devices
+        return size * jnp.dtype(self.call.shapes.dtype if dtype is None else dtype).itemsize
 
     def leaves(self) -> Iterator[tuple[str, Any, bool]]:
         """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
-        parameter_ids = {id(x) for x in parameters(self.call.spec)}
-        letters_of_leaves = jax.tree.leaves(axis_names(self.call.spec))
-        leaves = jax.tree.leaves(self.call.spec)
-        for letters, leaf in zip(letters_of_leaves, leaves, strict=True):
+        spec, parameter_ids = self.call.spec, set(map(id, parameters(self.call.spec)))
+        pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
+        for letters, leaf in pairs:
             yield letters, leaf, id(leaf) in parameter_ids
 
 
 def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
-    S = shapes.S
+    shapes, n, S = sharded.call.shapes, sharded.devices, sharded.call.shapes.S
     route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
     keys = route.sent_keys.stop - route.sent_keys.start
     chunks = rounds.chunks(keys)
@@ -175,7 +167,7 @@ def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
 
 
 def _all_to_all(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
+    shapes, n = sharded.call.shapes, sharded.devices
     key_heads = math.lcm(shapes.K, n)
     arrays = [
         ("query", sharded.shard_bytes(shapes.T, shapes.N, shapes.H)),
@@ -208,7 +200,7 @@ def _gathered(name: str, size: int, n: int, has_gradient: bool) -> Iterator[Exch
 
 
 def _gather(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.shapes, sharded.devices
+    shapes, n = sharded.call.shapes, sharded.devices
     for name, last in (("key", shapes.H), ("value", shapes.V)):
         yield from _gathered(name, sharded.shard_bytes(shapes.S, shapes.K, last), n, True)
     for letters, leaf, has_gradient in sharded.leaves():

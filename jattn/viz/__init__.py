@@ -24,7 +24,4 @@ __all__ = [
     "viewer",
     "weights_at",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

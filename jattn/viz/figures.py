@@ -28,10 +28,6 @@ else:  # annotations checked at run time must not need matplotlib
 __all__ = ["alignment", "grid", "heatmap", "show_mask"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _MOST_LABELS = 64  # most tokens along an axis that are labelled; of more, every n-th
 _MOST_NUMBERS = 100  # most cells that show their values by default
 _LABEL = 0.105  # inches for a character of a label
@@ -186,9 +182,10 @@ def alignment(
     axes.imshow(array, cmap="gray", vmin=0, vmax=max(1, array.max()), aspect="equal")
     _name_axes(axes, rows, columns, names=("", title or ""))
     axes.tick_params(labeltop=True, labelbottom=False)
+    x, y = 0.43 * np.array([-1, 1, 1, -1, -1]), 0.43 * np.array([-1, -1, 1, 1, -1])
     for row, column in enumerate(array.argmax(axis=1).tolist()):
         if array[row].any():
-            _frame(axes, row, column)
+            axes.plot(column + x, row + y, color="tab:orange", linewidth=1.5)
     return figure
 
 
@@ -258,8 +255,7 @@ def show_mask(
 def dense_mask(
     mask: Mask, T: int, S: int, b: int, h: int, **positions: Unpack[Positions]
 ) -> np.ndarray:
-    """Returns the mask of one batch row and head as bool `[T, S]`. `tile_map` has checked sizes and
-    positions."""
+    """Returns the mask of one batch row and head, at checked positions, as bool `[T, S]`."""
     given_positions = positions.get("q_positions"), positions.get("kv_positions")
     q, kv = (
         np.arange(size, dtype=np.int32) if x is None else np.asarray(x)
@@ -270,8 +266,7 @@ def dense_mask(
 
 
 def checked_block(name: str, block: Any, T: int, S: int) -> tuple[int, int]:
-    """Returns the sizes of a tile, by default a power of two with about eight tiles along an
-    axis."""
+    """Returns the sizes of a tile, by default a power of two: about eight tiles along an axis."""
     if block is None:
         size = 2 ** max(0, math.ceil(math.log2(max(T, S) / 8)))
         return size, size
@@ -307,9 +302,6 @@ def _head_names(L: int, N: int) -> list[str]:
     return [f"layer {layer + 1}, head {n + 1}" for layer in range(L) for n in range(N)]
 
 
-# ---------------------------------------------------------------------------------------- sizes
-
-
 def _room(labels: list[str] | None) -> float:
     """Returns the inches that the labels of an axis take."""
     return 0.4 if labels is None else _LABEL * max(map(len, map(label, labels))) + 0.2
@@ -343,9 +335,6 @@ def _axes(axes: Axes | None, size: tuple[float, float], title: str | None) -> tu
     return axes, figure
 
 
-# -------------------------------------------------------------------------------------- drawing
-
-
 def _scale(array: np.ndarray) -> dict[str, Any]:
     """Returns the colour map and its limits: from 0, or symmetric around 0 for signed values."""
     finite = array[np.isfinite(array)]
@@ -371,8 +360,7 @@ def _name_axes(
     font: int = 9,
     most: int = _MOST_LABELS,
 ) -> None:
-    """Labels at most `most` rows and columns by their tokens, or by integers, and names the
-    axes."""
+    """Names the axes, and labels at most `most` rows and columns by tokens or by integers."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     # A dollar sign in a token must not begin a formula.
@@ -390,8 +378,7 @@ def _name_axes(
 
 
 def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
-    """Writes the number of each pair that is not masked into its cell, in black or white, whichever
-    contrasts more."""
+    """Writes the number of each allowed pair into its cell, in black or white for contrast."""
     masked = (array == -np.inf) | ((array == 0) & (array.min() == 0))
     for row, column in np.argwhere(~masked):
         value = array[row, column]
@@ -399,11 +386,6 @@ def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
         ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
         text = f"{value:.2f}".replace("-", "−")
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
-
-
-def _frame(axes: Axes, row: int, column: int) -> None:
-    x, y = (np.array([-0.5, 0.5, 0.5, -0.5, -0.5]), np.array([-0.5, -0.5, 0.5, 0.5, -0.5]))
-    axes.plot(column + 0.86 * x, row + 0.86 * y, color="tab:orange", linewidth=1.5)
 
 
 _KINDS = {  # kinds of tiles: name, colour, hatching
@@ -423,8 +405,7 @@ def _tile_colours(count: int) -> Any:
 def _draw_tiles(
     axes: Axes, kinds: np.ndarray, shape: tuple[int, int], blocks: tuple[int, int]
 ) -> None:
-    """Draws each tile in the colour of its kind, with lines between tiles. The last tile along an
-    axis may be smaller."""
+    """Draws each tile in the colour of its kind, with lines between; the last may be smaller."""
     (T, S), (block_q, block_kv) = shape, blocks
     tile_of_pair = np.ix_(np.arange(T) // block_q, np.arange(S) // block_kv)
     axes.imshow(kinds[tile_of_pair], cmap=_tile_colours(3), vmin=0, vmax=2, interpolation="nearest")
@@ -440,10 +421,6 @@ def _legend(kinds: np.ndarray) -> list[Any]:
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     return [
-        Patch(
-            facecolor=colour,
-            edgecolor="0.6",
-            label=f"{np.count_nonzero(kinds == kind)} {name}",
-        )
+        Patch(facecolor=colour, edgecolor="0.6", label=f"{np.count_nonzero(kinds == kind)} {name}")
         for kind, (name, colour, _) in _KINDS.items()
     ]

@@ -11,10 +11,6 @@ from jattn.viz.inputs import checked_values
 __all__ = ["head_numbers"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _NAMES = ("entropy", "coverage", "monotonicity", "distance", "first", "previous")
 
 

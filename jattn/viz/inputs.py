@@ -62,8 +62,7 @@ def checked_tokens(name: str, value: Any, size: int, letter: str) -> list[str] |
 def checked_values(
     name: str, value: Any, letters: str, ndims: tuple[int, ...], *, masked: bool = False
 ) -> np.ndarray:
-    """Returns an array as float32 or float64 and checks that it is finite; with `masked`, −inf is
-    allowed too."""
+    """Returns a finite array as float32 or float64; with `masked`, −inf is allowed too."""
     check_array(name, value, letters, "real")
     if value.ndim not in ndims or 0 in value.shape:
         raise ValueError(f"{name}: expected {letters} without empty axes, got {list(value.shape)}")

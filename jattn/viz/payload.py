@@ -27,10 +27,6 @@ from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visi
 __all__ = ["Sentence"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _THUMBNAIL = 48  # cells along an axis of a head's thumbnail
 
 
@@ -69,23 +65,14 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Attention:
-    """The checked weights and tokens of one attention of a sentence.
-
-    Attributes:
-        name: the attention's name.
-        models: weights `[L, N, T, S]` of one model, or of two.
-        rows: the tokens of the queries.
-        columns: the tokens of the keys.
-        mask: the mask of allowed pairs, or None.
-        vectors: queries `[L, T, N, H]` and keys `[L, S, K, H]`, or None.
-    """
+    """The checked weights and tokens of one attention of a sentence."""
 
     name: str
-    models: tuple[np.ndarray, ...]
-    rows: list[str]
-    columns: list[str]
+    models: tuple[np.ndarray, ...]  # weights `[L, N, T, S]` of one model, or of two
+    rows: list[str]  # the tokens of the queries
+    columns: list[str]  # the tokens of the keys
     mask: Mask | None
-    vectors: tuple[np.ndarray, np.ndarray] | None
+    vectors: tuple[np.ndarray, np.ndarray] | None  # `[L, T, N, H]` and `[L, S, K, H]`
 
 
 class Blocks(list[str]):
@@ -107,26 +94,20 @@ def quantised(array: np.ndarray, dtype: str) -> bytes:
 
 
 def attentions(sentence: Sentence) -> list[Attention]:
-    """Returns the checked attentions of a sentence, in the order of `sentence.weights`.
-
-    Raises TypeError and ValueError for invalid fields.
-    """
+    """Returns the checked attentions of a sentence, in the order of `sentence.weights`."""
     if not isinstance(sentence.weights, Mapping):
         return [_attention("", sentence, {})]
     if not sentence.weights:
         raise ValueError("weights: expected at least one attention, got an empty mapping")
     for field in ("tokens", "kv_tokens", "mask", "other", "query", "key"):
         value = getattr(sentence, field)
-        unknown = [x for x in value if x not in sentence.weights] if _by_name(value) else []
+        names = value if isinstance(value, Mapping) else ()
+        unknown = [x for x in names if x not in sentence.weights]
         if unknown:
             raise ValueError(
                 f"{field}: expected names of weights, {list(sentence.weights)}, got {unknown[0]!r}"
             )
     return [_attention(name, sentence, {"name": name}) for name in sentence.weights]
-
-
-def _by_name(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attention:
@@ -137,7 +118,7 @@ def _attention(name: Any, sentence: Sentence, named: dict[str, Any]) -> Attentio
 
     def field_value(field: str) -> Any:
         value = getattr(sentence, field)
-        return value.get(name) if _by_name(value) else value
+        return value.get(name) if isinstance(value, Mapping) else value
 
     weights = _checked_weights(f"weights{suffix}", field_value("weights"))
     models = [weights]
@@ -267,23 +248,20 @@ def _clearest_head(weights: np.ndarray) -> list[int]:
 
 
 def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
-    """Computes the statistics of each head `[L, N]`; `previous` only if both axes have the same
-    tokens."""
+    """Computes the statistics of each head; `previous` only if both axes have the same tokens."""
     statistics = head_numbers(model)
     if attention.rows != attention.columns:
         del statistics["previous"]
-    return {name: _rounded(values) for name, values in statistics.items()}
-
-
-def _rounded(values: np.ndarray) -> list[Any]:
-    """Returns numbers `[L, N]` as lists for JSON, with None for NaN."""
-    rows = np.where(np.isfinite(values), np.round(values, 6), np.nan).tolist()
-    return [[None if math.isnan(x) else x for x in row] for row in rows]
+    return {
+        name: [
+            [x if math.isfinite(x) else None for x in row] for row in np.round(values, 6).tolist()
+        ]
+        for name, values in statistics.items()
+    }
 
 
 def pooled(weights: np.ndarray, most: int) -> np.ndarray:
-    """Pools `[T, S]` to at most `most` cells along an axis; a cell holds the value furthest from
-    0."""
+    """Pools `[T, S]` to at most `most` cells along an axis, each the value furthest from 0."""
     cuts = [np.linspace(0, size, min(size, most) + 1).astype(int)[:-1] for size in weights.shape]
 
     def extreme(function: Any) -> np.ndarray:

@@ -23,10 +23,6 @@ from jattn.spec import Spec
 __all__ = ["weights_at"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 Places = int | Sequence[int] | Int[AnyArray, "_"]
 
 

@@ -27,10 +27,6 @@ from jattn.viz.payload import Blocks, Sentence, described
 __all__ = ["Sentence", "Viewer", "stack_layers", "viewer"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _SCRIPTS = (
     "data.js",
     "page.js",
@@ -205,9 +201,6 @@ def stack_layers(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return stacked
 
 
-# ------------------------------------------------------------------------------------------- page
-
-
 def as_script_data(value: Any) -> str:
     """Returns JSON that is safe in a script element: ASCII, without the characters of markup."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -217,7 +210,8 @@ def as_script_data(value: Any) -> str:
 
 
 def _page(about: dict[str, Any], blocks: list[str]) -> str:
-    style, script = _file("viewer.css"), _script()
+    style, files = _file("viewer.css"), "\n".join(map(_file, _SCRIPTS))
+    script = f'(() => {{\n"use strict";\n{files}}})();\n'
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         f"base-uri 'none'; form-action 'none'"
@@ -229,11 +223,6 @@ def _page(about: dict[str, Any], blocks: list[str]) -> str:
     ]
     parts = {"POLICY": policy, "STYLE": style, "DATA": "\n".join(data), "SCRIPT": script}
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], _file("viewer.html"))
-
-
-def _script() -> str:
-    files = "\n".join(map(_file, _SCRIPTS))
-    return f'(() => {{\n"use strict";\n{files}}})();\n'
 
 
 def _file(name: str) -> str:
