@@ -199,13 +199,13 @@ def _launch(
     inputs, structure = jax.tree.flatten(arrays)
 
     def body(*refs: Any) -> None:
-        n, m = len(inputs), len(inputs) + len(results)
-        kernel(*jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
+        n = len(inputs)
+        kernel(*jax.tree.unflatten(structure, refs[:n]), refs[n:-1], refs[-1])
 
     call = mosaic().kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(*x) for x in results],
-        scratch_types=scratch,
+        scratch_types=[scratch],
         grid=sizes,
         grid_names=names,
         num_threads=warpgroups,
