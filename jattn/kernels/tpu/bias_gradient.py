@@ -36,9 +36,9 @@ def of(call: programs.TiledCall, which: int, rows: list[Array], k: Array, v: Arr
         heads = jnp.int32(shared[1])
         return TileIndex(b + lax.div(step, heads), h + lax.rem(step, heads), i, j)
 
-    def kinds_at(tile_kinds: Any, *place: Array) -> dict[int, Any]:
-        b, h, i, j = tile_at(None, *place)
-        kind = tile_kinds.order[(*block_mask.clamped(tile_kinds.order, b, h), i, j)]
+    def kinds_at(arrays: Any, *place: Array) -> dict[int, Any]:
+        (tile_kinds, _), (b, h, i, j) = arrays, tile_at(None, *place)
+        kind = tile_kinds[(*block_mask.clamped(tile_kinds, b, h), i, j)]
         return {masks.MIXED: kind != masks.EMPTY}
 
     def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array]:

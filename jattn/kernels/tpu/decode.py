@@ -31,7 +31,7 @@ from jattn import masks, tuning
 from jattn._types import Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common import block_mask, few_queries, slicing, tile_schedule
 from jattn.kernels.protocol import Reader
 from jattn.kernels.tpu import operands, programs
 from jattn.kernels.tpu.operands import LANES, TileIndex, round_up
@@ -416,46 +416,32 @@ def _launch(
     kernel: _Kernel, steps: Steps, rows: Array, pools: list[Array], interpret: bool
 ) -> list[Array]:
     """Returns the output `[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
-    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     B, K, R, _ = rows.shape
-    arrays = kernel.spec_operands.arrays
-    flat, over = reverse_mode.varying_alike([*steps, *arrays, rows, *pools])
-    results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
+    shapes = (B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)
+    results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
 
     def tile_at(step: Array, *lists: Ref) -> TileIndex:
         listed = Steps(*lists)
         return TileIndex(listed.rows[step], 0, 0, listed.blocks[step])
 
-    def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
+    def of_row(x: Any) -> tuple[Any, pl.BlockSpec]:
+        return x, pl.BlockSpec((None, *x.shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
 
-    def body(*refs: Ref) -> None:
-        listed, refs = Steps(*refs[: len(steps)]), refs[len(steps) :]
-        first, second = len(arrays) + 3, len(arrays) + 3 + len(results)
-        parts = refs[: len(arrays)], refs[len(arrays) : first], refs[first:second]
-        kernel(listed, *parts, _Buffers(*refs[second:]))
+    def step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, buffers: Ref) -> None:
+        kernel(Steps(*lists), leaves, arrays, results, _Buffers(*buffers))
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(steps),
-            grid=(steps.count[0],),
-            in_specs=[
-                *kernel.spec_operands.blocks(tile_at),
-                of_row(rows.shape),
-                anywhere,
-                anywhere,
-            ],
-            out_specs=list(map(of_row, results)),
-            scratch_shapes=list(_Buffers.shapes(kernel.shapes, kernel.layout)),
-        ),
-        out_shape=[jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=over) for x in results],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        name="jattn_decode",
-        interpret=interpret,
+    return programs.launch_steps(
+        "jattn_decode",
+        step,
+        (steps.count[0],),
+        ("arbitrary",),
+        steps,
+        (kernel.spec_operands, tile_at),
+        [of_row(rows), *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools)],
+        list(map(of_row, results)),
+        _Buffers.shapes(kernel.shapes, kernel.layout),
+        interpret,
     )
-    return list(call(*flat))
 
 
 READER = Reader(unreadable, decode)

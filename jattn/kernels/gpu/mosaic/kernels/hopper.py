@@ -45,7 +45,7 @@ from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     WarpgroupMemory,
     by_group,
-    later,
+    hidden,
     store,
     tiles_in_memory,
 )
@@ -178,7 +178,7 @@ class _HopperForward(NamedTuple):
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
-            opaque = _opaque_group(group, turn, _needs_most_registers(problem, masked))
+            opaque = hidden(group, turn) if _needs_most_registers(problem, masked) else group
             # Read again, so that the indices take up no registers from one tile to the next.
             _, b, h, i = item(turn)
             index = TileIndex(b, h, i * rows + opaque * ROWS, j * columns)
@@ -281,15 +281,6 @@ def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
 
 
-def _opaque_group(group: Array, turn: Array, scarce: bool) -> Array:
-    """Returns the number of a warpgroup, in a form that the compiler cannot simplify if registers
-    are `scarce`.
-
-    Addresses that depend on it are then computed where they are used, not kept in registers.
-    """
-    return group + later(turn) if scarce else group
-
-
 def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
     """Allocates the shared memory of a program: queries (later the output) and the two numbers of
     the normalizer for each computing warpgroup, and streams of keys and of values."""
@@ -342,7 +333,7 @@ class _HopperGradients(backward.GradientProgram):
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
                 scarce = by_key or _needs_most_registers(problem, masked)
-                opaque = _opaque_group(group, turn, scarce)
+                opaque = hidden(group, turn) if scarce else group
                 arrays = [x.at[opaque] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, rows, arrays, totals)

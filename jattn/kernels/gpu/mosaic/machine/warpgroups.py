@@ -23,6 +23,16 @@ def later(count: Index) -> Array:
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
 
 
+def hidden(number: Index, turn: Array) -> Array:
+    """Returns the number of a warpgroup, or of its first row, hidden from the compiler by a turn.
+
+    Addresses that depend on it are then computed where they are used, not kept in registers. If
+    tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
+    shared memory, and spills it.
+    """
+    return number + later(turn)
+
+
 def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:
     """Allocates tiles in shared memory in the layout of tensor cores, without bank conflicts.
 
