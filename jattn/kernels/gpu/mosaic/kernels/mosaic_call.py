@@ -20,8 +20,7 @@ from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
 from jattn.kernels.gpu.mosaic.tile import hoisted
-from jattn.kernels.gpu.mosaic.tile.gradients import with_slope
-from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
+from jattn.kernels.gpu.mosaic.tile.gradients import Parameter, with_slope
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters

@@ -36,10 +36,8 @@ from jattn.kernels.gpu.mosaic.machine.registers import ROWS
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
-from jattn.kernels.gpu.mosaic.tile.factors import Factors
-from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, of_tile
-from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, Parameter, RowStatistics, of_tile
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
