@@ -105,7 +105,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     operands = *heads_first(query, key, value), problem.refs.arrays, visits.arrays
     results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
-    scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
+    scratch = [Stream.scratch(unit, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
     out, *rest = launch(
         "jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1
@@ -162,7 +162,7 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     64 queries or keys."""
     shapes, size = problem.shapes, problem.streamed
     scratch = [
-        Stream.scratch(problem.unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        Stream.scratch(problem.unit, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if problem.by_key else "jattn_ampere_d_queries"

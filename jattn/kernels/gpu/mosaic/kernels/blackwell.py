@@ -35,8 +35,9 @@ from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell_gradients, mosaic
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch
 from jattn.kernels.gpu.mosaic.machine import device, tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products
+from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, hidden, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.warpgroups import hidden, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOWEST, finish_factor, online_softmax_step
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
@@ -69,9 +70,9 @@ class _ForwardMemory(NamedTuple):
 
     queries: Ref
     numbers: tuple[Any, ...]
-    keys: TileRing
-    values: TileRing
-    arrays: tuple[TileRing, ...]
+    keys: Stream
+    values: Stream
+    arrays: tuple[Stream, ...]
     tile: Ref
     sums: Ref
     loaded: Ref
@@ -93,10 +94,10 @@ class _ForwardMemory(NamedTuple):
         return cls(
             queries=tiles_in_memory(groups, TENSOR_ROWS, shapes.H, shapes.dtype),
             numbers=(mosaic().SMEM((groups, TENSOR_ROWS), "float32"),) * 3,
-            keys=TileRing.scratch(tiles, free=barrier(ahead, groups)),
-            values=TileRing.scratch(tiles, free=barrier(ahead, groups)),
+            keys=Stream.ring(tiles, free=barrier(ahead, groups)),
+            values=Stream.ring(tiles, free=barrier(ahead, groups)),
             arrays=(
-                (TileRing.scratch(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
+                (Stream.ring(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
                 if arrays
                 else ()
             ),

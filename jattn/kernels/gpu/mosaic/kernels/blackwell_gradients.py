@@ -29,8 +29,9 @@ from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
 from jattn.kernels.gpu.mosaic.machine import tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products, Unit
+from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.warpgroups import store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, finished
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
@@ -59,9 +60,9 @@ class _GradientMemory(NamedTuple):
     """
 
     resident: Ref
-    first: TileRing
-    second: TileRing
-    arrays: tuple[TileRing, ...]
+    first: Stream
+    second: Stream
+    arrays: tuple[Stream, ...]
     scores: Ref
     pulled: Ref
     sums: Ref
@@ -84,9 +85,9 @@ class _GradientMemory(NamedTuple):
                 return tensors(size), tensors(size, shapes.dtype)
             return tensor_memory.alternatives(unit, tensors(size), tensors(2 * size, shapes.dtype))
 
-        def ring(places: int) -> TileRing:
+        def ring(places: int) -> Stream:
             tiles = tiles_in_memory(places, size, shapes.H, shapes.dtype)
-            return TileRing.scratch(tiles, free=barrier(places))
+            return Stream.ring(tiles, free=barrier(places))
 
         groups, places = _groups(problem), 2 if shapes.H <= _WIDE else 1
         resident = 2 if _KEYS in which else 1  # tiles of rows: one if only values have gradients
@@ -129,7 +130,7 @@ def _groups(problem: GPUProblem) -> int:
     return min(2, problem.shares)
 
 
-def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[TileRing, ...]:
+def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[Stream, ...]:
     """A ring of the arrays that belong to the columns of tiles, by shares; none without arrays."""
     shares, arrays = problem.shares, problem.streamed_scratch(places, problem.shares)
     copies = len(arrays) * shares
@@ -139,7 +140,7 @@ def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[TileRing, ...]:
     if not arrays:
         return ()
     used = mosaic().Barrier(num_barriers=places, num_arrivals=_groups(problem))
-    return (TileRing.scratch(*arrays, free=used, copies=copies),)
+    return (Stream.ring(*arrays, free=used, copies=copies),)
 
 
 class _BlackwellGradients(backward.GradientProgram):
@@ -209,7 +210,7 @@ class _BlackwellGradients(backward.GradientProgram):
         tensor_memory.commit(self.problem.unit, memory.done)
 
     def start(
-        self, total: Ref, kept: int, ring: TileRing, turn: Index, done: Ref, gradient: int
+        self, total: Ref, kept: int, ring: Stream, turn: Index, done: Ref, gradient: int
     ) -> None:
         """Starts the products of kept rows and a turn's tile, which `gradient` needs once more."""
         (tile,), unit = ring.of_turn(turn), self.problem.unit
@@ -230,7 +231,7 @@ class _BlackwellGradients(backward.GradientProgram):
             mosaic().barrier_wait(self.memory.derived)
             self.add(_KEYS, self.memory.pulled[1], self.memory.first, turn)
 
-    def add(self, gradient: int, factors: Ref, ring: TileRing, turn: Index) -> None:
+    def add(self, gradient: int, factors: Ref, ring: Stream, turn: Index) -> None:
         """Adds products to a gradient, and waits: the next turn overwrites their factors."""
         unit, (tile,) = self.problem.unit, ring.of_turn(turn)
         total = self.memory.sum_of(self.which, gradient, 0, self.problem.shapes.H)

@@ -223,7 +223,7 @@ def _launch(
     arrays, queries = problem.streamed_scratch(2), tile(1, ROWS, shapes.H)
     copies = 2 * (columns // sizes.run) + len(arrays)
     streams = (
-        Stream.scratch(unit, 1, queries),
-        Stream.scratch(unit, 2, *tiles, *arrays, copies=copies),
+        Stream.scratch(unit, queries),
+        Stream.scratch(unit, *tiles, *arrays, copies=copies),
     )
     return launch(_NAME, problem, order, kernel, operands, results, [*streams], 1)

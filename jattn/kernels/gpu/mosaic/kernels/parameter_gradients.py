@@ -223,7 +223,7 @@ def _run(
     tile_bytes = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
     places = 2 if 2 * tile_bytes <= _MOST_BYTES[unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
-    scratch = [Stream.scratch(unit, places, *tiles, *problem.streamed_scratch(places))]
+    scratch = [Stream.scratch(unit, *tiles, *problem.streamed_scratch(places))]
     operands = tensors, rows, problem.refs.arrays, visits.arrays
     return launch(_NAME, problem, order, kernel, operands, [(shape, jnp.float32)], scratch, 1)[0]
 
