@@ -109,11 +109,6 @@ class Layout(NamedTuple):
         return operands.SpecOperands(padded, Tiling(self.T, self.block), every_head=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# The supported calls
-# ---------------------------------------------------------------------------------------------
-
-
 def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
     """Returns why a cache cannot be read in place for a call that `tiled` supports; None if it
     can."""
@@ -143,11 +138,6 @@ def _memory_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
     if 2 * (4 * entries + layout.block_bytes) > _MOST_BYTES:
         return f"{shapes.T} queries of {shapes.N} heads do not fit into a core's memory"
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# The steps of the program
-# ---------------------------------------------------------------------------------------------
 
 
 class Steps(NamedTuple):
@@ -199,11 +189,6 @@ def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
     places = places.reshape(table.shape[0], -1)
     missing = layout.pieces - places.shape[1]
     return jnp.pad(places, ((0, 0), (0, missing)), constant_values=-1)
-
-
-# ---------------------------------------------------------------------------------------------
-# The kernel
-# ---------------------------------------------------------------------------------------------
 
 
 class _Buffers(NamedTuple):
@@ -380,11 +365,6 @@ class _Kernel(NamedTuple):
             return 0
 
         tile_schedule.repeat(0, layout.pieces_of_block, copy_piece, 0)
-
-
-# ---------------------------------------------------------------------------------------------
-# The function of the kernel
-# ---------------------------------------------------------------------------------------------
 
 
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:

@@ -64,11 +64,6 @@ class TiledCall(NamedTuple):
         return call, padded, rows, heads(padded.key), heads(padded.value)
 
 
-# ---------------------------------------------------------------------------------------------
-# The traversal of tiles
-# ---------------------------------------------------------------------------------------------
-
-
 class Traversal(NamedTuple):
     """The tiles that the programs of a kernel visit.
 
@@ -262,11 +257,6 @@ def _block(
         return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
 
     return pl.BlockSpec((None, None, *sizes), index)
-
-
-# ---------------------------------------------------------------------------------------------
-# The computation of a tile
-# ---------------------------------------------------------------------------------------------
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:

@@ -47,11 +47,6 @@ _MOST_SCALARS = 2**16  # numbers in the memory of the scalar core
 _PRECISIONS = (None, "default", "highest")
 
 
-# ---------------------------------------------------------------------------------------------
-# The supported calls
-# ---------------------------------------------------------------------------------------------
-
-
 def supports(call: Call) -> str | None:
     """Returns why the kernels cannot compute a call: a dtype that TPUs do not have, or an operation
     that a tile cannot compute; None if they can."""
@@ -101,11 +96,6 @@ def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) 
     except NotImplementedError as error:
         return f"a function of mask or score needs {error}"
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# The kernels
-# ---------------------------------------------------------------------------------------------
 
 
 def _forward(
@@ -235,11 +225,6 @@ def _bias_gradient(
         [(jax.ShapeDtypeStruct(leaf.shape, jnp.float32), None)],
         [((t, s), 0.0)],
     )[0]
-
-
-# ---------------------------------------------------------------------------------------------
-# The kernel's functions
-# ---------------------------------------------------------------------------------------------
 
 
 def _tokens_first(x: Array, shape: tuple[int, ...]) -> Array:

@@ -114,8 +114,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 class _AmpereGradients(backward.GradientProgram):
-    """A program of a backward pass. Its warpgroup keeps 64 queries or, with `by_key`, 64 keys, and
-    sums their gradients over the streamed tiles."""
+    """A program whose only warpgroup keeps 64 queries or, with `by_key`, 64 keys."""
 
     def run(self) -> None:
         (resident, _), unit, first_turn = self.memory, self.problem.unit, jnp.int32(0)
@@ -158,8 +157,7 @@ class _AmpereGradients(backward.GradientProgram):
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
-    """Computes gradients, see `mosaic_call.GradientKernels.run`, with one program for each block of
-    64 queries or keys."""
+    """Computes gradients, see `mosaic_call.GradientKernels.run`."""
     shapes, size = problem.shapes, problem.streamed
     scratch = [
         Stream.scratch(problem.unit, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
@@ -185,10 +183,7 @@ _FORWARD = mosaic_call.ForwardKernel(
     run=_forward,
 )
 BACKWARD = mosaic_call.GradientKernels(
-    rows=lambda _: ROWS,
-    streamed=_streamed,
-    products=Products.WARP,
-    run=_gradients,
+    rows=lambda _: ROWS, streamed=_streamed, products=Products.WARP, run=_gradients
 )
 
 

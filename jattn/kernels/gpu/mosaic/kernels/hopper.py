@@ -62,12 +62,10 @@ from jattn.spec import Shapes, Spec, Tiling
 CAPABILITY = (9, 0)  # GPUs of other compute capabilities have no wgmma
 _BUFFERS = 2  # in shared memory, for streamed tiles
 
-
 # CUDA 12.8.0 to 12.9.0 miscompiles masks: JAX's `attention_mgpu` refuses causal masks there. The
 # runtime version is the same for CUDA 12.9.0 and 12.9.1, so the compilers' versions decide.
 _MISCOMPILING_RUNTIMES = range(12080, 12100)
 _FIRST_CORRECT_COMPILER = (12, 9, 86)
-
 
 # The packages that hold them: JAX before 0.12 compiles by the first, later versions by the second.
 _COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
@@ -110,21 +108,14 @@ def _compilers() -> dict[str, tuple[int, ...]]:
     return versions
 
 
-# ---------------------------------------------------------------------------------------------
-# The kernels
-# ---------------------------------------------------------------------------------------------
-
-
 class _HopperForward(NamedTuple):
     """A program of the forward pass. It computes one work item, or several one after another.
 
     A work item (part, b, h, i) is block i of the queries of head (b, h), and the tiles of keys that
     the block visits or, if these are split into several `parts`, one part of them.
 
-    fold_items: folds `function(item, state)` over the program's work items, where `item(count)`
-        reads (part, b, h, i), see `launch_in_rounds`.
-    leaves: the spec's arrays in global memory, see `SpecRefs`.
-    visits_ref: the arrays of `visits` in global memory.
+    `fold_items(function, state)` folds over the program's work items, see `launch_in_rounds`.
+    `leaves` are the spec's arrays, and `visits_ref` those of `visits`.
     """
 
     problem: GPUProblem
@@ -269,10 +260,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 def _can_be_persistent(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Returns whether there are registers for the state of a program with several work items.
-
-    Some score functions, dropout and lists of tiles leave too few.
-    """
+    """Returns whether registers hold the state of a program with several work items: some score
+    functions, dropout and lists of tiles leave too few."""
     return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
@@ -294,8 +283,7 @@ def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
 
 
 class _HopperGradients(backward.GradientProgram):
-    """A program of a backward pass. Each computing warpgroup keeps 64 queries or, with `by_key`, 64
-    keys, and sums their gradients over the streamed tiles."""
+    """A program each of whose computing warpgroups keeps 64 queries or, with `by_key`, 64 keys."""
 
     def run(self) -> None:
         by_group(self.problem.groups, self.copy, self.compute)

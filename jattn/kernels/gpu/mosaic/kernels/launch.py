@@ -27,8 +27,6 @@ from jattn.spec import Shapes
 
 
 _MAX_ITEMS = 2**16  # the most work items that are assigned to programs in advance
-
-
 _GRID_NAMES = ("section", "rank", "unit")
 
 
@@ -213,8 +211,7 @@ def _launch(
         kernel_name=name,
         interpret=interpreter() if problem.unit.interpreted else False,
         compiler_params=mosaic().CompilerParams(
-            approx_math=problem.approximate,
-            lowering_semantics=mosaic().LoweringSemantics.Lane,
+            approx_math=problem.approximate, lowering_semantics=mosaic().LoweringSemantics.Lane
         ),
     )
     return [_explicit.vary(over.varying, x) for x in call(*inputs)]

@@ -42,9 +42,6 @@ class ForwardKernel(NamedTuple):
     products: Products
     run: Callable[..., Any]
 
-    def unit(self, platform: str) -> Unit:
-        return Unit(platform == "cpu", False, self.products)
-
 
 class GradientKernels(NamedTuple):
     """The kernels of one kind of GPU for gradients.
@@ -70,9 +67,6 @@ class GradientKernels(NamedTuple):
     widest_together: int = 128
     columns: Callable[[Spec, bool], int | None] = lambda *_: None
     of_parameters: "GradientKernels | None" = None
-
-    def unit(self, platform: str, transposed: bool = False) -> Unit:
-        return Unit(platform == "cpu", transposed, self.products)
 
 
 def unsupported(kernel: ForwardKernel, call: Call) -> str | None:
@@ -153,7 +147,7 @@ def _forward_pass(
         # What is masked does not exist: NaN reaches the queries that attend to it through scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
-    unit = kernel.unit(platform)
+    unit = Unit(platform == "cpu", by=kernel.products)
     problem = GPUProblem.of(hoisted.replaced(spec, shapes), shapes, tiling, unit)
     out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
@@ -183,7 +177,7 @@ def _backward_pass(
     def problem(kernels: GradientKernels, rows: int, by_key: bool) -> GPUProblem:
         keys_streamed, queries_streamed = kernels.streamed(spec, width)
         tiling = Tiling(queries_streamed, rows) if by_key else Tiling(rows, keys_streamed)
-        unit = kernels.unit(platform, transposed=by_key)
+        unit = Unit(platform == "cpu", by_key, kernels.products)
         columns = kernels.columns(spec, by_key)
         return GPUProblem.of(hoisted_spec, call.shapes, tiling, unit, columns=columns)
 

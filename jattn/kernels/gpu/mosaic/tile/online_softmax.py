@@ -18,10 +18,7 @@ from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
 
 
 LOG2E = math.log2(math.e)
-
-
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the running maximum before the first key
-
 
 # Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
 # Weights are then at most 2^8, which float16 holds without loss of digits.

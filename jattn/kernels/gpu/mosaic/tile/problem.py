@@ -219,7 +219,6 @@ class GPUProblem(NamedTuple):
 # The approximate tanh has an error of 5e-4, about the error of rounding to 16 bits.
 _ROUGH = frozenset("sin cos tan log log1p".split())
 
-
 # Operations of the special function unit, which also computes 2^x.
 _SPECIAL = _ROUGH | frozenset("erf exp exp2 logistic rsqrt sqrt tanh".split())
 
