@@ -29,7 +29,7 @@ from jattn import masks
 from jattn._pytree import split_letters
 from jattn._types import Tree
 from jattn.call import Call
-from jattn.kernels.common import block_mask, slicing
+from jattn.kernels.common import block_mask, entries, slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.protocol import Kernel
@@ -39,7 +39,7 @@ from jattn.kernels.tpu.operands import TileIndex
 from jattn.kernels.tpu.programs import TiledCall, dot, finite
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_parameters
+from jattn.spec import Shapes, Spec, Tiling, parameter_letters, parameters, with_parameters
 
 
 MAX_HEAD_SIZE = 256
@@ -65,37 +65,23 @@ def supports(call: Call) -> str | None:
     tiles *= shapes.B if jax.tree.leaves(spec.mask) else 1
     if tiles > _MOST_SCALARS:
         return f"lists of {tiles} tiles do not fit into scalar memory"
-    leaves, structure = jax.tree.flatten(
-        dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    )
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+    spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    return entries.unsupported(_one_tile, shapes, tiling, spec=spec)
 
 
-@functools.lru_cache(maxsize=1024)
-def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
-    """Returns which operation of the mask or the score function a tile cannot compute, found by
-    tracing both for one tile; None if there is none."""
-    tiling = programs.choose_tiling(shapes)
+def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
+    """Computes scores and their derivative for one tile."""
+    T, S = shapes.T, shapes.S
+    spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
+    spec_operands = operands.SpecOperands(spec, tiling)
+    if spec_operands.scalar_entries > _MOST_SCALARS:
+        raise NotImplementedError(f"{spec_operands.scalar_entries} numbers in scalar memory")
 
-    def one_tile(leaves: list[Array]) -> Tree:
-        spec = jax.tree.unflatten(structure, leaves)
-        T, S = shapes.T, shapes.S
-        spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
-        spec_operands = operands.SpecOperands(spec, tiling)
-        if spec_operands.scalar_entries > _MOST_SCALARS:
-            raise NotImplementedError(f"{spec_operands.scalar_entries} numbers in scalar memory")
+    def modify(tile: slicing.HeadTile, products: Array) -> Tree:
+        score, pull = jax.vjp(lambda x: tile.modify(x, True), products)
+        return score, pull(score)
 
-        def modify(tile: slicing.HeadTile, products: Array) -> Tree:
-            score, pull = jax.vjp(lambda x: tile.modify(x, True), products)
-            return score, pull(score)
-
-        return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
-
-    try:
-        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
-    except NotImplementedError as error:
-        return f"a function of mask or score needs {error}"
-    return None
+    return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
 
 
 def _forward(

@@ -40,8 +40,7 @@ from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import hidden, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOWEST, finish_factor, online_softmax_step
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling

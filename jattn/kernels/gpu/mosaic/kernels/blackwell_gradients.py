@@ -34,8 +34,7 @@ from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, finished
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.spec import Spec
 
 

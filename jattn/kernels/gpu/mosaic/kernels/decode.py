@@ -25,7 +25,7 @@ from jattn import masks, softmax
 from jattn._types import Index, Ref, Size, Tree
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common import block_mask, few_queries, slicing
+from jattn.kernels.common import block_mask, entries, few_queries, slicing
 from jattn.kernels.gpu.mosaic.kernels import mosaic_call
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, launch
 from jattn.kernels.gpu.mosaic.machine import matrix_units
@@ -87,7 +87,7 @@ def unreadable(
         return f"expected pages of a multiple of {fewest} tokens, got {keys.shape[2]}"
     if spec.dropout_rate:
         return "dropout is for training"
-    return mosaic_call.reason(_one_tile, shapes, sizes, spec=spec)
+    return entries.unsupported(_one_tile, shapes, sizes, spec=spec)
 
 
 def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:

@@ -52,8 +52,7 @@ from jattn.kernels.gpu.mosaic.machine.warpgroups import (
 from jattn.kernels.gpu.mosaic.tile import hoisted, mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics, add_gradients, finished
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, initial, online
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling

@@ -5,7 +5,7 @@ tensor cores need, and the backward pass.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jattn import softmax, tile
 from jattn._types import Tree
 from jattn.call import Call
-from jattn.kernels.common import slicing
+from jattn.kernels.common import entries, slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
@@ -80,7 +80,7 @@ def unsupported(kernel: ForwardKernel, call: Call) -> str | None:
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    return reason(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
+    return entries.unsupported(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
 
 
 def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
@@ -99,27 +99,6 @@ def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
         return modify(*operands), [with_slope(tile, x, products, True) for x in summed]
 
     return refs.run_example(scores_and_slopes, operands)
-
-
-def reason(one_tile: Callable[..., Tree], *sizes: Hashable, spec: Spec) -> str | None:
-    """Returns why registers cannot run `one_tile(*sizes, spec)`, which is traced; None if they can.
-
-    It is traced once for specs of one structure whose arrays have the same shapes and dtypes.
-    """
-    leaves, structure = jax.tree.flatten(spec)
-    return _reason(one_tile, sizes, structure, tuple((x.shape, x.dtype) for x in leaves))
-
-
-@functools.lru_cache(maxsize=1024)
-def _reason(
-    one_tile: Callable[..., Tree], sizes: tuple[Any, ...], structure: Any, avals: tuple[Any, ...]
-) -> str | None:
-    spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in avals])
-    try:
-        jax.eval_shape(functools.partial(one_tile, *sizes), spec)
-    except NotImplementedError as error:
-        return f"a function of mask or score needs {error}"
-    return None
 
 
 def _width(H: int, V: int) -> int:

@@ -16,8 +16,7 @@ from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import RegisterLayout
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOG2E, times
-from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, is_unmodified
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile, is_unmodified
 from jattn.spec import Spec, has_mask, parameter_letters, parameters, with_parameters
 
 

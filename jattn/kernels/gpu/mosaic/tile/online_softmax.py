@@ -13,8 +13,7 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import votes
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile
 
 
 LOG2E = math.log2(math.e)
