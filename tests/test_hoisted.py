@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jattn import masks, scores
-from jattn.kernels.gpu.mosaic.tile import by_distance, hoisted
+from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.spec import Shapes, Spec
 from tests.kernels import prepared
 from tests.test_hopper import example, reason
@@ -124,7 +124,7 @@ def test_the_buckets_of_positions_are_known_before(farthest, known):
     spec = scored(scores.RelativeBias(jnp.ones((12, N)), max_distance=farthest))
     spec: Any = dataclasses.replace(spec, kv_positions=jnp.asarray(KV_POSITIONS))
     replacement: Any = hoisted.replaced(spec, SHAPES).score
-    assert isinstance(replacement, by_distance.ByBucket if known else scores.RelativeBias)
+    assert isinstance(replacement, hoisted.ByBucket if known else scores.RelativeBias)
     assert replacement.table is spec.score.table
 
 

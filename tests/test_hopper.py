@@ -30,7 +30,8 @@ from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, launch, paramete
 from jattn.kernels.gpu.mosaic.kernels.launch import Order
 from jattn.kernels.gpu.mosaic.machine import device as gpu
 from jattn.kernels.gpu.mosaic.machine import registers, streams, tensor_memory, versions, votes
-from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter, online_softmax, register_tile
+from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter, online_softmax
+from jattn.kernels.gpu.mosaic.tile import problem as gpu_problem
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import IntegerRun, RegisterLayout, Table
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.masks import Span
@@ -1172,16 +1173,14 @@ def test_registers_that_are_named_alike_hold_the_same(by, by_key):
     if by is registers.Products.TENSOR_MEMORY:
         unit = registers.Unit(False, by_key, by, splits_rows=True)
         alone = jnp.arange(3.0)
-        assert (
-            register_tile.register_layout(unit._replace(splits_rows=False)).shared(alone) is alone
-        )
+        assert gpu_problem.register_layout(unit._replace(splits_rows=False)).shared(alone) is alone
     else:
         unit = registers.Unit(False, by_key, by)
     rows, columns = unit.rows, 96
     queries = columns if by_key else rows
     pairs = {
-        "t": (register_tile._share_rows, np.arange(queries) & ~dropout.SHARED),
-        "ts": (register_tile._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
+        "t": (gpu_problem._share_rows, np.arange(queries) & ~dropout.SHARED),
+        "ts": (gpu_problem._share_diagonals, np.arange(rows)[:, None] - np.arange(columns)),
     }
     for axes, (change, values) in pairs.items():
         layout = unit.layout(axes).to_mgpu()

@@ -6,8 +6,9 @@ that broadcast, with axes of size 1. Kernels need their entry at one row and one
 in it depends on the row, on the column, on both or on neither.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,3 +122,24 @@ def read(
     ]
     results = reader.run(program.jaxpr, [*map(reader.table, program.consts), *inputs])
     return TileFunction(values([*map(reader.result, results)]), reader.tables, out)
+
+
+def unsupported(one_tile: Callable[..., Any], *sizes: Hashable, spec: Any) -> str | None:
+    """Returns why a kernel cannot run `one_tile(*sizes, spec)`, which is traced; None if it can.
+
+    It is traced once for specs of one structure whose arrays have the same shapes and dtypes.
+    """
+    leaves, structure = jax.tree.flatten(spec)
+    return _unsupported(one_tile, sizes, structure, tuple((x.shape, x.dtype) for x in leaves))
+
+
+@functools.lru_cache(maxsize=1024)
+def _unsupported(
+    one_tile: Callable[..., Any], sizes: tuple[Any, ...], structure: Any, avals: tuple[Any, ...]
+) -> str | None:
+    spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in avals])
+    try:
+        jax.eval_shape(functools.partial(one_tile, *sizes), spec)
+    except NotImplementedError as error:
+        return f"a function of mask or score needs {error}"
+    return None

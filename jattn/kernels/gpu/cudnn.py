@@ -34,11 +34,6 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, parameters
 
 
-# ---------------------------------------------------------------------------------------------
-# Masks
-# ---------------------------------------------------------------------------------------------
-
-
 class Flags(NamedTuple):
     """A mask in cuDNN's terms: all parts must allow.
 
@@ -89,11 +84,6 @@ def _(mask: masks.And) -> Flags:
     a, b = as_cudnn(mask.left), as_cudnn(mask.right)
     left = min((x for x in (a.left, b.left) if x is not None), default=None)
     return Flags(a.causal or b.causal, left, a.q_lengths + b.q_lengths, a.kv_lengths + b.kv_lengths)
-
-
-# ---------------------------------------------------------------------------------------------
-# What it can do
-# ---------------------------------------------------------------------------------------------
 
 
 def supports(call: Call) -> str | None:
@@ -207,11 +197,6 @@ def _refusal(shapes: Shapes) -> str | None:
     except (NotImplementedError, RuntimeError, ValueError) as reason:
         return str(reason)
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# Forward and backward
-# ---------------------------------------------------------------------------------------------
 
 
 def _within(

@@ -31,7 +31,7 @@ from jattn import masks, tuning
 from jattn._types import Ref, Tree
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common import block_mask, few_queries, reverse_mode, slicing, tile_schedule
+from jattn.kernels.common import block_mask, few_queries, slicing, tile_schedule
 from jattn.kernels.protocol import Reader
 from jattn.kernels.tpu import operands, programs
 from jattn.kernels.tpu.operands import LANES, TileIndex, round_up
@@ -109,11 +109,6 @@ class Layout(NamedTuple):
         return operands.SpecOperands(padded, Tiling(self.T, self.block), every_head=True)
 
 
-# ---------------------------------------------------------------------------------------------
-# The supported calls
-# ---------------------------------------------------------------------------------------------
-
-
 def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
     """Returns why a cache cannot be read in place for a call that `tiled` supports; None if it
     can."""
@@ -143,11 +138,6 @@ def _memory_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
     if 2 * (4 * entries + layout.block_bytes) > _MOST_BYTES:
         return f"{shapes.T} queries of {shapes.N} heads do not fit into a core's memory"
     return None
-
-
-# ---------------------------------------------------------------------------------------------
-# The steps of the program
-# ---------------------------------------------------------------------------------------------
 
 
 class Steps(NamedTuple):
@@ -199,11 +189,6 @@ def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
     places = places.reshape(table.shape[0], -1)
     missing = layout.pieces - places.shape[1]
     return jnp.pad(places, ((0, 0), (0, missing)), constant_values=-1)
-
-
-# ---------------------------------------------------------------------------------------------
-# The kernel
-# ---------------------------------------------------------------------------------------------
 
 
 class _Buffers(NamedTuple):
@@ -382,11 +367,6 @@ class _Kernel(NamedTuple):
         tile_schedule.repeat(0, layout.pieces_of_block, copy_piece, 0)
 
 
-# ---------------------------------------------------------------------------------------------
-# The function of the kernel
-# ---------------------------------------------------------------------------------------------
-
-
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """Computes `out [B, T, N, V]` in float32 and the normalizers `[B, T, N]` of a prepared spec,
     for a call that the kernel supports; interpreted on a CPU."""
@@ -416,46 +396,32 @@ def _launch(
     kernel: _Kernel, steps: Steps, rows: Array, pools: list[Array], interpret: bool
 ) -> list[Array]:
     """Returns the output `[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
-    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     B, K, R, _ = rows.shape
-    arrays = kernel.spec_operands.arrays
-    flat, over = reverse_mode.varying_alike([*steps, *arrays, rows, *pools])
-    results = [(B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)]
+    shapes = (B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)
+    results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
 
     def tile_at(step: Array, *lists: Ref) -> TileIndex:
         listed = Steps(*lists)
         return TileIndex(listed.rows[step], 0, 0, listed.blocks[step])
 
-    def of_row(shape: tuple[int, ...]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
+    def of_row(x: Any) -> tuple[Any, pl.BlockSpec]:
+        return x, pl.BlockSpec((None, *x.shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
 
-    def body(*refs: Ref) -> None:
-        listed, refs = Steps(*refs[: len(steps)]), refs[len(steps) :]
-        first, second = len(arrays) + 3, len(arrays) + 3 + len(results)
-        parts = refs[: len(arrays)], refs[len(arrays) : first], refs[first:second]
-        kernel(listed, *parts, _Buffers(*refs[second:]))
+    def step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, buffers: Ref) -> None:
+        kernel(Steps(*lists), leaves, arrays, results, _Buffers(*buffers))
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(steps),
-            grid=(steps.count[0],),
-            in_specs=[
-                *kernel.spec_operands.blocks(tile_at),
-                of_row(rows.shape),
-                anywhere,
-                anywhere,
-            ],
-            out_specs=list(map(of_row, results)),
-            scratch_shapes=list(_Buffers.shapes(kernel.shapes, kernel.layout)),
-        ),
-        out_shape=[jax.ShapeDtypeStruct(x, jnp.float32, manual_axis_type=over) for x in results],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        name="jattn_decode",
-        interpret=interpret,
+    return programs.launch_steps(
+        "jattn_decode",
+        step,
+        (steps.count[0],),
+        ("arbitrary",),
+        steps,
+        (kernel.spec_operands, tile_at),
+        [of_row(rows), *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools)],
+        list(map(of_row, results)),
+        _Buffers.shapes(kernel.shapes, kernel.layout),
+        interpret,
     )
-    return list(call(*flat))
 
 
 READER = Reader(unreadable, decode)

@@ -8,6 +8,7 @@ next tile is copied while one is computed.
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -63,38 +64,13 @@ class TiledCall(NamedTuple):
         return call, padded, rows, heads(padded.key), heads(padded.value)
 
 
-# ---------------------------------------------------------------------------------------------
-# The traversal of tiles
-# ---------------------------------------------------------------------------------------------
-
-
-class Visits(NamedTuple):
-    """The lists of tiles that blocks visit, see `BlockMask`, in a kernel's scalar memory."""
-
-    order: Ref
-    ends: Ref
-
-    def tile(self, b: Array, h: Array, block: Array, step: Array) -> Array:
-        """Returns the tile that a block visits at a step. After the last tile this stays the last
-        tile, so that nothing is copied."""
-        row = *block_mask.clamped(self.order, b, h), block
-        last = jnp.maximum(self.ends[(*row, 1)] - 1, 0)
-        return self.order[(*row, jnp.minimum(step, last))]
-
-    def kinds(self, b: Array, h: Array, block: Array, step: Array) -> dict[int, Any]:
-        """Returns for each kind of tile whether the block visits such a tile at a step."""
-        row = *block_mask.clamped(self.order, b, h), block
-        full, visited = self.ends[(*row, 0)], self.ends[(*row, 1)]
-        return {masks.FULL: step < full, masks.MIXED: (step >= full) & (step < visited)}
-
-
 class Traversal(NamedTuple):
     """The tiles that the programs of a kernel visit.
 
     grid: the sizes of the grid, whose last axis counts the steps of a block.
-    lists: the lists of tiles, which a kernel receives as `Visits`.
-    tile: returns the `TileIndex` of a step, given the `Visits` and the place in the grid.
-    kinds: returns for each kind of tile whether the step visits such a tile.
+    lists: the lists of tiles, whose arrays a kernel receives in scalar memory.
+    tile: returns the `TileIndex` of a step, given these arrays and the place in the grid.
+    kinds: returns, given the same, for each kind of tile whether the step visits such a tile.
     """
 
     grid: tuple[int, ...]
@@ -110,20 +86,26 @@ def traversal(call: TiledCall, *, by_key: bool = False) -> Traversal:
     blocks = shapes.S // call.tiling.block_kv if by_key else shapes.T // call.tiling.block_q
     steps = lists.order.shape[-1]
 
-    def row(b: Array, head: Array, block: Array, step: Array) -> tuple[Array, ...]:
-        """Returns batch row, query head, block, and the place in its list."""
+    def row(order: Ref, b: Array, head: Array, block: Array, step: Array) -> tuple[Any, ...]:
+        """Returns the query head, the index of the block's list, and the place in the list."""
         if by_key:
             size = jnp.int32(steps)
             head, step = head * shapes.G + lax.div(step, size), lax.rem(step, size)
-        return b, head, block, step
+        return head, (*block_mask.clamped(order, b, head), block), step
 
-    def tile_at(visits: Visits, *place: Array) -> TileIndex:
-        b, h, block, step = row(*place)
-        visited = visits.tile(b, h, block, step)
+    def tile_at(arrays: Ref, *place: Array) -> TileIndex:
+        (order, ends), (b, _, block, _) = arrays, place
+        h, index, step = row(order, *place)
+        # After the last tile this stays the last tile, so that nothing is copied.
+        last = jnp.maximum(ends[(*index, 1)] - 1, 0)
+        visited = order[(*index, jnp.minimum(step, last))]
         return TileIndex(b, h, *((visited, block) if by_key else (block, visited)))
 
-    def kinds_at(visits: Visits, *place: Array) -> dict[int, Any]:
-        conditions = visits.kinds(*row(*place))
+    def kinds_at(arrays: Ref, *place: Array) -> dict[int, Any]:
+        order, ends = arrays
+        _, index, step = row(order, *place)
+        full, visited = ends[(*index, 0)], ends[(*index, 1)]
+        conditions = {masks.FULL: step < full, masks.MIXED: (step >= full) & (step < visited)}
         return {kind: x for kind, x in conditions.items() if kind in lists.kinds}
 
     heads, steps_each = (shapes.K, shapes.G * steps) if by_key else (shapes.N, steps)
@@ -152,79 +134,108 @@ def launch(
         state: the shapes of the parts of the state, in float32, and their initial values.
     """
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
-    flat, over = reverse_mode.varying_alike(
-        [
-            *map(jnp.asarray, traversal.lists.arrays),
-            *call.spec_operands.arrays,
-            *(x for x, _ in arrays),
-        ]
-    )
 
     def tile_at(*indices: Ref) -> TileIndex:
         *place, order, ends = indices
-        return traversal.tile(Visits(order, ends), *place)
+        return traversal.tile((order, ends), *place)
 
-    body = _Step(call, traversal, visit, finish, len(arrays), len(results), state)
     blocks = functools.partial(_block, call, tile_at)
     parallel = ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3)
+    return launch_steps(
+        name,
+        functools.partial(_step, call, traversal, visit, finish, state),
+        traversal.grid,
+        parallel,
+        [jnp.asarray(x) for x in traversal.lists.arrays],
+        (call.spec_operands, tile_at),
+        [(x, blocks(x, by_key)) for x, by_key in arrays],
+        [(x, blocks(x, by_key)) for x, by_key in results],
+        [pltpu.VMEM(shape, jnp.float32) for shape, _ in state],
+        call.interpret,
+    )
+
+
+def launch_steps(
+    name: str,
+    step: Callable[..., None],
+    grid: tuple[Any, ...],
+    semantics: tuple[str, ...],
+    scalars: Sequence[Array],
+    spec_operands: tuple[operands.SpecOperands, Callable[..., TileIndex]],
+    arrays: Sequence[tuple[Array, pl.BlockSpec]],
+    results: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    scratch: Sequence[Any],
+    interpret: bool,
+) -> list[Array]:
+    """Runs `step(scalars, leaves, arrays, results, scratch)` at each place of a grid.
+
+    scalars: arrays that are copied into scalar memory before the first step.
+    spec_operands: the spec, whose arrays are the `leaves`, and a function that returns the tile of
+        a step, given the place in the grid and the scalars.
+    arrays, results: arrays, or types, and the block of each that belongs to a step.
+    """
+    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+    spec, tile_at = spec_operands
+    groups = scalars, spec.arrays, [x for x, _ in arrays], results, scratch
+    ends = [*itertools.accumulate(map(len, groups))]
+
+    def body(*refs: Ref) -> None:
+        step(*(refs[start:end] for start, end in zip([0, *ends], ends, strict=False)))
+
+    flat, over = reverse_mode.varying_alike([*scalars, *spec.arrays, *groups[2]])
     run_kernel = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=traversal.grid,
-            in_specs=[*call.spec_operands.blocks(tile_at), *(blocks(*x) for x in arrays)],
-            out_specs=[blocks(*x) for x in results],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape, _ in state],
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[*spec.blocks(tile_at), *(block for _, block in arrays)],
+            out_specs=[block for _, block in results],
+            scratch_shapes=list(scratch),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=over) for x, _ in results
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         name=name,
-        interpret=call.interpret,
+        interpret=interpret,
     )
     return list(run_kernel(*flat))
 
 
-class _Step(NamedTuple):
-    """The program of one step of the grid; the fields are as in `launch`."""
+def _step(
+    call: TiledCall,
+    traversal: Traversal,
+    visit: Callable[..., Any],
+    finish: Callable[..., Any],
+    state: Sequence[tuple[tuple[int, int], float]],
+    lists: Ref,
+    leaves: Ref,
+    array_refs: Ref,
+    result_refs: Ref,
+    state_refs: Ref,
+) -> None:
+    """Computes one step of the grid of `launch`."""
+    place = list(map(pl.program_id, range(len(traversal.grid))))
+    run = functools.partial(call.spec_operands.run, leaves, traversal.tile(lists, *place))
 
-    call: TiledCall
-    traversal: Traversal
-    visit: Callable[..., Any]
-    finish: Callable[..., Any]
-    n_arrays: int
-    n_results: int
-    state: Sequence[tuple[tuple[int, int], float]]
+    @pl.when(place[-1] == 0)
+    def _start() -> None:
+        for ref, (shape, value) in zip(state_refs, state, strict=True):
+            ref[...] = jnp.full(shape, value, jnp.float32)
 
-    def __call__(self, order: Ref, ends: Ref, *refs: Ref) -> None:
-        grid, operands = self.traversal.grid, self.call.spec_operands
-        visits, place = Visits(order, ends), list(map(pl.program_id, range(len(grid))))
-        tile_index = self.traversal.tile(visits, *place)
-        leaves, refs = refs[: len(operands.arrays)], refs[len(operands.arrays) :]
-        array_refs, refs = refs[: self.n_arrays], refs[self.n_arrays :]
-        result_refs, state_refs = refs[: self.n_results], refs[self.n_results :]
-        run = functools.partial(operands.run, leaves, tile_index)
+    for kind, condition in traversal.kinds(lists, *place).items():
 
-        @pl.when(place[-1] == 0)
-        def _start() -> None:
-            for ref, (shape, value) in zip(state_refs, self.state, strict=True):
-                ref[...] = jnp.full(shape, value, jnp.float32)
+        @pl.when(condition)
+        def _visit(masked: bool = kind == masks.MIXED) -> None:
+            blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
+            for ref, value in zip(state_refs, visit(masked, run, blocks, parts), strict=True):
+                ref[...] = value
 
-        for kind, condition in self.traversal.kinds(visits, *place).items():
-
-            @pl.when(condition)
-            def _visit(masked: bool = kind == masks.MIXED) -> None:
-                blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
-                new_parts = self.visit(masked, run, blocks, parts)
-                for ref, value in zip(state_refs, new_parts, strict=True):
-                    ref[...] = value
-
-        @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
-        def _finish() -> None:
-            values = self.finish(*(x[...] for x in state_refs))
-            for ref, value in zip(result_refs, values, strict=True):
-                ref[...] = value.astype(ref.dtype)
+    @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
+    def _finish() -> None:
+        values = finish(*(x[...] for x in state_refs))
+        for ref, value in zip(result_refs, values, strict=True):
+            ref[...] = value.astype(ref.dtype)
 
 
 def _block(
@@ -246,11 +257,6 @@ def _block(
         return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
 
     return pl.BlockSpec((None, None, *sizes), index)
-
-
-# ---------------------------------------------------------------------------------------------
-# The computation of a tile
-# ---------------------------------------------------------------------------------------------
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:

@@ -7,7 +7,7 @@ gradients of the queries, and once by blocks of keys, over the queries and heads
 the gradients of keys and values.
 
 The scores of a tile come from `jattn.tile`, so that the kernels depend on no mask and no score
-function. `bias_gradient` computes the gradients of biases along T and S, `blockwise` those of other
+function. Gradients of biases along T and S have a kernel, `blockwise` computes those of other
 parameters.
 
 On a CPU the same kernels are interpreted. They compile for TPUs, and have not run on one.
@@ -15,36 +15,36 @@ On a CPU the same kernels are interpreted. They compile for TPUs, and have not r
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn import masks
+from jattn._pytree import split_letters
 from jattn._types import Tree
 from jattn.call import Call
-from jattn.kernels.common import slicing
+from jattn.kernels.common import block_mask, entries, slicing
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.protocol import Kernel
-from jattn.kernels.tpu import bias_gradient, operands, programs
+from jattn.kernels.tpu import operands, programs
 from jattn.kernels.tpu.decode import READER
+from jattn.kernels.tpu.operands import TileIndex
 from jattn.kernels.tpu.programs import TiledCall, dot, finite
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, parameters
+from jattn.spec import Shapes, Spec, Tiling, parameter_letters, parameters, with_parameters
 
 
 MAX_HEAD_SIZE = 256
 _MOST_SCALARS = 2**16  # numbers in the memory of the scalar core
 _PRECISIONS = (None, "default", "highest")
-
-
-# ---------------------------------------------------------------------------------------------
-# The supported calls
-# ---------------------------------------------------------------------------------------------
 
 
 def supports(call: Call) -> str | None:
@@ -65,42 +65,23 @@ def supports(call: Call) -> str | None:
     tiles *= shapes.B if jax.tree.leaves(spec.mask) else 1
     if tiles > _MOST_SCALARS:
         return f"lists of {tiles} tiles do not fit into scalar memory"
-    leaves, structure = jax.tree.flatten(
-        dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    )
-    return _unsupported_reason(structure, tuple((x.shape, x.dtype) for x in leaves), shapes)
+    spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
+    return entries.unsupported(_one_tile, shapes, tiling, spec=spec)
 
 
-@functools.lru_cache(maxsize=1024)
-def _unsupported_reason(structure: Any, avals: tuple[Any, ...], shapes: Shapes) -> str | None:
-    """Returns which operation of the mask or the score function a tile cannot compute, found by
-    tracing both for one tile; None if there is none."""
-    tiling = programs.choose_tiling(shapes)
+def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
+    """Computes scores and their derivative for one tile."""
+    T, S = shapes.T, shapes.S
+    spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
+    spec_operands = operands.SpecOperands(spec, tiling)
+    if spec_operands.scalar_entries > _MOST_SCALARS:
+        raise NotImplementedError(f"{spec_operands.scalar_entries} numbers in scalar memory")
 
-    def one_tile(leaves: list[Array]) -> Tree:
-        spec = jax.tree.unflatten(structure, leaves)
-        T, S = shapes.T, shapes.S
-        spec = slicing.pad_spec(spec, T, S, *slicing.round_up(T, S, tiling))
-        spec_operands = operands.SpecOperands(spec, tiling)
-        if spec_operands.scalar_entries > _MOST_SCALARS:
-            raise NotImplementedError(f"{spec_operands.scalar_entries} numbers in scalar memory")
+    def modify(tile: slicing.HeadTile, products: Array) -> Tree:
+        score, pull = jax.vjp(lambda x: tile.modify(x, True), products)
+        return score, pull(score)
 
-        def modify(tile: slicing.HeadTile, products: Array) -> Tree:
-            score, pull = jax.vjp(lambda x: tile.modify(x, True), products)
-            return score, pull(score)
-
-        return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
-
-    try:
-        jax.eval_shape(one_tile, [jax.ShapeDtypeStruct(*x) for x in avals])
-    except NotImplementedError as error:
-        return f"a function of mask or score needs {error}"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------
-# The kernels
-# ---------------------------------------------------------------------------------------------
+    return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
 
 
 def _forward(
@@ -175,9 +156,61 @@ def _gradients(
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# The kernel's functions
-# ---------------------------------------------------------------------------------------------
+def _bias_gradient(
+    call: TiledCall, which: int, rows: list[Array], k: Array, v: Array
+) -> Array | None:
+    """Returns the gradient of a parameter `[B or 1, N or 1, T, S]` in float32; None if the
+    parameter has other axes.
+
+    Each of its tiles is written once: the program of a tile visits the batch rows and heads that
+    share it, one after another, and sums the cotangents of their scores, so that no array larger
+    than the gradient is needed.
+    """
+    leaf = parameters(call.spec)[which]
+    names = split_letters(parameter_letters(call.spec)[which])
+    shapes, (t, s) = call.shapes, call.tiling
+    if names != ["*B", "N", "T", "S"] or leaf.shape[2:] != (shapes.T, shapes.S):
+        return None
+    outer = leaf.shape[:2]
+    shared = [1 if n > 1 else size for n, size in zip(outer, (shapes.B, shapes.N), strict=True)]
+
+    def tile_at(_: Any, b: Array, h: Array, i: Array, j: Array, step: Array) -> TileIndex:
+        heads = jnp.int32(shared[1])
+        return TileIndex(b + lax.div(step, heads), h + lax.rem(step, heads), i, j)
+
+    def kinds_at(arrays: Any, *place: Array) -> dict[int, Any]:
+        (tile_kinds, _), (b, h, i, j) = arrays, tile_at(None, *place)
+        kind = tile_kinds[(*block_mask.clamped(tile_kinds, b, h), i, j)]
+        return {masks.MIXED: kind != masks.EMPTY}
+
+    def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array]:
+        *rows, k, v = arrays
+
+        def d_bias(tile: slicing.HeadTile, products: Array, cotangent: Any) -> Array:
+            values = parameters(tile.spec)
+
+            def scores(x: Array) -> Array:
+                replaced = with_parameters(tile.spec, [*values[:which], x, *values[which + 1 :]])
+                return tile._replace(spec=replaced).modify(products, masked)
+
+            score, pull = jax.vjp(scores, values[which])
+            return pull(cotangent(score, masked)[1])[0]
+
+        return (state[0] + programs.score_gradient(call, run, d_bias, rows, k, v),)
+
+    kinds = call.kinds.astype(jnp.int32)
+    lists = block_mask.BlockMask(kinds, kinds[..., :1, :1], ())  # the tile map itself
+    grid = (*outer, shapes.T // t, shapes.S // s, math.prod(shared))
+    return programs.launch(
+        "jattn_d_bias",
+        call,
+        programs.Traversal(grid, lists, tile_at, kinds_at),
+        visit,
+        lambda total: (total,),
+        [*((x, False) for x in rows), (k, True), (v, True)],
+        [(jax.ShapeDtypeStruct(leaf.shape, jnp.float32), None)],
+        [((t, s), 0.0)],
+    )[0]
 
 
 def _tokens_first(x: Array, shape: tuple[int, ...]) -> Array:
@@ -213,7 +246,7 @@ def _backward_pass(
         for d, x in zip(gradients, (per_query.query, key, value), strict=True)
     )
     d_parameters: list[Any] = [
-        bias_gradient.of(call, which, rows, k, v) for which in range(len(parameters(spec)))
+        _bias_gradient(call, which, rows, k, v) for which in range(len(parameters(spec)))
     ]
     if any(x is None for x in d_parameters):  # XLA sums these, as it can scatter
         summed = blockwise.parameter_gradients(

@@ -105,7 +105,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     operands = *heads_first(query, key, value), problem.refs.arrays, visits.arrays
     results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
-    scratch = [Stream.scratch(unit, 1, tile(rows=x)) for x in (rows, columns, columns)]
+    scratch = [Stream.scratch(unit, tile(rows=x)) for x in (rows, columns, columns)]
     order = Order.of(problem, visits, shapes.N, parts)
     out, *rest = launch(
         "jattn_ampere_forward", problem, order, kernel, operands, results, scratch, 1
@@ -114,29 +114,27 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 class _AmpereGradients(backward.GradientProgram):
-    """A program of a backward pass. Its warpgroup keeps 64 queries or, with `by_key`, 64 keys, and
-    sums their gradients over the streamed tiles."""
+    """A program whose only warpgroup keeps 64 queries or, with `by_key`, 64 keys."""
 
-    def run(self, results: Tree, scratch: Tree) -> None:
-        """Computes the gradients of the kept queries, or keys, and writes them to `results`."""
-        (resident, stream), unit, first_turn = scratch, self.problem.unit, jnp.int32(0)
+    def run(self) -> None:
+        (resident, _), unit, first_turn = self.memory, self.problem.unit, jnp.int32(0)
         kept = self.part(self.place[2] * ROWS, ROWS, self.place[1])
         resident.fill(first_turn, *[x.at[kept] for x in self.resident])
         rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
-        add_head = functools.partial(self.add_head, stream, resident.wait(first_turn), rows)
-        zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(results)
+        add_head = functools.partial(self.add_head, resident.wait(first_turn), rows)
+        zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(self.results)
         _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, *zeros))
         gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
-        for result, gradient in zip(results, gradients, strict=True):
+        for result, gradient in zip(self.results, gradients, strict=True):
             put(unit, result.at[kept], gradient.astype(result.dtype))
 
-    def add_head(self, stream: Stream, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
+    def add_head(self, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
         """Adds all streamed tiles of query head g of the group to the state.
 
         `resident` are the kept arrays in shared memory. `kept_rows` are the statistics of kept
         queries, or None if keys are kept.
         """
-        problem, (b, key_head, i) = self.problem, self.place
+        problem, (b, key_head, i), (_, stream) = self.problem, self.place, self.memory
         h = key_head * problem.heads + g
         constants = problem.constants(self.leaves, b, h)
 
@@ -159,16 +157,15 @@ class _AmpereGradients(backward.GradientProgram):
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
-    """Computes gradients, see `mosaic_call.GradientKernels.run`, with one program for each block of
-    64 queries or keys."""
+    """Computes gradients, see `mosaic_call.GradientKernels.run`."""
     shapes, size = problem.shapes, problem.streamed
     scratch = [
-        Stream.scratch(problem.unit, n, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
+        Stream.scratch(problem.unit, *[tiles_in_memory(n, rows, shapes.H, shapes.dtype)] * 2)
         for n, rows in ((1, ROWS), (2, size))
     ]
     name = "jattn_ampere_d_keys" if problem.by_key else "jattn_ampere_d_queries"
-    rows, run = size if problem.by_key else ROWS, _AmpereGradients.run
-    return backward.launched(name, _AmpereGradients, (problem, *call), rows, run, scratch, 1)
+    rows = size if problem.by_key else ROWS
+    return backward.launched(name, _AmpereGradients, (problem, *call), rows, scratch, 1)
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
@@ -186,10 +183,7 @@ _FORWARD = mosaic_call.ForwardKernel(
     run=_forward,
 )
 BACKWARD = mosaic_call.GradientKernels(
-    rows=lambda _: ROWS,
-    streamed=_streamed,
-    products=Products.WARP,
-    run=_gradients,
+    rows=lambda _: ROWS, streamed=_streamed, products=Products.WARP, run=_gradients
 )
 
 

@@ -28,7 +28,8 @@ class GradientProgram(NamedTuple):
     """A program for block `at` (b, h, i), where h is a key head with `by_key`.
 
     `per_query` are query and d_out, `per_key` key and value, `rows` stacked `RowStatistics`.
-    `which` lists the gradients to compute: 0 of queries or keys, 1 of values.
+    `which` lists the gradients to compute: 0 of queries or keys, 1 of values. `memory` is the
+    scratch of `launched`.
     """
 
     problem: GPUProblem
@@ -40,6 +41,12 @@ class GradientProgram(NamedTuple):
     rows: Ref
     leaves: list[Any]
     visits_ref: Tree
+    results: Ref
+    memory: Any
+
+    def run(self) -> None:
+        """Computes the gradients that the program keeps, and writes them to `results`."""
+        raise NotImplementedError
 
     @property
     def resident(self) -> Ref:
@@ -86,17 +93,16 @@ class GradientProgram(NamedTuple):
 
 def launched(
     name: str,
-    kind: Any,
+    kind: type[GradientProgram],
     call: tuple[GPUProblem, Spec, Any, Array, Array, tuple[int, ...]],
     size: int,
-    run: Callable[..., None],
     scratch: Tree,
     warpgroups: int,
 ) -> list[Array]:
-    """Runs `run(program, results, scratch)` in programs of a `kind`.
+    """Runs programs of a `kind`, a class of `GradientProgram`, each with `warpgroups`.
 
     `call` has the arguments of `mosaic_call.GradientKernels.run`. Statistics of rows are stacked in
-    blocks of `size`, and each program has `warpgroups`.
+    blocks of `size`.
     """
     problem, spec, (query, d_out, *rows), key, value, which = call
     shapes, by_key, visits = problem.shapes, problem.by_key, problem.visits(spec)
@@ -104,8 +110,8 @@ def launched(
     if by_key:
         visits = visits.without_full(is_large)
 
-    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Ref) -> None:
-        run(kind(problem, which, visits, place()[1:], *operands), results, scratch)
+    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, memory: Ref) -> None:
+        kind(problem, which, visits, place()[1:], *operands, results, memory).run()
 
     ordered = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
     per_query, per_key = ordered(query, d_out), ordered(key, value)

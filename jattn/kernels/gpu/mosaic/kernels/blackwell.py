@@ -35,12 +35,12 @@ from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell_gradients, mosaic
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch
 from jattn.kernels.gpu.mosaic.machine import device, tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, Products
+from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.warpgroups import hidden, store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOWEST, finish_factor, online_softmax_step
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel
 from jattn.spec import Shapes, Spec, Tiling
@@ -69,9 +69,9 @@ class _ForwardMemory(NamedTuple):
 
     queries: Ref
     numbers: tuple[Any, ...]
-    keys: TileRing
-    values: TileRing
-    arrays: tuple[TileRing, ...]
+    keys: Stream
+    values: Stream
+    arrays: tuple[Stream, ...]
     tile: Ref
     sums: Ref
     loaded: Ref
@@ -93,10 +93,10 @@ class _ForwardMemory(NamedTuple):
         return cls(
             queries=tiles_in_memory(groups, TENSOR_ROWS, shapes.H, shapes.dtype),
             numbers=(mosaic().SMEM((groups, TENSOR_ROWS), "float32"),) * 3,
-            keys=TileRing.scratch(tiles, free=barrier(ahead, groups)),
-            values=TileRing.scratch(tiles, free=barrier(ahead, groups)),
+            keys=Stream.ring(tiles, free=barrier(ahead, groups)),
+            values=Stream.ring(tiles, free=barrier(ahead, groups)),
             arrays=(
-                (TileRing.scratch(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
+                (Stream.ring(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
                 if arrays
                 else ()
             ),
@@ -120,16 +120,6 @@ class _ForwardMemory(NamedTuple):
         return self.sums.at[:, pl.ds(group * width + start, size)]
 
 
-def _hidden(number: Index, turn: Array) -> Array:
-    """Returns the number of a group, or of its first row, hidden from the compiler.
-
-    The compiler then computes what depends on it where it is used, and it takes up no registers.
-    If tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
-    shared memory, and spills it.
-    """
-    return number + lax.shift_right_logical(turn, np.int32(30))
-
-
 class _ForwardProgram(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
     keys (Dao et al. 2023, "Flash-Decoding"). `place()` reads (part, b, h, i) where it is used: no
@@ -141,6 +131,11 @@ class _ForwardProgram(NamedTuple):
     place: Callable[[], Any]
     parts: int
     operands: Tree
+    results: Ref
+
+    def run(self) -> None:
+        roles = self.copy, self.multiply, self.compute
+        tensor_memory.by_role(self.problem.unit, self.problem.groups, *roles)
 
     def fold(self, visit: Any, state: Any) -> Any:
         (part, *block), visits_ref = self.place(), self.operands[-1]
@@ -186,7 +181,7 @@ class _ForwardProgram(NamedTuple):
                 def _(group: int = group) -> None:
                     self.add(group, turn - 1)
                     # Scores will be written in the place of weights.
-                    tensor_memory.commit(unit, memory.added.at[_hidden(group, turn)])
+                    tensor_memory.commit(unit, memory.added.at[hidden(group, turn)])
                     mosaic().barrier_wait(memory.added.at[group])
 
                 self.score(group, turn)
@@ -195,7 +190,7 @@ class _ForwardProgram(NamedTuple):
         turns = self.fold(visit, jnp.int32(0))
         for group in groups:
             pl.when(turns > 0)(functools.partial(self.add, group, turns - 1))
-            tensor_memory.commit(unit, memory.done.at[_hidden(group, turns)])
+            tensor_memory.commit(unit, memory.done.at[hidden(group, turns)])
 
     def score(self, group: int, turn: Array) -> None:
         """Starts the products of a group's queries and the keys of a turn."""
@@ -205,7 +200,7 @@ class _ForwardProgram(NamedTuple):
         (keys,) = memory.keys.of_turn(turn)
         scores = memory.scores_of(group, self.problem.tiling.block_kv)
         tensor_memory.multiply(unit, scores, memory.queries.at[group], keys, transposed=True)
-        scored = memory.scored.at[_hidden(group, turn)]
+        scored = memory.scored.at[hidden(group, turn)]
         tensor_memory.commit(unit, memory.keys.freed(turn), scored)
 
     def add(self, group: int, turn: Array) -> None:
@@ -220,7 +215,7 @@ class _ForwardProgram(NamedTuple):
         tensor_memory.multiply(unit, total, weights, values)
         tensor_memory.commit(unit, memory.values.freed(turn))
 
-    def compute(self, results: Ref, group: Index) -> None:
+    def compute(self, group: Index) -> None:
         """Computes the weights and results of a group, in a warpgroup."""
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
         (_, b, h, _), columns = self.place(), self.problem.tiling.block_kv
@@ -234,30 +229,28 @@ class _ForwardProgram(NamedTuple):
 
         def visit(j: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *sums = state
-            hidden = _hidden(group, turn)
-            first = _hidden(row, turn) if masked and scarce else row
+            number = hidden(group, turn)
+            first = hidden(row, turn) if masked and scarce else row
             tile = self.problem.tile(leaves, TileIndex(b, h, first, j * columns), constants)
-            mosaic().barrier_wait(memory.scored.at[hidden])
-            products = tensor_memory.load_by_parts(unit, memory.scores_of(hidden, columns))
+            mosaic().barrier_wait(memory.scored.at[number])
+            products = tensor_memory.load_by_parts(unit, memory.scores_of(number, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.arrays:
                 ring.wait(turn)
                 tile = tile.completed(ring.of_turn(turn))
                 mosaic().commit_smem()  # copies may then overwrite what was read
                 mosaic().barrier_arrive(ring.freed(turn))
-            sums = self.weigh(hidden, masked, tile, products, *sums)
+            sums = self.weigh(number, masked, tile, products, *sums)
             tensor_memory.wait_for_stores(unit)
-            mosaic().barrier_arrive(memory.weighed.at[hidden])
+            mosaic().barrier_arrive(memory.weighed.at[number])
             return turn + 1, *sums
 
-        total, shift = (
-            jnp.zeros(TENSOR_ROWS, jnp.float32),
-            jnp.full(TENSOR_ROWS, LOWEST, jnp.float32),
-        )
+        total = jnp.zeros(TENSOR_ROWS, jnp.float32)
+        shift = jnp.full(TENSOR_ROWS, LOWEST, jnp.float32)
         state = jnp.int32(0), unit.to_layout(shift, "t"), unit.to_layout(total, "t")
         _, shift, total = self.fold(visit, state)
         mosaic().barrier_wait(memory.done.at[group])
-        self.write_results(group, row, shift, total, results)
+        self.write_results(group, row, shift, total)
 
     def weigh(
         self, group: Array, masked: bool, tile: RegisterTile, products: Array, *sums: Array
@@ -279,9 +272,7 @@ class _ForwardProgram(NamedTuple):
             tensor_memory.wait_for_loads(unit)
             tensor_memory.store(unit, part, chunk * unit.spread(factor, _CHUNK))
 
-    def write_results(
-        self, group: Index, row: Array, shift: Array, total: Array, results: Ref
-    ) -> None:
+    def write_results(self, group: Index, row: Array, shift: Array, total: Array) -> None:
         """Writes output and normalizer of a group, whose first query is `row`; the output of a part
         of the keys in float32."""
         (part, b, h, _), memory = self.place(), self.memory
@@ -291,12 +282,12 @@ class _ForwardProgram(NamedTuple):
         for place, x in zip(numbers, (factor, *normalizer), strict=True):
             place[...] = x
         rows = pl.ds(row, TENSOR_ROWS)
-        queries, result = memory.queries.at[group], results[0].at[part, b, rows, h]
+        queries, result = memory.queries.at[group], self.results[0].at[part, b, rows, h]
         is_part = result.dtype != queries.dtype
         for start in range(0, self.problem.shapes.V, _CHUNK):
             place = (result if is_part else queries).at[:, pl.ds(start, _CHUNK)]
             place[...] = self.output(group, start, numbers[0]).astype(place.dtype)
-        pairs = zip(numbers[1:], results[1:], strict=True)
+        pairs = zip(numbers[1:], self.results[1:], strict=True)
         along = [(x, y.at[part, b, h, rows]) for x, y in pairs]
         store(along if is_part else [(queries, result), *along])
 
@@ -315,11 +306,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`."""
     visits, parts, unit = problem.visits(spec), problem.parts(), problem.unit
 
-    def kernel(place: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
-        memory = _ForwardMemory(*scratch)
-        program = _ForwardProgram(problem, visits, memory, place, parts, operands)
-        compute = functools.partial(program.compute, results)
-        tensor_memory.by_role(unit, problem.groups, program.copy, program.multiply, compute)
+    def kernel(place: Callable[..., Any], operands: Ref, results: Ref, memory: Ref) -> None:
+        _ForwardProgram(problem, visits, memory, place, parts, operands, results).run()
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
     results, scratch = forward_results(problem.shapes, parts), _ForwardMemory.scratch(problem)

@@ -28,13 +28,13 @@ from jattn import scores
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
 from jattn.kernels.gpu.mosaic.machine import tensor_memory
-from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products, Unit
+from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
-from jattn.kernels.gpu.mosaic.machine.warpgroups import TileRing, store, tiles_in_memory
+from jattn.kernels.gpu.mosaic.machine.warpgroups import store, tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, finished
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.spec import Spec
 
 
@@ -59,9 +59,9 @@ class _GradientMemory(NamedTuple):
     """
 
     resident: Ref
-    first: TileRing
-    second: TileRing
-    arrays: tuple[TileRing, ...]
+    first: Stream
+    second: Stream
+    arrays: tuple[Stream, ...]
     scores: Ref
     pulled: Ref
     sums: Ref
@@ -84,15 +84,12 @@ class _GradientMemory(NamedTuple):
                 return tensors(size), tensors(size, shapes.dtype)
             return tensor_memory.alternatives(unit, tensors(size), tensors(2 * size, shapes.dtype))
 
-        def ring(places: int) -> TileRing:
+        def ring(places: int) -> Stream:
             tiles = tiles_in_memory(places, size, shapes.H, shapes.dtype)
-            return TileRing.scratch(tiles, free=barrier(places))
+            return Stream.ring(tiles, free=barrier(places))
 
-        groups, places, resident = (
-            _groups(problem),
-            2 if shapes.H <= _WIDE else 1,
-            _kept_tiles(which),
-        )
+        groups, places = _groups(problem), 2 if shapes.H <= _WIDE else 1
+        resident = 2 if _KEYS in which else 1  # tiles of rows: one if only values have gradients
         return cls(
             resident=tiles_in_memory(resident, TENSOR_ROWS, shapes.H, shapes.dtype),
             first=ring(2),
@@ -132,12 +129,7 @@ def _groups(problem: GPUProblem) -> int:
     return min(2, problem.shares)
 
 
-def _kept_tiles(which: tuple[int, ...]) -> int:
-    """The number of tiles of rows that a program keeps: one if only values have gradients."""
-    return 2 if _KEYS in which else 1
-
-
-def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[TileRing, ...]:
+def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[Stream, ...]:
     """A ring of the arrays that belong to the columns of tiles, by shares; none without arrays."""
     shares, arrays = problem.shares, problem.streamed_scratch(places, problem.shares)
     copies = len(arrays) * shares
@@ -147,11 +139,15 @@ def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[TileRing, ...]:
     if not arrays:
         return ()
     used = mosaic().Barrier(num_barriers=places, num_arrivals=_groups(problem))
-    return (TileRing.scratch(*arrays, free=used, copies=copies),)
+    return (Stream.ring(*arrays, free=used, copies=copies),)
 
 
 class _BlackwellGradients(backward.GradientProgram):
     """128 queries or, with `by_key`, 128 keys."""
+
+    def run(self) -> None:
+        roles = self.copy, self.multiply, self.compute
+        tensor_memory.by_role(self.problem.unit, _groups(self.problem), *roles)
 
     @property
     def block(self) -> Tree:
@@ -163,102 +159,94 @@ class _BlackwellGradients(backward.GradientProgram):
         column = x * self.problem.streamed + number * self.problem.share
         return self.tile_index(h, self.place[2] * TENSOR_ROWS, column)
 
-    def copy(self, memory: _GradientMemory) -> None:
+    def copy(self) -> None:
         """Copies kept rows and streamed tiles, in one warp."""
         numbers = range(self.problem.shares)
-        for i in range(memory.resident.shape[0]):
+        for i in range(self.memory.resident.shape[0]):
             source = self.resident[i].at[self.block]
-            mosaic().copy_gmem_to_smem(source, memory.resident.at[i], memory.loaded)
+            mosaic().copy_gmem_to_smem(source, self.memory.resident.at[i], self.memory.loaded)
 
         def visit(h: Array, x: Array, masked: bool, turn: Index) -> Array:
             first, second = self.tiles(h, x)
-            memory.first.fill(turn, first)
+            self.memory.first.fill(turn, first)
             indices = [self.share(h, x, number) for number in numbers]
             shares = [self.problem.streamed_parts(self.leaves, index) for index in indices]
             blocks = pl.ds(x * len(numbers), len(numbers))
             rows = [self.rows.at[self.place[0], h, blocks]] if self.problem.by_key else []
-            for ring in memory.arrays:
+            for ring in self.memory.arrays:
                 ring.fill(turn, *rows, *map(list, zip(*shares, strict=True)))
-            memory.second.fill(turn, second)
+            self.memory.second.fill(turn, second)
             return turn + 1
 
         turns = self.fold(visit, jnp.int32(0))
-        for ring in (memory.first, memory.second, *memory.arrays):
+        for ring in (self.memory.first, self.memory.second, *self.memory.arrays):
             ring.drain(turns)
 
     # --- products -------------------------------------------------------------------------------
 
-    def multiply(self, memory: _GradientMemory) -> None:
+    def multiply(self) -> None:
         """Starts all products, in one warp."""
+        memory = self.memory
         mosaic().barrier_wait(memory.loaded)
 
         def visit(h: Array, x: Array, masked: bool, turn: Index) -> Array:
-            pl.when(turn > 0)(functools.partial(self.add_values, memory, turn - 1))
-            self.score(memory, turn)
-            pl.when(turn > 0)(functools.partial(self.add_keys, memory, turn - 1))
-            self.pull(memory, turn)
+            pl.when(turn > 0)(functools.partial(self.add_values, turn - 1))
+            memory.first.wait(turn)
+            self.start(memory.scores[0], 0, memory.first, turn, memory.scored, _KEYS)
+            pl.when(turn > 0)(functools.partial(self.add_keys, turn - 1))
+            memory.second.wait(turn)
+            if _KEYS in self.which:
+                self.start(memory.pulled[0], 1, memory.second, turn, memory.back, _VALUES)
             return turn + 1
 
         turns = self.fold(visit, jnp.int32(0))
 
         @pl.when(turns > 0)
         def _() -> None:
-            self.add_values(memory, turns - 1)
-            self.add_keys(memory, turns - 1)
+            self.add_values(turns - 1)
+            self.add_keys(turns - 1)
 
         tensor_memory.commit(self.problem.unit, memory.done)
 
-    def score(self, memory: _GradientMemory, turn: Index) -> None:
-        """Starts the products of queries and keys of a turn."""
-        memory.first.wait(turn)
-        (tile,), unit = memory.first.of_turn(turn), self.problem.unit
-        tensor_memory.multiply(unit, memory.scores[0], memory.resident.at[0], tile, transposed=True)
-        free = [] if _KEYS in self.which else [memory.first.freed(turn)]
-        tensor_memory.commit(unit, *free, memory.scored)
+    def start(
+        self, total: Ref, kept: int, ring: Stream, turn: Index, done: Ref, gradient: int
+    ) -> None:
+        """Starts the products of kept rows and a turn's tile, which `gradient` needs once more."""
+        (tile,), unit = ring.of_turn(turn), self.problem.unit
+        tensor_memory.multiply(unit, total, self.memory.resident.at[kept], tile, transposed=True)
+        free = [] if gradient in self.which else [ring.freed(turn)]
+        tensor_memory.commit(unit, *free, done)
 
-    def pull(self, memory: _GradientMemory, turn: Index) -> None:
-        """Starts the products of d_out and values of a turn."""
-        memory.second.wait(turn)
-        if _KEYS not in self.which:
-            return
-        (tile,), unit = memory.second.of_turn(turn), self.problem.unit
-        tensor_memory.multiply(unit, memory.pulled[0], memory.resident.at[1], tile, transposed=True)
-        free = [] if _VALUES in self.which else [memory.second.freed(turn)]
-        tensor_memory.commit(unit, *free, memory.back)
-
-    def add_values(self, memory: _GradientMemory, turn: Index) -> None:
+    def add_values(self, turn: Index) -> None:
         """Starts to add the weighted rows of d_out, as soon as there are weights. Scores of another
         turn may overwrite these afterwards."""
-        mosaic().barrier_wait(memory.weighed)
+        mosaic().barrier_wait(self.memory.weighed)
         if _VALUES in self.which:
-            self.add(memory, _VALUES, memory.scores[1], memory.second, turn)
+            self.add(_VALUES, self.memory.scores[1], self.memory.second, turn)
 
-    def add_keys(self, memory: _GradientMemory, turn: Index) -> None:
+    def add_keys(self, turn: Index) -> None:
         """Starts to add the rows of queries (keys) times the cotangents of scores, likewise."""
         if _KEYS in self.which:
-            mosaic().barrier_wait(memory.derived)
-            self.add(memory, _KEYS, memory.pulled[1], memory.first, turn)
+            mosaic().barrier_wait(self.memory.derived)
+            self.add(_KEYS, self.memory.pulled[1], self.memory.first, turn)
 
-    def add(
-        self, memory: _GradientMemory, gradient: int, factors: Ref, ring: TileRing, turn: Index
-    ) -> None:
+    def add(self, gradient: int, factors: Ref, ring: Stream, turn: Index) -> None:
         """Adds products to a gradient, and waits: the next turn overwrites their factors."""
-        unit, width = self.problem.unit, self.problem.shapes.H
-        (tile,) = ring.of_turn(turn)
-        total = memory.sum_of(self.which, gradient, 0, width)
+        unit, (tile,) = self.problem.unit, ring.of_turn(turn)
+        total = self.memory.sum_of(self.which, gradient, 0, self.problem.shapes.H)
         for start in range(0, self.problem.streamed, _ROWS):
             left = _narrow(self.problem, factors, start, _ROWS)
             tensor_memory.multiply(unit, total, left, tile.at[pl.ds(start, _ROWS)])
-        added = memory.added.at[gradient]
+        added = self.memory.added.at[gradient]
         tensor_memory.commit(unit, ring.freed(turn), added)
         mosaic().barrier_wait(added)
 
     # --- weights --------------------------------------------------------------------------------
 
-    def compute(self, memory: _GradientMemory, group: Index, results: Ref) -> None:
+    def compute(self, group: Index) -> None:
         """Computes weights, the cotangents of scores and the results, in a warpgroup."""
-        rows = None if self.problem.by_key else self.kept_rows(self.problem.unit)
-        self.for_gradients(group, functools.partial(self.clear, memory))
+        rows = self.kept_rows(self.problem.unit)
+        self.for_gradients(group, self.clear)
         tensor_memory.wait_for_stores(self.problem.unit)
 
         def of_head(h: Array) -> Callable[..., Any]:
@@ -268,29 +256,29 @@ class _BlackwellGradients(backward.GradientProgram):
                 numbers = self.shares_of(group)
                 share = functools.partial(self.share, h, x)
                 tiles = [self.problem.tile(self.leaves, share(i), constants) for i in numbers]
-                tiles, read = self.completed(memory, turn, numbers, tiles, rows)
-                weighed = self.weigh(memory, group, tiles, masked, read)
+                tiles, read = self.completed(turn, numbers, tiles, rows)
+                weighed = self.weigh(group, tiles, masked, read)
                 again = [x() for x in read]  # weights leave no registers for delta
-                for ring in memory.arrays:
+                for ring in self.memory.arrays:
                     mosaic().commit_smem()  # copies may then overwrite what was read
                     mosaic().barrier_arrive(ring.freed(turn))
                 if _KEYS in self.which:
-                    self.derive(memory, group, tiles, masked, again, weighed)
+                    self.derive(group, tiles, masked, again, weighed)
                 return turn + 1
 
             return visit
 
         self.fold_heads(of_head, jnp.int32(0))
-        mosaic().barrier_wait(memory.done)
-        self.for_gradients(group, functools.partial(self.write_result, memory, results))
+        mosaic().barrier_wait(self.memory.done)
+        self.for_gradients(group, self.write_result)
 
     def completed(
-        self, memory: _GradientMemory, turn: Index, numbers: Tree, tiles: Tree, kept_rows: Tree
+        self, turn: Index, numbers: Tree, tiles: Tree, kept_rows: Tree
     ) -> tuple[list[RegisterTile], list[Any]]:
         """Returns a turn's tiles with their streamed arrays, and functions that read the statistics
         of their rows, if these are not `kept_rows`."""
         read: list[Any] = [lambda: kept_rows for _ in numbers]
-        for ring in memory.arrays:
+        for ring in self.memory.arrays:
             ring.wait(turn)
             for i, number in enumerate(numbers):
                 arrays = [array.at[number] for array in ring.of_turn(turn)]
@@ -301,19 +289,18 @@ class _BlackwellGradients(backward.GradientProgram):
                 tiles[i] = tiles[i].completed(arrays)
         return tiles, read
 
-    def kept_rows(self, unit: Tree) -> RowStatistics:
-        """Reads the statistics of the queries that are kept."""
-        return RowStatistics.read(unit, self.rows, *self.place)
+    def kept_rows(self, unit: Unit) -> RowStatistics | None:
+        """Reads the statistics of the queries that are kept; None if keys are kept."""
+        by_key = self.problem.by_key
+        return None if by_key else RowStatistics.read(unit, self.rows, *self.place)
 
-    def weigh(
-        self, memory: _GradientMemory, group: Index, tiles: Tree, masked: bool, read: list[Any]
-    ) -> list[Any]:
+    def weigh(self, group: Index, tiles: Tree, masked: bool, read: list[Any]) -> list[Any]:
         """Computes weights from the scores of a turn."""
-        unit, scores = self.problem.unit, memory.scores
-        mosaic().barrier_wait(memory.scored)
+        unit, scores = self.problem.unit, self.memory.scores
+        mosaic().barrier_wait(self.memory.scored)
         products = self.loaded_run(scores[0], group, self.columns)
         if _VALUES not in self.which:
-            mosaic().barrier_arrive(memory.weighed)
+            mosaic().barrier_arrive(self.memory.weighed)
         first = Derivation(masked, self.problem.factors).weights_first
         weights, weighed = [], []
         for tile, part, read_rows in zip(tiles, self.split(products), read, strict=True):
@@ -325,12 +312,11 @@ class _BlackwellGradients(backward.GradientProgram):
         if _VALUES in self.which:
             tensor_memory.store(unit, self.narrow(scores[1], group), _joined(weights))
             tensor_memory.wait_for_stores(unit)
-            mosaic().barrier_arrive(memory.weighed)
+            mosaic().barrier_arrive(self.memory.weighed)
         return weighed
 
     def derive(
         self,
-        memory: _GradientMemory,
         group: Index,
         tiles: list[RegisterTile],
         masked: bool,
@@ -338,8 +324,8 @@ class _BlackwellGradients(backward.GradientProgram):
         weighed: list[Any],
     ) -> None:
         """Computes the cotangents of a turn's scores, from those of weights."""
-        unit, pulled = self.problem.unit, memory.pulled
-        mosaic().barrier_wait(memory.back)
+        unit, pulled = self.problem.unit, self.memory.pulled
+        mosaic().barrier_wait(self.memory.back)
         # If registers are scarce, the cotangents of a share are used before more are loaded.
         runs = self.shares_of(group) if masked else [group]
         size = self.problem.share if masked else self.columns
@@ -351,7 +337,7 @@ class _BlackwellGradients(backward.GradientProgram):
         ]
         tensor_memory.store(unit, self.narrow(pulled[1], group), _joined(d_scores))
         tensor_memory.wait_for_stores(unit)
-        mosaic().barrier_arrive(memory.derived)
+        mosaic().barrier_arrive(self.memory.derived)
 
     @property
     def columns(self) -> int:
@@ -390,24 +376,24 @@ class _BlackwellGradients(backward.GradientProgram):
             assigned = place % _groups(self.problem)
             pl.when(group == assigned)(functools.partial(function, gradient))
 
-    def clear(self, memory: _GradientMemory, gradient: int) -> None:
+    def clear(self, gradient: int) -> None:
         unit = self.problem.unit
         zeros = unit.zeros(TENSOR_ROWS, WIDTH)
         for start in range(0, self.problem.shapes.H, WIDTH):
-            part = memory.sum_of(self.which, gradient, start, WIDTH)
+            part = self.memory.sum_of(self.which, gradient, start, WIDTH)
             tensor_memory.store(unit, part, zeros)
 
-    def write_result(self, memory: _GradientMemory, results: Ref, gradient: int) -> None:
+    def write_result(self, gradient: int) -> None:
         """Writes a gradient, in a layout without bank conflicts in shared memory."""
         place, unit = self.which.index(gradient), self.problem.unit._replace(splits_rows=True)
-        problem, resident = self.problem._replace(unit=unit), memory.resident.at[place]
-        rows = None if problem.by_key else self.kept_rows(unit)
+        problem, resident = self.problem._replace(unit=unit), self.memory.resident.at[place]
+        rows = self.kept_rows(unit)
         for start in range(0, problem.shapes.H, WIDTH):
-            total = tensor_memory.load(unit, memory.sum_of(self.which, gradient, start, WIDTH))
+            total = tensor_memory.load(unit, self.memory.sum_of(self.which, gradient, start, WIDTH))
             tensor_memory.wait_for_loads(unit)
             (columns,) = finished(problem, {gradient: total}, rows)
             resident[:, pl.ds(start, WIDTH)] = columns.astype(resident.dtype)
-        store([(resident, results[place].at[*self.block])])
+        store([(resident, self.results[place].at[*self.block])])
 
 
 def _joined(parts: list[Array]) -> Array:
@@ -419,18 +405,9 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     unit, groups, by_key, which = problem.unit, _groups(problem), problem.by_key, call[-1]
     if problem.shapes.H > _WIDE:  # shared memory has no room for more
         problem = problem._replace(max_streamed_arrays=1 if by_key else 2)
-
-    def run(program: _BlackwellGradients, results: Ref, scratch: Ref) -> None:
-        memory, compute = (
-            _GradientMemory(*scratch),
-            functools.partial(program.compute, results=results),
-        )
-        roles = program.copy, program.multiply, compute
-        tensor_memory.by_role(unit, groups, *(functools.partial(x, memory) for x in roles))
-
     gradient = ("keys" if _KEYS in which else "values") if by_key else "queries"
     name, size = f"jattn_blackwell_d_{gradient}", problem.share if by_key else TENSOR_ROWS
-    rest = run, _GradientMemory.scratch(problem, which), tensor_memory.warpgroups(unit, groups)
+    rest = _GradientMemory.scratch(problem, which), tensor_memory.warpgroups(unit, groups)
     return backward.launched(name, _BlackwellGradients, (problem, *call), size, *rest)
 
 

@@ -25,11 +25,11 @@ from jattn import masks, softmax
 from jattn._types import Index, Ref, Size, Tree
 from jattn.cache import Cache
 from jattn.call import Call
-from jattn.kernels.common import block_mask, few_queries, slicing
+from jattn.kernels.common import block_mask, entries, few_queries, slicing
 from jattn.kernels.gpu.mosaic.kernels import mosaic_call
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, launch
 from jattn.kernels.gpu.mosaic.machine import matrix_units
-from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, least_rows, put
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
@@ -82,12 +82,12 @@ def unreadable(
     if reason := _other_arrays(shapes, keys, values):
         return reason
     sizes = _DecodeSizes.of(kernel, spec, shapes, keys.shape[2])
-    fewest = least_rows(kernel.unit(platform), min(shapes.H, shapes.V))
+    fewest = least_rows(Unit(platform == "cpu", by=kernel.products), min(shapes.H, shapes.V))
     if sizes.run < fewest:
         return f"expected pages of a multiple of {fewest} tokens, got {keys.shape[2]}"
     if spec.dropout_rate:
         return "dropout is for training"
-    return mosaic_call.reason(_one_tile, shapes, sizes, spec=spec)
+    return entries.unsupported(_one_tile, shapes, sizes, spec=spec)
 
 
 def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:
@@ -126,7 +126,9 @@ def attend(
     query = sizes.grouping.to_rows(jnp.swapaxes(query, 1, 2), shapes.N, 1)
     grouped = shapes._replace(T=ROWS, S=sizes.capacity, N=query.shape[1])
     refs = functools.partial(GroupedRefs, sizes.grouping, shapes.N)
-    problem = GPUProblem.of(spec, grouped, sizes.tiling, kernel.unit(platform), refs)
+    problem = GPUProblem.of(
+        spec, grouped, sizes.tiling, Unit(platform == "cpu", by=kernel.products), refs
+    )
     parts = block_mask.parts(grouped.B * grouped.N, problem.blocks[1] // _TILES_EACH)
     pages = _Pages(keys, values, jnp.minimum(table, len(keys) - 1))
     results = _launch(problem, sizes, parts, visits, query, pages)
@@ -222,8 +224,5 @@ def _launch(
     tiles = [tile(2, columns, size, least=columns) for size in (shapes.H, shapes.V)]
     arrays, queries = problem.streamed_scratch(2), tile(1, ROWS, shapes.H)
     copies = 2 * (columns // sizes.run) + len(arrays)
-    streams = (
-        Stream.scratch(unit, 1, queries),
-        Stream.scratch(unit, 2, *tiles, *arrays, copies=copies),
-    )
+    streams = (Stream.scratch(unit, queries), Stream.scratch(unit, *tiles, *arrays, copies=copies))
     return launch(_NAME, problem, order, kernel, operands, results, [*streams], 1)

@@ -45,16 +45,14 @@ from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     WarpgroupMemory,
     by_group,
-    later,
+    hidden,
     store,
     tiles_in_memory,
 )
 from jattn.kernels.gpu.mosaic.tile import hoisted, mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.factors import Factors
 from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics, add_gradients, finished
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, initial, online
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem, RegisterTile
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.protocol import Kernel, Reader
 from jattn.spec import Shapes, Spec, Tiling
@@ -63,12 +61,10 @@ from jattn.spec import Shapes, Spec, Tiling
 CAPABILITY = (9, 0)  # GPUs of other compute capabilities have no wgmma
 _BUFFERS = 2  # in shared memory, for streamed tiles
 
-
 # CUDA 12.8.0 to 12.9.0 miscompiles masks: JAX's `attention_mgpu` refuses causal masks there. The
 # runtime version is the same for CUDA 12.9.0 and 12.9.1, so the compilers' versions decide.
 _MISCOMPILING_RUNTIMES = range(12080, 12100)
 _FIRST_CORRECT_COMPILER = (12, 9, 86)
-
 
 # The packages that hold them: JAX before 0.12 compiles by the first, later versions by the second.
 _COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
@@ -111,21 +107,14 @@ def _compilers() -> dict[str, tuple[int, ...]]:
     return versions
 
 
-# ---------------------------------------------------------------------------------------------
-# The kernels
-# ---------------------------------------------------------------------------------------------
-
-
 class _HopperForward(NamedTuple):
     """A program of the forward pass. It computes one work item, or several one after another.
 
     A work item (part, b, h, i) is block i of the queries of head (b, h), and the tiles of keys that
     the block visits or, if these are split into several `parts`, one part of them.
 
-    fold_items: folds `function(item, state)` over the program's work items, where `item(count)`
-        reads (part, b, h, i), see `launch_in_rounds`.
-    leaves: the spec's arrays in global memory, see `SpecRefs`.
-    visits_ref: the arrays of `visits` in global memory.
+    `fold_items(function, state)` folds over the program's work items, see `launch_in_rounds`.
+    `leaves` are the spec's arrays, and `visits_ref` those of `visits`.
     """
 
     problem: GPUProblem
@@ -138,6 +127,7 @@ class _HopperForward(NamedTuple):
     value: Ref
     leaves: list[Any]
     visits_ref: Tree
+    results: Ref
 
     def fold(self, item: tuple[Any, ...], visit: Callable[..., Any], state: Tree) -> Tree:
         """Folds `visit(j, masked, state)` over the tiles j of keys of a work item."""
@@ -164,11 +154,11 @@ class _HopperForward(NamedTuple):
 
         return self.fold((part, b, h, i), visit, turn)
 
-    def compute(self, results: Ref, group: Array) -> None:
+    def compute(self, group: Array) -> None:
         """Computes the 64 queries of this warpgroup in all work items, in a computing warpgroup."""
-        self.fold_items(functools.partial(self.attend, results, group), jnp.int32(0))
+        self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
-    def attend(self, results: Ref, group: Array, item: Callable[..., Any], turn: Array) -> Array:
+    def attend(self, group: Array, item: Callable[..., Any], turn: Array) -> Array:
         """Computes the queries of this warpgroup in one work item, and returns the next turn."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
@@ -178,12 +168,12 @@ class _HopperForward(NamedTuple):
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
-            opaque = _opaque_group(group, turn, _needs_most_registers(problem, masked))
+            opaque = hidden(group, turn) if _needs_most_registers(problem, masked) else group
             # Read again, so that the indices take up no registers from one tile to the next.
             _, b, h, i = item(turn)
             index = TileIndex(b, h, i * rows + opaque * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
-            return turn + 1, _attend_to_tile(problem, memory, opaque, masked, read, turn, sums)
+            return turn + 1, self.add_tile(opaque, masked, read, turn, sums)
 
         # Warpgroup 1 starts half a step after warpgroup 0, so that they alternate, and ends half a
         # step after it.
@@ -193,8 +183,60 @@ class _HopperForward(NamedTuple):
         pl.when(group == 0)(memory.change_turns)
         part, b, h, i = item(turn)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
-        _write_results(problem.factors, memory, group, sums, block, results)
+        self.write_results(group, sums, block)
         return turn
+
+    def add_tile(
+        self,
+        group: Array,
+        masked: bool,
+        read: Callable[[], RegisterTile],
+        turn: Array,
+        sums: softmax.Partial,
+    ) -> softmax.Partial:
+        """Returns the sums of a warpgroup with one more tile of keys and values.
+
+        `read` reads the tile's parts of the spec's arrays to registers.
+        """
+        problem, memory, unit = self.problem, self.memory, self.problem.unit
+        # Parts for a mask need many registers, which are free only after the products.
+        early = None if masked else read()
+
+        def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
+            pair, change = [(memory.resident[0].at[group], k)], memory.change_turns
+            (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
+            return products, (early or read()).completed(streamed)
+
+        products, tile = memory.streams[0].use(turn, multiply_keys)
+        weights, sums = online(problem, masked, tile, products, sums)
+        weights = weights.astype(problem.shapes.dtype)
+        memory.change_turns()  # the other warpgroup's softmax follows
+
+        def add_values(v: Ref) -> list[Array]:
+            return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
+
+        (weighted,) = memory.streams[1].use(turn, add_values)
+        return sums._replace(weighted=weighted)
+
+    def write_results(self, group: Array, sums: softmax.Partial, block: Tree) -> None:
+        """Writes the output and the normalizer of a warpgroup's queries to global memory.
+
+        They pass through the warpgroup's resident arrays in shared memory. The float32 output of
+        one of several parts of the keys does not fit there, and is written directly.
+        """
+        part, b, h, rows = block
+        queries, *resident = (x.at[group] for x in self.memory.resident)
+        finished_sums = functools.partial(finish, self.problem.factors)
+        out, normalizer = mosaic_interpreter.run(finished_sums, sums)
+        result = self.results[0].at[part, b, rows, h]
+        is_part = result.dtype != queries.dtype
+        place = result if is_part else queries
+        place[...] = out.astype(place.dtype)
+        copies = [] if is_part else [(queries, result)]
+        for array, x, to in zip(resident, normalizer, self.results[1:], strict=True):
+            array[...] = x
+            copies.append((array, to.at[part, b, h, rows]))
+        store(copies)
 
 
 def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
@@ -205,10 +247,9 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     """
     shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
 
-    def kernel(fold_items: Callable[..., Any], operands: Ref, results: Ref, scratch: Ref) -> None:
-        memory = WarpgroupMemory(*scratch)
-        program = _HopperForward(problem, visits, parts, fold_items, memory, *operands)
-        by_group(problem.groups, program.copy, functools.partial(program.compute, results))
+    def kernel(fold_items: Callable[..., Any], operands: Ref, results: Ref, memory: Ref) -> None:
+        program = _HopperForward(problem, visits, parts, fold_items, memory, *operands, results)
+        by_group(problem.groups, program.copy, program.compute)
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
@@ -217,60 +258,15 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     return joined(*launch_in_rounds(name, problem, order, rounds, kernel, *rest))
 
 
-def _attend_to_tile(
-    problem: GPUProblem,
-    memory: WarpgroupMemory,
-    group: Array,
-    masked: bool,
-    read: Callable[[], RegisterTile],
-    turn: Array,
-    sums: softmax.Partial,
-) -> softmax.Partial:
-    """Returns the sums of a warpgroup with one more tile of keys and values.
-
-    `read` reads the tile's parts of the spec's arrays to registers.
-    """
-    unit = problem.unit
-    # Parts for a mask need many registers, which are free only after the products.
-    early = None if masked else read()
-
-    def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
-        pair, change = [(memory.resident[0].at[group], k)], memory.change_turns
-        (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
-        return products, (early or read()).completed(streamed)
-
-    products, tile = memory.streams[0].use(turn, multiply_keys)
-    weights, sums = online(problem, masked, tile, products, sums)
-    weights = weights.astype(problem.shapes.dtype)
-    memory.change_turns()  # the other warpgroup's softmax follows
-
-    def add_values(v: Ref) -> list[Array]:
-        return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
-
-    (weighted,) = memory.streams[1].use(turn, add_values)
-    return sums._replace(weighted=weighted)
-
-
 def _can_be_persistent(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Returns whether there are registers for the state of a program with several work items.
-
-    Some score functions, dropout and lists of tiles leave too few.
-    """
+    """Returns whether registers hold the state of a program with several work items: some score
+    functions, dropout and lists of tiles leave too few."""
     return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers."""
     return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
-
-
-def _opaque_group(group: Array, turn: Array, scarce: bool) -> Array:
-    """Returns the number of a warpgroup, in a form that the compiler cannot simplify if registers
-    are `scarce`.
-
-    Addresses that depend on it are then computed where they are used, not kept in registers.
-    """
-    return group + later(turn) if scarce else group
 
 
 def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
@@ -285,38 +281,13 @@ def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
     )
 
 
-def _write_results(
-    factors: Factors,
-    memory: WarpgroupMemory,
-    group: Array,
-    sums: softmax.Partial,
-    block: Tree,
-    results: Ref,
-) -> None:
-    """Writes the output and the normalizer of a warpgroup's queries to global memory.
-
-    They pass through the warpgroup's resident arrays in shared memory. The float32 output of one of
-    several parts of the keys does not fit there, and is written directly.
-    """
-    (part, b, h, rows), (queries, *resident) = block, (x.at[group] for x in memory.resident)
-    out, normalizer = mosaic_interpreter.run(functools.partial(finish, factors), sums)
-    result = results[0].at[part, b, rows, h]
-    is_part = result.dtype != queries.dtype
-    if is_part:
-        result[...] = out
-    else:
-        queries[...] = out.astype(queries.dtype)
-    for array, x in zip(resident, normalizer, strict=True):
-        array[...] = x
-    copies = [(x, to.at[part, b, h, rows]) for x, to in zip(resident, results[1:], strict=True)]
-    store(copies if is_part else [(queries, result), *copies])
-
-
 class _HopperGradients(backward.GradientProgram):
-    """A program of a backward pass. Each computing warpgroup keeps 64 queries or, with `by_key`, 64
-    keys, and sums their gradients over the streamed tiles."""
+    """A program each of whose computing warpgroups keeps 64 queries or, with `by_key`, 64 keys."""
 
-    def copy(self, memory: WarpgroupMemory) -> None:
+    def run(self) -> None:
+        by_group(self.problem.groups, self.copy, self.compute)
+
+    def copy(self) -> None:
         """Copies all streamed tiles, in the copying warpgroup."""
         b, _, i = self.place
 
@@ -325,14 +296,14 @@ class _HopperGradients(backward.GradientProgram):
             index = self.tile_index(h, first_kept, x * self.problem.streamed)
             statistics = [self.rows.at[b, h, x]] if self.problem.by_key else []
             spec_parts = self.problem.streamed_parts(self.leaves, index)
-            memory.streams[0].fill(turn, *self.tiles(h, x), *statistics, *spec_parts)
+            self.memory.streams[0].fill(turn, *self.tiles(h, x), *statistics, *spec_parts)
             return turn + 1
 
-        memory.drain(self.fold(visit, jnp.int32(0)))
+        self.memory.drain(self.fold(visit, jnp.int32(0)))
 
-    def compute(self, memory: WarpgroupMemory, results: Ref, group: Array) -> None:
+    def compute(self, group: Array) -> None:
         """Computes the gradients of 64 queries or keys, in a computing warpgroup."""
-        problem, (b, key_head, i) = self.problem, self.place
+        problem, memory, (b, key_head, i) = self.problem, self.memory, self.place
         block = i * problem.groups + group
         start = block * ROWS
         kept = b, pl.ds(start, ROWS), key_head
@@ -349,7 +320,7 @@ class _HopperGradients(backward.GradientProgram):
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
                 scarce = by_key or _needs_most_registers(problem, masked)
-                opaque = _opaque_group(group, turn, scarce)
+                opaque = hidden(group, turn) if scarce else group
                 arrays = [x.at[opaque] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, rows, arrays, totals)
@@ -357,12 +328,12 @@ class _HopperGradients(backward.GradientProgram):
 
             return visit
 
-        zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in results]
+        zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in self.results]
         _, *totals = self.fold_heads(visit_head, (jnp.int32(0), *zeros))
         gradients = finished(problem, dict(zip(self.which, totals, strict=True)), rows)
         for array, gradient in zip(resident, gradients, strict=False):
             array[...] = gradient.astype(array.dtype)
-        store([(x, y.at[kept]) for x, y in zip(resident, results, strict=False)])
+        store([(x, y.at[kept]) for x, y in zip(resident, self.results, strict=False)])
 
     def add(
         self, tile: Any, masked: bool, rows: Any, resident: Any, totals: Any, *arrays: Ref
@@ -382,13 +353,7 @@ class _HopperGradients(backward.GradientProgram):
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     """Computes gradients, see `mosaic_call.GradientKernels.run`."""
     shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
-    groups = problem.groups
-
-    def run(program: _HopperGradients, results: Ref, scratch: Ref) -> None:
-        memory = WarpgroupMemory(*scratch)
-        compute = functools.partial(program.compute, memory, results)
-        by_group(groups, functools.partial(program.copy, memory), compute)
-
+    groups, call = problem.groups, (problem, *call)
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     resident = [tiles(groups, ROWS) for _ in range(2)]
     rows = [mosaic().SMEM((_BUFFERS, 3 * size), jnp.float32)] if by_key else []
@@ -396,8 +361,7 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     scratch = WarpgroupMemory.scratch(groups, tuple(resident), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     block = size if by_key else ROWS
-    call = problem, *call
-    return backward.launched(name, _HopperGradients, call, block, run, scratch, groups + 1)
+    return backward.launched(name, _HopperGradients, call, block, scratch, groups + 1)
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:

@@ -27,8 +27,6 @@ from jattn.spec import Shapes
 
 
 _MAX_ITEMS = 2**16  # the most work items that are assigned to programs in advance
-
-
 _GRID_NAMES = ("section", "rank", "unit")
 
 
@@ -199,13 +197,13 @@ def _launch(
     inputs, structure = jax.tree.flatten(arrays)
 
     def body(*refs: Any) -> None:
-        n, m = len(inputs), len(inputs) + len(results)
-        kernel(*jax.tree.unflatten(structure, refs[:n]), refs[n:m], refs[m:])
+        n = len(inputs)
+        kernel(*jax.tree.unflatten(structure, refs[:n]), refs[n:-1], refs[-1])
 
     call = mosaic().kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(*x) for x in results],
-        scratch_types=scratch,
+        scratch_types=[scratch],
         grid=sizes,
         grid_names=names,
         num_threads=warpgroups,
@@ -213,8 +211,7 @@ def _launch(
         kernel_name=name,
         interpret=interpreter() if problem.unit.interpreted else False,
         compiler_params=mosaic().CompilerParams(
-            approx_math=problem.approximate,
-            lowering_semantics=mosaic().LoweringSemantics.Lane,
+            approx_math=problem.approximate, lowering_semantics=mosaic().LoweringSemantics.Lane
         ),
     )
     return [_explicit.vary(over.varying, x) for x in call(*inputs)]

@@ -5,7 +5,7 @@ tensor cores need, and the backward pass.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +15,12 @@ from jaxtyping import Array
 from jattn import softmax, tile
 from jattn._types import Tree
 from jattn.call import Call
-from jattn.kernels.common import slicing
+from jattn.kernels.common import entries, slicing
 from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
 from jattn.kernels.gpu.mosaic.tile import hoisted
-from jattn.kernels.gpu.mosaic.tile.gradients import with_slope
-from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
+from jattn.kernels.gpu.mosaic.tile.gradients import Parameter, with_slope
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameters
@@ -42,9 +41,6 @@ class ForwardKernel(NamedTuple):
     tiling: Callable[[Spec, Shapes], Tiling]
     products: Products
     run: Callable[..., Any]
-
-    def unit(self, platform: str) -> Unit:
-        return Unit(platform == "cpu", False, self.products)
 
 
 class GradientKernels(NamedTuple):
@@ -72,9 +68,6 @@ class GradientKernels(NamedTuple):
     columns: Callable[[Spec, bool], int | None] = lambda *_: None
     of_parameters: "GradientKernels | None" = None
 
-    def unit(self, platform: str, transposed: bool = False) -> Unit:
-        return Unit(platform == "cpu", transposed, self.products)
-
 
 def unsupported(kernel: ForwardKernel, call: Call) -> str | None:
     """Returns why a kernel cannot compute a prepared call on any machine; None if it can."""
@@ -87,7 +80,7 @@ def unsupported(kernel: ForwardKernel, call: Call) -> str | None:
     if 0 in (shapes.B, shapes.T, shapes.S):
         return None
     spec = dataclasses.replace(spec, dropout_key=None, dropout_rate=0.0)
-    return reason(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
+    return entries.unsupported(_one_tile, shapes, kernel.tiling(call.spec, shapes), spec=spec)
 
 
 def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
@@ -106,27 +99,6 @@ def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
         return modify(*operands), [with_slope(tile, x, products, True) for x in summed]
 
     return refs.run_example(scores_and_slopes, operands)
-
-
-def reason(one_tile: Callable[..., Tree], *sizes: Hashable, spec: Spec) -> str | None:
-    """Returns why registers cannot run `one_tile(*sizes, spec)`, which is traced; None if they can.
-
-    It is traced once for specs of one structure whose arrays have the same shapes and dtypes.
-    """
-    leaves, structure = jax.tree.flatten(spec)
-    return _reason(one_tile, sizes, structure, tuple((x.shape, x.dtype) for x in leaves))
-
-
-@functools.lru_cache(maxsize=1024)
-def _reason(
-    one_tile: Callable[..., Tree], sizes: tuple[Any, ...], structure: Any, avals: tuple[Any, ...]
-) -> str | None:
-    spec = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in avals])
-    try:
-        jax.eval_shape(functools.partial(one_tile, *sizes), spec)
-    except NotImplementedError as error:
-        return f"a function of mask or score needs {error}"
-    return None
 
 
 def _width(H: int, V: int) -> int:
@@ -154,7 +126,7 @@ def _forward_pass(
         # What is masked does not exist: NaN reaches the queries that attend to it through scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
         k, v = k + marks.astype(k.dtype), tile.finite(v)
-    unit = kernel.unit(platform)
+    unit = Unit(platform == "cpu", by=kernel.products)
     problem = GPUProblem.of(hoisted.replaced(spec, shapes), shapes, tiling, unit)
     out, normalizer = kernel.run(problem, spec, q, k, v)
     rows = query.shape[:3]
@@ -184,7 +156,7 @@ def _backward_pass(
     def problem(kernels: GradientKernels, rows: int, by_key: bool) -> GPUProblem:
         keys_streamed, queries_streamed = kernels.streamed(spec, width)
         tiling = Tiling(queries_streamed, rows) if by_key else Tiling(rows, keys_streamed)
-        unit = kernels.unit(platform, transposed=by_key)
+        unit = Unit(platform == "cpu", by_key, kernels.products)
         columns = kernels.columns(spec, by_key)
         return GPUProblem.of(hoisted_spec, call.shapes, tiling, unit, columns=columns)
 

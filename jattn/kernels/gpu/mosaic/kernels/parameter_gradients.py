@@ -36,10 +36,8 @@ from jattn.kernels.gpu.mosaic.machine.registers import ROWS
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
-from jattn.kernels.gpu.mosaic.tile.factors import Factors
-from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, RowStatistics, of_tile
-from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
+from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, Parameter, RowStatistics, of_tile
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
 from jattn.kernels.xla import blockwise
 from jattn.spec import Spec, parameter_letters, parameters, with_parameters
@@ -149,46 +147,46 @@ class _ParameterProgram(NamedTuple):
         def visit(
             x: Array, masked: bool, fetch_next: Callable[..., Any], state: tuple[Array, ...]
         ) -> tuple[Array, ...]:
-            turn, total = state
-            fetch_following = functools.partial(fetch_next, turn + 1)
-            return turn + 1, self.add(total, turn, masked, index(x), fetch_following)
+            (turn, total), following, place = state, state[0] + 1, index(x)
+            arrays, has_two_places = self.stream.wait(turn), self.stream.places > 1
+            if has_two_places:
+                fetch_next(following)
+            part = self.of_tile(masked, place, *arrays)
+            if not has_two_places:
+                self.stream.release()
+                fetch_next(following)
+            return following, total + part
 
         first = jnp.int32(0)
         return visits.fold_ahead(memory, block, fetch, first, visit, (first, zeros))[1]
 
-    def add(
+    def of_tile(
         self,
-        total: Array,
-        turn: Index,
         masked: bool,
         index: TileIndex,
-        fetch_next: Callable[..., Any],
+        query: Ref,
+        d_out: Ref,
+        key: Ref,
+        value: Ref,
+        *rest: Ref,
     ) -> Array:
-        """Adds a tile's contribution to the total."""
-        problem, unit, parameter = self.problem, self.problem.unit, self.parameter
-        query, d_out, key, value, *streamed = self.stream.wait(turn)
-        has_two_places = self.stream.places > 1
-        if has_two_places:
-            fetch_next()
-        tile = problem.tile(self.leaves, index, {})
-        pairs = (query, d_out), (key, value)
+        """Returns a tile's contribution; `rest` are its parts of the spec's arrays."""
+        problem, pairs = self.problem, ((query, d_out), (key, value))
         resident, other = pairs[::-1] if problem.by_key else pairs
+        tile = problem.tile(self.leaves, index, {})
         block = lax.div(index.row, np.int32(problem.refs.sizes["T"]))
-        rows = functools.partial(RowStatistics.read, unit, self.rows, index.b, index.h, block)
-        part = of_tile(
+        return of_tile(
             problem,
             masked=masked,
-            rows=rows,
+            rows=functools.partial(
+                RowStatistics.read, problem.unit, self.rows, index.b, index.h, block
+            ),
             resident=resident,
             streamed=other,
             tile=tile,
-            streamed_arrays=streamed,
-            derive=functools.partial(Derivation.d_parameter, parameter=parameter),
+            streamed_arrays=rest,
+            derive=functools.partial(Derivation.d_parameter, parameter=self.parameter),
         )
-        if not has_two_places:
-            self.stream.release()
-            fetch_next()
-        return total + part
 
 
 def _run(
@@ -225,7 +223,7 @@ def _run(
     tile_bytes = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
     places = 2 if 2 * tile_bytes <= _MOST_BYTES[unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
-    scratch = [Stream.scratch(unit, places, *tiles, *problem.streamed_scratch(places))]
+    scratch = [Stream.scratch(unit, *tiles, *problem.streamed_scratch(places))]
     operands = tensors, rows, problem.refs.arrays, visits.arrays
     return launch(_NAME, problem, order, kernel, operands, [(shape, jnp.float32)], scratch, 1)[0]
 

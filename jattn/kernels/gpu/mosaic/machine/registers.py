@@ -21,11 +21,7 @@ from jattn.kernels.gpu.mosaic.machine.versions import lowering, mlir, mosaic
 
 
 WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
-
-
 ROWS = 64  # queries of a warpgroup: the rows that one instruction multiplies
-
-
 TENSOR_ROWS = 128  # the same if products go to tensor memory
 
 
@@ -149,9 +145,7 @@ def _gather(memory: Ref, places: Array, layout: Any) -> Array:
         for index, x in np.ndenumerate(places.registers):
             registers[index] = of_register(x)
         return lowering().FragmentedArray(
-            _registers=registers,
-            _layout=places.layout,
-            _is_signed=utils.is_signed(result.dtype),
+            _registers=registers, _layout=places.layout, _is_signed=utils.is_signed(result.dtype)
         )
 
     return read(memory, places)

@@ -1,10 +1,12 @@
-"""Tiles that the only warpgroup of a program copies to shared memory ahead of their use, and the
-results that it writes to global memory.
+"""Tiles that the only warpgroup of a program, or one of several, copies to shared memory ahead of
+their use, and the results that it writes to global memory.
 
 Before Hopper each thread copies its share and all wait for one another; since Hopper a separate
 unit copies, and a barrier says when a tile has arrived.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._types import Index, Ref
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.machine import device
 from jattn.kernels.gpu.mosaic.machine.registers import WIDTH, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
@@ -36,36 +38,51 @@ def least_rows(unit: Unit, width: int) -> int:
 
 class Stream(NamedTuple):
     """Places in shared memory, filled and used in turn; each holds arrays that are copied together.
-    `filled` has a barrier for each place; it is None if threads copy."""
+
+    `filled` has a barrier for each place; it is None if threads copy. If one warpgroup copies and
+    others compute, these arrive at the barriers `free` when they have used a place; else it is
+    None.
+    """
 
     arrays: tuple[Any, ...]
     filled: Ref | None
+    free: Ref | None = None
 
     @classmethod
-    def scratch(cls, unit: Unit, places: int, *arrays: Any, copies: int | None = None) -> "Stream":
-        """Makes a stream of arrays in shared memory `[places, ...]`; `copies` fill a place, by
-        default one for each array."""
-        if not _copies_by_unit(unit):
-            return cls(arrays, None)
+    def scratch(cls, unit: Unit, *arrays: Any, copies: int | None = None) -> "Stream":
+        """Makes a stream of arrays in shared memory `[places, ...]`, in which the only warpgroup
+        copies; places are a power of two. `copies` fill a place, by default one for each array."""
+        return (
+            cls.ring(*arrays, free=None, copies=copies)
+            if _copies_by_unit(unit)
+            else cls(arrays, None)
+        )
+
+    @classmethod
+    def ring(cls, *arrays: Any, free: Any, copies: int | None = None) -> "Stream":
+        """Makes a stream in which one warpgroup copies for others; `free` are their barriers."""
         copies = len(arrays) if copies is None else copies
-        return cls(arrays, mosaic().Barrier(num_barriers=places, num_arrivals=copies))
+        places = arrays[0].shape[0]
+        return cls(arrays, mosaic().Barrier(num_barriers=places, num_arrivals=copies), free)
 
     @property
     def places(self) -> int:
         return self.arrays[0].shape[0]
 
     def _place(self, turn: Index) -> Array:
-        return lax.rem(turn, np.int32(self.places))
+        return lax.bitwise_and(turn, np.int32(self.places - 1))
 
     def fill(self, turn: Index, *sources: Ref) -> None:
-        """Starts to copy to the place of this turn.
+        """Starts to copy to the place of this turn, as soon as its previous contents were used.
 
-        All threads must have used its previous contents: they have if they then waited for another
-        copy, or in `release`. If a unit copies they wait here. A source is a part of an array in
-        global memory, or a list of parts, which are consecutive in shared memory.
+        If the only warpgroup copies, all threads must have used them: they have if they then waited
+        for another copy, or in `release`. If a unit copies they wait here. A source is a part of an
+        array in global memory, or a list of parts, which are consecutive in shared memory.
         """
         place = self._place(turn)
-        if self.filled is not None:
+        if self.free is not None:
+            pl.when(turn >= self.places)(lambda: mosaic().barrier_wait(self.free.at[place]))
+        elif self.filled is not None:
             mosaic().commit_smem()
         for source, array in zip(sources, self.arrays, strict=True):
             if not isinstance(source, list):
@@ -73,7 +90,8 @@ class Stream(NamedTuple):
                 continue
             size = array.shape[1] // len(source)
             for x, part in enumerate(source):
-                self._copy(part, array.at[place, pl.ds(x * size, size)], place)
+                rows = x if size == 1 else pl.ds(x * size, size)
+                self._copy(part, array.at[place, rows], place)
 
     def _copy(self, source: Ref, to: Ref, place: Index) -> None:
         if self.filled is None:
@@ -83,13 +101,38 @@ class Stream(NamedTuple):
             mosaic().copy_gmem_to_smem(source, to, self.filled.at[place])
 
     def wait(self, turn: Index) -> list[Any]:
-        """Waits for the arrays of this turn and for all threads, and returns the arrays."""
+        """Waits for the arrays of this turn, and for all threads if these copy; returns the
+        arrays."""
         place = self._place(turn)
         if self.filled is None:
             mosaic().wait_gmem_to_smem(0)
         else:
             mosaic().barrier_wait(self.filled.at[place])
         return [x.at[place] for x in self.arrays]
+
+    def of_turn(self, turn: Index) -> list[Any]:
+        """The arrays of this turn."""
+        place = self._place(turn)
+        return [x.at[place] for x in self.arrays]
+
+    def freed(self, turn: Index) -> Ref:
+        """The barrier at which those arrive that have used the arrays of this turn."""
+        return self.free.at[self._place(turn)]
+
+    def use(self, turn: Index, function: Callable[..., Any]) -> Tree:
+        """Returns `function(*arrays)` of this turn, after waiting for the arrays; frees the place
+        afterwards."""
+        result = function(*self.wait(turn))
+        if any(len(x.shape) == 2 for x in self.arrays):  # numbers, which threads read
+            mosaic().commit_smem()  # copies may then overwrite what was read
+        mosaic().barrier_arrive(self.freed(turn))
+        return result
+
+    def drain(self, turns: Array) -> None:
+        """Waits until the places of all turns have been used."""
+        for place in range(self.places):
+            wait = functools.partial(mosaic().barrier_wait, self.free.at[place])
+            pl.when(turns > place)(wait)
 
     def release(self) -> None:
         """Waits until all threads have used what they read: the only place may then be refilled."""

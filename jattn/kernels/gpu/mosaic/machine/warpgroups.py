@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH
+from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
 
 
@@ -21,6 +22,16 @@ def later(count: Index) -> Array:
     Values computed from it are not computed in advance, and take up no registers until then.
     """
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
+
+
+def hidden(number: Index, turn: Array) -> Array:
+    """Returns the number of a warpgroup, or of its first row, hidden from the compiler by a turn.
+
+    Addresses that depend on it are then computed where they are used, not kept in registers. If
+    tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
+    shared memory, and spills it.
+    """
+    return number + later(turn)
 
 
 def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:
@@ -34,92 +45,20 @@ def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = 
     return gpu.SMEM((count, rows, width), dtype, transforms=swizzled)
 
 
-class TileRing(NamedTuple):
-    """Places in shared memory that one warpgroup fills and the others use, in turn. Each holds a
-    tile, or a few arrays that are copied together."""
-
-    arrays: tuple[Any, ...]
-    filled: Ref
-    free: Ref
-
-    @classmethod
-    def scratch(cls, *arrays: Any, free: Any, copies: int | None = None) -> "TileRing":
-        """Makes a ring of arrays in shared memory `[places, ...]`; places are a power of two.
-
-        `copies` fill a place, by default one for each array. `free` are the barriers of places.
-        """
-        copies = len(arrays) if copies is None else copies
-        filled = mosaic().Barrier(num_barriers=arrays[0].shape[0], num_arrivals=copies)
-        return cls(arrays, filled, free)
-
-    @property
-    def places(self) -> int:
-        return self.arrays[0].shape[0]
-
-    def _place(self, turn: Index) -> Array:
-        return lax.bitwise_and(turn, np.int32(self.places - 1))
-
-    def fill(self, turn: Index, *sources: Ref) -> None:
-        """Copies to the place of this turn, as soon as it is free. A source is a part of an array
-        in global memory, or a list of the parts of a tile."""
-        place = self._place(turn)
-
-        @pl.when(turn >= self.places)
-        def _() -> None:
-            mosaic().barrier_wait(self.free.at[place])
-
-        for source, array in zip(sources, self.arrays, strict=True):
-            whole = not isinstance(source, list)
-            parts = [((), source)] if whole else [((x,), y) for x, y in enumerate(source)]
-            for index, part in parts:
-                mosaic().copy_gmem_to_smem(part, array.at[place, *index], self.filled.at[place])
-
-    def drain(self, turns: Array) -> None:
-        """Waits until the places of all turns have been used."""
-        for place in range(self.places):
-
-            @pl.when(turns > place)
-            def _(place: int = place) -> None:
-                mosaic().barrier_wait(self.free.at[place])
-
-    def use(self, turn: Index, function: Callable[..., Any]) -> Tree:
-        """Returns `function(*arrays)` of this turn, after waiting for the arrays; frees the place
-        afterwards."""
-        self.wait(turn)
-        result = function(*self.of_turn(turn))
-        if any(len(x.shape) == 2 for x in self.arrays):  # numbers, which threads read
-            mosaic().commit_smem()  # copies may then overwrite what was read
-        mosaic().barrier_arrive(self.freed(turn))
-        return result
-
-    def wait(self, turn: Index) -> None:
-        """Waits until the arrays of this turn are filled."""
-        mosaic().barrier_wait(self.filled.at[self._place(turn)])
-
-    def of_turn(self, turn: Index) -> list[Any]:
-        """The arrays of this turn."""
-        place = self._place(turn)
-        return [x.at[place] for x in self.arrays]
-
-    def freed(self, turn: Index) -> Ref:
-        """The barrier at which those arrive that have used them."""
-        return self.free.at[self._place(turn)]
-
-
 class WarpgroupMemory(NamedTuple):
     """Shared memory: the arrays that each computing warpgroup keeps, which its results also pass
     through, and the streams of tiles."""
 
     resident: Tree
     filled: Ref
-    streams: tuple[TileRing, ...]
+    streams: tuple[Stream, ...]
     turns: Ref
 
     @classmethod
     def scratch(cls, groups: int, resident: Tree, *streams: Tree) -> "WarpgroupMemory":
         """Allocates it for a number of computing warpgroups, and for the arrays of each stream."""
         barrier = functools.partial(mosaic().Barrier, num_arrivals=groups)
-        rings = [TileRing.scratch(*x, free=barrier(num_barriers=x[0].shape[0])) for x in streams]
+        rings = [Stream.ring(*x, free=barrier(num_barriers=x[0].shape[0])) for x in streams]
         filled = mosaic().Barrier(num_barriers=2 * groups)
         return cls(resident, filled, tuple(rings), barrier())
 

@@ -14,13 +14,10 @@ from jattn.kernels.common.slicing import HeadTile
 from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
-from jattn.kernels.gpu.mosaic.tile.factors import Factors, is_unmodified
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import RegisterLayout
 from jattn.kernels.gpu.mosaic.tile.online_softmax import LOG2E, times
-from jattn.kernels.gpu.mosaic.tile.parameter import Parameter
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
-from jattn.spec import has_mask, parameters, with_parameters
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile, is_unmodified
+from jattn.spec import Spec, has_mask, parameter_letters, parameters, with_parameters
 
 
 _MAX_SUM = 256.0  # smaller float32 numbers have at least 15 binary digits behind the point
@@ -66,6 +63,59 @@ class RowStatistics(NamedTuple):
         size = memory.shape[-1] // 3
         slices = [pl.ds(i * size, size) for i in range(3)]
         return cls(*(unit.read(memory, (*block, x), letters).value for x in slices))
+
+
+class Parameter(NamedTuple):
+    """A parameter of the score function.
+
+    which: its index in `parameters(spec)`.
+    sizes: its sizes for one head, by axis name.
+    separate: the number of batch rows and of heads that have entries of their own.
+    """
+
+    which: int
+    sizes: dict[str, int]
+    separate: tuple[int, int]
+
+    @classmethod
+    def of(cls, spec: Spec, which: int) -> "Parameter":
+        leaf, letters = parameters(spec)[which], parameter_letters(spec)[which]
+        axis_letters = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
+        sizes = dict(zip(axis_letters, leaf.shape, strict=True))
+        return cls(which, sizes, (sizes.pop("*B", 1), sizes.pop("N", 1)))
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether a tile may read any of its entries, not only those of its queries or keys."""
+        return not set(self.sizes) <= {"T", "S"}
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether it has an entry for each distance, so that a tile reads one for each diagonal."""
+        return "distances" in self.sizes
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of a tile's gradient `[t, s]` that kernels do not sum over, at least one."""
+        if self.by_distance:
+            return 0, 1
+        return tuple(axis for axis, x in enumerate("TS") if self.runs_along(x)) or (0,)
+
+    def runs_along(self, letter: str) -> bool:
+        """Returns whether the parameter has several entries along T or S."""
+        return self.sizes.get(letter, 1) > 1
+
+    def shared(self, B: int, N: int) -> tuple[int, int]:
+        """Returns the number of batch rows and of heads of a call that share their entries."""
+        batch, heads = self.separate
+        return 1 if batch > 1 else B, 1 if heads > 1 else N
+
+    def of_heads(self, sums: Array) -> Array:
+        """Returns the gradient for each head, `[B, N, ...]`, from `sums [B, N, T]` over keys or
+        `[B, N, S]` over queries."""
+        if not any(map(self.runs_along, "TS")):
+            sums = sums.sum(axis=2)
+        return sums.reshape(*sums.shape[:2], *self.sizes.values())
 
 
 class Derivation(NamedTuple):

@@ -9,6 +9,11 @@ axes. The kernel reads the array by tile, and computes its gradient; the derivat
 adds that to the gradient of the operand.
 
 An operand that is also looked up with any other index is left to the kernel.
+
+T5's bias computes a logarithm for each pair of a query and a key. Without positions, a distance is
+the difference of two indices: the biases for all T + S − 1 distances are computed before the
+kernel. With positions, the buckets are computed before it, for all distances up to the one from
+which on there is only the last bucket.
 """
 
 import dataclasses
@@ -28,7 +33,6 @@ from jattn.functions import dependence, nodes, operations
 from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
 from jattn.functions.read import read
-from jattn.kernels.gpu.mosaic.tile import by_distance
 from jattn.kernels.gpu.mosaic.tile.spec_refs import entries_of
 from jattn.spec import Shapes, Spec
 
@@ -48,14 +52,67 @@ def _replaced(score: scores.ScoreFunction, spec: Spec, shapes: Shapes) -> scores
     """Returns one score function of a chain with gathered arrays in place of look-ups."""
     if isinstance(score, scores.RelativeBias):
         if positions_are_places(spec):
-            return by_distance.of_places(score, shapes)
-        return by_distance.of_positions(score)
+            return _of_places(score, shapes)
+        return _of_positions(score)
     return _of_function(score, spec, shapes) if isinstance(score, scores.Score) else score
 
 
 def positions_are_places(spec: Spec) -> bool:
     """Returns whether the position of a query or key is its index along T or S."""
     return spec.q_positions is None and spec.kv_positions is None
+
+
+@pytree_dataclass
+class ByDistance(scores.ScoreFunction):
+    """The score function score + values[h, kv − q + zero], for distances kv − q ≥ −zero."""
+
+    values: Any = array_field("#N distances")
+    zero: int = static_field()
+
+    def evaluate(self, score, b, h, rows, columns):
+        index = (columns.positions + self.zero)[None, :] - rows.positions[:, None]
+        return score + entries_of(self.values, index).astype(score.dtype)
+
+    def per(self, unit):
+        return ByDistance(self.values.astype(jnp.float32) / unit, self.zero)
+
+
+@pytree_dataclass
+class ByBucket(scores.ScoreFunction):
+    """The score function score + table[buckets[kv − q + far], h], with kv − q clamped to ±far."""
+
+    table: Any = array_field("buckets N")
+    buckets: Any = array_field("distances")
+    far: int = static_field()
+
+    def evaluate(self, score, b, h, rows, columns):
+        q, kv = rows.positions[:, None], columns.positions[None, :]
+        # kv − q may overflow int32, but its absolute value fits uint32.
+        distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
+        clamped = jnp.minimum(distance, np.uint32(self.far)).astype(jnp.int32)
+        index = self.far + jnp.where(kv > q, clamped, -clamped)
+        bucket = entries_of(self.buckets, index)
+        return score + entries_of(self.table, bucket).astype(score.dtype)
+
+
+def _of_places(score: scores.RelativeBias, shapes: Shapes) -> ByDistance:
+    """Returns the score function of a call without positions."""
+    zero = shapes.T - 1
+    distance = jnp.arange(zero + shapes.S, dtype=jnp.int32) - zero
+    return ByDistance(score.table[score.bucket(distance)].T, zero)
+
+
+_MAX_DISTANCE = 2**16  # the greatest distance for which buckets are computed in advance
+
+
+def _of_positions(score: scores.RelativeBias) -> scores.ScoreFunction:
+    """Returns the score function for any positions, unchanged if its buckets differ beyond
+    `_MAX_DISTANCE`."""
+    far = score.max_distance
+    if far > _MAX_DISTANCE:
+        return score
+    distance = jnp.arange(2 * far + 1, dtype=jnp.int32) - far
+    return ByBucket(score.table, score.bucket(distance), far)
 
 
 @pytree_dataclass

@@ -6,6 +6,7 @@ traces a function for the shapes that it expects, reads it as an expression of t
 and one column, and computes the operations of the expression on arrays without axes of size 1.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ _DIVISIONS = {"div": lax.div, "floor_divide": lax.div, "rem": lax.rem, "remainde
 _DESCRIPTIONS = {"custom_lin": "a derivative in forward mode, which a `custom_vjp` does not have"}
 
 
+@dataclasses.dataclass(eq=False)
 class Table:
     """An array in memory that functions index.
 
@@ -48,15 +50,10 @@ class Table:
     along `axes` of a tile. Booleans are read as bytes. `interval` contains all entries, if known.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: Any,
-        inside: Callable[[Any, str], Array],
-        interval: Interval | None = None,
-    ):
-        self.shape, self.dtype, self.inside = shape, jnp.dtype(dtype), inside
-        self.interval = interval
+    shape: tuple[int, ...]
+    dtype: Any
+    inside: Callable[[Any, str], Array]
+    interval: Interval | None = None
 
 
 def _with_flat_index(tables: list[Any], node: Node, args: list[Node]) -> Node | None:

@@ -13,16 +13,11 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import votes
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.tile.factors import Factors
-from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
-from jattn.kernels.gpu.mosaic.tile.register_tile import RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile
 
 
 LOG2E = math.log2(math.e)
-
-
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the running maximum before the first key
-
 
 # Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
 # Weights are then at most 2^8, which float16 holds without loss of digits.
