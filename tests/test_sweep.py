@@ -541,13 +541,13 @@ FUNCTIONS |= {
 SWEPT = [(name, argument) for name, call in FUNCTIONS.items() for argument in call.kinds]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_call_is_right_as_it_stands(name):
     called(FUNCTIONS[name])
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(("name", "argument"), SWEPT)
 def test_what_is_no_argument_raises_and_is_named(name, argument):
     swept = FUNCTIONS[name]
