@@ -22,6 +22,7 @@ from jattn import masks, nn, parallel, positions, scores
 from jattn._advice import ADVICE
 from jattn.cache import DenseCache
 from jattn.options import Options, parameters_of
+from tests.conftest import quick_jit
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -350,14 +351,9 @@ def test_the_call_is_right_without_a_mistake():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_raises(name):
+def test_a_mistake_raises_also_while_tracing(name):
     mistake = MISTAKES[name]
     expect(mistake, lambda: attend(mistake))
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_raises_while_tracing(name):
-    mistake = MISTAKES[name]
     expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
 
 
@@ -568,14 +564,23 @@ def test_functions_are_masks_and_scores():
 
     query = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.float32)
     value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
-    call = arguments(query=query, value=value)
-    want = jattn.attention(**call, mask=masks.Predicate(close), score=scores.Score(gain))
-    for mask in (close, functools.partial(close), WithMethod().call, masks.Full() & close):
-        np.testing.assert_array_equal(jattn.attention(**call, mask=mask, score=gain), want)
     cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
-    for score, same in ((cap >> gain, cap >> wrapped), (gain >> cap, wrapped >> cap)):
-        both = (jattn.attention(**call, mask=close, score=x) for x in (score, same))
-        np.testing.assert_array_equal(*both)
+    as_functions = close, functools.partial(close), WithMethod().call, masks.Full() & close
+
+    @quick_jit
+    def outs(query: Any, value: Any) -> Any:
+        call = functools.partial(jattn.attention, **arguments(query=query, value=value))
+        return (
+            call(mask=masks.Predicate(close), score=wrapped),
+            [call(mask=mask, score=gain) for mask in as_functions],
+            [call(mask=close, score=x) for x in (cap >> gain, cap >> wrapped)],
+            [call(mask=close, score=x) for x in (gain >> cap, wrapped >> cap)],
+        )
+
+    want, same, *pairs = outs(query, value)
+    for one, other in (*((x, want) for x in same), *pairs):
+        np.testing.assert_array_equal(one, other)
+    assert np.abs(pairs[0][0] - pairs[1][0]).max() > 1e-3
 
 
 def test_a_traced_rate_is_refused():
