@@ -104,8 +104,8 @@ def test_training_tells_programs_everything_in_order(trained):
 
 @pytest.mark.slow
 def test_people_get_the_same_in_words_on_stderr(trained):
-    """With the translations of some held-out sentences at each validation, and nothing that moves,
-    as there is no terminal."""
+    """They also get the translations of some held-out sentences at each validation, and nothing
+    moves, because there is no terminal."""
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",
         "vocabularies of 150 and 150 tokens",

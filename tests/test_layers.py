@@ -158,18 +158,26 @@ def test_the_room_of_all_runs_imports_no_experiment():
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "__import__"}
+# Runs are read from folders of others, so there nothing unpacks to anywhere or starts a process.
+IN_RUNS = {"yaml", "subprocess", "importlib", "tarfile", "zipfile", "compile", "system", "popen"}
 
 
 @pytest.mark.parametrize("package", ["jattn", "experiments"])  # tests make hostile files
 def test_nobody_unpickles_or_evaluates_text(package):
     for module, path in modules(package).items():
+        reads_runs = package == "experiments" and module.split(".")[0] in ("translation", "runs")
+        # The module that starts itself again to watch opens no file.
+        more = IN_RUNS if reads_runs and module != "runs.watching" else set()
         for name in imported(package, module):
-            assert name.split(".")[0] not in FORBIDDEN_MODULES, (module, name)
+            assert name.split(".")[0] not in FORBIDDEN_MODULES | more, (module, name)
         for call in ast.walk(parsed(path)):
             if not isinstance(call, ast.Call):
                 continue
             if isinstance(call.func, ast.Name):
-                assert call.func.id not in ("eval", "exec", "__import__"), (module, call.lineno)
+                assert call.func.id not in FORBIDDEN_CALLS | more, (module, call.lineno)
+            if isinstance(call.func, ast.Attribute):
+                assert call.func.attr not in more & {"system", "popen"}, (module, call.lineno)
             for keyword in call.keywords:
                 allowed = keyword.arg != "allow_pickle" or not getattr(keyword.value, "value", 1)
                 assert allowed, (module, call.lineno)

@@ -108,10 +108,7 @@ def on_device(inputs: dict[str, Any], dtype: Any = None) -> dict[str, Any]:
 MASKS: dict[str, tuple[Callable[[], Any], Callable[[int, int, int], Any]]] = {
     "full": (lambda: None, lambda b, i, j: True),
     "causal": (masks.Causal, lambda b, i, j: j <= i),
-    "lengths": (
-        lambda: masks.Lengths(kv=jnp.array([2, 3])),
-        lambda b, i, j: j < (2, 3)[b],
-    ),
+    "lengths": (lambda: masks.Lengths(kv=jnp.array([2, 3])), lambda b, i, j: j < (2, 3)[b]),
     "dead rows": (
         lambda: masks.Causal() & masks.Lengths(q=2, kv=jnp.array([3, 2])),
         lambda b, i, j: j <= i < 2 and j < (3, 2)[b],

@@ -99,11 +99,7 @@ RULES: dict[str, ArrayRule] = {
     ),
     "blocks": ArrayRule(lambda a: {"mask": masks.Blocks(LAYOUT, 4) & masks.Dilated(3)}),
     "dropout": ArrayRule(
-        lambda a: {
-            "mask": masks.Causal(),
-            "dropout_rate": 0.4,
-            "dropout_key": jax.random.key(3),
-        }
+        lambda a: {"mask": masks.Causal(), "dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
     ),
     # In contiguous order the next device needs the last three tokens of a shard.
     "part": ArrayRule(

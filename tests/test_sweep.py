@@ -269,10 +269,7 @@ FUNCTIONS: dict[str, SweptCall] = {
             *(positions.Linear, positions.NTK, positions.Yarn),
         )
     },
-    "explain": call(
-        jattn.explain,
-        implementation=Argument("ignored", None),
-    ),
+    "explain": call(jattn.explain, implementation=Argument("ignored", None)),
     "cached_attention": call(
         jattn.cached_attention, "query key value cache valid mask score return_lse", **APPENDED
     ),
