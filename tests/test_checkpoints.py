@@ -33,7 +33,6 @@ from tests.test_translation import (
 
 
 assert as_users_run_it
-ROOT = Path(__file__).parents[1]
 
 
 def tree_of(steps: int) -> training.TrainingState:

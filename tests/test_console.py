@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ import pytest
 from experiments.runs.console import Console, listening, progress, visible_controls
 from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
+from tests.commands import environment, run_python
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 
 assert as_users_run_it
-ROOT = Path(__file__).parents[1]
 
 
 class Said(NamedTuple):
@@ -194,10 +193,8 @@ def test_words_are_utf8_whatever_the_platform_says():
         r"speak_utf8(); print('\xfc \u2603'); print('\xe9', file=sys.stderr)"
     )
     changes = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert done.stdout.decode("utf-8") == "ü ☃\n" and done.stderr.decode("utf-8") == "é\n"
+    done = run_python("-c", code, env=environment(**changes), encoding="utf-8", check=True)
+    assert (done.stdout, done.stderr) == ("ü ☃\n", "é\n")
 
 
 HOSTILE = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃\n"
