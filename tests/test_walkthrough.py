@@ -261,11 +261,10 @@ def as_pasted(candidate: Step) -> Step:
     return dataclasses.replace(candidate, body=body)
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_the_code_of_a_step_can_be_pasted(name, tmp_path, monkeypatch, capsys):
+def test_the_code_of_a_step_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        as_pasted(by_name(name)).body()
+        as_pasted(by_name("query-key-value")).body()
     assert capsys.readouterr().out.count("✓") >= 3
     assert (tmp_path / "picture-1.png").read_bytes().startswith(b"\x89PNG")
 
