@@ -2,14 +2,11 @@
 
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import ROOT, run
 
 
 def snippets(page: str, section: str) -> list[str]:
@@ -34,12 +31,7 @@ def test_a_mask_and_a_score_are_a_class_and_a_row(tmp_path):
     table.write_text(f"{head}DROPOUT = [\n{mask_row}{score_row}{tail}", encoding="utf-8")
     wanted = "(values_and_gradients or has_every or poison) and (stripes or gain or has_every)"
     arguments = ["-m", "pytest", "-n0", "-m", "", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, *arguments, "tests/test_contract.py", "-k", wanted],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (sys.executable, *arguments, "tests/test_contract.py", "-k", wanted)
+    done = run(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 13

@@ -10,7 +10,6 @@ import pytest
 
 from jattn import compat, masks
 from tests.conftest import assert_trees_close
-from tests.test_compat_flax import IDS, cross_entropy, descent
 
 
 equinox: Any = pytest.importorskip("equinox")
@@ -80,43 +79,3 @@ def test_inference_masks_of_ours_and_mistakes():
     dead = np.zeros((T, T), bool)
     out = ours(X, X, X, dead, inference=True)
     np.testing.assert_allclose(out, jnp.broadcast_to(theirs.output_proj.bias, out.shape))
-
-
-class EquinoxGPT(equinox.Module):
-    """A language model as one writes it in Equinox."""
-
-    tokens: Any
-    places: Any
-    layers: Any
-    out: Any
-
-    def __init__(self, key: Any):
-        a, b, c, d, e = jax.random.split(key, 5)
-        self.tokens, self.places = equinox.nn.Embedding(11, D, key=a), jax.random.normal(b, (16, D))
-        self.layers = [
-            equinox.nn.MultiheadAttention(N, D, dropout_p=0.1, key=key) for key in (c, d)
-        ]
-        self.out = equinox.nn.Linear(D, 11, key=e)
-
-    def __call__(self, ids: Any, key: Any) -> Any:
-        x = jax.vmap(self.tokens)(ids) + self.places
-        causal = jnp.tril(jnp.ones((16, 16), bool))
-        for layer, dropout_key in zip(self.layers, jax.random.split(key, 2), strict=True):
-            x = x + layer(x, x, x, causal, key=dropout_key)
-        return jax.vmap(self.out)(x)
-
-
-@pytest.mark.slow
-def test_a_gpt_of_equinox_learns_the_same():
-    def losses(model: Any) -> Any:
-        params, rest = equinox.partition(model, equinox.is_inexact_array)
-
-        def loss(params: Any, key: Any) -> Any:
-            run = jax.vmap(equinox.combine(params, rest))
-            return cross_entropy(run(IDS[:, :16], jax.random.split(key, 8)))
-
-        return descent(loss, params, rate=0.1)
-
-    model = EquinoxGPT(jax.random.key(0))
-    ours, theirs = losses(compat.equinox_attention(model)), losses(model)
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4)

@@ -214,58 +214,6 @@ def test_unsupported_arguments_raise():
         compat.flax_attention_fn(q, q, q, dropout_rate=0.5)
 
 
-IDS = np.random.default_rng(0).integers(0, 11, (8, 17))
-
-
-def descent(loss: Any, params: Any, rate: float) -> np.ndarray:
-    """Returns the losses of 50 steps of gradient descent on `loss(params, key)`."""
-
-    def step(params: Any, key: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, key)
-        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), value
-
-    keys = jax.random.split(jax.random.key(2), 50)
-    losses = np.asarray(jax.jit(lambda params: jax.lax.scan(step, params, keys))(params)[1])
-    assert losses[-1] < 0.8 * losses[0]
-    return losses
-
-
-def cross_entropy(logits: Any) -> Any:
-    """The cross-entropy of the next tokens of `IDS`."""
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), IDS[:, 1:, None], axis=-1))
-
-
-class FlaxGPT(linen.Module):
-    """A language model as one writes it in Flax."""
-
-    attention_fn: Any
-
-    @linen.compact
-    def __call__(self, ids: Any, deterministic: bool = False) -> Any:
-        x = linen.Embed(11, D)(ids) + linen.Embed(16, D)(jnp.arange(ids.shape[1]))[None]
-        mask = linen.make_causal_mask(ids)
-        for _ in range(2):
-            attend = linen_layer(self.attention_fn, dropout_rate=0.1, deterministic=deterministic)
-            x = x + attend(linen.LayerNorm()(x), mask=mask)
-            x = x + linen.Dense(D)(linen.gelu(linen.Dense(4 * D)(linen.LayerNorm()(x))))
-        return linen.Dense(11)(linen.LayerNorm()(x))
-
-
-@pytest.mark.slow
-def test_a_gpt_of_flax_learns_the_same():
-    def losses(fn: Any) -> Any:
-        model: Any = FlaxGPT(fn)
-        ids = IDS[:, :16]
-        params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ids)
-        return descent(
-            lambda params, key: cross_entropy(model.apply(params, ids, rngs={"dropout": key})),
-            params,
-            rate=0.3,
-        )
-
-    np.testing.assert_allclose(losses(compat.flax_attention_fn), losses(None), rtol=2e-4)
-
-
 @pytest.mark.parametrize("attention_fn", BOTH)
 def test_masks_of_jattn_in_layers_of_flax_get_advice(attention_fn):
     ids = jnp.zeros((B, T), jnp.int32)

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ import pytest
 from experiments.runs.console import Console, listening, progress, visible_controls
 from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
+from tests.commands import environment, run_python
 from tests.test_translation import as_users_run_it, bench, plain_jax
 
 
 assert as_users_run_it
-ROOT = Path(__file__).parents[1]
 
 
 class Said(NamedTuple):
@@ -97,10 +96,6 @@ def test_training_tells_programs_everything_in_order(trained):
     (validated,) = trained.of("validation")
     assert end["best"] == {name: validated[name] for name in validated if name != "event"}
     assert all(Path(file).stat().st_size > 5000 for file in end["pictures"])
-
-
-@pytest.mark.slow
-def test_programs_get_the_metrics(trained):
     emitted = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in emitted]
     assert without == TranslationRun.open(trained.directory).metrics()
@@ -108,6 +103,8 @@ def test_programs_get_the_metrics(trained):
 
 @pytest.mark.slow
 def test_people_get_the_same_in_words_on_stderr(trained):
+    """They also get the translations of some held-out sentences at each validation, and nothing
+    moves, because there is no terminal."""
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",
         "vocabularies of 150 and 150 tokens",
@@ -117,19 +114,11 @@ def test_people_get_the_same_in_words_on_stderr(trained):
         "the parameters after step 4; metrics.jsonl, pictures/loss.png, pictures/bleu.png",
     ):
         assert trained.err.count(words) == 1
-
-
-@pytest.mark.slow
-def test_some_held_out_sentences_are_translated_at_each_validation(trained):
     (validated,) = trained.of("validation")
     samples, pairs = validated["validation_samples"], bench().texts.validation[:3]
     for sample, pair in zip(samples, pairs, strict=True):
         assert (sample["source"], sample["reference"]) == (pair.source, pair.target)
         assert f"  {sample['source']}\n  -> {sample['translation']}\n" in trained.err
-
-
-@pytest.mark.slow
-def test_nothing_moves_where_there_is_no_terminal(trained):
     for text in (trained.out, trained.err):
         assert not any(ord(character) < 32 and character != "\n" for character in text)
 
@@ -204,10 +193,8 @@ def test_words_are_utf8_whatever_the_platform_says():
         r"speak_utf8(); print('\xfc \u2603'); print('\xe9', file=sys.stderr)"
     )
     changes = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert done.stdout.decode("utf-8") == "ü ☃\n" and done.stderr.decode("utf-8") == "é\n"
+    done = run_python("-c", code, env=environment(**changes), encoding="utf-8", check=True)
+    assert (done.stdout, done.stderr) == ("ü ☃\n", "é\n")
 
 
 HOSTILE = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃\n"

@@ -226,9 +226,12 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
         ]
         lasting = [masks.Predicate(f).traced() for f in holders]
         assert all(len(x.operands) == 1 for x in lasting)
-        return jnp.stack([jattn.attention(q, q, q, mask=masks.Predicate(f)) for f in holders])
+        dense = [masks.Predicate(f).dense(9, 9) for f in holders]
+        return dense, jattn.attention(q, q, q, mask=masks.Predicate(holders[-1]))
 
     with jax.checking_leaks():
-        outs = jax.jit(inner)(jnp.int32(4))
+        dense, out = jax.jit(inner)(jnp.int32(4))
+    for allowed in dense:
+        np.testing.assert_array_equal(allowed, np.broadcast_to(np.arange(9) < 4, allowed.shape))
     want = jattn.attention(q, q, q, mask=masks.Prefix(4))
-    np.testing.assert_allclose(outs, jnp.broadcast_to(want, outs.shape), atol=1e-13)
+    np.testing.assert_allclose(out, want, atol=1e-13)

@@ -63,22 +63,20 @@ def test_tokens_equal_recomputing_without_a_cache(kind):
     assert generated.tokens.tolist() == [recomputed(module, row, 5) for row in rows]
     assert len(set(generated.tokens.ravel().tolist())) >= 4
     assert generated.lengths.tolist() == [5, 5, 5]
-    alone = jattn.generate(module, prompt[:1], max_tokens=5)
-    assert alone.tokens.tolist() == generated.tokens[:1].tolist()
 
 
 def test_continues_from_caches():
     module = lively("llama")
     read = nnx.jit(lambda m, t, c: m.step(t, c))
-    _, caches = read(module, jnp.asarray(TOKENS[:, :6]), module.start(2, 10))
-    whole = jattn.generate(module, TOKENS, max_tokens=4)
+    _, caches = read(module, jnp.asarray(TOKENS[:, :3]), module.start(2, 8))
+    want = [recomputed(module, row[:4], 5) for row in TOKENS]
     for callback in (None, lambda tokens: None, None):  # the caches do not change
         generated = jattn.generate(
-            module, TOKENS[:, 6:], max_tokens=4, caches=caches, callback=callback
+            module, TOKENS[:, 3:4], max_tokens=5, caches=caches, callback=callback
         )
-        assert generated.tokens.tolist() == whole.tokens.tolist()
-    with pytest.raises(ValueError, match="caches: expected room for 11 tokens, got 10"):
-        jattn.generate(module, TOKENS[:, 6:], max_tokens=5, caches=caches)
+        assert generated.tokens.tolist() == want
+    with pytest.raises(ValueError, match="caches: expected room for 9 tokens, got 8"):
+        jattn.generate(module, TOKENS[:, 3:4], max_tokens=6, caches=caches)
 
 
 @pytest.mark.slow
@@ -106,10 +104,10 @@ def expected(logits: np.ndarray, temperature: float, top_k: int | None, top_p: f
     return chosen / chosen.sum()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, None, None), (0.5, None, 1.0), (1.5, 4, None), (1.0, None, 0.7), (1.5, 5, 0.6)],
+    [(1.5, 5, 0.6), (1.0, None, None), (0.5, None, 1.0), (1.5, 4, None), (1.0, None, 0.7)],
 )
 def test_tokens_are_drawn_by_their_probability(temperature, top_k, top_p):
     B = 4000

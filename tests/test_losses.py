@@ -1,5 +1,6 @@
 """The loss of the translation experiment, against the formula in float64."""
 
+import functools
 import math
 from typing import Any
 
@@ -84,12 +85,9 @@ def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
     assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(total, rel=2e-6)
     for slope, gradient in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(slope, gradient, rtol=2e-5, atol=2e-5)
-    both = losses.cross_entropies(
-        jnp.asarray(arguments[0]),
-        Projection(jnp.asarray(arguments[1]), jnp.asarray(arguments[2])),
-        *arguments[3:],
-        smoothing=smoothing,
-    )
+    features, *matrices = map(jnp.asarray, arguments[:3])
+    call = functools.partial(losses.cross_entropies, smoothing=smoothing)
+    both = jax.jit(call)(features, Projection(*matrices), *arguments[3:])
     assert both.tolist() == pytest.approx([total, by_hand(*arguments, 0.0)[0]], rel=2e-6)
 
 
@@ -131,9 +129,9 @@ def test_a_projection_without_bias_and_batch_axes():
     shaped = (x.reshape(3, 4, *x.shape[1:]) for x in (features, labels, mask))
     x, *places = map(jnp.asarray, shaped)
     total, gradients = by_hand(features, kernel, 0 * bias, labels, mask, 0.1)
-    loss, slope = jax.value_and_grad(
-        lambda x: cross_entropy(x, Projection(jnp.asarray(kernel), None), *places, smoothing=0.1)
-    )(x)
+    projection = Projection(jnp.asarray(kernel), None)
+    call = lambda x: cross_entropy(x, projection, *places, smoothing=0.1)  # noqa: E731
+    loss, slope = jax.jit(jax.value_and_grad(call))(x)
     assert float(loss) == pytest.approx(total, rel=2e-6)
     np.testing.assert_allclose(slope.reshape(12, D), gradients[0], rtol=2e-5, atol=2e-5)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
+from tests.conftest import quick_jit
 from tests.devices import mesh_of
 
 
@@ -25,7 +26,10 @@ def on_devices(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def on_examples(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.vmap(lambda x: function(x[None])[0], axis_name="c")
+    def alone(x: Any) -> Any:
+        return jax.tree.map(lambda y: y[0], function(x[None]))
+
+    return jax.vmap(alone, axis_name="c")
 
 
 PLACES = {f.__name__: f for f in (on_devices, on_devices_eagerly, on_examples)}
@@ -69,8 +73,8 @@ def formula(x: Any, index: int) -> Any:
     return jnp.einsum("bnts,bsnh->btnh", weights, x)
 
 
-def gradient(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.grad(lambda x: jnp.sum(function(x) ** 2))
+def with_gradient(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: (function(x), jax.grad(lambda x: jnp.sum(function(x) ** 2))(x))
 
 
 @pytest.mark.one_in(9)
@@ -86,11 +90,12 @@ def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
     def attention(x: Any) -> Any:
         return jattn.attention(x, x, x, implementation=implementation, **how())
 
-    for change in (lambda f: f, gradient):
-        result = PLACES[place](change(attention))(x)
-        for c in (0, 1):
-            want = change(lambda x, c=c: formula(x, c))(x[c : c + 1])
-            np.testing.assert_allclose(result[c : c + 1], want, rtol=1e-4, atol=1e-3)
+    result = PLACES[place](with_gradient(attention))(x)
+    formulas = [with_gradient(functools.partial(formula, index=c)) for c in (0, 1)]
+    wants = quick_jit(lambda x: [formulas[c](x[c : c + 1]) for c in (0, 1)])(x)
+    for c, want in enumerate(wants):
+        for got, expected in zip(result, want, strict=True):
+            np.testing.assert_allclose(got[c : c + 1], expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])

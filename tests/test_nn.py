@@ -718,16 +718,6 @@ def test_each_side_has_its_own_positions(small):
     assert np.abs(moved - logits).max() > 1e-2
 
 
-def test_call_is_encode_then_decode(small):
-    model, source, target = small
-    mask = masks.Lengths(kv=jnp.array([4, 7], jnp.int32))
-    logits = call(model, source, target, source_mask=mask, cross_mask=mask)
-    memory = nnx.jit(lambda model: model.encode(source, mask=mask))(model)
-    assert logits.shape == (2, 5, 11) and memory.shape == (2, 7, 12)
-    decoded = nnx.jit(lambda model: model.decode(target, memory, cross_mask=mask))(model)
-    np.testing.assert_allclose(decoded, logits, rtol=0, atol=1e-5)
-
-
 def test_logits_do_not_see_later_tokens(small):
     model, source, target = small
 
@@ -743,23 +733,27 @@ def test_logits_do_not_see_later_tokens(small):
     assert (np.tril(reached) > 0).sum() == 5 * 6 // 2
 
 
-def test_padding_changes_nothing(small):
+def test_call_is_encode_then_decode_and_padding_changes_nothing(small):
     model, source, target = small
     lengths = jnp.array([4, 7], jnp.int32)
     mask = masks.Lengths(kv=lengths)
-    logits = call(model, source, target, source_mask=mask, cross_mask=mask)
     rubbish = jnp.asarray(np.random.default_rng(5).integers(0, 13, (2, 10)), jnp.int32)
     is_real = jnp.arange(10, dtype=jnp.int32)[None, :] < lengths[:, None]
     longer = jnp.where(is_real, jnp.pad(source, ((0, 0), (0, 3))), rubbish)
 
     @nnx.jit
     def outs(model):
+        logits = model(source, target, source_mask=mask, cross_mask=mask)
+        memory = model.encode(source, mask=mask)
+        decoded = model.decode(target, memory, cross_mask=mask)
         padded = model(longer, target, source_mask=mask, cross_mask=mask)
         alone = model(source[:1, :4], target[:1])
-        return padded, alone, model(longer, target, source_mask=mask)
+        return memory, logits, decoded, padded, alone, model(longer, target, source_mask=mask)
 
-    padded, alone, open_cross = outs(model)
-    np.testing.assert_allclose(padded, logits, rtol=0, atol=1e-5)
+    memory, logits, decoded, padded, alone, open_cross = outs(model)
+    assert logits.shape == (2, 5, 11) and memory.shape == (2, 7, 12)
+    for same in (decoded, padded):
+        np.testing.assert_allclose(same, logits, rtol=0, atol=1e-5)
     np.testing.assert_allclose(alone, logits[:1], rtol=0, atol=1e-5)
     assert np.abs(open_cross - logits).max() > 1e-3
 
@@ -795,13 +789,6 @@ def test_packed_rows_equal_separate_ones(small):
     }
     packed = call(model, packed_source, packed_target, **options).reshape(2, 5, 11)
     np.testing.assert_allclose(packed, call(model, source, target), rtol=0, atol=1e-5)
-
-
-def test_too_long_for_learned_positions(small):
-    model = made(transformer, positions="learned", max_length=6)
-    _, source, target = small
-    with pytest.raises(ValueError, match="max_length=6, got 0 to 6"):
-        call(model, source, target)
 
 
 def check_half_precision(exact, model, ids):
@@ -888,11 +875,6 @@ def test_graph_and_tree_mode(small, graph):
 
         losses = [float(train_step(trained, jax.random.key(i))) for i in range(5)]
         assert losses[-1] < losses[0] and len(set(losses)) == 5
-
-
-def test_plain_jax_jit(small):
-    got = jax.jit(lambda model, *ids: model(*ids))(*small)
-    np.testing.assert_allclose(got, call(*small), rtol=0, atol=1e-6)
 
 
 def test_to_linen(small):

@@ -1,5 +1,6 @@
 """Several processes that train together: flags, what each prints, and the end if one is lost."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,8 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
 def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
     command = [sys.executable, "-m", "experiments.translation", "train", *arguments]
-    return subprocess.Popen(command, env=environment(XLA_FLAGS=flags), text=True, **PIPES)
+    variables = environment(XLA_FLAGS=flags, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return subprocess.Popen(command, env=variables, text=True, **PIPES)
 
 
 def together() -> tuple[str, ...]:
@@ -95,10 +97,10 @@ def together() -> tuple[str, ...]:
 
 
 def two(*arguments: str, second: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
-    """Starts two processes with four devices each; the second may have further options."""
+    """Starts two processes with two devices each; the second may have further options."""
     common = together()
     return [
-        started(4, *arguments, *options, *common, str(number))
+        started(2, *arguments, *options, *common, str(number))
         for number, options in enumerate(((), second))
     ]
 
@@ -119,8 +121,8 @@ def losses(directory: Path) -> list[float]:
 def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     """Afterwards the run goes on from its checkpoint, in one process on another mesh."""
     whole, halves, killed = (tmp_path / name for name in ("whole", "halves", "killed"))
-    tiny = ("--preset", "tiny", "--mesh", "data=4,model=2", "--run")
-    ((status, _, error),) = ended(started(8, *tiny, str(whole)))
+    tiny = ("--preset", "tiny", "--mesh", "data=2,model=2", "--run")
+    ((status, _, error),) = ended(started(4, *tiny, str(whole)))
     assert (status, error) == (0, "")
     (first, *texts), (second, *silence) = ended(*two(*tiny, str(halves)))
     assert (first, second) == (0, 0) and texts[1] == "" and silence == ["", ""]
@@ -128,7 +130,7 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     np.testing.assert_allclose(losses(halves), losses(whole), rtol=1e-5)
 
     pair = two(*tiny, str(killed), "--set", "steps=5000")
-    wait_for(killed / "digests" / "6.json")
+    wait_until((killed / "digests" / "6.json").exists, "a checkpoint")
     pair[1].send_signal(signal.SIGKILL)
     (status, _, error), _ = ended(*pair)
     assert status not in (0, 2)
@@ -142,7 +144,7 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     text = (killed / "config.json").read_text()
     (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {last_step + 6}'))
     ((status, printed, error),) = ended(
-        started(4, "--run", str(killed), "--resume", "--mesh", "data=4")
+        started(2, "--run", str(killed), "--resume", "--mesh", "data=2")
     )
     assert (status, error) == (0, "")
     assert f"resuming from the checkpoint after step {last_step}" in printed
@@ -157,10 +159,10 @@ def test_processes_that_were_given_different_things_say_so(tmp_path):
         assert error == "error: process 1 differs from process 0: the configuration\n"
 
 
-def wait_for(path: Path) -> None:
+def wait_until(happened: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + 300
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} did not come"
+    while not happened():
+        assert time.monotonic() < until, f"{what} did not come"
         time.sleep(0.1)
 
 
@@ -188,8 +190,25 @@ cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, tmp_path):
     run = ("--preset", "tiny", "--run", str(tmp_path / "run"))
-    waits = started(1, *run, *together(), process)
-    time.sleep(15)  # it cannot tell that it waits
+    common = together()
+    host, port = common[1].split(":")
+    with socket.socket() as other:
+        other.settimeout(0.1)
+        if process == "1":
+            other.bind((host, int(port)))
+            other.listen()
+
+        def is_reached() -> bool:
+            if process == "0":
+                return other.connect_ex((host, int(port))) == 0
+            with contextlib.suppress(TimeoutError):
+                other.accept()[0].close()
+                return True
+            return False
+
+        waits = started(1, *run, *common, process)
+        wait_until(is_reached, "a connection")
+    time.sleep(1)  # the first process listens, or the second has connected, and then they wait
     assert waits.poll() is None
     waits.send_signal(number)
     began = time.monotonic()
@@ -200,8 +219,10 @@ def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, 
 @pytest.mark.slow
 def test_a_signal_ends_a_process_that_waits_for_another_within_a_step(tmp_path):
     run = tmp_path / "run"
-    pair = two("--preset", "tiny", "--mesh", "data=8", "--run", str(run), "--set", "steps=5000")
-    wait_for(run / "digests" / "6.json")
+    pair = two(
+        "--preset", "tiny", "--mesh", "data=2,model=2", "--run", str(run), "--set", "steps=5000"
+    )
+    wait_until((run / "digests" / "6.json").exists, "a checkpoint")
     pair[1].send_signal(signal.SIGSTOP)
     time.sleep(3)
     pair[0].send_signal(signal.SIGTERM)

@@ -232,16 +232,6 @@ def test_captured_weights_are_those_of_the_formula():
     assert not np.asarray(empty["decoder/attention"])[0].any()
 
 
-@pytest.mark.slow
-def test_capturing_changes_no_logits_and_leaves_nothing_behind():
-    model = exact()
-    captured = nnx.jit(lambda model: nnx.capture(model, nn.AttentionWeights)(*BOTH_IDS)[0])
-    np.testing.assert_array_equal(call(model, *BOTH_IDS), captured(model))
-    capture: Any = nnx.jit(nn.capture_weights)
-    capture(model, *BOTH_IDS)
-    assert not model.decoder.attention.weights_tap.is_open
-
-
 @nnx.jit
 def started(model, source, lengths):
     return model.decoder.start(model.encode(source, source_lengths=lengths), memory_lengths=lengths)

@@ -28,7 +28,7 @@ from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.vocabulary import Vocabulary
 from tests.commands import environment
-from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of, unwarned
+from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of
 from tests.test_translation import as_users_run_it, assert_same_run, plain_jax, small_tree
 
 
@@ -186,17 +186,6 @@ def test_many_arrays_that_cannot_be_written_are_one_line(tmp_path):
     line = f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
     assert (printed, error) == ("1 1\n" * 2, line * 2)
     assert process.returncode == 1 and run.last_whole_step() == 1
-
-
-def test_what_a_killed_save_left_is_deleted_by_the_next(tmp_path):
-    run = a_run(tmp_path / "run", 1)
-    names = set()
-    for left in left_by_kills(run, lambda: run.save(tree_of(2), 2), tmp_path):
-        names |= {path.name for path in (left.directory / "checkpoints").iterdir()}
-        with unwarned():
-            left.save(tree_of(2), 2)
-        assert {path.name for path in (left.directory / "checkpoints").iterdir()} == {"1", "2"}
-    assert any("tmp" in name for name in names)
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):

@@ -7,7 +7,6 @@ Five texts on attention, numbered 000 to 004, print numbers or state results. Th
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -161,100 +160,7 @@ def test_document_001_masking_by_minus_infinity():
     assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
 
 
-@pytest.mark.parametrize("rate, factor", [(0.5, 2.0), (0.2, 1.25)])
-def test_document_001_dropout_scales_what_is_left(rate, factor):
-    """Document 001: at a rate of 50 % the remaining weights double (1 / (1 − p))."""
-    rng = np.random.default_rng(2)
-    query, key = (jnp.asarray(rng.normal(size=(60, 1, 8))) for _ in range(2))
-    value = jnp.eye(60)[:, None, :]  # so that the output is the weights themselves
-    weights = jattn.attention_weights(query, key, mask=masks.Causal())[0]
-    dropout: Any = {"dropout_rate": rate, "dropout_key": jax.random.key(3)}
-    dropped = jattn.attention(query, key, value, mask=masks.Causal(), **dropout)[:, 0]
-    survives = np.asarray(dropped != 0)
-    causal = np.tril(np.ones((60, 60), bool))
-    np.testing.assert_allclose(dropped, factor * np.where(survives, weights, 0), rtol=1e-14)
-    assert not survives[~causal].any()
-    count, share = causal.sum(), 1 - rate
-    assert abs(survives.sum() - count * share) < 5 * math.sqrt(count * rate * share)
-
-
-# Document 002, "Mechanisms of attention and transformers": the sizes of the 2017 paper. Heads that
-# are packed in one array equal a list of heads, as document 000, "LLMs part 2", says too.
-
-
-def test_document_002_eight_heads_of_64_in_a_width_of_512():
-    """Document 002: d_model 512 = 8 heads of 64, scaled by √64, then projected by W_o."""
-    length, width, heads, size = 7, 512, 8, 64
-    rng = np.random.default_rng(6)
-    x = rng.normal(size=(length, width))
-    w_query, w_key, w_value = (rng.normal(size=(heads, width, size)) / 12 for _ in range(3))
-    w_out = rng.normal(size=(heads * size, width)) / 22
-
-    by_head = []
-    for n in range(heads):
-        q, k, v = x @ w_query[n], x @ w_key[n], x @ w_value[n]
-        scores = q @ k.T / 8
-        exponential = np.exp(scores - scores.max(axis=1, keepdims=True))
-        by_head.append(exponential / exponential.sum(axis=1, keepdims=True) @ v)
-        assert scores.std() > 3
-    assert [head.shape for head in by_head] == [(length, 64)] * 8
-    want = np.concatenate(by_head, axis=1) @ w_out
-
-    packed = [
-        jnp.asarray(x) @ jnp.asarray(w.transpose(1, 0, 2).reshape(width, width))
-        for w in (w_query, w_key, w_value)
-    ]
-    split = [projected.reshape(length, heads, size) for projected in packed]
-    out = jattn.attention(*split)
-    assert out.shape == (length, 8, 64)
-    got = out.reshape(length, width) @ jnp.asarray(w_out)
-    assert got.shape == (length, 512)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
-    for n in range(heads):
-        arguments = (jnp.asarray(w[n]) for w in (w_query, w_key, w_value))
-        alone = jattn.self_attention(jnp.asarray(x), *arguments)
-        np.testing.assert_allclose(out[:, n], alone, rtol=0, atol=1e-12)
-
-
 # Document 003, "Attention is all you need", with a kernel in C++
-
-
-MAXFLOAT = float(np.finfo(np.float64).max)
-
-
-def kernel(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The loops of document 003: products, ÷ √d, row maxima, sums of exponentials, weighted sum."""
-    n, d = q.shape
-    scores, result = np.zeros((n, n)), np.zeros((n, d))
-    for i in range(n):
-        for j in range(n):
-            for c in range(d):
-                scores[i, j] += q[i, c] * k[j, c]
-            scores[i, j] /= math.sqrt(d)
-    for i in range(n):
-        row_max, row_sum = -MAXFLOAT, 0.0
-        for j in range(n):
-            row_max = max(row_max, scores[i, j])
-        for j in range(n):
-            row_sum += math.exp(scores[i, j] - row_max)
-        for j in range(n):
-            scores[i, j] = math.exp(scores[i, j] - row_max) / row_sum
-    for i in range(n):
-        for j in range(n):
-            for c in range(d):
-                result[i, c] += scores[i, j] * v[j, c]
-    return scores, result
-
-
-@pytest.mark.parametrize("n, d", [(1, 1), (4, 3), (11, 5), (9, 16)])
-def test_document_003_kernel(n, d):
-    """Document 003: softmax(Q Kᵀ / √d) V on random N × d."""
-    q, k, v = np.random.default_rng(7).normal(size=(3, n, d)) * 2
-    weights, result = kernel(q, k, v)
-    arrays = [jnp.asarray(x)[:, None, :] for x in (q, k, v)]
-    np.testing.assert_allclose(jattn.attention_weights(*arrays[:2])[0], weights, atol=1e-14)
-    np.testing.assert_allclose(jattn.attention(*arrays)[:, 0], result, rtol=0, atol=1e-13)
-    assert n == 1 or np.abs(result - v.mean(axis=0)).max() > 0.3
 
 
 def test_document_003_representation_before_the_softmax():

@@ -101,18 +101,25 @@ ONE_HEAD = {
 }
 
 
+def with_gradients(call: Any, floats: tuple[str, ...], arrays: Any, cotangent: Any) -> Any:
+    """The output and the gradients of the arrays whose names are in `floats`."""
+    rest = {n: x for n, x in arrays.items() if n not in floats}
+    out, pull = jax.vjp(lambda x: call(**x, **rest), {n: arrays[n] for n in floats})
+    return out, *pull(cotangent)
+
+
+@functools.lru_cache(maxsize=1)
+def on_one_device(call: Any, floats: tuple[str, ...]) -> Any:
+    """The program of a single device, which does not depend on what devices share."""
+    return quick_jit(functools.partial(with_gradients, call, floats))
+
+
 def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> None:
     """Values and gradients, computed within `shard_map` and around it, are those of a loop."""
     arrays = {n: x[0] if n in shared else x for n, x in problem.arrays.items()}
-    floats = [n for n, x in arrays.items() if x.dtype == np.float64]
+    floats = tuple(n for n, x in arrays.items() if x.dtype == np.float64)
     devices, split = mesh_of(**MESHES[mesh]), P(tuple(MESHES[mesh]))
     specs = {n: P() if n in shared else split for n in arrays}
-
-    def with_gradients(call: Any, arrays: Any, cotangent: Any) -> Any:
-        rest = {n: x for n, x in arrays.items() if n not in floats}
-        local_arrays = {n: arrays[n] for n in floats}
-        out, pull = jax.vjp(lambda local_arrays: call(**local_arrays, **rest), local_arrays)
-        return out, *pull(cotangent)
 
     def local(arrays: Any) -> Any:  # of one device: what is split has an axis of size 1
         local_arrays = {n: x if n in shared else x[0] for n, x in arrays.items()}
@@ -121,7 +128,7 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
     each = [{n: x if n in shared else x[i] for n, x in arrays.items()} for i in range(DEVICES)]
     shape_of_one = jax.eval_shape(lambda local_arrays: problem.call(**local_arrays), each[0]).shape
     cotangent = np.random.default_rng(1).standard_normal((DEVICES, *shape_of_one))
-    single = quick_jit(functools.partial(with_gradients, problem.call))
+    single = on_one_device(problem.call, floats)
     every = [single(local_arrays, d) for local_arrays, d in zip(each, cotangent, strict=True)]
     want = np.stack([out for out, _ in every])
     wanted = {
@@ -129,11 +136,11 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
         for n in floats
     }
     names = {n: specs[n] for n in floats}
-    run = functools.partial(with_gradients, lambda **local_arrays: local(local_arrays))
+    run = functools.partial(with_gradients, lambda **x: local(x), floats)
     io: Any = {"in_specs": (specs, split), "out_specs": (split, names)}
     within = jax.shard_map(run, mesh=devices, **io)
     mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
-    around = functools.partial(with_gradients, lambda **local_arrays: mapped(local_arrays))
+    around = functools.partial(with_gradients, lambda **x: mapped(x), floats)
     both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
     for out, gradients in both:
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)

@@ -574,15 +574,15 @@ def test_controls_take_one_row_at_1280_pixels(window, ten_words):
 
 
 def test_keys_of_neurons_are_reached_by_arrows_and_scrolled_to(window, tmp_path):
-    query, key = np.random.default_rng(10).normal(size=(2, 60, 4))
-    page = viz.viewer(weights(11, 60, 60), query=query, key=key)
-    window.show(1280, 720)
+    query, key = np.random.default_rng(10).normal(size=(2, 30, 4))
+    page = viz.viewer(weights(11, 30, 30), query=query, key=key)
+    window.show(1280, 360)
     window.open(page.save(tmp_path / "neurons.html"))
     choose(window, "view", "Neurons")
     scrolled = "document.querySelector('#neurons-view').scrollTop"
-    for _ in range(50):
+    for _ in range(25):
         window.press("ArrowDown")
-    assert window.text("#status").startswith("1 and 50, head 1: ")
+    assert window.text("#status").startswith("1 and 25, head 1: ")
     assert window.evaluate(scrolled) > 200
     box = window.evaluate(
         "(() => { const b = document.querySelector('#neurons').getBoundingClientRect();"
@@ -590,8 +590,8 @@ def test_keys_of_neurons_are_reached_by_arrows_and_scrolled_to(window, tmp_path)
     )
     window.mouse("Moved", box[0] - 60, box[1] - 40)
     window.settle()
-    assert "and 50," in window.text("#status") or "and 49," in window.text("#status")
-    for _ in range(60):
+    assert "and 25," in window.text("#status") or "and 24," in window.text("#status")
+    for _ in range(30):
         window.press("ArrowUp")
     assert window.text("#status").startswith("1 and 1, ") and window.evaluate(scrolled) == 0
     assert window.complaints == []

@@ -491,6 +491,10 @@ def test_sentences_of_several_attentions_have_names():
 
 
 untyped: Any = viz  # what is wrong on purpose is no error of types
+heatmap, grid, alignment = untyped.heatmap, untyped.grid, untyped.alignment
+show_mask, viewer, stack_layers = untyped.show_mask, untyped.viewer, untyped.stack_layers
+SQUARE, WIDE, HEADS = weights(T, T), weights(T, S), weights(N, T, S)
+CAUSAL = masks.Causal()
 
 
 def at(**options: Any) -> Any:
@@ -500,23 +504,23 @@ def at(**options: Any) -> Any:
 
 
 WRONG_TYPES = [
-    (lambda: untyped.heatmap([[1.0]]), r"weights: expected a real array \[T, S\]"),
-    (lambda: untyped.heatmap(weights(T, S), "the"), "q_tokens: expected a seq"),
-    (lambda: untyped.heatmap(weights(T, S), [1, 2, 3]), "q_tokens: .* strings, got 1"),
-    (lambda: untyped.heatmap(weights(T, S), axes=1), "axes: expected axes"),
-    (lambda: untyped.heatmap(weights(T, S), values=1), "values: expected True or"),
-    (lambda: untyped.heatmap(weights(T, S), title=b"x"), "title: expected a string"),
-    (lambda: untyped.alignment(weights(T, S), None, COLUMNS), "target: expected"),
-    (lambda: untyped.show_mask("causal", 3), "mask: expected a jattn mask"),
-    (lambda: untyped.show_mask(masks.Causal(), 3, 2.5), "S: expected an integer"),
-    (lambda: untyped.viewer([[1.0]], ["a"]), "weights: expected an array"),
-    (lambda: untyped.viewer(None), "weights: expected a real array"),
-    (lambda: untyped.viewer(weights(T, T), query="q"), "query: expected a real array"),
-    (lambda: untyped.viewer(weights(T, T), ROWS, models="ab"), "models: expected"),
-    (lambda: untyped.viewer(weights(T, T), ROWS, title=None), "title: expected"),
-    (lambda: untyped.viewer(weights(T, T), ROWS).save(1), "path: expected"),
-    (lambda: untyped.stack_layers([1]), "weights: expected a mapping"),
-    (lambda: untyped.stack_layers({"a": 1}), "weights: expected names and arrays"),
+    (lambda: heatmap([[1.0]]), r"weights: expected a real array \[T, S\]"),
+    (lambda: heatmap(WIDE, "the"), "q_tokens: expected a seq"),
+    (lambda: heatmap(WIDE, [1, 2, 3]), "q_tokens: .* strings, got 1"),
+    (lambda: heatmap(WIDE, axes=1), "axes: expected axes"),
+    (lambda: heatmap(WIDE, values=1), "values: expected True or"),
+    (lambda: heatmap(WIDE, title=b"x"), "title: expected a string"),
+    (lambda: alignment(WIDE, None, COLUMNS), "target: expected"),
+    (lambda: show_mask("causal", 3), "mask: expected a jattn mask"),
+    (lambda: show_mask(CAUSAL, 3, 2.5), "S: expected an integer"),
+    (lambda: viewer([[1.0]], ["a"]), "weights: expected an array"),
+    (lambda: viewer(None), "weights: expected a real array"),
+    (lambda: viewer(SQUARE, query="q"), "query: expected a real array"),
+    (lambda: viewer(SQUARE, ROWS, models="ab"), "models: expected"),
+    (lambda: viewer(SQUARE, ROWS, title=None), "title: expected"),
+    (lambda: viewer(SQUARE, ROWS).save(1), "path: expected"),
+    (lambda: stack_layers([1]), "weights: expected a mapping"),
+    (lambda: stack_layers({"a": 1}), "weights: expected names and arrays"),
     (lambda: untyped.head_numbers("x"), "weights: expected"),
     (lambda: at(rows="0"), "rows: expected"),
     (lambda: at(rows=np.ones(2)), "rows: expected an integer array"),
@@ -524,61 +528,43 @@ WRONG_TYPES = [
     (lambda: at(rows=0, heads=True), "heads: expected"),
 ]
 WRONG_VALUES = [
-    (lambda: untyped.heatmap(weights(N, T, S)), r"weights: .* got \[2, 3, 5\]"),
-    (lambda: untyped.heatmap(np.array([[0, np.nan]])), r"weights: .* nan at \[0, 1\]"),
-    (lambda: untyped.heatmap(np.array([[np.inf]])), "weights: .* got inf at"),
-    (lambda: untyped.heatmap(np.ones((2, 0))), r"weights: .* got \[2, 0\]"),
-    (lambda: untyped.heatmap(weights(T, S), ROWS[1:]), "q_tokens: expected T = 3"),
-    (lambda: untyped.grid(weights(N, T, S), kv_tokens=ROWS), "kv_tokens: expected S = 5"),
-    (lambda: untyped.grid(weights(N, T, S), titles=["a"]), "titles: .* = 2 tokens"),
-    (lambda: untyped.alignment(np.full((1, 1), -np.inf), ["a"], ["b"]), "weights"),
-    (lambda: untyped.alignment(-weights(T, S), ROWS, COLUMNS), "weights: .* >= 0"),
-    (lambda: untyped.show_mask(masks.Causal(), 0), "T: expected T >= 1"),
-    (lambda: untyped.show_mask(masks.Causal(), 3, block=(1, 2, 3)), "block: expected"),
-    (lambda: untyped.show_mask(masks.Causal(), 3, block=0), "block: expected"),
-    (lambda: untyped.show_mask(masks.Causal(), 3, h=-1), "h: expected 0 <= h"),
-    (lambda: untyped.viewer(np.array([[np.nan]]), ["a"]), "weights: .* nan"),
-    (lambda: untyped.viewer(weights(T, S), ROWS), "kv_tokens: .* S = 5"),
-    (lambda: untyped.viewer(-weights(T, T), ROWS), "weights: .* `other`"),
+    (lambda: heatmap(HEADS), r"weights: .* got \[2, 3, 5\]"),
+    (lambda: heatmap(np.array([[0, np.nan]])), r"weights: .* nan at \[0, 1\]"),
+    (lambda: heatmap(np.array([[np.inf]])), "weights: .* got inf at"),
+    (lambda: heatmap(np.ones((2, 0))), r"weights: .* got \[2, 0\]"),
+    (lambda: heatmap(WIDE, ROWS[1:]), "q_tokens: expected T = 3"),
+    (lambda: grid(HEADS, kv_tokens=ROWS), "kv_tokens: expected S = 5"),
+    (lambda: grid(HEADS, titles=["a"]), "titles: .* = 2 tokens"),
+    (lambda: alignment(np.full((1, 1), -np.inf), ["a"], ["b"]), "weights"),
+    (lambda: alignment(-WIDE, ROWS, COLUMNS), "weights: .* >= 0"),
+    (lambda: show_mask(CAUSAL, 0), "T: expected T >= 1"),
+    (lambda: show_mask(CAUSAL, 3, block=(1, 2, 3)), "block: expected"),
+    (lambda: show_mask(CAUSAL, 3, block=0), "block: expected"),
+    (lambda: show_mask(CAUSAL, 3, h=-1), "h: expected 0 <= h"),
+    (lambda: viewer(np.array([[np.nan]]), ["a"]), "weights: .* nan"),
+    (lambda: viewer(WIDE, ROWS), "kv_tokens: .* S = 5"),
+    (lambda: viewer(-SQUARE, ROWS), "weights: .* `other`"),
+    (lambda: viewer(SQUARE, ROWS, other=weights(S, S)), "other: expected the shape of weights"),
+    (lambda: viewer({"a": SQUARE}, {"b": ROWS}), "tokens: expected names of weights.*'b'"),
+    (lambda: viewer({"a": SQUARE}, {"a": ROWS[1:]}), r"tokens\['a'\]: expected T = 3"),
+    (lambda: viewer([untyped.Sentence(SQUARE, ROWS)], ROWS), "tokens: sentences bring their own"),
     (
-        lambda: untyped.viewer(weights(T, T), ROWS, other=weights(S, S)),
-        "other: expected the shape of weights",
-    ),
-    (
-        lambda: untyped.viewer({"a": weights(T, T)}, {"b": ROWS}),
-        "tokens: expected names of weights.*'b'",
-    ),
-    (
-        lambda: untyped.viewer({"a": weights(T, T)}, {"a": ROWS[1:]}),
-        r"tokens\['a'\]: expected T = 3",
-    ),
-    (
-        lambda: untyped.viewer([untyped.Sentence(weights(T, T), ROWS)], ROWS),
-        "tokens: sentences bring their own",
-    ),
-    (
-        lambda: untyped.viewer(weights(T, T), ROWS, mask=masks.Segments(np.ones((2, T), int))),
+        lambda: viewer(SQUARE, ROWS, mask=masks.Segments(np.ones((2, T), int))),
         r"mask: .* got one of batch \[2\]",
     ),
+    (lambda: viewer(SQUARE, ROWS, mask=np.ones((2, T, T), bool)), "mask: expected N = 1 heads"),
+    (lambda: viewer(SQUARE, query=weights(T, 4)), r"key: .* as the other is given"),
     (
-        lambda: untyped.viewer(weights(T, T), ROWS, mask=np.ones((2, T, T), bool)),
-        "mask: expected N = 1 heads",
-    ),
-    (lambda: untyped.viewer(weights(T, T), query=weights(T, 4)), r"key: .* as the other is given"),
-    (
-        lambda: untyped.viewer(weights(N, T, S), query=weights(T, 3, 4), key=weights(S, 1, 4)),
+        lambda: viewer(HEADS, query=weights(T, 3, 4), key=weights(S, 1, 4)),
         "query: expected L, T, N = 1, 3, 2, got",
     ),
     (
-        lambda: untyped.viewer(weights(N, T, S), query=weights(T, N, 4), key=weights(S, 3, 4)),
+        lambda: viewer(HEADS, query=weights(T, N, 4), key=weights(S, 3, 4)),
         "key: expected L, S, H = 1, 5, 4 and K heads that divide N = 2",
     ),
+    (lambda: viewer(HEADS, query=weights(T, 4), key=weights(S, 4)), r"query: .* got \[3, 4\]"),
     (
-        lambda: untyped.viewer(weights(N, T, S), query=weights(T, 4), key=weights(S, 4)),
-        r"query: .* got \[3, 4\]",
-    ),
-    (
-        lambda: untyped.stack_layers({"a/0": np.ones(1), "a/1": np.ones(2)}),
+        lambda: stack_layers({"a/0": np.ones(1), "a/1": np.ones(2)}),
         "weights: expected one shape for 'a'",
     ),
     (lambda: untyped.head_numbers(np.ones(3)), "weights: expected"),
@@ -586,10 +572,7 @@ WRONG_VALUES = [
     (lambda: at(rows=[0, -1]), "rows: .* got -1"),
     (lambda: at(rows=np.ones((1, 1), int)), "rows: expected an integer or"),
     (lambda: at(rows=0, lse=np.ones((1, 4), np.float32)), "lse: expected"),
-    (
-        lambda: untyped.show_mask(masks.Causal(), 3, q_positions=np.arange(4)),
-        "q_positions: expected",
-    ),
+    (lambda: show_mask(CAUSAL, 3, q_positions=np.arange(4)), "q_positions: expected"),
 ]
 
 

@@ -2,14 +2,12 @@
 
 import ast
 import base64
+import dataclasses
 import functools
 import html
 import inspect
 import io
-import os
 import re
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -35,10 +33,10 @@ from experiments.walkthrough.similarity import INPUTS, JOURNEY
 from experiments.walkthrough.step import ClaimFailed, Step, check, draw, show, step
 from experiments.walkthrough.steps import STEPS
 from tests import browser as browsers
+from tests.commands import environment, run_python
 
 
 CHEAP = ("vectors", "simple-self-attention", "interaction", "query-key-value", "causal")
-TIMED = ("recurrence", "cache", "cores")
 WITH_DIAGRAMS = ("recurrence", "query-key-value", "heads", "transformer")
 
 
@@ -256,25 +254,17 @@ def pasted(text: str, name: str) -> str:
     return "\n".join(html.unescape(re.sub(r"<[^>]*>", "", block)) for block in blocks)
 
 
-COSTLY = [x.name for x in STEPS if x.name not in CHEAP]
+def as_pasted(candidate: Step) -> Step:
+    """The step, with the code that the page shows in place of its function."""
+    code = compile(pasted(page_without_runs(), candidate.name), candidate.name, "exec")
+    body = functools.wraps(candidate.body)(lambda: exec(code, {"__name__": "pasted"}))
+    return dataclasses.replace(candidate, body=body)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *CHEAP,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in COSTLY[::3]),
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in COSTLY if x not in COSTLY[::3]),
-    ],
-)
-def test_the_code_of_a_step_can_be_pasted(name, tmp_path, monkeypatch, capsys):
+def test_the_code_of_a_step_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    if name in TIMED:
-        # Other tests run at the same time, so what is faster is left to the command's own test.
-        announce = "experiments.walkthrough.step.check"
-        monkeypatch.setattr(announce, lambda claim, holds: print(f"✓ {claim}"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(pasted(page_without_runs(), name), {"__name__": "pasted"})
+        as_pasted(by_name("query-key-value")).body()
     assert capsys.readouterr().out.count("✓") >= 3
     assert (tmp_path / "picture-1.png").read_bytes().startswith(b"\x89PNG")
 
@@ -411,19 +401,21 @@ def test_the_command_tells_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+COMMAND = """
+import sys
+from experiments.walkthrough import __main__ as command
+from tests.test_walkthrough import as_pasted
+command.STEPS = tuple(map(as_pasted, command.STEPS))
+sys.exit(command.main(["--out", sys.argv[1]]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.minutes
-def test_all_steps_and_the_page(tmp_path):
-    # As users run it: with their compiler's options and tiles, for some steps measure times.
-    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments.walkthrough", "--out", str(tmp_path)],
-        cwd=Path(__file__).parent.parent,
-        env=inherited,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_all_steps_as_pasted_and_the_page(tmp_path):
+    """The command runs with users' compiler options and tiles, because some steps measure times."""
+    inherited = {name: value for name, value in environment().items() if name != "XLA_FLAGS"}
+    result = run_python("-c", COMMAND, tmp_path, env=inherited)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("✓") >= 4 * len(STEPS)
     read = Reader((tmp_path / "index.html").read_text(encoding="utf-8"))
