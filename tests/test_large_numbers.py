@@ -136,22 +136,23 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     def run(q: Any, k: Any, v: Any, array: Any) -> Any:
         return call(implementation, q, k, v, mask=mask, **options(array))
 
-    def gradients(*operands: Any) -> Any:
-        return jax.grad(lambda *x: jnp.sum(run(*x)[0]), (0, 1, 2, 3))(*operands)
-
-    def tangents(q: Any, k: Any, v: Any, array: Any) -> Any:
-        changes = (q, k, jnp.ones_like(v), jnp.ones_like(array))
-        return jax.jvp(run, (q, k, v, array), changes)[1]
-
-    def along_values(q: Any, k: Any, v: Any, array: Any) -> Any:
-        return jax.jvp(lambda v: run(q, k, v, array)[0], (v,), (jnp.ones_like(v),))[1]
+    @users_jit
+    def everything(*operands: Any) -> Any:
+        """Results, the gradients of the output's sum, and tangents along all and along values."""
+        q, k, v, _ = operands
+        (out, lse), pull = jax.vjp(run, *operands)
+        every = (q, k, jnp.ones_like(v), jnp.ones_like(array))
+        of_values = jax.jvp(lambda v: run(q, k, v, array)[0], (v,), (jnp.ones_like(v),))[1]
+        gradients = pull((jnp.ones_like(out), jnp.zeros_like(lse)))
+        return (out, lse), gradients, jax.jvp(run, operands, every)[1], of_values
 
     def double(*x: Any) -> Any:
         return [np.asarray(y, np.float64) for y in jax.tree.leaves(x)]
 
     tolerance = 1e-5 if q.dtype == jnp.float32 else 1e-2
     logits = jattn.attention_scores(q, k, mask=mask, **options(array))
-    out, lse = double(users_jit(run)(q, k, v, array))
+    results, gradients, tangents, of_values = everything(q, k, v, array)
+    out, lse = double(results)
     logits, values = double(logits, jnp.moveaxis(v, 1, 2))
     assert np.max(np.abs(logits[np.isfinite(logits)])) > 1e9
     first, second = (np.sort(logits)[..., -n] for n in (1, 2))
@@ -160,13 +161,11 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     largest = np.take_along_axis(values, np.argmax(logits, axis=-1)[..., None], axis=2)
     np.testing.assert_allclose(out[clear], np.swapaxes(largest, 1, 2)[clear], rtol=tolerance)
     np.testing.assert_allclose(lse, first, rtol=1e-5)
-    d = double(users_jit(gradients)(q, k, v, array))
+    d = double(gradients)
     assert [bool(np.all(np.isfinite(x))) for x in d] == [True] * 4
     np.testing.assert_allclose(d[2].sum(axis=1), q.shape[1], rtol=tolerance)
-    assert all(np.all(np.isfinite(x)) for x in double(users_jit(tangents)(q, k, v, array)))
-    np.testing.assert_allclose(
-        double(users_jit(along_values)(q, k, v, array))[0], 1, rtol=tolerance
-    )
+    assert all(np.all(np.isfinite(x)) for x in double(tangents))
+    np.testing.assert_allclose(double(of_values)[0], 1, rtol=tolerance)
 
 
 @pytest.mark.one_in(20)
