@@ -283,7 +283,7 @@ def test_the_oracle_agrees_with_another_library(name):
 
 
 def _marks(implementation: str, name: str, dtype: str) -> Any:
-    """A third of the cases before a commit, half of these in float64, where wrong answers show most.
+    """A third of the cases before a commit, half of these in float64, where mistakes show most.
 
     Another third is slow, and the last slow for the kernel in C++. Other dtypes differ by their
     rounding, and by the strategy of blockwise. The formula changes less often.

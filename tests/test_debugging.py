@@ -219,7 +219,7 @@ def test_a_conditional_that_closes_over_traced_arrays_leaks_nothing():
         check_case("checks", "blockwise", "tiles_band")
 
 
-@pytest.mark.one_in(2000, slow=True)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("flags", FLAGS)
