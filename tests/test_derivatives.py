@@ -72,14 +72,14 @@ def assert_equal(got: Any, want: Any, tolerance: float = 1e-11) -> None:
             assert error(x, y) <= tolerance, mode
 
 
-def check(implementation: Any, case: CallCase, *which: str) -> None:
-    """Compares modes of an implementation, all by default, with the reference."""
+def check(case: CallCase, *which: str) -> None:
+    """Compares modes of the default path, all if none is named, with the reference."""
     x = on_device(inputs(case))
 
     @quick_jit
     def both(x: Any) -> Any:
         results = []
-        for name in (implementation, "reference"):
+        for name in (None, "reference"):
             total, arguments = total_of(name, case, x)
             t = along(arguments)
             all_modes = modes(total)
@@ -96,24 +96,23 @@ SELECTED = (
 )
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", SELECTED)
-@pytest.mark.parametrize("implementation", [None, "blockwise"])
-def test_every_mode_is_that_of_the_reference(implementation, name):
-    check(implementation, CASES[name])
+def test_every_mode_is_that_of_the_reference(name):
+    check(CASES[name])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if 0 not in case.sizes.batch])
 def test_every_case_of_the_table(name):
-    check(None, CASES[name])
+    check(CASES[name])
 
 
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("name", ["chain", "lengths_both", "tiles_band", "dense_and_causal"])
 def test_over_the_tiles_that_users_get(name):
-    check(None, enlarged(CASES[name]), "jvp", "jvp of grad", "grad of grad")
+    check(enlarged(CASES[name]), "jvp", "jvp of grad", "grad of grad")
 
 
 def normal(*shape: int) -> Any:
@@ -282,13 +281,11 @@ def test_third_derivatives_name_the_implementation_that_has_them():
             third(x)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("implementation", [None, "blockwise"])
-def test_memory_grows_with_the_sequence_and_not_with_its_square(implementation):
+def test_memory_grows_with_the_sequence_and_not_with_its_square():
     def temporaries(T: int) -> list[int]:
         def total(x: Any) -> Any:
             mask = masks.Causal() & masks.Window(left=32)
-            return jnp.sum(jattn.attention(x, x, x, mask=mask, implementation=implementation) ** 2)
+            return jnp.sum(jattn.attention(x, x, x, mask=mask) ** 2)
 
         x = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)
         programs = (

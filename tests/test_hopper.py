@@ -267,7 +267,7 @@ def assert_within(got: Any, want: Any) -> None:
         assert error(x, y) <= limit
 
 
-@pytest.mark.one_in(5, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
