@@ -245,6 +245,7 @@ def poisoned(cache: Any, poison: float) -> Any:
     return dataclasses.replace(cache, **full)
 
 
+@pytest.mark.one_in(3)
 @every_cache
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("size", [1, 3, T])
@@ -273,9 +274,9 @@ def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-@pytest.mark.parametrize("new", [1, 2, 5, 9])
+@pytest.mark.parametrize("new", [9, 2, 1, 5])
 def test_a_compiled_write_past_the_end_is_seen(kind, new):
     """Row 0 has room for 3 tokens, the others for more."""
     cache = filled(kind, LENGTHS)

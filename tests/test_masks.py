@@ -495,7 +495,7 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
 
 
 @given(st.data())
-def test_bounds_never_lie(data):
+def test_bounds_never_lie_of_random_trees_that_mean_what_their_rules_say(data):
     ruled = data.draw(trees())
     positions = data.draw(axes(TREE_T)), data.draw(axes(TREE_S))
     b, h = data.draw(st.integers(0, TREE_B - 1)), data.draw(st.integers(0, TREE_N - 1))
@@ -513,18 +513,13 @@ def test_bounds_never_lie(data):
         ruled.mask, TREE_T, TREE_S, block_q, block_kv, b=b, h=h, q_positions=q, kv_positions=kv
     )
     every = np.arange(TREE_T), np.arange(TREE_S)
-    true = true_kinds(points(ruled.truth, b, h, every, positions), block_q, block_kv)
+    allowed = points(ruled.truth, b, h, every, positions)
+    rows, columns = masks.span(TREE_T, positions[0]), masks.span(TREE_S, positions[1])
+    np.testing.assert_array_equal(ruled.mask(b, h, rows, columns), allowed)
+    true = true_kinds(allowed, block_q, block_kv)
     assert kinds.shape == true.shape and kinds.dtype == np.int8
     for kind in (masks.EMPTY, masks.FULL):
         assert not np.any((kinds == kind) & (true != kind))
-
-
-@given(trees(), axes(TREE_T), axes(TREE_S), st.integers(0, TREE_B - 1), st.integers(0, TREE_N - 1))
-def test_random_trees_mean_what_their_rules_say(ruled, q, kv, b, h):
-    rows, columns = masks.span(TREE_T, q), masks.span(TREE_S, kv)
-    every = np.arange(TREE_T), np.arange(TREE_S)
-    want = points(ruled.truth, b, h, every, (q, kv))
-    np.testing.assert_array_equal(ruled.mask(b, h, rows, columns), want)
 
 
 SORTED = np.sort(np.random.default_rng(5).integers(0, 6, 24))
