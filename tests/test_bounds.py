@@ -266,7 +266,7 @@ def _truth(draw: Any, down: Any, depth: int, score: bool) -> Function:
     return _binary(draw(st.sampled_from(COMPARISONS)))(down(of), down(of))
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_bounds_of_random_functions_never_lie(count):
     edges = st.sampled_from(EDGES)
     seldom = st.sampled_from([False, False, False, True])

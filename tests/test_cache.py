@@ -122,7 +122,7 @@ def chunks_of(size: int) -> list[int]:
     return [size] * -(-T // size)
 
 
-SIZES = (1, 3, W + 1, T)
+SIZES = (1, W + 1, T)
 
 
 @pytest.mark.one_in(6)
@@ -132,7 +132,7 @@ def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask):
     encoding = "rotary, alibi, learned"
     want = formula(mask, encoding, kind)
     real = np.arange(T) < LENGTHS[:, None]
-    for size in SIZES if mask == "causal" else (2, W + 1, T):
+    for size in SIZES if mask == "causal" else (2, T):
         got, cache = decoded(CACHES[kind](size), mask, encoding, chunks_of(size))
         np.testing.assert_allclose(got[real], want[real], rtol=0, atol=2e-6, err_msg=f"{size}")
         np.testing.assert_array_equal(cache.lengths, LENGTHS)
@@ -245,6 +245,7 @@ def poisoned(cache: Any, poison: float) -> Any:
     return dataclasses.replace(cache, **full)
 
 
+@pytest.mark.one_in(3)
 @every_cache
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("size", [1, 3, T])
@@ -273,9 +274,9 @@ def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-@pytest.mark.parametrize("new", [1, 2, 5, 9])
+@pytest.mark.parametrize("new", [9, 2, 1, 5])
 def test_a_compiled_write_past_the_end_is_seen(kind, new):
     """Row 0 has room for 3 tokens, the others for more."""
     cache = filled(kind, LENGTHS)

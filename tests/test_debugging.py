@@ -139,6 +139,7 @@ def test_debug_infs_finds_infinite_scores():
         jattn.attention_scores(X, X, score=lambda s, b, h, i, j: jnp.exp(1e4 + s))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("implementation", "transform"), UNDER_EACH + UNDER_TWO)
 def test_checkify_sees_a_nan(implementation, transform):
     checked = checkify.checkify(
@@ -150,6 +151,7 @@ def test_checkify_sees_a_nan(implementation, transform):
     assert error.get() is None
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("transform", ["eager", "grad"])
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 def test_checkify_sees_no_nan_that_is_masked(implementation, transform):
@@ -217,7 +219,7 @@ def test_a_conditional_that_closes_over_traced_arrays_leaks_nothing():
         check_case("checks", "blockwise", "tiles_band")
 
 
-@pytest.mark.one_in(96, slow=True)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("flags", FLAGS)
@@ -278,8 +280,8 @@ def when(flags: str, name: str) -> Any:
     """Returns the mark of a row: JAX traces everything anew while it looks for leaks."""
     if (flags, name) == ("debugging", "weights"):
         return ()
-    leaks = flags == "checks" and name != "scores"
-    return pytest.mark.exhaustive if leaks else pytest.mark.slow
+    slow = (("checks", "scores"), ("debugging", "dense"), ("not_compiled", "merge"))
+    return pytest.mark.slow if (flags, name) in slow else pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(

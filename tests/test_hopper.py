@@ -268,7 +268,7 @@ def assert_within(got: Any, want: Any) -> None:
         assert error(x, y) <= limit
 
 
-@pytest.mark.one_in(5, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
@@ -281,6 +281,8 @@ def test_values_and_gradients(name, implementation):
     assert got[1].dtype == jnp.float32
     assert_within(got, quick_jit(functools.partial(everything, call, "reference"))(*wide(arrays)))
     rows, columns = call.alive
+    if call.alive == (slice(None), slice(None)):  # all exist
+        return
     q, k, v, *cotangents = arrays
     hide = lambda x, alive: jnp.full_like(x, jnp.nan).at[:, alive].set(x[:, alive])  # noqa: E731
     assert_same(run(hide(q, rows), hide(k, columns), hide(v, columns), *cotangents), got)
@@ -642,6 +644,7 @@ LAUNCH = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1), jnp.int32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(
     ("mask", "idle"),
@@ -1063,16 +1066,16 @@ TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 @each_kernel
 @pytest.mark.parametrize(
     ("growth", "dtype", "expected"),
-    [(0.0, "bfloat16", 1), (1.0, "float16", 4), (128.0, "bfloat16", 20), (2048.0, "bfloat16", 20)],
+    [(0.0, "bfloat16", 1), (1.0, "float16", 2), (128.0, "bfloat16", 8), (2048.0, "bfloat16", 8)],
 )
 def test_sums_are_rescaled_only_where_maxima_move_far(
     monkeypatch, implementation, growth, dtype, expected
 ):
-    """If scores increase by 1, exponents increase by 1.44 with each of 20 tiles."""
+    """If scores increase by 1, exponents increase by 1.44 with each of 8 tiles."""
     monkeypatch.setattr(votes, "any_above", noted)
     ANSWERS.clear()
-    arrays = growing(growth, 20, dtype)
-    call = plain_call(1, 128, 2560, 1, dtype=dtype, scale=1.0)
+    arrays = growing(growth, 8, dtype)
+    call = plain_call(1, 128, 1024, 1, dtype=dtype, scale=1.0)
     with tuning.using(gpu_tiles_each=40):  # in one part
         assert_forward(call, implementation, arrays)
     jax.effects_barrier()
@@ -1087,9 +1090,9 @@ def test_sums_are_rescaled_only_where_maxima_move_far(
 @each_kernel
 def test_a_row_that_sees_keys_late_starts_there(implementation):
     """Its maximum is the lowest number until then, while those of other rows move or do not."""
-    mask = masks.Predicate(lambda b, h, q, kv: (kv >= 40 * (q % 64)) & (q != 5))
-    call = plain_call(1, 128, 2560, 1, scale=1.0)
-    out = assert_forward(call, implementation, growing(1.0, 20, "bfloat16"), mask=mask)
+    mask = masks.Predicate(lambda b, h, q, kv: (kv >= 16 * (q % 64)) & (q != 5))
+    call = plain_call(1, 128, 1024, 1, scale=1.0)
+    out = assert_forward(call, implementation, growing(2.5, 8, "bfloat16"), mask=mask)
     assert not np.asarray(out[:, 5], np.float32).any()
 
 

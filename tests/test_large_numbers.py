@@ -136,22 +136,23 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     def run(q: Any, k: Any, v: Any, array: Any) -> Any:
         return call(implementation, q, k, v, mask=mask, **options(array))
 
-    def gradients(*operands: Any) -> Any:
-        return jax.grad(lambda *x: jnp.sum(run(*x)[0]), (0, 1, 2, 3))(*operands)
-
-    def tangents(q: Any, k: Any, v: Any, array: Any) -> Any:
-        changes = (q, k, jnp.ones_like(v), jnp.ones_like(array))
-        return jax.jvp(run, (q, k, v, array), changes)[1]
-
-    def along_values(q: Any, k: Any, v: Any, array: Any) -> Any:
-        return jax.jvp(lambda v: run(q, k, v, array)[0], (v,), (jnp.ones_like(v),))[1]
+    @users_jit
+    def everything(*operands: Any) -> Any:
+        """Results, the gradients of the output's sum, and tangents along all and along values."""
+        q, k, v, _ = operands
+        (out, lse), pull = jax.vjp(run, *operands)
+        every = (q, k, jnp.ones_like(v), jnp.ones_like(array))
+        of_values = jax.jvp(lambda v: run(q, k, v, array)[0], (v,), (jnp.ones_like(v),))[1]
+        gradients = pull((jnp.ones_like(out), jnp.zeros_like(lse)))
+        return (out, lse), gradients, jax.jvp(run, operands, every)[1], of_values
 
     def double(*x: Any) -> Any:
         return [np.asarray(y, np.float64) for y in jax.tree.leaves(x)]
 
     tolerance = 1e-5 if q.dtype == jnp.float32 else 1e-2
     logits = jattn.attention_scores(q, k, mask=mask, **options(array))
-    out, lse = double(users_jit(run)(q, k, v, array))
+    results, gradients, tangents, of_values = everything(q, k, v, array)
+    out, lse = double(results)
     logits, values = double(logits, jnp.moveaxis(v, 1, 2))
     assert np.max(np.abs(logits[np.isfinite(logits)])) > 1e9
     first, second = (np.sort(logits)[..., -n] for n in (1, 2))
@@ -160,13 +161,11 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     largest = np.take_along_axis(values, np.argmax(logits, axis=-1)[..., None], axis=2)
     np.testing.assert_allclose(out[clear], np.swapaxes(largest, 1, 2)[clear], rtol=tolerance)
     np.testing.assert_allclose(lse, first, rtol=1e-5)
-    d = double(users_jit(gradients)(q, k, v, array))
+    d = double(gradients)
     assert [bool(np.all(np.isfinite(x))) for x in d] == [True] * 4
     np.testing.assert_allclose(d[2].sum(axis=1), q.shape[1], rtol=tolerance)
-    assert all(np.all(np.isfinite(x)) for x in double(users_jit(tangents)(q, k, v, array)))
-    np.testing.assert_allclose(
-        double(users_jit(along_values)(q, k, v, array))[0], 1, rtol=tolerance
-    )
+    assert all(np.all(np.isfinite(x)) for x in double(tangents))
+    np.testing.assert_allclose(double(of_values)[0], 1, rtol=tolerance)
 
 
 @pytest.mark.one_in(20)
@@ -351,9 +350,13 @@ def test_caps_outside_the_range_of_the_scores_dtype(implementation):
     """A cap near 0 makes all scores equal, a cap that overflows leaves them unchanged."""
     q, k, v = drawn(T=20)
     q = q.at[:, 0].set(0)  # scores of exactly 0 as well
-    run = jattn.attention
     options: dict[str, Any] = {"mask": masks.Causal(), "implementation": implementation}
-    nothing = run(q, k, v, score=scores.SoftCap(1e-50), **options)
-    np.testing.assert_allclose(nothing, run(q * 0, k, v, **options), rtol=1e-6, atol=1e-6)
-    everything = run(q, k, v, score=scores.SoftCap(1e50), **options)
-    np.testing.assert_allclose(everything, run(q, k, v, **options), rtol=1e-6, atol=1e-6)
+
+    @quick_jit
+    def pairs(q: Any) -> Any:
+        run = lambda q, score=None: jattn.attention(q, k, v, score=score, **options)  # noqa: E731
+        caps = (1e-50, q * 0), (1e50, q)
+        return [(run(q, scores.SoftCap(cap)), run(same)) for cap, same in caps]
+
+    for capped, want in pairs(q):
+        np.testing.assert_allclose(capped, want, rtol=1e-6, atol=1e-6)

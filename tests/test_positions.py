@@ -75,6 +75,7 @@ def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarra
     return np.asarray(compiled(jnp.asarray(x), jnp.asarray(places), *options, **named))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("size", [None, 2, 6])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])

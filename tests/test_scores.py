@@ -138,20 +138,6 @@ def test_score_gets_scalars_and_flat_batch_rows():
     assert seen == {(((), "float32"), *(((), "int32"),) * 4)}
 
 
-def _distance_from_home(score, b, h, q_idx, kv_idx):
-    return score - 0.5 * jnp.abs(q_idx - kv_idx).astype(score.dtype)
-
-
-def test_score_equals_the_built_in_functions():
-    pairs = [
-        (scores.Score(_distance_from_home), scores.Alibi([0.5] * N)),
-        (scores.Score(lambda s, b, h, q, kv: 2 * jnp.tanh(s / 2)), scores.SoftCap(2.0)),
-        (scores.Score(lambda s, b, h, q, kv, t: s / t, jnp.asarray(3.0)), scores.Temperature(3.0)),
-    ]
-    for function, built_in in pairs:
-        np.testing.assert_allclose(scored(function), scored(built_in), rtol=0, atol=1e-14)
-
-
 def test_grouping_of_functions_does_not_matter():
     a, b, c = scores.SoftCap(1.5), scores.Bias(jnp.asarray(BIAS)), scores.Alibi(jnp.asarray(SLOPES))
     np.testing.assert_array_equal(scored((a >> b) >> c), scored(a >> (b >> c)))

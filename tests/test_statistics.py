@@ -113,20 +113,16 @@ def test_statistics_are_the_formulas(name, how):
         assert result.entropy.dtype == dtype and result.place.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_statistics_are_differentiated(how):
-    mask = masks.Causal() | masks.Prefix(2)
-    coefficients = jnp.asarray(RNG.normal(size=(4, B, N, T)))
+MIXED = masks.Causal() | masks.Prefix(2)
+COEFFICIENTS = RNG.normal(size=(4, B, N, T))
 
-    def ours(query: Any, key: Any, slopes: Any) -> Any:
-        result = jattn.statistics(
-            query, key, mask=mask, score=scores.Alibi(slopes), keys=jnp.asarray(KEYS)
-        )
-        parts = (result.entropy, result.greatest, result.distance, result.on_keys)
-        return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
+
+@functools.cache
+def dense_derivatives() -> Any:
+    """The gradients of four statistics of dense weights."""
 
     def dense(query: Any, key: Any, slopes: Any) -> Any:
-        w = jattn.attention_weights(query, key, mask=mask, score=scores.Alibi(slopes))
+        w = jattn.attention_weights(query, key, mask=MIXED, score=scores.Alibi(slopes))
         logs = jnp.log(jnp.where(w > 0, w, 1))
         on = jnp.asarray(KEYS)[:, None, None, :]
         parts = (
@@ -135,13 +131,22 @@ def test_statistics_are_differentiated(how):
             (w * DISTANCE[None, None].astype(w.dtype)).sum(-1),
             jnp.where(on, w, 0).sum(-1),
         )
-        return sum(jnp.sum(x * y) for x, y in zip(coefficients, parts, strict=True))
+        return sum(jnp.sum(x * y) for x, y in zip(COEFFICIENTS, parts, strict=True))
 
-    arguments = (*query_and_key(), jnp.asarray(SLOPES))
-    want = quick_jit(jax.grad(dense, (0, 1, 2)))(*arguments)
+    return quick_jit(jax.grad(dense, (0, 1, 2)))(*query_and_key(), jnp.asarray(SLOPES))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_statistics_are_differentiated(how):
+    def ours(query: Any, key: Any, slopes: Any) -> Any:
+        rules: Any = {"mask": MIXED, "score": scores.Alibi(slopes)}
+        result = jattn.statistics(query, key, keys=jnp.asarray(KEYS), **rules)
+        parts = (result.entropy, result.greatest, result.distance, result.on_keys)
+        return sum(jnp.sum(x * y) for x, y in zip(COEFFICIENTS, parts, strict=True))
+
     with computed(how):
-        result = quick_jit(jax.grad(ours, (0, 1, 2)))(*arguments)
-    assert_trees_close(result, want, atol=1e-11, rtol=1e-11)
+        result = quick_jit(jax.grad(ours, (0, 1, 2)))(*query_and_key(), jnp.asarray(SLOPES))
+    assert_trees_close(result, dense_derivatives(), atol=1e-11, rtol=1e-11)
 
 
 def test_second_derivatives_raise():
@@ -163,6 +168,7 @@ def test_what_has_no_derivative_is_constant():
     assert not np.any(quick_jit(jax.grad(constants))(query_and_key()[0]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_top_weights_are_the_greatest(name):
     mask, allowed = MASKS[name]
@@ -314,20 +320,27 @@ def test_without_rows_queries_or_keys(B, T, S):
     q, k = jnp.ones((B, T, 4, 8)), jnp.ones((B, S, 2, 8))
     segments = masks.Segments(jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
     calls: Any = ({}, {"mask": masks.Causal(), "threshold": 0.1}, {"keys": segments})
-    for options in calls:
-        result = jattn.statistics(q, k, **options)
+    w = jnp.ones((8, 3))
+
+    @quick_jit
+    def everything(q: Any, k: Any) -> Any:
+        entropy = lambda q, k: jattn.statistics(q, k).entropy.sum()  # noqa: E731
+        return (
+            [jattn.statistics(q, k, **options) for options in calls],
+            jax.grad(entropy, (0, 1))(q, k),
+            jattn.statistics(q[:, :, :0], k),
+            [jattn.top_weights(x, k, 2) for x in (q, q[:, :, :0])] if S else None,
+            jattn.additive_attention(q[:, :, 0], k[:, :, 0], k[:, :, 0], w, w, jnp.ones(3)),
+        )
+
+    results, (d_q, d_k), no_heads, top, out = everything(q, k)
+    for result in results:
         assert result.received.shape == (B, 4, S)
         rows = [x for name, x in result._asdict().items() if name != "received" and x is not None]
         assert all(x.shape == (B, 4, T) for x in rows)
         assert not result.greatest.any() and (result.place == -1).all()
-    d_q, d_k = jax.grad(lambda q, k: jattn.statistics(q, k).entropy.sum(), (0, 1))(q, k)
     assert (d_q.shape, d_k.shape) == (q.shape, k.shape) and not d_q.any()
-    no_heads = jattn.statistics(q[:, :, :0], k)
     assert no_heads.entropy.shape == (B, 0, T) and no_heads.received.shape == (B, 0, S)
-    if S:
-        assert jattn.top_weights(q[:, :, :0], k, 2)[0].shape == (B, 0, T, 2)
-        weights, places = jattn.top_weights(q, k, 2)
-        assert weights.shape == places.shape == (B, 4, T, 2)
-    w = jnp.ones((8, 3))
-    out = jattn.additive_attention(q[:, :, 0], k[:, :, 0], k[:, :, 0], w, w, jnp.ones(3))
+    for (weights, places), heads in zip(top or (), (4, 0), strict=bool(S)):
+        assert weights.shape == places.shape == (B, heads, T, 2)
     assert out.shape == (B, T, 8)

@@ -269,7 +269,7 @@ def test_what_no_row_holds_does_not_exist(kind, poison):
     assert_equal(attend(query, poisoned(cache, poison), **rules), want)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @every_cache
 def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
     """A value that only the last query attends to, and a key outside of every window."""

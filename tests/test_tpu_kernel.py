@@ -37,7 +37,7 @@ def test_contract(name):
         contract.assert_same(run(on_device(poisoned(name, x, poison))), results)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
 def test_16_bits(name):
     run = quick_jit(functools.partial(everything, "tpu", CASES[name]))
