@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
@@ -163,7 +163,14 @@ def _on_mesh(
     cache_specs = DenseCache(pool, pool, batch, batch)
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
-        cache = _written(axes, cache, new, slots)
+        local_slots = slots - axes.device_index * cache.capacity
+        is_local = (local_slots >= 0) & (local_slots < cache.capacity)
+        local_slots = jnp.where(is_local, local_slots, cache.capacity)  # `write` drops the others
+        keys, values = (
+            write(x, tokens, local_slots)
+            for x, tokens in zip((cache.keys, cache.values), new, strict=True)
+        )
+        cache = dataclasses.replace(cache, keys=keys, values=values)
         out, lse = _merged(axes, *_attend_locally(axes, call, query, cache))
         return out.astype(query.dtype), jnp.swapaxes(lse, 1, 2), cache
 
@@ -179,21 +186,6 @@ def _refuse(*_: Any) -> NoReturn:
     raise NotImplementedError(
         "parallel.cached_attention has no derivatives; use parallel.attention for training"
     )
-
-
-def _written(
-    axes: Axes, cache: DenseCache, new: tuple[Array, Array], slots: Int[Array, "B T"]
-) -> DenseCache:
-    """Returns this device's shard of the cache with the new tokens whose slots it holds."""
-    size = cache.capacity
-    local_slots = slots - axes.device_index * size
-    is_local = (local_slots >= 0) & (local_slots < size)
-    local_slots = jnp.where(is_local, local_slots, size)  # `write` drops tokens past the end
-    keys, values = (
-        write(cache.keys, new[0], local_slots),
-        write(cache.values, new[1], local_slots),
-    )
-    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def _attend_locally(
