@@ -28,7 +28,7 @@ from jattn.kernels.common import few_queries
 from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
-from jattn.parallel import pieces
+from jattn.parallel import ring
 from jattn.parallel.axes import Axes, AxisName, check_shared, mesh_axes, partition, reshard
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
@@ -206,7 +206,7 @@ def _attend_locally(
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
     like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
+    return ring.run_part("forward", like, None, *operands, shapes=shapes)[:2]
 
 
 def _merged(
