@@ -117,10 +117,13 @@ def generate(
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
     options = _Options(max_tokens, top_k, _stop_tokens(stop), int(pad), lasting_functions(model))
-    _check_valid(valid, prompt)
+    if valid is not None:
+        check_array("valid", valid, "[B, T]", "boolean", shape=tuple(prompt.shape))
+        if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
+            raise ValueError("valid: expected a token in every row of the prompt, got none in some")
+        valid = jnp.asarray(valid)
     _check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
-    valid = None if valid is None else jnp.asarray(valid)
     tokens = jnp.asarray(integers.clamped(prompt))
     inputs = _Inputs(variables, tokens, valid, caches, sampling)
     if callback is None:
@@ -344,15 +347,6 @@ def _stop_tokens(stop: Any) -> tuple[int, ...]:
     for token in stop:
         check_size("stop", token, 0)
     return tuple(map(int, stop))
-
-
-def _check_valid(valid: Any, prompt: Any) -> None:
-    """Raises ValueError if `valid` is known and a row has no valid token."""
-    if valid is None:
-        return
-    check_array("valid", valid, "[B, T]", "boolean", shape=tuple(prompt.shape))
-    if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
-        raise ValueError("valid: expected a token in every row of the prompt, got none in some")
 
 
 def _check_room(caches: Tree, tokens: int) -> None:

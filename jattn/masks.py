@@ -135,14 +135,7 @@ class Extent(NamedTuple):
     size: int
 
 
-class _Box(NamedTuple):
-    """The pair into which a `Tile` unpacks: only subclasses of a NamedTuple may have attributes."""
-
-    rows: Extent
-    columns: Extent
-
-
-class Tile(_Box):
+class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
     """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
 
     In a grid the fields of `rows` are `[n, 1]`, those of `columns` are `[1, m]`, so that formulas
@@ -153,7 +146,7 @@ class Tile(_Box):
     [True, True]
     """
 
-    b: Any = None
+    b: Any = None  # no item of the pair, as only a subclass of a NamedTuple can have
     h: Any = None
 
     @classmethod

@@ -124,7 +124,6 @@ class MultiHeadAttention(Module):
         functions = {"kernel_init": kernel_init, "bias_init": bias_init}
         sizes = {name: getattr(self, name) for name in widths}
         check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=functions, **sizes)
-        self._set_head_sizes(value_dim)
         self.scale = None if scale is None else float(scale)
         self.use_bias = use_bias
         self.dtype = dtype
@@ -135,23 +134,20 @@ class MultiHeadAttention(Module):
         self.normalize_qk = "layer" if normalize_qk is True else normalize_qk
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
-        self._make_parameters(sinks, rngs)
+        self._make_parameters(value_dim, sinks, rngs)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
         score = score if isinstance(score, nnx.Module) else as_score(score)
         self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
-    def _set_head_sizes(self, value_dim: int | None) -> None:
-        """Checks the numbers of heads, and sets the sizes of one head."""
+    def _make_parameters(self, value_dim: int | None, sinks: bool, rngs: nnx.Rngs) -> None:
+        """Sets the sizes of one head, and makes the projections, the norms and the sinks."""
         _check_divides("num_heads", self.num_heads, "qkv_features", self.qkv_features)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         self.head_dim = self.qkv_features // self.num_heads
         self.value_dim = self.head_dim if value_dim is None else value_dim
         check_size("value_dim", self.value_dim)
-
-    def _make_parameters(self, sinks: bool, rngs: nnx.Rngs) -> None:
-        """Makes the projections, the norms and the sinks, from the sizes in the attributes."""
         N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
         heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
         names = ("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")

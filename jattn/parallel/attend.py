@@ -24,7 +24,7 @@ from jattn.checks import check_choice, check_flag
 from jattn.kernels import registry
 from jattn.kernels.common import slicing
 from jattn.options import Options
-from jattn.parallel import exchange, pieces, placement, ring
+from jattn.parallel import exchange, placement, ring
 from jattn.parallel.axes import (
     Axes,
     AxisName,
@@ -74,7 +74,7 @@ class _Sharding(NamedTuple):
         axes = self.axes
         placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":
-            pieces.check_implementation(implementation)
+            ring.check_implementation(implementation)
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
         """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
@@ -28,7 +28,7 @@ from jattn.kernels.common import few_queries
 from jattn.kernels.common.place import Place, at_place
 from jattn.kernels.xla import decode
 from jattn.options import RulesAndSink
-from jattn.parallel import pieces
+from jattn.parallel import ring
 from jattn.parallel.axes import Axes, AxisName, check_shared, mesh_axes, partition, reshard
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes
@@ -163,7 +163,14 @@ def _on_mesh(
     cache_specs = DenseCache(pool, pool, batch, batch)
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
-        cache = _written(axes, cache, new, slots)
+        local_slots = slots - axes.device_index * cache.capacity
+        is_local = (local_slots >= 0) & (local_slots < cache.capacity)
+        local_slots = jnp.where(is_local, local_slots, cache.capacity)  # `write` drops the others
+        keys, values = (
+            write(x, tokens, local_slots)
+            for x, tokens in zip((cache.keys, cache.values), new, strict=True)
+        )
+        cache = dataclasses.replace(cache, keys=keys, values=values)
         out, normalizer = _merged(axes, *_attend_locally(axes, call, query, cache))
         return (out.astype(query.dtype), normalizer.by_head()), cache
 
@@ -179,21 +186,6 @@ def _refuse(*_: Any) -> NoReturn:
     raise NotImplementedError(
         "parallel.cached_attention has no derivatives; use parallel.attention for training"
     )
-
-
-def _written(
-    axes: Axes, cache: DenseCache, new: tuple[Array, Array], slots: Int[Array, "B T"]
-) -> DenseCache:
-    """Returns this device's shard of the cache with the new tokens whose slots it holds."""
-    size = cache.capacity
-    local_slots = slots - axes.device_index * size
-    is_local = (local_slots >= 0) & (local_slots < size)
-    local_slots = jnp.where(is_local, local_slots, size)  # `write` drops tokens past the end
-    keys, values = (
-        write(cache.keys, new[0], local_slots),
-        write(cache.values, new[1], local_slots),
-    )
-    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def _attend_locally(
@@ -214,7 +206,7 @@ def _attend_locally(
     out, finite = jax.ShapeDtypeStruct((B, T, N, V), dtype), jax.ShapeDtypeStruct((), jnp.bool_)
     like = (out, Normalizer(row, row), finite)  # pyright: ignore[reportArgumentType]
     operands = (local_spec, query, key, value)
-    return pieces.run("forward", like, None, *operands, shapes=shapes)[:2]
+    return ring.run_part("forward", like, None, *operands, shapes=shapes)[:2]
 
 
 def _merged(axes: Axes, out: Output, normalizer: Normalizer) -> tuple[Output, Normalizer]:

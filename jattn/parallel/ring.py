@@ -28,10 +28,12 @@ from jattn import dropout, softmax
 from jattn._pytree import axis_names, axis_of, split_letters
 from jattn._types import Index, Output, Tree, accumulation
 from jattn.call import Call
-from jattn.kernels.common import reverse_mode, slicing
+from jattn.kernels import registry
+from jattn.kernels.common import lowering, reverse_mode, slicing
 from jattn.kernels.common.derivatives import PerQuery, row_dots
 from jattn.kernels.common.place import Place, at_place
-from jattn.parallel import pieces, placement, rounds
+from jattn.kernels.common.vjp import FunctionName
+from jattn.parallel import placement, rounds
 from jattn.parallel.axes import Axes
 from jattn.parallel.rounds import Round, moved
 from jattn.softmax import Normalizer
@@ -175,6 +177,38 @@ class Gradients(NamedTuple):
         return [travelled if local is None else local for local, travelled in pairs]
 
 
+# The kernels that compute attention to a part of the keys, for results that are merged later.
+_PARTIAL_KERNELS = ("native", "blockwise")
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises NotImplementedError for an implementation that cannot compute a part of the keys."""
+    registry.check_name(name)
+    if name is not None and name not in _PARTIAL_KERNELS:
+        possible = " and ".join(map(repr, _PARTIAL_KERNELS))
+        registry.refuse(name, f"it computes whole rows; {possible} compute parts of the keys")
+
+
+def run_part(
+    function: FunctionName,
+    like: Tree,
+    implementation: str | None,
+    spec: Spec,
+    *operands: Tree,
+    shapes: Shapes,
+) -> Tree:
+    """Runs a function of the named kernel, or of the first for this spec; results are as `like`."""
+    call = Call(spec, shapes, implementation=implementation)
+    functions = registry.functions(call, _PARTIAL_KERNELS)
+    assert functions is not None, "the reference cannot compute a part of the keys"
+
+    def on_platform(platform: str, *operands: Any) -> Any:
+        return getattr(functions.on(platform), function)(*operands)
+
+    result_types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    return lowering.platform_dependent(on_platform, result_types, spec, *operands)
+
+
 class Ring(NamedTuple):
     """A ring of devices, and the heads and keys that go around it."""
 
@@ -263,7 +297,7 @@ class Ring(NamedTuple):
 
         def compute() -> Tree:
             operands = (self.local_spec(spec, query, kv, distance), query, kv.key, kv.value)
-            out, normalizer, finite = pieces.run(
+            out, normalizer, finite = run_part(
                 "forward", state, self.implementation, *operands, shapes=shapes
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
@@ -297,7 +331,7 @@ class Ring(NamedTuple):
             local_spec = self.local_spec(spec, per_query.query, kv, distance)
             d_qkv = (so_far.local[0], *so_far.with_shard[:2])  # in the accumulation dtype
             like, operands = (parameters(local_spec), *d_qkv), (per_query, kv.key, kv.value, finite)
-            d_params, d_query, d_key, d_value = pieces.run(
+            d_params, d_query, d_key, d_value = run_part(
                 "backward", like, self.implementation, local_spec, *operands, shapes=shapes
             )
             gradients = Gradients.of(letters, d_query, d_key, d_value, d_params)

@@ -15,6 +15,7 @@ Let n be the number of devices along the axis and s the bytes of a device's shar
   their gradients.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Unpack
@@ -32,7 +33,7 @@ from jattn.options import WeightOptions
 from jattn.parallel import placement, rounds
 from jattn.parallel.ring import Route, travels
 from jattn.parallel.rounds import Round
-from jattn.spec import parameters
+from jattn.spec import Spec, parameters
 
 
 class Exchange(NamedTuple):
@@ -107,46 +108,40 @@ def exchanges(
     def collect(query: Array, key: Array, value: Array) -> None:
         call = make(query, key, value, lse=return_lse, **options).prepared()
         placement.check_shards(call.shapes.T, call.shapes.S, devices, order)
-        sharded = _ShardedCall(call, devices, order)
-        exchanged.extend(x for x in _SCHEMES[scheme](sharded) if x.bytes and x.times)
+        sent = _SCHEMES[scheme](call, devices, order)
+        exchanged.extend(x for x in sent if x.bytes and x.times)
 
     jax.eval_shape(collect, query, key, value)
     return tuple(sorted(exchanged, key=lambda x: x.backward))
 
 
-class _ShardedCall(NamedTuple):
-    """A prepared call on whole arrays, and how its tokens are sharded."""
-
-    call: Call
-    devices: int
-    order: str
-
-    def shard_bytes(self, *sizes: int, dtype: Any = None) -> int:
-        """Returns the bytes of a shard of `[B, *sizes]`, by default in the dtype of queries."""
-        size = self.call.shapes.B * math.prod(sizes) // self.devices
-        return size * jnp.dtype(self.call.shapes.dtype if dtype is None else dtype).itemsize
-
-    def leaves(self) -> Iterator[tuple[str, Any, bool]]:
-        """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
-        spec, parameter_ids = self.call.spec, set(map(id, parameters(self.call.spec)))
-        pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
-        for letters, leaf in pairs:
-            yield letters, leaf, id(leaf) in parameter_ids
+def _shard_bytes(call: Call, devices: int, *sizes: int, dtype: Any = None) -> int:
+    """Returns the bytes of a shard of `[B, *sizes]`, by default in the dtype of queries."""
+    size = call.shapes.B * math.prod(sizes) // devices
+    return size * jnp.dtype(call.shapes.dtype if dtype is None else dtype).itemsize
 
 
-def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n, S = sharded.call.shapes, sharded.devices, sharded.call.shapes.S
-    route = Route.of(sharded.call.spec, shapes.T, S, n, sharded.order)
+def _leaves(spec: Spec) -> Iterator[tuple[str, Any, bool]]:
+    """Yields `(axis letters, array, whether it has a gradient)` for each array of the spec."""
+    parameter_ids = set(map(id, parameters(spec)))
+    pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
+    for letters, leaf in pairs:
+        yield letters, leaf, id(leaf) in parameter_ids
+
+
+def _ring(call: Call, n: int, order: str) -> Iterator[Exchange]:
+    shapes, S, shard_bytes = call.shapes, call.shapes.S, functools.partial(_shard_bytes, call, n)
+    route = Route.of(call.spec, shapes.T, S, n, order)
     keys = route.sent_keys.stop - route.sent_keys.start
     chunks = rounds.chunks(keys)
     sent = n * (keys // chunks)  # keys in one chunk of every device together
     count = rounds.count(shapes._replace(T=shapes.T // n)) if route.hops else 1
     K = shapes.K // count
     sent_arrays = [
-        ("key", sharded.shard_bytes(sent, K, shapes.H)),
-        ("value", sharded.shard_bytes(sent, K, shapes.V)),
+        ("key", shard_bytes(sent, K, shapes.H)),
+        ("value", shard_bytes(sent, K, shapes.V)),
     ]
-    for letters, leaf, _ in sharded.leaves():
+    for letters, leaf, _ in _leaves(call.spec):
         if travels(letters):
             axis: Any = axis_of("S", letters, leaf.ndim)
             entries = leaf.size // S * sent // n if leaf.shape[axis] > 1 else leaf.size
@@ -162,26 +157,26 @@ def _ring(sharded: _ShardedCall) -> Iterator[Exchange]:
         hops = sum(x.times for x in route.hops)
         for name, last in (("d_key", shapes.H), ("d_value", shapes.V)):
             for dtype, sends in ((accumulation(shapes.dtype), hops), (shapes.dtype, 1)):
-                size = sharded.shard_bytes(sent, K, last, dtype=dtype)
+                size = shard_bytes(sent, K, last, dtype=dtype)
                 yield Exchange(kind, name, size, sends * count * chunks, n, True, count, chunks)
 
 
-def _all_to_all(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.call.shapes, sharded.devices
+def _all_to_all(call: Call, n: int, _: str) -> Iterator[Exchange]:
+    shapes, shard_bytes = call.shapes, functools.partial(_shard_bytes, call, n)
     key_heads = math.lcm(shapes.K, n)
     arrays = [
-        ("query", sharded.shard_bytes(shapes.T, shapes.N, shapes.H)),
-        ("key", sharded.shard_bytes(shapes.S, key_heads, shapes.H)),
-        ("value", sharded.shard_bytes(shapes.S, key_heads, shapes.V)),
-        ("out", sharded.shard_bytes(shapes.T, shapes.N, shapes.V)),
+        ("query", shard_bytes(shapes.T, shapes.N, shapes.H)),
+        ("key", shard_bytes(shapes.S, key_heads, shapes.H)),
+        ("value", shard_bytes(shapes.S, key_heads, shapes.V)),
+        ("out", shard_bytes(shapes.T, shapes.N, shapes.V)),
     ]
-    if sharded.call.needs_lse:
+    if call.needs_lse:
         dtype = accumulation(shapes.dtype)
-        arrays.append(("lse", sharded.shard_bytes(shapes.T, shapes.N, dtype=dtype)))
+        arrays.append(("lse", shard_bytes(shapes.T, shapes.N, dtype=dtype)))
     for backward in (False, True):
         for name, size in arrays:
             yield Exchange("all-to-all", name, size * (n - 1) // n, 1, n, backward)
-    for letters, leaf, has_gradient in sharded.leaves():
+    for letters, leaf, has_gradient in _leaves(call.spec):
         queries, heads = (axis_of(x, letters, leaf.ndim) for x in "TN")
         is_sharded = travels(letters) or (queries is not None and leaf.shape[queries] == shapes.T)
         size = leaf.size * leaf.dtype.itemsize // n
@@ -199,11 +194,11 @@ def _gathered(name: str, size: int, n: int, has_gradient: bool) -> Iterator[Exch
         yield Exchange("reduce-scatter", f"d_{name}", size * (n - 1), 1, n, True)
 
 
-def _gather(sharded: _ShardedCall) -> Iterator[Exchange]:
-    shapes, n = sharded.call.shapes, sharded.devices
+def _gather(call: Call, n: int, _: str) -> Iterator[Exchange]:
+    shapes, shard_bytes = call.shapes, functools.partial(_shard_bytes, call, n)
     for name, last in (("key", shapes.H), ("value", shapes.V)):
-        yield from _gathered(name, sharded.shard_bytes(shapes.S, shapes.K, last), n, True)
-    for letters, leaf, has_gradient in sharded.leaves():
+        yield from _gathered(name, shard_bytes(shapes.S, shapes.K, last), n, True)
+    for letters, leaf, has_gradient in _leaves(call.spec):
         if travels(letters):
             yield from _gathered("mask", leaf.size * leaf.dtype.itemsize // n, n, has_gradient)
 
