@@ -106,13 +106,7 @@ def generate(
     >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
     Array([4, 4], dtype=int32)
     """
-    is_model = hasattr(model, "start") and hasattr(model, "step")
-    if not isinstance(model, nnx.Module) or not is_model:
-        got = type(model).__name__
-        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
+    _check_model(model, prompt)
     check_size("max_tokens", max_tokens)
     sampling = _sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
@@ -128,16 +122,17 @@ def generate(
     inputs = _Inputs(variables, tokens, valid, caches, sampling)
     if callback is None:
         return _all_tokens(definition, options, inputs)
-    check_function("callback", callback)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
-        raise ValueError("callback: expected None inside a compiled function, got a function")
-    state = _begun(definition, options, inputs._replace(sampling=None))
-    for _ in range(max_tokens):
-        state = _advanced(definition, options, variables, state, sampling)
-        callback(np.asarray(state.last))
-        if not np.any(state.active):
-            break
-    return Generated(state.tokens, state.lengths)
+    return _token_by_token(definition, options, inputs, callback)
+
+
+def _check_model(model: Any, prompt: Any) -> None:
+    is_model = hasattr(model, "start") and hasattr(model, "step")
+    if not isinstance(model, nnx.Module) or not is_model:
+        got = type(model).__name__
+        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
+    check_array("prompt", prompt, "[B, T]", "integer")
+    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 class _Options(NamedTuple):
@@ -177,6 +172,22 @@ class _State(NamedTuple):
     tokens: Array  # [B, max_tokens]
     lengths: Array  # [B]
     caches: Tree
+
+
+def _token_by_token(
+    definition: nnx.GraphDef, options: "_Options", inputs: "_Inputs", callback: Any
+) -> Generated:
+    """Generates tokens in a loop of Python, which hands each step's to the callback."""
+    check_function("callback", callback)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
+        raise ValueError("callback: expected None inside a compiled function, got a function")
+    state = _begun(definition, options, inputs._replace(sampling=None))
+    for _ in range(options.max_tokens):
+        state = _advanced(definition, options, inputs.variables, state, inputs.sampling)
+        callback(np.asarray(state.last))
+        if not np.any(state.active):
+            break
+    return Generated(state.tokens, state.lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

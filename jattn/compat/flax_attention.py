@@ -64,11 +64,12 @@ def flax_attention_fn(
     elif input_positions is not None:
         raise ValueError("input_positions: expected rope to go with it, got None")
     query, key, value = _promoted((query, key, value), dtype, promote_dtype)
+    rate = 0.0 if deterministic else dropout_rate
     if jnp.iscomplexobj(query):
         if is_causal:
             raise NotImplementedError("is_causal: expected a mask for complex numbers, got True")
-        dropout = (broadcast_dropout, dropout_rng, dropout_rate, deterministic)
         # Linen's function takes the softmax of complex scores.
+        dropout = broadcast_dropout, dropout_rng, rate
         weights = linen.dot_product_attention_weights(
             query, key, bias, mask, *dropout, precision=precision, module=module
         )
@@ -81,20 +82,25 @@ def flax_attention_fn(
         weights = weights.astype(wide if force_fp32_for_softmax else query.dtype)
         collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
         module.sow(collection, "attention_weights", weights)
-    rate = 0.0 if deterministic else dropout_rate
-    if rate == 0.0:
-        out = attention(query, key, value, **rules)
-    elif dropout_rng is None:
-        raise ValueError(f"dropout_rng: needed for dropout_rate = {rate}, got None")
-    elif not broadcast_dropout:
-        rules = {**rules, "dropout_rate": rate, "dropout_key": dropout_rng}
-        out = attention(query, key, value, **rules)
-    else:
-        check_rate("dropout_rate", rate)
-        shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, shape)
-        out = attention_of_kept(query, key, value, rules, keep, rate)
+    out = _dropping(broadcast_dropout, dropout_rng, rate, (query, key, value), rules)
     return out.astype(wide) if force_fp32_for_softmax else out
+
+
+def _dropping(
+    broadcast: bool, rng: Array | None, rate: float, qkv: tuple[Array, ...], rules: dict[str, Any]
+) -> Array:
+    """Computes attention with dropout as Flax means it."""
+    if rate == 0.0:
+        return attention(*qkv, **rules)
+    if rng is None:
+        raise ValueError(f"dropout_rng: needed for dropout_rate = {rate}, got None")
+    if not broadcast:
+        return attention(*qkv, **rules, dropout_rate=rate, dropout_key=rng)
+    check_rate("dropout_rate", rate)
+    query, key, _ = qkv
+    shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
+    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+    return attention_of_kept(*qkv, rules, keep, rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
