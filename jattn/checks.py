@@ -85,9 +85,9 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
     """Checks for a finite number or float scalar, or `[N]` if `per_head`; not traced values."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
-    is_array = hasattr(value, "dtype") and not isinstance(value, type)  # `np.float32` has a dtype
-    if not real and not (is_array and jnp.issubdtype(value.dtype, jnp.floating)):
-        got = _type(value) if is_array else shown(value)
+    dtype: Any = object if isinstance(value, type) else getattr(value, "dtype", object)
+    if not real and not jnp.issubdtype(dtype, jnp.floating):
+        got = shown(value) if dtype is object else _type(value)
         raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
     if len(np.shape(value)) > per_head or 0 in np.shape(value):
         shape, wanted = list(np.shape(value)), " or [N]" if per_head else ""

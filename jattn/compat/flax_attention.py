@@ -97,10 +97,10 @@ def _dropping(
     if not broadcast:
         return attention(*qkv, **rules, dropout_rate=rate, dropout_key=rng)
     check_rate("dropout_rate", rate)
-    query, key, _ = qkv
+    query, key, value = qkv
     shape = (1,) * (query.ndim - 2) + (query.shape[-3], key.shape[-3])
     keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
-    return attention_of_kept(*qkv, rules, keep, rate)
+    return attention_of_kept(query, key, value, rules, keep, rate)
 
 
 def _check_products(precision: Any, dot_general: Any, scores: Any, values: Any) -> None:
