@@ -85,9 +85,9 @@ def check_size(name: str, value: Any, least: int = 1) -> None:
 def check_number(name: str, value: Any, *, positive: bool = False, per_head: bool = False) -> None:
     """Checks for a finite number or float scalar, or `[N]` if `per_head`; not traced values."""
     real = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
-    dtype: Any = object if isinstance(value, type) else getattr(value, "dtype", object)
+    dtype = _dtype_of(value)
     if not real and not jnp.issubdtype(dtype, jnp.floating):
-        got = shown(value) if dtype is object else _type(value)
+        got = shown(value) if dtype is object else dtype
         raise TypeError(f"{name}: expected a number or a float scalar, got {got}")
     if len(np.shape(value)) > per_head or 0 in np.shape(value):
         shape, wanted = list(np.shape(value)), " or [N]" if per_head else ""
@@ -289,6 +289,12 @@ def _is_accepted_by_dot(precision: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _dtype_of(value: Any) -> Any:
+    """Returns an array's dtype, and `object` for all else: a class such as `jnp.float32`, which has
+    a dtype, is no array."""
+    return object if isinstance(value, type) else getattr(value, "dtype", object)
 
 
 def _type(value: Any) -> str:
