@@ -96,15 +96,10 @@ class _SpecArray(NamedTuple):
     def passed(self, leaf: Array) -> Array:
         """Returns the array that the kernel receives: `[B or 1, N or 1, t, s]` if it is sliced to
         tiles, else all entries in one axis."""
-        narrow = jnp.int32
-        if self.in_blocks:
-            both = all(self.along)
-            last = self.inner[-2:] if both else (1, math.prod(self.inner))
-            leaf = leaf.reshape(*self.outer, *last)
-            narrow = jnp.int8 if both else jnp.int32
-        else:
-            leaf = leaf.reshape(-1)
-        return leaf.astype(narrow) if leaf.dtype == bool else leaf
+        both = all(self.along)
+        last = self.inner[-2:] if both else (1, math.prod(self.inner))
+        leaf = leaf.reshape(*self.outer, *last) if self.in_blocks else leaf.reshape(-1)
+        return leaf.astype(jnp.int8 if both else jnp.int32) if leaf.dtype == bool else leaf
 
     def block(
         self, tiling: Tiling, tile_at: Callable[..., TileIndex], every_head: bool

@@ -252,33 +252,25 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
         by_group(problem.groups, program.copy, program.compute)
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
+    # In shared memory: queries (later the output) and the two numbers of the normalizer for each
+    # computing warpgroup, and streams of keys and of values.
+    groups, columns = problem.groups, problem.tiling.block_kv
+    queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
+    resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
+    tiles = tiles_in_memory(_BUFFERS, columns, shapes.H, shapes.dtype)
+    streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
+    scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    rounds = order.rounds(device.multiprocessors()) if _can_be_persistent(spec, visits) else None
-    rest = operands, forward_results(shapes, parts), _forward_scratch(problem), problem.groups + 1
+    # Score functions, dropout and lists of tiles leave too few registers for several work items.
+    is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
+    rounds = order.rounds(device.multiprocessors()) if is_persistent else None
+    rest = operands, forward_results(shapes, parts), scratch, groups + 1
     return joined(*launch_in_rounds(name, problem, order, rounds, kernel, *rest))
-
-
-def _can_be_persistent(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Returns whether registers hold the state of a program with several work items: some score
-    functions, dropout and lists of tiles leave too few."""
-    return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers."""
     return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
-
-
-def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
-    """Allocates the shared memory of a program: queries (later the output) and the two numbers of
-    the normalizer for each computing warpgroup, and streams of keys and of values."""
-    shapes, columns, groups = problem.shapes, problem.tiling.block_kv, problem.groups
-    queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
-    resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
-    tiles = tiles_in_memory(_BUFFERS, columns, shapes.H, shapes.dtype)
-    return WarpgroupMemory.scratch(
-        groups, resident, (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
-    )
 
 
 class _HopperGradients(backward.GradientProgram):

@@ -47,10 +47,8 @@ class RowStatistics(NamedTuple):
         fits = jnp.abs(shift + log_total) < _MAX_SUM
         is_large = jnp.any(~fits, axis=2)
         separate = is_large[..., None]
-        shift, log_total = (
-            jnp.where(separate, shift, shift + log_total),
-            jnp.where(separate, log_total, 0),
-        )
+        shift = jnp.where(separate, shift, shift + log_total)
+        log_total = jnp.where(separate, log_total, 0)
         statistics = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
         stacked = jnp.stack(statistics, axis=2)
         blocks = stacked.reshape(*stacked.shape[:3], -1, size).swapaxes(2, 3)
