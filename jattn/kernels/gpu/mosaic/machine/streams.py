@@ -46,7 +46,7 @@ class Stream(NamedTuple):
 
     arrays: tuple[Any, ...]
     filled: Ref | None
-    free: Ref | None = None
+    free: Ref = None
 
     @classmethod
     def scratch(cls, unit: Unit, *arrays: Any, copies: int | None = None) -> "Stream":

@@ -214,10 +214,8 @@ def _kind(dependent: dependence.Dependence, positions_are_places: bool) -> str:
 def _without_look_ups(
     expression: nodes.Expression, look_ups: Sequence[int]
 ) -> tuple[Node, tuple[Any, ...]]:
-    """Returns the result with inputs in place of look-ups, and the tables that it still reads.
-
-    `look_ups` are the ids of their nodes.
-    """
+    """Returns the result with inputs in place of the nodes with the ids `look_ups`, and the tables
+    that it still reads."""
     numbers = {look_up: KEY + 1 + n for n, look_up in enumerate(look_ups)}
 
     def as_input(node: Node, _: Any) -> Node | None:
