@@ -179,7 +179,7 @@ def launch_steps(
     groups = scalars, spec.arrays, [x for x, _ in arrays], results, scratch
     ends = [*itertools.accumulate(map(len, groups))]
 
-    def body(*refs: Ref) -> None:
+    def body(*refs: Ref) -> None:  # a function: newer versions of JAX keep weak references to it
         run_step(*(refs[start:end] for start, end in zip([0, *ends], ends, strict=False)))
 
     flat, over = reverse_mode.varying_alike([*scalars, *spec.arrays, *groups[2]])
