@@ -90,9 +90,9 @@ JATTN_APART void rows_product(Index rows, Index depth, const A* a, Index am, Ind
 
 // The same product for any number of rows, at most kMost at a time, and for columns that are whole
 // vectors.
-template <int kMost = 8, typename Before = const Nothing>
-JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
-                         const T* b, Index bk, T* c, Index cm, bool add, Before& before = {}) {
+template <int kMost = 8, typename A, typename B, typename Before = const Nothing>
+JATTN_APART void product(Index rows, Index columns, Index depth, const A* a, Index am, Index ak,
+                         const B* b, Index bk, T* c, Index cm, bool add, Before& before = {}) {
   constexpr int kFirst = std::min(kHigh, kMost), kSecond = std::min(kWide == 2 ? kHigh : 8, kMost);
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
@@ -175,9 +175,7 @@ JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
       store(to + h, x);
     }
   }
-  bool finite = true;
-  for (int l = 0; l < L; ++l) finite &= bits[l] == 0;
-  return finite;
+  return is_zero(bits);
 }
 
 // Whether `size` numbers, which are whole vectors, are all finite.
@@ -187,9 +185,7 @@ inline bool all_finite(const T* x, Index size) {
     const Vector one = load(x + i);
     bits |= (Ints)(one - one);
   }
-  bool finite = true;
-  for (int l = 0; l < kLanes; ++l) finite &= bits[l] == 0;
-  return finite;
+  return is_zero(bits);
 }
 
 inline bool is_finite(T x) { return std::isfinite(x); }
@@ -216,6 +212,11 @@ const T* copy_finite(const From& from, Index count, E* to, Index width, T* nonfi
   std::fill(nonfinite, nonfinite + count, T{0});
   zero_nonfinite(to, count, width, nonfinite);
   return nonfinite;
+}
+
+// Multiplies numbers, which are whole vectors, by a factor.
+inline void scale(T* x, Index size, T factor) {
+  for (Index i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor);
 }
 
 // Consecutive queries of a block, which are lanes of vectors.
