@@ -214,6 +214,8 @@ def _has_inverse(node: Node) -> bool:
 def _converted(node: Node, what: str, of: str, text: str) -> str:
     if of == "b" and what in "if":
         return f"{text} & 1" if what == "i" else f"pick({text}, all(1), Vector{{}})"
+    if what == "b" and of != "b":
+        return f"{text} != {_KINDS[of].all}(0)"
     if what != of:
         wide = "_long" if what == "i" and node.dtype == np.int64 else ""
         return f"as_{what}{wide}({text}{' & 1' * (of == 'b')})"
@@ -232,11 +234,15 @@ def _selected(of: str, which: str, *cases: str) -> str:
 
 
 _LOADS = {
-    "head": ("once", "{all}(o{n}[0])"),
-    "query": ("by query", "{load}(o{n} + at.first + i)"),
-    "key": ("by key", "{all}(o{n}[j])"),
-    "distance": ("by key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
+    "head": ("pointers", "{all}(o{n}[0])"),
+    "query": ("by_query", "{load}(o{n} + at.first + i)"),
+    "key": ("by_key", "{all}(o{n}[j])"),
+    "distance": ("by_key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
 }
+
+# The parts of `_FORWARD`, and then of `_BACKWARD` alone, with the indentation of their lines.
+_INDENTS = {"pointers": 2, "by_query": 4, "by_key": 6, "core": 6}
+_INDENTS |= {"declared": 2, "per_query": 4, "per_pair": 6, "after_queries": 4, "after_all": 2}
 
 # The lines that sum the gradient of operand n, by its kind and by the part of `_BACKWARD`.
 _SUMS = {
@@ -276,29 +282,19 @@ def function_of(
     writer = _Writer(working)
     writer.write(results, {FIRST + n for n, x in enumerate(operands) if x.kind == "table"})
     used = {x.param for x in in_order(results) if x.op == "input"}
-    pointers, loads = [], {"once": [], "by query": [], "by key": []}
+    lines = {part: [] for part in _INDENTS} | {"core": writer.lines}
     for n, operand in enumerate(operands):
         if FIRST + n not in used:
             continue
         words = _KINDS[kind(operand.dtype, working)]
         element = f"const {words.element}*"
-        pointers.append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
+        lines["pointers"].append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
         if operand.kind != "table":
-            loop, load = _LOADS[operand.kind]
+            part, load = _LOADS[operand.kind]
             text = load.format(n=n, all=words.all, load=words.load)
-            loads[loop].append(f"const {words.vector} in{n} = {text};")
-    lines = {
-        "pointers": pointers + loads["once"],
-        "by_query": loads["by query"],
-        "by_key": loads["by key"],
-        "core": writer.lines,
-    }
+            lines[part].append(f"const {words.vector} in{n} = {text};")
     score, *names = (writer.names[id(x)] for x in results)
-    body, indents = _FORWARD, {"pointers": 2, "by_query": 4, "by_key": 6, "core": 6}
     if gradients is not None:
-        parts = {"declared": 2, "per_query": 4, "per_pair": 6, "after_queries": 4, "after_all": 2}
-        body, indents = _BACKWARD, indents | parts
-        lines |= {part: [] for part in parts}
         for name, node, (n, operand) in zip(names, results[1:], gradients, strict=True):
             pointer = f"T* g{n} = static_cast<T*>(at.gradients[{n}]);"
             if pointer not in lines["declared"]:
@@ -307,7 +303,8 @@ def function_of(
             places = writer.places(node.args[1:], node.param) if operand.kind == "table" else ""
             for part, line in _SUMS[operand.kind].items():
                 lines[part].append(line.format(n=n, live=live, places=places))
-    joined = {name: f"\n{' ' * indents[name]}".join(x) for name, x in lines.items()}
+    joined = {part: f"\n{' ' * _INDENTS[part]}".join(x) for part, x in lines.items()}
+    body = _FORWARD if gradients is None else _BACKWARD
     return body.format(score=score, allowed=names and names[0], **joined)
 
 

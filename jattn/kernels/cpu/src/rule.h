@@ -59,10 +59,10 @@ inline V each(V x, V y, F f) {
 }
 
 // NaN if either argument is NaN, as in JAX.
-inline Vector greatest(Vector x, Vector y) { return pick((x > y) | (x != x), x, y); }
-inline Vector least(Vector x, Vector y) { return pick((x < y) | (x != x), x, y); }
-inline Ints greatest(Ints x, Ints y) { return pick(x > y, x, y); }
-inline Ints least(Ints x, Ints y) { return pick(x < y, x, y); }
+template <typename V>
+inline V greatest(V x, V y) { return pick((x > y) | (x != x), x, y); }
+template <typename V>
+inline V least(V x, V y) { return pick((x < y) | (x != x), x, y); }
 
 inline Vector abs_of(Vector x) { return (Vector)((Ints)x & std::numeric_limits<Int>::max()); }
 inline Ints abs_of(Ints x) { return pick(x < 0, -x, x); }
@@ -126,8 +126,6 @@ inline V held_each(F x) {
   return result;
 }
 inline Ints as_i(Vector x) { return held_each<int32_t, Ints>(x); }
-inline Ints as_b(Vector x) { return x != all(0); }
-inline Ints as_b(Ints x) { return x != 0; }
 
 // Floats and integers of another width than T and Int, one for each lane.
 using Far = std::conditional_t<JATTN_SINGLE, double, float>;
@@ -152,8 +150,6 @@ struct Long {
   inline V pick(Ints which, V a, V b) {                                                 \
     return {__builtin_convertvector(which, decltype(a.x < b.x)) ? a.x : b.x};           \
   }                                                                                     \
-  inline V greatest(V a, V b) { return pick((a > b) | (a != a), a, b); }                \
-  inline V least(V a, V b) { return pick((a < b) | (a != a), a, b); }                   \
   template <typename F>                                                                 \
   inline V each(V a, F f) {                                                             \
     for (int l = 0; l < kLanes; ++l) a.x[l] = f(a.x[l]);                                \
@@ -207,8 +203,6 @@ inline Long as_l(Vector x) { return {held_each<int64_t, LongLanes>(x)}; }
 inline Long as_l(Other x) { return {held_each<int64_t, LongLanes>(x.x)}; }
 inline Ints as_i(Other x) { return held_each<int32_t, Ints>(x.x); }
 inline Ints as_i(Long x) { return __builtin_convertvector(x.x, Ints); }
-inline Ints as_b(Other x) { return x != other(0); }
-inline Ints as_b(Long x) { return x != longs(0); }
 #if !JATTN_SINGLE
 inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
 inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
