@@ -135,8 +135,8 @@ struct Call {
   Shared<T> bias;
   Index B, T_, N, K, S;
   T scale;
-  // The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of weights
-  // relative to it, [B, T, N].
+  // The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of
+  // weights relative to it, [B, T, N].
   T *out, *most, *log_sum;
 
   Index group() const { return N / K; }
@@ -233,7 +233,8 @@ class Reader {
     if (!call_.keys.at(b_, k_, j).start) return false;
     if (!call_.allowed.start) return true;
     for (Index r = 0; r < (call_.allowed.heads > 1 ? heads_ * R_ : call_.T_); ++r)
-      if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count)) return true;
+      if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count))
+        return true;
     return false;
   }
 
@@ -451,9 +452,9 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
     using E = decltype(zero);
     const Index B = leading(q, 3);
     const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
-    const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2}, {bias, B, 2}, B,
-                       axis(q, 3), axis(q, 2), k.K, k.M * k.page, static_cast<T>(scale),
-                       numbers(out), numbers(most), numbers(log_sum)};
+    const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2},
+                       {bias, B, 2}, B, axis(q, 3), axis(q, 2), k.K, k.M * k.page,
+                       static_cast<T>(scale), numbers(out), numbers(most), numbers(log_sum)};
     decode(pool, call);
   };
   return reported([&] {

@@ -204,8 +204,8 @@ inline void zero_nonfinite(E* x, Index count, Index width, T* nonfinite) {
   }
 }
 
-// Copies values, with 0 for those that are not finite; returns `nonfinite`, whose rows with such values
-// are NaN and the others 0, or null if all are finite.
+// Copies values, with 0 for those that are not finite; returns `nonfinite`, which is NaN for rows with
+// such values and 0 for the others, or null if all are finite.
 template <typename From, typename E>
 const T* copy_finite(const From& from, Index count, E* to, Index width, T* nonfinite) {
   if (copy(from, count, to, width)) return nullptr;
@@ -333,8 +333,8 @@ void transpose(const Input& from, Index count, Index t, T* to, T factor) {
   from.read([&](auto rows) { transpose(rows, count, t, to, factor); });
 }
 
-// An operand [b, n, ...] with `own` further axes. If b or n is less than in the call, rows or heads share
-// a part.
+// An operand [b, n, ...] with `own` further axes. If b or n is less than in the call, rows or heads
+// share a part.
 template <typename E>
 struct Shared {
   const E* start;  // null if there is none
