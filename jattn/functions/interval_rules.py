@@ -147,9 +147,8 @@ def _at_corners(node: Node, exact: Callable[..., Any], *args: Interval) -> Inter
     estimates = [exact(*map(_as_float, corner)) for corner in corners]
     limits = jnp.iinfo(node.dtype)
     margin = 4.0 * float(jnp.finfo(estimates[0].dtype).eps) * max(abs(limits.min), limits.max)
-    fits = np.True_
-    for estimate in estimates:
-        fits = fits & (estimate >= limits.min + margin) & (estimate <= limits.max - margin)
+    least, most = _extremes(numpy_of(*estimates), estimates)
+    fits = (least >= limits.min + margin) & (most <= limits.max - margin)
     return either(fits, Interval(lo, hi), anything(node.dtype))
 
 
@@ -163,15 +162,13 @@ RULES["sub"] = _corners(operator.sub)
 RULES["mul"] = _of_booleans(operator.and_, _corners(operator.mul))
 RULES["neg"] = _corners(operator.neg)
 RULES["square"] = lambda node, x: _power(node, x, 2)
+RULES["integer_pow"] = lambda node, x: _power(node, x, node.param)
 
 
-@_rule("integer_pow")
-def _(node: Node, x: Interval) -> Interval:
-    exponent: Any = node.param
-    return _power(node, x, exponent) if exponent > 0 else anything(node.dtype)
+def _power(node: Node, x: Interval, exponent: Any) -> Interval:
+    if exponent <= 0:
+        return anything(node.dtype)
 
-
-def _power(node: Node, x: Interval, exponent: int) -> Interval:
     def power(a: Any) -> Any:
         """Computes a**exponent by squaring."""
         product, bits = None, exponent
@@ -426,12 +423,9 @@ for _name, _roundings, _absolute in (
         _roundings, _absolute, lambda xp, x, name=_name: getattr(xp, name)(x)
     )
 RULES["logistic"] = _increasing(32, 32.0, lambda xp, x: 1 / (1 + xp.exp(-x)))
-
-
-@_rule("round")
-def _(node: Node, x: Interval) -> Interval:
-    """Contains both roundings of halves, up and down."""
-    return Interval(numpy_of(x).ceil(x.lo - 0.5), numpy_of(x).floor(x.hi + 0.5), x.nan)
+RULES["round"] = lambda node, x: Interval(  # contains both roundings of halves, up and down
+    numpy_of(x).ceil(x.lo - 0.5), numpy_of(x).floor(x.hi + 0.5), x.nan
+)
 
 
 @_rule("reduce_precision")

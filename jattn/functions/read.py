@@ -437,8 +437,15 @@ class ProgramReader:
         )
 
     def _reshape(self, values: Any, params: Any, result: Any) -> Any:
-        sizes = [[n for n in shape if n != 1] for shape in (values[0].shape, result.shape)]
-        return _reshaped_entry(values[0], result.shape) if sizes[0] == sizes[1] else None
+        x = values[0]
+        if [n for n in x.shape if n != 1] != [n for n in result.shape if n != 1]:
+            return None
+
+        def entry(index: tuple[Index, ...]) -> Node:
+            rest = iter(i for i, size in zip(index, result.shape, strict=True) if size != 1)
+            return x.entry(tuple(0 if size == 1 else next(rest) for size in x.shape))
+
+        return entry
 
     _squeeze = _reshape
 
@@ -550,16 +557,6 @@ def _fill(value: Any, dtype: Any) -> Any:
     if value is None and kind in "iu":
         return np.iinfo(dtype).min or np.iinfo(dtype).max
     return value if value is not None else True if kind == "b" else math.nan
-
-
-def _reshaped_entry(x: Entries, shape: Shape) -> Any:
-    """Returns the function `entry` of x in a shape that differs in axes of size 1 only."""
-
-    def entry(index: tuple[Index, ...]) -> Node:
-        rest = iter(i for i, size in zip(index, shape, strict=True) if size != 1)
-        return x.entry(tuple(0 if size == 1 else next(rest) for size in x.shape))
-
-    return entry
 
 
 def _simplified(node: Node) -> Node:

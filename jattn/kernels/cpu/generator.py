@@ -87,8 +87,8 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
 # --- cutting ------------------------------------------------------------------------------------
 
 
-class _Core(NamedTuple):
-    """The part of an expression that is computed for each pair.
+class _Core:
+    """The part of an expression that is computed for each pair; JAX computes the rest in advance.
 
     results: the modified score and whether the pair is allowed, in terms of inputs.
     cuts: the operands, which are the inputs from `FIRST` on, each with the node that JAX computes
@@ -97,15 +97,6 @@ class _Core(NamedTuple):
     tables: the arrays in which the expression looks up entries.
     """
 
-    results: list[Node]
-    cuts: list[tuple[Operand, Any]]
-    mask_on: frozenset[int]
-    tables: list[Any]
-
-
-class _Cutter:
-    """Replaces the nodes that JAX computes in advance with inputs."""
-
     def __init__(self, results: Sequence[Node], tables: list[Any]):
         self.depends = dependence.of_nodes(results)
         self.tables = tables
@@ -113,6 +104,8 @@ class _Cutter:
         self._new: dict[int, Node] = {}
         self._made: list[Node] = []
         self._table_cuts: dict[Any, Node] = {}
+        self.mask_on = self.depends[id(results[1])].on
+        self.results = [self.replaced(x) for x in results]
 
     def replaced(self, node: Node) -> Node:
         if id(node) not in self._new:
@@ -199,9 +192,7 @@ def _core(spec: Spec, dtype: Any) -> _Core:
     if effect:
         raise NotImplementedError(f"functions of pairs have no operation {effect}")
     nodes.fold(results, depth)
-    cutter = _Cutter(results, tables)
-    mask_on = cutter.depends[id(results[1])].on
-    return _Core([cutter.replaced(x) for x in results], cutter.cuts, mask_on, tables)
+    return _Core(results, tables)
 
 
 # --- evaluation by JAX --------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def statistics(
     receives; raises `CompilationFailed` if the rule of the call cannot be compiled."""
     (B, T, N, _), S = query.shape, key.shape[1]
     spec, query = native.static_scale(question.spec, query)
-    operands = native.operands_of(spec, query, key, _no_values(key))
+    operands = native.operands_of(spec, query, key, key[..., :0])
     marks, least = _marks(question, operands.dtype), question.threshold
     rows = jax.ShapeDtypeStruct((B, T, N), operands.dtype)
     no_rows = jax.ShapeDtypeStruct((0, T, N), operands.dtype)
@@ -53,10 +53,6 @@ def statistics(
     if other := _on_keys(question):
         result = result._replace(on_keys=_share(other, query, key, normalizer))
     return result, received
-
-
-def _no_values(key: Array) -> Array:
-    return jnp.zeros((*key.shape[:-1], 0), key.dtype)
 
 
 def _positions(positions: Array | None) -> Array:
@@ -89,7 +85,7 @@ def _normalizer(operands: native.KernelOperands) -> Normalizer:
 def _share(spec: Spec, query: Array, key: Array, whole: Normalizer) -> Array:
     """Returns the part `[B, N, T]` of each row's weights that a spec leaves."""
     spec, query = native.static_scale(spec, query)
-    part = _normalizer(native.operands_of(spec, query, key, _no_values(key)))
+    part = _normalizer(native.operands_of(spec, query, key, key[..., :0]))
     log = (part.maximum - whole.maximum) + (part.log_total - whole.log_total)
     return jnp.swapaxes(jnp.where(part.maximum == -jnp.inf, 0, jnp.exp(log)), 1, 2)
 

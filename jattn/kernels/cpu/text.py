@@ -55,38 +55,54 @@ _KINDS = {
 }
 
 
-_BINARY = {"add": "+", "sub": "-", "mul": "*"}
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*"}
 _BITS = {"and": "&", "or": "|", "xor": "^"}
 _COMPARED = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_CALLED = {
-    "f": """abs ceil cos div erf exp exp2 expm1 floor log log1p logistic pow rem rsqrt sign sin sqrt
-        tan tanh atan atan2 asin acos sinh cosh asinh acosh atanh cbrt erfc""".split(),
-    "i": "abs div floor_divide rem remainder sign".split(),
+# Functions that are called for each lane: of floats, those of the C++ library.
+_OF_ONE_FLOAT = """acos acosh asin asinh atan atanh cbrt ceil cos cosh erf erfc exp2 floor sin sinh
+    sqrt tan""".split()
+_OF_TWO_FLOATS = {"atan2": "std::atan2", "pow": "std::pow", "rem": "std::fmod"}
+_OF_TWO_INTEGERS = {
+    "div": "divided",
+    "rem": "rest",
+    "floor_divide": "floor_divided",
+    "remainder": "remaining",
+    "shift_left": "shifted_left<{bits}>",
+    "shift_right_arithmetic": "shifted_right<{bits}>",
+    "shift_right_logical": "shifted_right_as_bits<{bits}>",
 }
+
+
+def _of_two(functions: dict[str, str]) -> dict[str, str]:
+    """Returns the text of operations that call a function of two numbers for each lane."""
+    text = "each({{0}}, {{1}}, [](auto x, auto y) {{{{ return {}(x, y); }}}})"
+    return {op: text.format(function) for op, function in functions.items()}
+
+
 _OF_NUMBERS = {
+    "abs": "abs_of({0})",
+    "sign": "sign_of({0})",
     "neg": "-{0}",
     "square": "{0} * {0}",
     "max": "greatest({0}, {1})",
     "min": "least({0}, {1})",
     "clamp": "least(greatest({1}, {0}), {2})",
     "integer_pow": "power<{param}>({0})",
-    **{op: f"{{0}} {sign} {{1}}" for op, sign in (_BINARY | _COMPARED).items()},
+    **{op: f"{{0}} {sign} {{1}}" for op, sign in (_ARITHMETIC | _COMPARED).items()},
 }
 _OF_BITS = {"not": "~{0}", **{op: f"{{0}} {sign} {{1}}" for op, sign in _BITS.items()}}
-_SHIFTS = ("shift_left", "shift_right_arithmetic", "shift_right_logical")
 
 _OF_FLOATS = {
     **_OF_NUMBERS,
-    **{op: f"{op}_of({{all}})" for op in _CALLED["f"]},
+    **{op: f"{op}_of({{0}})" for op in "exp expm1 log log1p logistic tanh".split()},
+    **{op: f"each({{0}}, [](auto x) {{{{ return std::{op}(x); }}}})" for op in _OF_ONE_FLOAT},
+    **_of_two(_OF_TWO_FLOATS),
+    "div": "{0} / {1}",
+    "rsqrt": "1 / each({0}, [](auto x) {{ return std::sqrt(x); }})",
     "is_finite": "({0} - {0}) == ({0} - {0})",
     "round": "rounded<{param}>({0})",
 }
-_OF_INTEGERS = {
-    **_OF_NUMBERS,
-    **_OF_BITS,
-    **{op: f"{op}_of({{all}})" for op in _CALLED["i"]},
-    **{op: f"{op}<{{bits}}>({{all}})" for op in _SHIFTS},
-}
+_OF_INTEGERS = _OF_NUMBERS | _OF_BITS | _of_two(_OF_TWO_INTEGERS)
 
 # The text of each operation, by the kind of its arguments.
 _WRITTEN: dict[str, dict[str, str]] = {
@@ -105,7 +121,10 @@ _WRITTEN: dict[str, dict[str, str]] = {
     },
 }
 # Operations whose results on int32 may overflow, in lanes of 64 bits.
-_WRAPPED = (*_BINARY, "neg", "square", "integer_pow", "abs", "div", "floor_divide", *_SHIFTS)
+_WRAPPED = frozenset(
+    """add sub mul neg square integer_pow abs div floor_divide shift_left shift_right_arithmetic
+    shift_right_logical""".split()
+)
 
 
 def _constant(node: Node, what: str) -> str:
@@ -145,9 +164,7 @@ class _Writer:
     def places(self, nodes: Sequence[Node], shape: Any) -> str:
         """Returns the index of an entry in the flattened table."""
         wide = lambda x: self.kind(x) == "l"  # noqa: E731
-        names = [
-            f"as_i(from_l({self.names[id(x)]}))" if wide(x) else self.names[id(x)] for x in nodes
-        ]
+        names = [f"as_i({self.names[id(x)]})" if wide(x) else self.names[id(x)] for x in nodes]
         index = names[0]
         for name, size in zip(names[1:], shape[1:], strict=True):
             index = f"({index}) * Int({size}) + {name}"
@@ -183,7 +200,7 @@ class _Writer:
             name = node.param if op == "unknown" else op
             raise NotImplementedError(f"functions of pairs have no {name} of {node.dtype}")
         bits = 8 * np.dtype(node.dtype).itemsize
-        text = _WRITTEN[of][op].format(*args, all=", ".join(args), param=node.param, bits=bits)
+        text = _WRITTEN[of][op].format(*args, param=node.param, bits=bits)
         wraps = op in _WRAPPED and what == "i" and node.dtype == np.int32
         return f"wrap({text})" if wraps else text
 
@@ -195,9 +212,13 @@ def _has_inverse(node: Node) -> bool:
 
 
 def _converted(node: Node, what: str, of: str, text: str) -> str:
+    if of == "b" and what in "if":
+        return f"{text} & 1" if what == "i" else f"pick({text}, all(1), Vector{{}})"
+    if what == "b" and of != "b":
+        return f"{text} != {_KINDS[of].all}(0)"
     if what != of:
         wide = "_long" if what == "i" and node.dtype == np.int64 else ""
-        return f"as_{what}{wide}(from_{of}({text}))"
+        return f"as_{what}{wide}({text}{' & 1' * (of == 'b')})"
     narrows = what == "i" and node.dtype == np.int32 and node.args[0].dtype == np.int64
     return f"wrap({text})" if narrows else text
 
@@ -213,45 +234,40 @@ def _selected(of: str, which: str, *cases: str) -> str:
 
 
 _LOADS = {
-    "head": ("once", "{all}(o{n}[0])"),
-    "query": ("by query", "{load}(o{n} + at.first + i)"),
-    "key": ("by key", "{all}(o{n}[j])"),
-    "distance": ("by key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
+    "head": ("pointers", "{all}(o{n}[0])"),
+    "query": ("by_query", "{load}(o{n} + at.first + i)"),
+    "key": ("by_key", "{all}(o{n}[j])"),
+    "distance": ("by_key", "{load}(o{n} + at.first + i - j + at.S - 1)"),
 }
 
-# The lines that sum the gradient of operand n, by its kind: its declaration, the lines for each
-# block of queries, for each pair and after the queries of a block, and a line after everything.
+# The parts of `_FORWARD`, and then of `_BACKWARD` alone, with the indentation of their lines.
+_INDENTS = {"pointers": 2, "by_query": 4, "by_key": 6, "core": 6}
+_INDENTS |= {"declared": 2, "per_query": 4, "per_pair": 6, "after_queries": 4, "after_all": 2}
+
+# The lines that sum the gradient of operand n, by its kind and by the part of `_BACKWARD`.
 _SUMS = {
-    "query": (
-        "",
-        "Vector sum{n} = Vector{{}};",
-        "sum{n} += {live};",
-        "add_to(g{n} + at.first + i, sum{n});",
-        "",
-    ),
-    "key": (
-        "std::vector<Vector> sum{n}(at.keys);",
-        "",
-        "sum{n}[s] += {live};",
-        "",
-        "for (Index s = 0; s < at.keys; ++s) g{n}[at.j + s] += total(sum{n}[s]);",
-    ),
-    "distance": (
-        "std::vector<T> sum{n}(at.width + at.keys);",
-        "",
-        "add_to(sum{n}.data() + i - s + at.keys - 1, {live});",
-        "",
-        "for (Index n = 0; n < at.count + at.keys - 1; ++n)"
+    "query": {
+        "per_query": "Vector sum{n} = Vector{{}};",
+        "per_pair": "sum{n} += {live};",
+        "after_queries": "add_to(g{n} + at.first + i, sum{n});",
+    },
+    "key": {
+        "declared": "std::vector<Vector> sum{n}(at.keys);",
+        "per_pair": "sum{n}[s] += {live};",
+        "after_all": "for (Index s = 0; s < at.keys; ++s) g{n}[at.j + s] += total(sum{n}[s]);",
+    },
+    "distance": {
+        "declared": "std::vector<T> sum{n}(at.width + at.keys);",
+        "per_pair": "add_to(sum{n}.data() + i - s + at.keys - 1, {live});",
+        "after_all": "for (Index n = 0; n < at.count + at.keys - 1; ++n)"
         " g{n}[at.first - (at.j + at.keys - 1) + at.S - 1 + n] += sum{n}[n];",
-    ),
-    "head": (
-        "Vector sum{n} = Vector{{}};",
-        "",
-        "sum{n} += {live};",
-        "",
-        "g{n}[0] += total(sum{n});",
-    ),
-    "table": ("", "", "scatter(g{n}, {places}, {live}, at.count - i);", "", ""),
+    },
+    "head": {
+        "declared": "Vector sum{n} = Vector{{}};",
+        "per_pair": "sum{n} += {live};",
+        "after_all": "g{n}[0] += total(sum{n});",
+    },
+    "table": {"per_pair": "scatter(g{n}, {places}, {live}, at.count - i);"},
 }
 
 
@@ -266,39 +282,29 @@ def function_of(
     writer = _Writer(working)
     writer.write(results, {FIRST + n for n, x in enumerate(operands) if x.kind == "table"})
     used = {x.param for x in in_order(results) if x.op == "input"}
-    pointers, loads = [], {"once": [], "by query": [], "by key": []}
+    lines = {part: [] for part in _INDENTS} | {"core": writer.lines}
     for n, operand in enumerate(operands):
         if FIRST + n not in used:
             continue
         words = _KINDS[kind(operand.dtype, working)]
         element = f"const {words.element}*"
-        pointers.append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
+        lines["pointers"].append(f"{element} o{n} = static_cast<{element}>(at.operands[{n}]);")
         if operand.kind != "table":
-            loop, load = _LOADS[operand.kind]
+            part, load = _LOADS[operand.kind]
             text = load.format(n=n, all=words.all, load=words.load)
-            loads[loop].append(f"const {words.vector} in{n} = {text};")
-    lines = {
-        "pointers": pointers + loads["once"],
-        "by_query": loads["by query"],
-        "by_key": loads["by key"],
-        "core": writer.lines,
-    }
+            lines[part].append(f"const {words.vector} in{n} = {text};")
     score, *names = (writer.names[id(x)] for x in results)
-    body, indents = _FORWARD, {"pointers": 2, "by_query": 4, "by_key": 6, "core": 6}
     if gradients is not None:
-        parts = {"declared": 2, "per_query": 4, "per_pair": 6, "after_queries": 4, "after_all": 2}
-        body, indents = _BACKWARD, indents | parts
-        lines |= {part: [] for part in parts}
         for name, node, (n, operand) in zip(names, results[1:], gradients, strict=True):
             pointer = f"T* g{n} = static_cast<T*>(at.gradients[{n}]);"
             if pointer not in lines["declared"]:
                 lines["declared"].append(pointer)
             live = f"pick(live, {name}, Vector{{}})"
             places = writer.places(node.args[1:], node.param) if operand.kind == "table" else ""
-            for part, line in zip(parts, _SUMS[operand.kind], strict=True):
-                if line:
-                    lines[part].append(line.format(n=n, live=live, places=places))
-    joined = {name: f"\n{' ' * indents[name]}".join(x) for name, x in lines.items()}
+            for part, line in _SUMS[operand.kind].items():
+                lines[part].append(line.format(n=n, live=live, places=places))
+    joined = {part: f"\n{' ' * _INDENTS[part]}".join(x) for part, x in lines.items()}
+    body = _FORWARD if gradients is None else _BACKWARD
     return body.format(score=score, allowed=names and names[0], **joined)
 
 

@@ -57,8 +57,8 @@ void find_rule(const Attributes& attributes, Call& call, ffi::RemainingArgs oper
   }
 }
 
-void run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs operands,
-                 Out out, Out most, Out log_sum, const Attributes& attributes) {
+void run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs operands, Out out,
+                 Out most, Out log_sum, const Attributes& attributes) {
   Call call{arrays, attributes};
   find_rule(attributes, call, operands);
   forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
@@ -67,8 +67,7 @@ void run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs 
 
 void run_backward(ffi::ThreadPool pool, const Arrays& arrays, Buffer d_out, Buffer most,
                   Buffer log_sum, Buffer delta, ffi::RemainingArgs operands, Out d_q, Out d_k,
-                  Out d_v, Out d_bias, ffi::RemainingRets gradients,
-                  const Attributes& attributes) {
+                  Out d_v, Out d_bias, ffi::RemainingRets gradients, const Attributes& attributes) {
   Call call{arrays, attributes};
   find_rule(attributes, call, operands, &gradients);
   T* sums = static_cast<T*>(d_bias->untyped_data());
@@ -79,19 +78,18 @@ void run_backward(ffi::ThreadPool pool, const Arrays& arrays, Buffer d_out, Buff
   by_products(call, [&](auto products) { backward_all<decltype(products)>(pool, call, all); });
 }
 
-void run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer maximum,
-                    Buffer log_total, Buffer q_positions, Buffer kv_positions, Buffer marks,
-                    ffi::RemainingArgs operands, Out entropy, Out greatest, Out place,
-                    Out distance, Out on_keys, Out above, Out received,
-                    const Attributes& attributes) {
+void run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer maximum, Buffer log_total,
+                    Buffer q_positions, Buffer kv_positions, Buffer marks,
+                    ffi::RemainingArgs operands, Out entropy, Out greatest, Out place, Out distance,
+                    Out on_keys, Out above, Out received, const Attributes& attributes) {
   Call call{arrays, attributes};
   find_rule(attributes, call, operands);
   statistics_all(pool, call,
                  {heads_of(maximum, false), heads_of(log_total, false), {q_positions, call.B},
                   {kv_positions, call.B}, {marks, call.B}, static_cast<T>(attributes.least),
                   heads_of(entropy, false), heads_of(greatest, false), heads_of(distance, false),
-                  heads_of(on_keys, false), heads_of(above, false), heads_of<int32_t>(*place, false),
-                  static_cast<T*>(received->untyped_data())});
+                  heads_of(on_keys, false), heads_of(above, false),
+                  heads_of<int32_t>(*place, false), static_cast<T*>(received->untyped_data())});
 }
 
 // Returns a function as XLA calls it, with each of the arrays as an argument.

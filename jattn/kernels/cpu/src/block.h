@@ -304,11 +304,6 @@ struct Head {
 
 constexpr Index kTogether = 16;  // blocks of queries that share a tile, at most
 
-// Multiplies numbers, which are whole vectors, by a factor.
-void scale(T* x, Index size, T factor) {
-  for (Index i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor);
-}
-
 // Turns products into scores by a rule.
 void apply(const HeadRule& own, const Block& block, Lanes lanes, const Keys& seen,
            const T* nonfinite, T* scores) {

@@ -27,7 +27,8 @@ using Inputs = HeadsOf<Input>;
 template <typename E = const T>
 Heads<E> heads_of(const Buffer& x, bool vectors = true) {
   const Index size = vectors ? axis(x, 1) : 1;
-  return {{static_cast<E*>(x.untyped_data()), size, size}, axis(x, 2 + vectors), axis(x, 1 + vectors)};
+  return {{static_cast<E*>(x.untyped_data()), size, size},
+          axis(x, 2 + vectors), axis(x, 1 + vectors)};
 }
 Heads<T> heads_of(Out& x, bool vectors = true) { return heads_of<T>(*x, vectors); }
 

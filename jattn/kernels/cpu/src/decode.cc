@@ -135,6 +135,9 @@ struct Call {
   Shared<T> bias;
   Index B, T_, N, K, S;
   T scale;
+  // The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of
+  // weights relative to it, [B, T, N].
+  T *out, *most, *log_sum;
 
   Index group() const { return N / K; }
 };
@@ -230,7 +233,8 @@ class Reader {
     if (!call_.keys.at(b_, k_, j).start) return false;
     if (!call_.allowed.start) return true;
     for (Index r = 0; r < (call_.allowed.heads > 1 ? heads_ * R_ : call_.T_); ++r)
-      if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count)) return true;
+      if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count))
+        return true;
     return false;
   }
 
@@ -309,9 +313,7 @@ class Reader {
       }
       std::fill(nonfinite_, nonfinite_ + now.count, T{0});
       if (exact_) zero_nonfinite(values_, now.count, V_, nonfinite_);
-      if (down_ != 1)
-        for (Index i = 0; i < now.count * V_; i += kLanes)
-          store(values_ + i, load(values_ + i) * down_);
+      if (down_ != 1) scale(values_, now.count * V_, down_);
       for (Index r = h * R_; r < (h + 1) * R_; ++r) {
         for (Index s = 0; s < now.count; ++s) scores_[r * tile_ + s] += nonfinite_[s];
         soften(r, now);
@@ -374,12 +376,6 @@ class Reader {
   T *q_, *scores_, *transposed_, *wide_, *values_, *nonfinite_;
 };
 
-// The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of
-// weights relative to it, [B, T, N].
-struct Results {
-  T *out, *most, *log_sum;
-};
-
 // Merges row r of all parts, using `sums [V]` as memory.
 void merge(const std::vector<Part>& parts, Index r, Index V, T down, T* sums, Rows<T> out, T* most,
            T* log_sum) {
@@ -401,7 +397,7 @@ void merge(const std::vector<Part>& parts, Index r, Index V, T down, T* sums, Ro
 }
 
 template <typename E>
-void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) {
+void decode(ffi::ThreadPool& pool, const Call<E>& call) {
   const Index threads = std::max<Index>(1, pool.num_threads());
   const Index R = call.group() * call.T_, H = call.keys.size, V = up(call.values.size, kLanes);
   if (call.B * R == 0) return;
@@ -431,8 +427,8 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call, const Results& results) 
     for (Index r = 0; r < std::min(heads, call.K - k) * R; ++r) {
       const Index n = k * call.group() + r / call.T_, t = r % call.T_;
       const Index place = (b * call.T_ + t) * call.N + n, size = call.values.size;
-      merge(own, r, V, down, sums.data(), {results.out + place * size, size, size},
-            results.most + place, results.log_sum + place);
+      merge(own, r, V, down, sums.data(), {call.out + place * size, size, size},
+            call.most + place, call.log_sum + place);
     }
   });
 }
@@ -448,29 +444,24 @@ Pages<E> pages(const Buffer& x, const Buffer& table, Index B, bool by_token) {
           by_token ? size : page * size, by_token ? K * size : size};
 }
 
-template <typename E>
-void run(ffi::ThreadPool& pool, const Buffer& q, const Buffer& keys, const Buffer& values,
-         const Buffer& table, const Buffer& allowed, const Buffer& bias, const Results& results,
-         double scale, bool by_token) {
-  const Index B = leading(q, 3);
-  const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
-  const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2}, {bias, B, 2}, B,
-                     axis(q, 3), axis(q, 2), k.K, k.M * k.page, static_cast<T>(scale)};
-  decode(pool, call, results);
-}
-
 ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values, Buffer table,
                       Buffer allowed, Buffer bias, Out out, Out most, Out log_sum, double scale,
                       bool by_token) {
-  const Results results{static_cast<T*>(out->untyped_data()),
-                        static_cast<T*>(most->untyped_data()),
-                        static_cast<T*>(log_sum->untyped_data())};
+  const auto numbers = [](Out& x) { return static_cast<T*>(x->untyped_data()); };
+  const auto run = [&](auto zero) {
+    using E = decltype(zero);
+    const Index B = leading(q, 3);
+    const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
+    const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2},
+                       {bias, B, 2}, B, axis(q, 3), axis(q, 2), k.K, k.M * k.page,
+                       static_cast<T>(scale), numbers(out), numbers(most), numbers(log_sum)};
+    decode(pool, call);
+  };
   return reported([&] {
 #if JATTN_SINGLE
-    if (keys.element_type() == ffi::BF16)
-      return run<Bfloat16>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+    if (keys.element_type() == ffi::BF16) return run(Bfloat16{});
 #endif
-    run<T>(pool, q, keys, values, table, allowed, bias, results, scale, by_token);
+    run(T{});
   });
 }
 

@@ -90,9 +90,9 @@ JATTN_APART void rows_product(Index rows, Index depth, const A* a, Index am, Ind
 
 // The same product for any number of rows, at most kMost at a time, and for columns that are whole
 // vectors.
-template <int kMost = 8, typename Before = const Nothing>
-JATTN_APART void product(Index rows, Index columns, Index depth, const T* a, Index am, Index ak,
-                         const T* b, Index bk, T* c, Index cm, bool add, Before& before = {}) {
+template <int kMost = 8, typename A, typename B, typename Before = const Nothing>
+JATTN_APART void product(Index rows, Index columns, Index depth, const A* a, Index am, Index ak,
+                         const B* b, Index bk, T* c, Index cm, bool add, Before& before = {}) {
   constexpr int kFirst = std::min(kHigh, kMost), kSecond = std::min(kWide == 2 ? kHigh : 8, kMost);
   Index left = columns / kLanes;
   for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
@@ -175,9 +175,7 @@ JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
       store(to + h, x);
     }
   }
-  bool finite = true;
-  for (int l = 0; l < L; ++l) finite &= bits[l] == 0;
-  return finite;
+  return is_zero(bits);
 }
 
 // Whether `size` numbers, which are whole vectors, are all finite.
@@ -187,9 +185,7 @@ inline bool all_finite(const T* x, Index size) {
     const Vector one = load(x + i);
     bits |= (Ints)(one - one);
   }
-  bool finite = true;
-  for (int l = 0; l < kLanes; ++l) finite &= bits[l] == 0;
-  return finite;
+  return is_zero(bits);
 }
 
 inline bool is_finite(T x) { return std::isfinite(x); }
@@ -208,14 +204,19 @@ inline void zero_nonfinite(E* x, Index count, Index width, T* nonfinite) {
   }
 }
 
-// Copies values, with 0 for those that are not finite; returns `nonfinite`, whose rows with such values
-// are NaN and the others 0, or null if all are finite.
+// Copies values, with 0 for those that are not finite; returns `nonfinite`, which is NaN for rows with
+// such values and 0 for the others, or null if all are finite.
 template <typename From, typename E>
 const T* copy_finite(const From& from, Index count, E* to, Index width, T* nonfinite) {
   if (copy(from, count, to, width)) return nullptr;
   std::fill(nonfinite, nonfinite + count, T{0});
   zero_nonfinite(to, count, width, nonfinite);
   return nonfinite;
+}
+
+// Multiplies numbers, which are whole vectors, by a factor.
+inline void scale(T* x, Index size, T factor) {
+  for (Index i = 0; i < size; i += kLanes) store(x + i, load(x + i) * factor);
 }
 
 // Consecutive queries of a block, which are lanes of vectors.
@@ -332,8 +333,8 @@ void transpose(const Input& from, Index count, Index t, T* to, T factor) {
   from.read([&](auto rows) { transpose(rows, count, t, to, factor); });
 }
 
-// An operand [b, n, ...] with `own` further axes. If b or n is less than in the call, rows or heads share
-// a part.
+// An operand [b, n, ...] with `own` further axes. If b or n is less than in the call, rows or heads
+// share a part.
 template <typename E>
 struct Shared {
   const E* start;  // null if there is none

@@ -207,11 +207,7 @@ struct Factors<Bfloat16> {
 JATTN_APART void pair_product(Index rows, Index columns, Index depth, const Bfloat16* a, Index am,
                               const Pair* b, Index bk, T* c, Index cm, bool add) {
   if (has_matrix_units()) return matrix_product(rows, columns, depth, a, am, b, bk, c, cm, add);
-  Index left = columns / kLanes;
-  for (; left >= kWide; left -= kWide, b += kWide * kLanes, c += kWide * kLanes)
-    rows_product<kWide, kHigh>(rows, depth / 2, a, am, 2, b, bk, c, cm, add);
-  for (; left; --left, b += kLanes, c += kLanes)
-    rows_product<1, 8>(rows, depth / 2, a, am, 2, b, bk, c, cm, add);
+  product(rows, columns, depth / 2, a, am, 2, b, bk, c, cm, add);
 }
 
 // --- Tiles and blocks, with the interface of `Wide` ---------------------------------------------

@@ -59,10 +59,10 @@ inline V each(V x, V y, F f) {
 }
 
 // NaN if either argument is NaN, as in JAX.
-inline Vector greatest(Vector x, Vector y) { return pick((x > y) | (x != x), x, y); }
-inline Vector least(Vector x, Vector y) { return pick((x < y) | (x != x), x, y); }
-inline Ints greatest(Ints x, Ints y) { return pick(x > y, x, y); }
-inline Ints least(Ints x, Ints y) { return pick(x < y, x, y); }
+template <typename V>
+inline V greatest(V x, V y) { return pick((x > y) | (x != x), x, y); }
+template <typename V>
+inline V least(V x, V y) { return pick((x < y) | (x != x), x, y); }
 
 inline Vector abs_of(Vector x) { return (Vector)((Ints)x & std::numeric_limits<Int>::max()); }
 inline Ints abs_of(Ints x) { return pick(x < 0, -x, x); }
@@ -107,30 +107,9 @@ inline I shifted_right_as_bits(I x, I by) {
   using Bits = std::conditional_t<kBits == 32, uint32_t, uint64_t>;
   return by < 0 || by >= kBits ? I{0} : static_cast<I>(static_cast<Bits>(x) >> by);
 }
-// The operations of vectors V of integers I.
-#define JATTN_INTEGERS(V, I)                                                                  \
-  inline V div_of(V x, V y) { return each(x, y, divided<I>); }                                \
-  inline V rem_of(V x, V y) { return each(x, y, rest<I>); }                                   \
-  inline V floor_divide_of(V x, V y) { return each(x, y, floor_divided<I>); }                 \
-  inline V remainder_of(V x, V y) { return each(x, y, remaining<I>); }                        \
-  template <int kBits>                                                                        \
-  inline V shift_left(V x, V by) { return each(x, by, shifted_left<kBits, I>); }              \
-  template <int kBits>                                                                        \
-  inline V shift_right_arithmetic(V x, V by) { return each(x, by, shifted_right<kBits, I>); } \
-  template <int kBits>                                                                        \
-  inline V shift_right_logical(V x, V by) { return each(x, by, shifted_right_as_bits<kBits, I>); }
-JATTN_INTEGERS(Ints, Int)
 
-// A conversion is as_<kind of the result>(from_<kind of the argument>(x)), see text.py.
-inline Vector from_f(Vector x) { return x; }
-inline Ints from_i(Ints x) { return x; }
-struct Truths {
-  Ints x;
-};
-inline Truths from_b(Ints x) { return {x}; }
+// A conversion is as_<kind of the result>(x), see text.py; booleans are converted from 0 and 1.
 inline Vector as_f(Ints x) { return __builtin_convertvector(x, Vector); }
-inline Vector as_f(Truths t) { return t.x ? all(1) : Vector{}; }
-inline Ints as_i(Truths t) { return t.x & 1; }
 // Rounds towards 0 and clamps to the range of I; NaN becomes 0.
 template <typename I, typename E>
 inline I held(E x) {
@@ -147,12 +126,6 @@ inline V held_each(F x) {
   return result;
 }
 inline Ints as_i(Vector x) { return held_each<int32_t, Ints>(x); }
-#if !JATTN_SINGLE
-inline Ints as_i_long(Truths t) { return as_i(t); }
-inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
-#endif
-inline Ints as_b(Vector x) { return x != all(0); }
-inline Ints as_b(Ints x) { return x != 0; }
 
 // Floats and integers of another width than T and Int, one for each lane.
 using Far = std::conditional_t<JATTN_SINGLE, double, float>;
@@ -177,8 +150,6 @@ struct Long {
   inline V pick(Ints which, V a, V b) {                                                 \
     return {__builtin_convertvector(which, decltype(a.x < b.x)) ? a.x : b.x};           \
   }                                                                                     \
-  inline V greatest(V a, V b) { return pick((a > b) | (a != a), a, b); }                \
-  inline V least(V a, V b) { return pick((a < b) | (a != a), a, b); }                   \
   template <typename F>                                                                 \
   inline V each(V a, F f) {                                                             \
     for (int l = 0; l < kLanes; ++l) a.x[l] = f(a.x[l]);                                \
@@ -221,25 +192,19 @@ inline Other sign_of(Other x) {
   return pick(x > other(0), other(1), pick(x < other(0), other(-1), x));
 }
 inline Long sign_of(Long x) { return each(x, sign<int64_t>); }
-JATTN_INTEGERS(Long, int64_t)
 
-inline Other from_d(Other x) { return x; }
-inline Long from_l(Long x) { return x; }
 inline Vector as_f(Other x) { return __builtin_convertvector(x.x, Vector); }
 inline Vector as_f(Long x) { return __builtin_convertvector(x.x, Vector); }
 inline Other as_d(Vector x) { return {__builtin_convertvector(x, FarLanes)}; }
 inline Other as_d(Ints x) { return {__builtin_convertvector(x, FarLanes)}; }
 inline Other as_d(Long x) { return {__builtin_convertvector(x.x, FarLanes)}; }
-inline Other as_d(Truths t) { return as_d(t.x & 1); }
 inline Long as_l(Ints x) { return {__builtin_convertvector(x, LongLanes)}; }
-inline Long as_l(Truths t) { return as_l(t.x & 1); }
 inline Long as_l(Vector x) { return {held_each<int64_t, LongLanes>(x)}; }
 inline Long as_l(Other x) { return {held_each<int64_t, LongLanes>(x.x)}; }
 inline Ints as_i(Other x) { return held_each<int32_t, Ints>(x.x); }
 inline Ints as_i(Long x) { return __builtin_convertvector(x.x, Ints); }
-inline Ints as_b(Other x) { return x != other(0); }
-inline Ints as_b(Long x) { return x != longs(0); }
 #if !JATTN_SINGLE
+inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
 inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
 #endif
 
@@ -281,8 +246,6 @@ inline Vector exp_of(Vector x) {
   return p * (Vector)((half + 127) << 23) * (Vector)((n - half + 127) << 23);
 #endif
 }
-inline Vector tanh_of(Vector x) { return tangent(x); }
-inline Vector logistic_of(Vector x) { return 1.0f / (1.0f + exp_of(-x)); }
 #if defined(__AVX512F__)
 inline Vector log_of(Vector x) { return logarithm(x); }
 #else
@@ -308,67 +271,24 @@ inline Vector expm1_of(Vector x) {
 }
 #else
 inline Vector exp_of(Vector x) { return exponential(x); }
+#endif
 inline Vector tanh_of(Vector x) { return tangent(x); }
-inline Vector logistic_of(Vector x) { return 1.0 / (1.0 + exp_of(-x)); }
-#endif
+inline Vector logistic_of(Vector x) { return 1 / (1 + exp_of(-x)); }
 
-#define JATTN_EACH_OTHER(name, function) \
-  inline Other name##_of(Other x) { return each(x, [](Far x) -> Far { return function(x); }); }
-JATTN_EACH_OTHER(exp, std::exp)
-JATTN_EACH_OTHER(expm1, std::expm1)
-JATTN_EACH_OTHER(log, std::log)
-JATTN_EACH_OTHER(log1p, std::log1p)
-JATTN_EACH_OTHER(tanh, std::tanh)
+#define JATTN_EACH(V, name) \
+  inline V name##_of(V x) { return each(x, [](auto x) { return std::name(x); }); }
+JATTN_EACH(Other, exp)
+JATTN_EACH(Other, expm1)
+JATTN_EACH(Other, log)
+JATTN_EACH(Other, log1p)
+JATTN_EACH(Other, tanh)
 inline Other logistic_of(Other x) { return 1 / (exp_of(-x) + 1); }
-#define JATTN_EACH_VECTOR(name, function) \
-  inline Vector name##_of(Vector x) { return each(x, [](T x) -> T { return function(x); }); }
-#define JATTN_EACH(name, function) JATTN_EACH_VECTOR(name, function) JATTN_EACH_OTHER(name, function)
-JATTN_EACH(ceil, std::ceil)
-JATTN_EACH(floor, std::floor)
-JATTN_EACH(sqrt, std::sqrt)
-JATTN_EACH(cbrt, std::cbrt)
-JATTN_EACH(exp2, std::exp2)
 #if !JATTN_SINGLE
-JATTN_EACH_VECTOR(expm1, std::expm1)
-JATTN_EACH_VECTOR(log, std::log)
-JATTN_EACH_VECTOR(log1p, std::log1p)
+JATTN_EACH(Vector, expm1)
+JATTN_EACH(Vector, log)
+JATTN_EACH(Vector, log1p)
 #endif
-JATTN_EACH(erf, std::erf)
-JATTN_EACH(erfc, std::erfc)
-JATTN_EACH(sin, std::sin)
-JATTN_EACH(cos, std::cos)
-JATTN_EACH(tan, std::tan)
-JATTN_EACH(asin, std::asin)
-JATTN_EACH(acos, std::acos)
-JATTN_EACH(atan, std::atan)
-JATTN_EACH(sinh, std::sinh)
-JATTN_EACH(cosh, std::cosh)
-JATTN_EACH(asinh, std::asinh)
-JATTN_EACH(acosh, std::acosh)
-JATTN_EACH(atanh, std::atanh)
-inline Vector rsqrt_of(Vector x) { return 1 / sqrt_of(x); }
-inline Other rsqrt_of(Other x) { return 1 / sqrt_of(x); }
-#define JATTN_EACH_TWO(V, E, name, function) \
-  inline V name##_of(V x, V y) { return each(x, y, [](E x, E y) { return function(x, y); }); }
-#define JATTN_TWO_FLOATS(V, E)              \
-  inline V div_of(V x, V y) { return x / y; } \
-  JATTN_EACH_TWO(V, E, rem, std::fmod)      \
-  JATTN_EACH_TWO(V, E, pow, std::pow)       \
-  JATTN_EACH_TWO(V, E, atan2, std::atan2)
-JATTN_TWO_FLOATS(Vector, T)
-JATTN_TWO_FLOATS(Other, Far)
 
-inline bool is_zero(Ints x) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) == 0;
-#elif defined(__AVX__)
-  return _mm256_testz_si256((__m256i)x, (__m256i)x);
-#else
-  Int bits = 0;
-  for (int l = 0; l < kLanes; ++l) bits |= x[l];
-  return bits == 0;
-#endif
-}
 // Whether indices are consecutive, as those of neighbouring queries often are: their entries are one
 // vector, which is read in a fraction of the time.
 inline bool in_a_row(Ints at) { return is_zero(at ^ (lanes() + at[0])); }

@@ -71,6 +71,19 @@ inline void fence() {}
 #endif
 inline Vector all(T x) { return x - Vector{}; }
 
+// Whether all bits are 0.
+inline bool is_zero(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) == 0;
+#elif defined(__AVX__)
+  return _mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+  Int bits = 0;
+  for (int l = 0; l < kLanes; ++l) bits |= x[l];
+  return bits == 0;
+#endif
+}
+
 inline Index up(Index size, Index multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 // x / y, where `inverse` is 1 / y rounded, and both are normal numbers. The remainder corrects the

@@ -38,8 +38,7 @@ struct Wide {
         zero_nonfinite(finite_k, count, H, nullptr);
       }
       nonfinite = copy_finite(values, count, v, V, memory_);
-      if (down != 1)
-        for (Index i = 0; i < count * V; i += kLanes) store(v + i, load(v + i) * down);
+      if (down != 1) scale(v, count * V, down);
     }
 
     Index depth_k, depth_v;
