@@ -488,7 +488,7 @@ def test_every_german_sentence_has_one_english_answer():
 
 
 def test_there_are_millions_of_sentences():
-    """By the birthday rule there are about 4000² / 2 / repeats of one construction, or more."""
+    """There are about 4000² / 2 / repeats of one construction, by the birthday rule, or more."""
     draw = Draw(random.Random(6))
     drawn = {constructions.TRAINING["subordinate"](draw)[0] for _ in range(4000)}
     assert len(drawn) > 3995
