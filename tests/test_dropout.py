@@ -118,9 +118,8 @@ def test_forward_and_backward_drop_what_the_hash_says(implementation, how):
 @every_implementation
 def test_two_batch_axes_count_row_major(implementation):
     q, k, v = even(5, 7, batch=6)
-    call = functools.partial(
-        jattn.attention, dropout_rate=0.4, dropout_key=KEY, implementation=implementation
-    )
+    rules = {"dropout_rate": 0.4, "dropout_key": KEY, "implementation": implementation}
+    call = quick_jit(functools.partial(jattn.attention, **rules))
     flat = call(q, k, v)
     square = call(*(x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)))
     np.testing.assert_array_equal(square.reshape(flat.shape), flat)
