@@ -392,28 +392,6 @@ def test_constant_operands_mean_the_same_as_traced_ones(implementation):
         assert error(lse, traced.lse) <= 1e-14
 
 
-@pytest.mark.one_in(6)
-@every_implementation
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "int32", "int64", "uint32"])
-def test_integers_of_any_width(implementation, kind):
-    """Lengths, ids and (signed) positions; indices exceed eight bits."""
-    S = 300
-    q, k = jnp.ones((2, 3, 1, 1)), jnp.ones((2, S, 1, 1))
-    v = jnp.broadcast_to(jnp.arange(float(S))[:, None, None], k.shape)
-    lengths = jnp.asarray([2, 100], kind)
-    ids = jnp.asarray([1] * 60 + [0] * (S - 60), kind)
-    mask = masks.Lengths(kv=lengths) & masks.Segments(ids[:3], ids) & ~masks.Prefix(lengths[0])
-    out = jattn.attention(
-        q,
-        k,
-        v,
-        mask=mask & masks.Causal(),
-        q_positions=jnp.asarray([5, 20, 120], kind.lstrip("u")),
-        implementation=implementation,
-    )
-    np.testing.assert_allclose(out[:, :, 0, 0], [[0, 0, 0], [3.5, 11, 30.5]], rtol=1e-14)
-
-
 @every_implementation
 def test_precision_reaches_the_products(implementation):
     x = on_device(inputs(CASES["plain"], "float32"))
@@ -698,35 +676,6 @@ def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
     assert error(mapped[0], mapped[1]) > 0.01
 
 
-@pytest.mark.slow
-@every_implementation
-def test_inside_scan(implementation):
-    case = CASES["lengths_both"]
-    x, _ = stacked(case, ("q",))
-
-    def update(k: Any, carry: Any, q: Any) -> Any:
-        out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
-        weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-        return carry + 0.01 * weighted, weighted
-
-    def scanned(k: Any) -> Any:
-        return jax.lax.scan(functools.partial(update, k), jnp.zeros(()), x.q)[1]
-
-    def looped(k: Any) -> Any:
-        carry, terms = jnp.zeros(()), []
-        for q in x.q:
-            carry, weighted = update(k, carry, q)
-            terms.append(weighted)
-        return jnp.stack(terms)
-
-    both = [
-        quick_jit(lambda k, f=f: (f(k), jax.grad(lambda k: jnp.sum(f(k)))(k)))(x.k)
-        for f in (scanned, looped)
-    ]
-    for got, want in zip(*both, strict=True):
-        assert error(got, want) <= 1e-13
-
-
 def mesh(*names: str) -> Mesh:
     """Four devices in one or two axes."""
     shape = (4,) if len(names) == 1 else (2, 2)
@@ -887,10 +836,3 @@ def test_runs_or_gives_its_reason(implementation, name):
         with pytest.raises(NotImplementedError, match=implementation) as raised:
             call(implementation=implementation)
         assert str(reasons[implementation]) in str(raised.value)
-
-
-def test_the_default_is_the_first_supported_implementation():
-    case, x = CASES["chain"], on_device(inputs(CASES["chain"]))
-    reasons = jattn.explain(x.q, x.k, x.v, **case.rules(x.operands, x.parameters))
-    first = next(name for name, reason in reasons.items() if reason is None)
-    assert_same(attend(None, CASES["chain"], x), attend(first, CASES["chain"], x))  # pyright: ignore[reportArgumentType]

@@ -267,15 +267,6 @@ def test_a_block_with_positions_of_its_own(name):
     np.testing.assert_array_equal(mask(0, 0, rows, columns), whole[np.ix_(i, j)])
 
 
-def test_a_block_of_one_batch_row_and_head():
-    layout = np.random.default_rng(4).random((2, 3, 3, 4)) < 0.5
-    mask = masks.Blocks(jnp.asarray(layout), 2) & masks.Lengths(kv=jnp.array([6, 3]))
-    whole = np.asarray(mask.dense(T, S))
-    for b, h in np.ndindex(2, 3):
-        got = mask(b, h, jnp.arange(1, 4), jnp.arange(2, 7))
-        np.testing.assert_array_equal(got, whole[b, h, 1:4, 2:7])
-
-
 TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
 
 Truth = Callable[..., Any]  # (b, h, i [t, 1], j [1, s], q [t, 1], kv [1, s]) -> bool [t, s]
