@@ -95,10 +95,11 @@ class Slots:
         self.number = number
 
 
-class Property(Plain):
+class Property:
     """An object with a property that reads another object."""
 
-    inner: Any = None
+    def __init__(self, number: Any):
+        self.inner = Plain(number)
 
     @property
     def value(self) -> Any:
@@ -204,6 +205,8 @@ in_container(
 )
 in_container("object array", lambda x: np.array([None, x], object), second, set_item(1))
 in_container("masked array", lambda x: np.ma.array([0, x]), lambda x: int(x[1]), set_item(1))
+in_container("class attribute", lambda x: type("A", (), {"number": x}), number_of, set_number)
+in_container("property", Property, lambda x: x.value, lambda x, y: set_number(x.inner, y))
 in_container("function's attribute", lambda x: Data(x, int), number_of, set_number)
 
 
@@ -361,12 +364,6 @@ def callable_object(use: Use, number: Any) -> Any:
 
 
 @holder
-def class_attribute(use: Use, number: Any) -> Any:
-    kind: Any = type("Attributes", (), {"number": number})
-    return lambda *x: use(kind.number, *x), functools.partial(set_number, kind)
-
-
-@holder
 def class_method(use: Use, number: Any) -> Any:
     class ClassWithMethod:
         number: Any
@@ -377,13 +374,6 @@ def class_method(use: Use, number: Any) -> Any:
 
     set_number(ClassWithMethod, number)
     return ClassWithMethod.call, functools.partial(set_number, ClassWithMethod)
-
-
-@holder
-def property_of_another(use: Use, number: Any) -> Any:
-    thing, inner = Property(None), Plain(number)
-    thing.inner = inner
-    return lambda *x: use(thing.value, *x), functools.partial(set_number, inner)
 
 
 @holder

@@ -352,13 +352,6 @@ def test_weights_and_scores(name):
     assert not np.any(np.asarray(weights)[~np.isfinite(want.scores)])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_and_scores_are_not_rounded_to_the_inputs_dtype(dtype):
-    x = on_device(inputs(CASES["causal"], dtype))
-    for function in (jattn.attention_weights, jattn.attention_scores):
-        assert function(x.q, x.k, mask=masks.Causal()).dtype == jnp.float32
-
-
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("parameter_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -397,28 +390,6 @@ def test_constant_operands_mean_the_same_as_traced_ones(implementation):
         out, lse = attend(implementation, CASES[name], constants)
         assert error(out, traced.out) <= 1e-14
         assert error(lse, traced.lse) <= 1e-14
-
-
-@pytest.mark.one_in(6)
-@every_implementation
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "int32", "int64", "uint32"])
-def test_integers_of_any_width(implementation, kind):
-    """Lengths, ids and (signed) positions; indices exceed eight bits."""
-    S = 300
-    q, k = jnp.ones((2, 3, 1, 1)), jnp.ones((2, S, 1, 1))
-    v = jnp.broadcast_to(jnp.arange(float(S))[:, None, None], k.shape)
-    lengths = jnp.asarray([2, 100], kind)
-    ids = jnp.asarray([1] * 60 + [0] * (S - 60), kind)
-    mask = masks.Lengths(kv=lengths) & masks.Segments(ids[:3], ids) & ~masks.Prefix(lengths[0])
-    out = jattn.attention(
-        q,
-        k,
-        v,
-        mask=mask & masks.Causal(),
-        q_positions=jnp.asarray([5, 20, 120], kind.lstrip("u")),
-        implementation=implementation,
-    )
-    np.testing.assert_allclose(out[:, :, 0, 0], [[0, 0, 0], [3.5, 11, 30.5]], rtol=1e-14)
 
 
 @every_implementation
@@ -503,8 +474,15 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
 @pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
+    check_reach_of_poison(
+        functools.partial(run, implementation), name, implementation not in ROUNDS_APART
+    )
+
+
+def check_reach_of_poison(run: Any, name: str, exact: bool = True) -> None:
+    """Poison in a key changes only the results of queries that attend to it."""
     x = inputs(CASES[name], "float32")
-    clean = run(implementation, name, x)
+    clean = run(name, x)
     j = int(np.flatnonzero(seen_by_some(name))[-1])
     untouched = ~allowed_in(name)[..., j]  # [B, N, T]
     by_head = untouched.reshape(clean.lse.shape)
@@ -512,16 +490,18 @@ def test_poison_reaches_only_who_attends_to_it(implementation, name):
     for poison in POISONS:
         k, v = x.k.copy(), x.v.copy()
         k[..., j, :, :], v[..., j, :, :] = poison, poison
-        got = run(implementation, name, x._replace(k=k, v=v))
+        got = run(name, x._replace(k=k, v=v))
+        if np.isnan(poison) or poison == np.inf:
+            assert np.isnan(got.out[~by_query]).all()
         for result, wanted in (
             (got.out[by_query], clean.out[by_query]),
             (got.lse[by_head], clean.lse[by_head]),
             (got.gradients["q"][by_query], clean.gradients["q"][by_query]),
         ):
-            if implementation in ROUNDS_APART:
-                assert error(result, wanted.astype(np.float64)) <= ROUNDING
-            else:
+            if exact:
                 np.testing.assert_array_equal(result, wanted)
+            else:
+                assert error(result, wanted.astype(np.float64)) <= ROUNDING
 
 
 @pytest.mark.one_in(2)
@@ -600,11 +580,10 @@ def test_weights_keep_their_digits(implementation):
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_the_same_call_twice_is_bitwise_equal(implementation, name):
-    for dtype in ("float32", "bfloat16"):
-        x = inputs(CASES[name], dtype)
-        assert_same(run(implementation, name, x), run(implementation, name, x))
-        once, again = (attend(implementation, CASES[name], on_device(x)) for _ in range(2))
-        assert_same(once, again)
+    x, narrow = (inputs(CASES[name], dtype) for dtype in ("float32", "bfloat16"))
+    assert_same(run(implementation, name, x), run(implementation, name, x))
+    once, again = (attend(implementation, CASES[name], on_device(narrow)) for _ in range(2))
+    assert_same(once, again)
 
 
 @pytest.mark.one_in(8)
@@ -704,35 +683,6 @@ def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
     for out, key in zip(mapped, keys, strict=True):
         assert error(out, single(key)) <= 1e-14
     assert error(mapped[0], mapped[1]) > 0.01
-
-
-@pytest.mark.slow
-@every_implementation
-def test_inside_scan(implementation):
-    case = CASES["lengths_both"]
-    x, _ = stacked(case, ("q",))
-
-    def update(k: Any, carry: Any, q: Any) -> Any:
-        out, lse = attend(implementation, case, x._replace(q=q + carry, k=k))
-        weighted = jnp.sum(out * x.d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-        return carry + 0.01 * weighted, weighted
-
-    def scanned(k: Any) -> Any:
-        return jax.lax.scan(functools.partial(update, k), jnp.zeros(()), x.q)[1]
-
-    def looped(k: Any) -> Any:
-        carry, terms = jnp.zeros(()), []
-        for q in x.q:
-            carry, weighted = update(k, carry, q)
-            terms.append(weighted)
-        return jnp.stack(terms)
-
-    both = [
-        quick_jit(lambda k, f=f: (f(k), jax.grad(lambda k: jnp.sum(f(k)))(k)))(x.k)
-        for f in (scanned, looped)
-    ]
-    for got, want in zip(*both, strict=True):
-        assert error(got, want) <= 1e-13
 
 
 def mesh(*names: str) -> Mesh:
@@ -895,10 +845,3 @@ def test_runs_or_gives_its_reason(implementation, name):
         with pytest.raises(NotImplementedError, match=implementation) as raised:
             call(implementation=implementation)
         assert str(reasons[implementation]) in str(raised.value)
-
-
-def test_the_default_is_the_first_supported_implementation():
-    case, x = CASES["chain"], on_device(inputs(CASES["chain"]))
-    reasons = jattn.explain(x.q, x.k, x.v, **case.rules(x.operands, x.parameters))
-    first = next(name for name, reason in reasons.items() if reason is None)
-    assert_same(attend(None, CASES["chain"], x), attend(first, CASES["chain"], x))  # pyright: ignore[reportArgumentType]

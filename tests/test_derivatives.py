@@ -245,8 +245,9 @@ def test_poison_behind_a_mask_reaches_no_derivative():
 
     @quick_jit
     def everything(arguments: Any) -> Any:
-        t = along(arguments)
-        return {mode: f(arguments, t) for mode, f in modes(total).items()}
+        t, all_modes = along(arguments), modes(total)
+        which = "linearize", "jvp of grad", "grad of grad"
+        return {mode: all_modes[mode](arguments, t) for mode in which}
 
     want = everything((q, k, v))
     for poison in (np.nan, np.inf, 1e300):

@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks, positions, scores
+from jattn import masks, scores
 from tests.arrays import assert_accurate
 from tests.cases import GENERAL, CaseSizes
 from tests.conftest import quick_jit
-from tests.oracle import error
 
 
 TOLERANCE = 1e-12
@@ -68,12 +67,11 @@ def call(
     v: Any,
     mask: Any = None,
     bias: Any = None,
-    **options: Any,
 ) -> Any:
     """`(out, lse)` of the library, with a bias where one is given."""
     score = None if bias is None else scores.Bias(bias)
     return jattn.attention(
-        q, k, v, mask=mask, score=score, return_lse=True, implementation=implementation, **options
+        q, k, v, mask=mask, score=score, return_lse=True, implementation=implementation
     )
 
 
@@ -143,28 +141,6 @@ def test_padding_changes_nothing(implementation, sizes, seed):
 
 
 @every_implementation
-def test_a_scale_may_be_traced_and_has_a_gradient(implementation):
-    """Scaling by c is dividing by the temperature 1 / c, so the slopes are −c² apart."""
-    x = draw(SHAPES[0], 0)
-    q, k, v = (jnp.asarray(a) for a in x[:3])
-    factor = 0.3
-
-    def total(scale: Any, score: Any = None) -> Any:
-        out, lse = jattn.attention(
-            q, k, v, scale=scale, score=score, return_lse=True, implementation=implementation
-        )
-        return jnp.sum(out[..., 0]) + jnp.sum(lse)
-
-    by_scale = quick_jit(jax.value_and_grad(total))(jnp.asarray(factor))
-    by_temperature = quick_jit(jax.value_and_grad(lambda t: total(1.0, scores.Temperature(t))))(
-        jnp.asarray(1 / factor)
-    )
-    same(by_scale[0], by_temperature[0])
-    same(by_scale[1], -by_temperature[1] / factor**2)
-    same(by_scale[0], total(factor))
-
-
-@every_implementation
 @given(seeds, st.sampled_from([np.nan, np.inf, 1e300]))
 def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
     x = draw(SHAPES[0], seed)
@@ -177,51 +153,6 @@ def test_batch_rows_do_not_see_each_other(implementation, seed, poison):
     got = pull(q, k, v, bias, x.mask, d_out, d_lse)
     want = pull(x.q, x.k, x.v, x.bias, x.mask, d_out, d_lse)
     same([a[0] for a in got], [a[0] for a in want], limit=0)
-
-
-CAUSAL_SIZES = CaseSizes(batch=(), T=6, S=6, N=2, K=1, H=3, V=4)
-
-
-@every_implementation
-@given(seeds, st.integers(1, 5))
-def test_the_past_does_not_see_the_future(implementation, seed, cut):
-    x = draw(CAUSAL_SIZES, seed)
-    other = draw(CAUSAL_SIZES, seed + 1)
-    q, k, v = (np.concatenate([a[:cut], b[cut:]]) for a, b in zip(x[:3], other[:3], strict=True))
-    attend = causal(implementation)
-    out, lse = attend(q, k, v)
-    want_out, want_lse = attend(*x[:3])
-    same((out[:cut], lse[:, :cut]), (want_out[:cut], want_lse[:, :cut]), limit=0)
-    assert error(out[cut:], want_out[cut:]) > 0.01
-
-
-@functools.cache
-def causal(implementation: str) -> Any:
-    """Causal attention of `(q, k, v)`, compiled."""
-    return quick_jit(functools.partial(call, implementation, mask=masks.Causal()))
-
-
-@every_implementation
-@given(seeds, st.sampled_from([-3, 1, 1000]), st.sampled_from(["half", "interleaved"]))
-def test_rotary_positions_matter_only_by_difference(implementation, seed, shift, style):
-    sizes = CaseSizes(batch=(2,), T=5, S=7, N=6, K=3, H=4, V=2)
-    x = draw(sizes, seed)
-    turned = rotated(implementation, style)
-    want = turned(x.q, x.k, x.v, np.arange(5), np.arange(7))
-    same(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7) + shift), want, limit=1e-10)
-    assert error(turned(x.q, x.k, x.v, np.arange(5) + shift, np.arange(7))[0], want[0]) > 1e-3
-
-
-@functools.cache
-def rotated(implementation: str, style: Any) -> Any:
-    """Attention with rotary embeddings at the given positions of queries and keys."""
-
-    def turned(q: Any, k: Any, v: Any, q_positions: Any, kv_positions: Any) -> Any:
-        q = positions.rotary(q, q_positions, style=style)
-        k = positions.rotary(k, kv_positions, style=style)
-        return call(implementation, q, k, v)
-
-    return quick_jit(turned)
 
 
 @pytest.mark.one_in(8)

@@ -168,7 +168,7 @@ def test_gradient_of_a_score_function_is_a_score_function():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_scores_are_float32_whatever_the_parameters_are(dtype):
+def test_scores_and_weights_are_float32_whatever_the_arguments_are(dtype):
     query, key = jnp.asarray(QUERY, dtype), jnp.asarray(KEY, dtype)
     score = (
         scores.SoftCap(jnp.asarray(2.0, jnp.float64))
@@ -177,8 +177,10 @@ def test_scores_are_float32_whatever_the_parameters_are(dtype):
         >> scores.Temperature(2)
         >> scores.Score(lambda s, b, h, q, kv, x: s.astype(x.dtype) + x, jnp.asarray(1, dtype))
     )
-    got = jattn.attention_scores(query, key, score=score)
-    assert got.dtype == jnp.float32
+    for function in (jattn.attention_scores, jattn.attention_weights):
+        assert jax.eval_shape(lambda q, k, f=function: f(q, k, score=score), query, key).dtype == (
+            jnp.float32
+        )
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,8 @@ def test_the_first_of_equals_is_the_greatest(how):
     query, key = jnp.zeros((T, 1, H), jnp.float32), jnp.ones((S, 1, H), jnp.float32)
     mask = masks.Prefix(40) & ~masks.Prefix(3)
     with computed(how):
-        result: Any = jattn.statistics(query, key, mask=mask, keys=masks.Prefix(10))
+        call = functools.partial(jattn.statistics, mask=mask, keys=masks.Prefix(10))
+        result: Any = quick_jit(call)(query, key)
     np.testing.assert_array_equal(result.place, np.full((1, T), 3))
     np.testing.assert_allclose(result.entropy, np.full((1, T), np.log(37)), rtol=1e-6)
     np.testing.assert_allclose(result.on_keys, np.full((1, T), 7 / 37), rtol=1e-6)
@@ -246,10 +247,9 @@ def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
 def test_positions_and_wide_distances(how):
     query, key = query_and_key()
     far = np.arange(S) * 10_000_000
+    places = {"kv_positions": far, "q_positions": -np.arange(T) * 50_000_000}
     with computed(how):
-        result = jattn.statistics(
-            query, key, kv_positions=far, q_positions=-np.arange(T) * 50_000_000
-        )
+        result = quick_jit(functools.partial(jattn.statistics, **places))(query, key)
     weights = dense_weights(QUERY, KEY, np.ones((1, 1, T, S), bool), 0 * SLOPES)
     distance = far[None, :] + 50_000_000 * np.arange(T)[:, None]
     np.testing.assert_allclose(result.distance, (weights * distance).sum(-1), rtol=1e-12)
