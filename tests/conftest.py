@@ -141,7 +141,7 @@ _tests_since_forgetting = itertools.count(1)
 def _forget_compiled_programs():
     """Clears JAX's caches: thousands of programs would take gigabytes and every memory map."""
     yield
-    if next(_tests_since_forgetting) % 400 == 0:
+    if next(_tests_since_forgetting) % 700 == 0:
         jax.clear_caches()
 
 
