@@ -98,7 +98,7 @@ __dir__ = __all__.copy
 
 
 _M = TypeVar("_M", bound="Mask")
-Truth = Any  # one boolean per tile, broadcastable to [n, m]; NumPy if all inputs are static
+Truth = Any  # one boolean per tile, broadcastable to the grid [n, m]; NumPy if inputs are static
 
 
 class Span(NamedTuple):
@@ -114,13 +114,13 @@ class Span(NamedTuple):
 
     @property
     def consecutive(self) -> bool:
-        """Whether the positions are the default ones, and so consecutive; if False, they may still
-        be consecutive."""
+        """Whether the positions are the default ones, which are consecutive. False for all other
+        positions, even consecutive ones."""
         return self.positions is self.places
 
 
 class Extent(NamedTuple):
-    """The range of queries or keys that a tile covers; with array fields, the ranges of several.
+    """The range of queries or keys of a tile; with arrays as fields, the ranges of several tiles.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
 
@@ -146,7 +146,7 @@ class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
     [True, True]
     """
 
-    b: Any = None  # no item of the pair, as only a subclass of a NamedTuple can have
+    b: Any = None  # attributes, not items of the tuple: a tile unpacks into rows and columns
     h: Any = None
 
     @classmethod
@@ -174,8 +174,8 @@ def _position_limits(tile: Tile) -> tuple[Any, Any, Any, Any]:
     return tile.rows.lo, tile.rows.hi, tile.columns.lo, tile.columns.hi
 
 
-def _far_apart(a: Any, b: Any) -> Any:
-    """Returns whether a − b may overflow int32. The difference of their halves cannot."""
+def _difference_may_overflow(a: Any, b: Any) -> Any:
+    """Returns whether a − b may overflow int32, from a/2 − b/2, which cannot."""
     return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
@@ -188,7 +188,7 @@ class Mask:
     """The base class of masks: the operators, and the methods derived from the two operations.
 
     Methods of a subclass may read its fields only: a program compiled for one mask serves all masks
-    with equal fields. A mask that reads anything else must be a `Predicate`, whose function may.
+    with equal fields. Only the function of a `Predicate` may read other variables.
 
     >>> print((~masks.Causal() | masks.Window(left=0)).dense(3, 3).astype(int))
     [[1 1 1]
@@ -216,7 +216,7 @@ class Mask:
     ) -> Bool[Array, "t s"]:
         """Evaluates the mask for batch row `b` (row-major over several batch axes) and head `h`.
 
-        `rows` and `columns` are arrays of indices, which are both positions and places, or spans.
+        `rows` and `columns` are spans, or arrays of indices that are both positions and places.
         """
         i, j = as_span(rows), as_span(columns)
         if i.positions.dtype != j.positions.dtype:  # so that formulas can compare them
@@ -320,11 +320,11 @@ class _NotAnArray:
         self.mask = mask
 
     def __repr__(self) -> str:
-        rank = "" if any(leading(self.mask)) else "[None, None]"
+        new_axes = "" if any(leading(self.mask)) else "[None, None]"
         return (
             f"{self.mask!r}, a jattn mask and not an array: pass it as `mask` to jattn.attention "
             f"or a layer of jattn.nn; where another library expects an array [*B, N, T, S], "
-            f"write mask=mask.dense(T, S){rank}"
+            f"write mask=mask.dense(T, S){new_axes}"
         )
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
@@ -339,8 +339,8 @@ def as_mask(value: Any) -> Mask:
     """Converts a value to a mask.
 
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
-    `Full`. For the attribute `layer.mask` of a layer the result is the layer's mask. Raises
-    TypeError for anything else.
+    `Full`. The attribute `layer.mask` of a layer, an NNX module, becomes the mask that it holds.
+    Raises TypeError for anything else.
 
     >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
     (Full(), 'Predicate')
@@ -386,7 +386,7 @@ _BY_NAME = {
 
 
 def as_span(value: Indices | Span) -> Span:
-    """Returns a `Span` unchanged, and an array as a span with these positions and places."""
+    """Returns a `Span` unchanged; an array becomes both the positions and the places of a span."""
     if isinstance(value, Span):
         return value
     indices = jnp.asarray(integers.of_formula("rows, columns", value))
@@ -459,7 +459,7 @@ def _length_along(mask: Mask, axis_name: str) -> int:
     for leaf, axes in zip(jax.tree.leaves(mask), jax.tree.leaves(axis_names(mask)), strict=True):
         axis = axis_of(axis_name, axes, leaf.ndim)
         length = max(length, 0 if axis is None else leaf.shape[axis])
-    side = "TS".index(axis_name)  # of the layout's last two axes
+    side = "TS".index(axis_name)  # 0 for queries, 1 for keys
     return max(
         length, 0, *(x.layout.shape[-2:][side] * x.sizes[side] for x in _parts_of(mask, Blocks))
     )
@@ -471,7 +471,7 @@ def _check_head(batch: Shape, heads: int, b: Index, h: Index) -> None:
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
         least, most = integers.known_range(index) or (0, 0)
-        end = size if size > 1 else integers.MOST  # the mask's arrays do not set the size
+        end = size if size > 1 else integers.MOST  # an axis of size 1, or none, fits any index
         if not 0 <= least <= most < end:
             raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
 
@@ -785,7 +785,8 @@ class Dilated(Mask):
         is_one_pair = (q_lo == q_hi) & (kv_lo == kv_hi)
         is_allowed_pair = is_one_pair & (q_lo % self.step == kv_lo % self.step)
         lo, hi = kv_lo - q_hi, kv_hi - q_lo
-        may_overflow = _far_apart(kv_lo, q_hi) | _far_apart(kv_hi, q_lo)
+        may_overflow = _difference_may_overflow(kv_lo, q_hi)
+        may_overflow = may_overflow | _difference_may_overflow(kv_hi, q_lo)
         # hi − hi % step is the greatest multiple of step up to hi.
         maybe_any = (hi - hi % self.step >= lo) | may_overflow
         return _as_truth(maybe_any), _as_truth((self.step == 1) | is_allowed_pair)
@@ -898,10 +899,11 @@ class _Ids(NamedTuple):
             lo = xp.where(is_between, ids_of_tile, integers.MOST).min(axis=1)
             return lo, xp.where(is_between, ids_of_tile, integers.LEAST).max(axis=1)
 
-        second = range_between(least, greatest)
-        remainder = range_between(*second)
-        exists = second[0] <= second[1]
-        extremes = [least, greatest, *(xp.where(exists, x, least) for x in second)]
+        second_least, second_greatest = range_between(least, greatest)
+        remainder = range_between(second_least, second_greatest)
+        exists = second_least <= second_greatest  # else the tile has at most two different ids
+        second = [xp.where(exists, x, least) for x in (second_least, second_greatest)]
+        extremes = [least, greatest, *second]
         return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in remainder))
 
     def is_in_range(self, x: Any) -> Truth:
@@ -1187,9 +1189,9 @@ class Predicate(Mask):
         if isinstance(self.fn, TracedFunction):
             return self
         with explained("Predicate", self.fn):
-            unnamed = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
-        if unnamed is not self.fn:
-            return Predicate(unnamed, *self.operands).traced()
+            axisless_fn = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
+        if axisless_fn is not self.fn:
+            return Predicate(axisless_fn, *self.operands).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         traced = object.__new__(Predicate)  # the arguments of the function were already checked
@@ -1211,8 +1213,8 @@ class Predicate(Mask):
             return over_pairs(b, h, rows.positions, columns.positions)
 
     def analysed(self, tile: Tile) -> "Predicate | _AnalysedFunction":
-        """Returns the function's expression, which has bounds; or this mask if the user gave
-        bounds."""
+        """Returns the function as an expression, which computes the bounds; or this mask unchanged
+        if the user passed bounds."""
         if self.bounds_fn is not None:
             return self
         q, _, kv, _ = _of_one_dtype(_position_limits(tile))
@@ -1236,7 +1238,7 @@ class Predicate(Mask):
 
 
 class _AnalysedFunction:
-    """The function of a `Predicate` as an expression whose bounds interval arithmetic computes."""
+    """The function of a `Predicate` as an expression, with bounds by interval arithmetic."""
 
     def __init__(self, expression: Expression):
         self.expression = expression
@@ -1259,7 +1261,7 @@ def _of_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
 
 
 def _promotion(dtype: Any) -> Any:
-    """Returns a context for user functions: int32 numbers may meet int64 positions in it."""
+    """Returns a context in which user functions may combine int32 numbers and int64 positions."""
     is_narrow = np.dtype(dtype).itemsize <= 4
     return contextlib.nullcontext() if is_narrow else jax.numpy_dtype_promotion("standard")
 
@@ -1293,18 +1295,18 @@ def _checked_truth(name: str, value: Any, shape: Shape) -> Truth:
 
 
 EMPTY = 0
-"""The number of a tile without allowed pairs, see `tile_map`."""
+"""The value of `tile_map` for a tile without allowed pairs."""
 MIXED = 1
-"""The number of a tile in which some pairs are allowed."""
+"""The value of `tile_map` for a tile that is not known to be empty or full."""
 FULL = 2
-"""The number of a tile in which all pairs are allowed."""
+"""The value of `tile_map` for a tile in which all pairs are allowed."""
 
 
 def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
     """Splits an axis of `size` into tiles of `block`.
 
     If `block` does not divide `size`, the last tile still has the size `block`: its places run past
-    the end of the axis, but `lo..hi` are limits of the positions up to the end.
+    the end of the axis, but its limits `lo..hi` ignore positions past the end.
     """
     starts = np.arange(0, size, block, dtype=np.int32)
     if positions is None:
@@ -1327,7 +1329,7 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
         return jnp.broadcast_to(kind, tile.shape)
     kind = np.broadcast_to(kind, tile.shape)
     limits = undecided.boxes(_position_limits(tile), kind == MIXED, int(np.count_nonzero(kind)))
-    if limits is None:
+    if limits is None:  # positions are traced, or few tiles are mixed
         return kind
     mask = _map_functions(lambda x: x.traced(), mask)
     functions = _functions_to_evaluate(mask)
@@ -1348,10 +1350,11 @@ def _map_functions(change: Callable[["Predicate"], Any], mask: Mask) -> Any:
 def _refined_bounds(
     mask: Mask, analysed: Any, functions: list[Predicate], tile: Tile, limits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes `(maybe_any, surely_all)` of undecided tiles by their parts, then by their pairs.
+    """Computes `(maybe_any, surely_all)` of undecided tiles.
 
-    `limits [u, 4]` are the position limits of u tiles. All positions within the limits count, so
-    their order in the tile does not matter.
+    First it computes bounds of smaller parts of each tile, then evaluates all pairs of the tiles
+    that are still undecided. `limits [u, 4]` are the position limits of u tiles: the results hold
+    for all positions within the limits, whichever of them the tile has, in any order.
     """
 
     def bounds_of(limits: np.ndarray) -> tuple[Truth, Truth]:
@@ -1362,11 +1365,12 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # Predicates that are still in `analysed` have bounds by the user, which need whole tiles.
+    # Predicates that are still in `analysed` have bounds by the user, which expect whole tiles.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
+    # Pairs are evaluated for one head: b and h, arguments 0 and 1, must be static or unused.
     if is_decided.all() or not (
         is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
     ):
@@ -1405,8 +1409,8 @@ def tile_map(
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Time and memory grow with the number of tiles (for
-    masks with arrays, also with T + S), not with T × S, except for `Dense`, which is so large
-    itself. The result is a NumPy array if mask and positions are static.
+    masks with arrays, also with T + S), not with T × S, except for `Dense`, whose array has T × S
+    elements. The result is a NumPy array if mask and positions are static.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]
@@ -1475,10 +1479,10 @@ def _raise_wrong_bounds(
 ) -> None:
     """Raises the error for a tile `allowed [t, s]` that bounds wrongly say is empty or full."""
     i, j = np.argwhere(allowed if kind == EMPTY else ~allowed)[0] + start
-    claim, is_so = ("no pair", "is") if kind == EMPTY else ("every pair", "is not")
+    claim, verb = ("no pair", "is") if kind == EMPTY else ("every pair", "is not")
     rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, allowed.shape, strict=True))
     raise ValueError(
         f"bounds: they say that {claim} is allowed in the tile of queries {rows} and keys "
-        f"{columns} of batch row {head[0]} and head {head[1]}, but query {i} {is_so} allowed to "
-        f"attend to key {j} (numbers are places)"
+        f"{columns} of batch row {head[0]} and head {head[1]}, but query {i} {verb} allowed to "
+        f"attend to key {j} (numbers are indices in the arrays, not positions)"
     )

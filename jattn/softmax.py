@@ -1,19 +1,21 @@
 """Softmax-weighted sums as a monoid, so that attention can be computed in parts.
 
-Some of the keys, with scores s and values v, contribute three results to a query, a `Partial`: the
-maximum m of the scores (at least the lowest finite number), a total l = Σ exp(s − m) and a weighted
-sum a = Σ exp(s − m) v. Contributions combine into one, in any order and grouping (Milakov and
-Gimelshein 2018, "Online normalizer calculation for softmax"); that of no keys, l = 0, is the
-identity. At the end, out = a / l and the log-sum-exp is lse = m + log l. Four functions merge:
+The contribution of a subset of the keys to one query is a `Partial`. For scores s and values v it
+consists of the maximum m of the scores (at least the lowest finite number), the total
+l = Σ exp(s − m) and the weighted sum a = Σ exp(s − m) v. Contributions combine into one, in any
+order and grouping (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). The
+contribution of no keys has l = 0, and is the identity. At the end, out = a / l and the log-sum-exp
+is lse = m + log l: the part is finished. These functions merge contributions or finished parts:
 
 * `combine`: two contributions (m, l, a);
-* `join`: several finished parts in stacked arrays, out with m and log l;
-* `join_pair`: two finished parts, out with m and log l; `join_sink`: one and a sink;
-* `merge`: several finished parts that users pass, out with lse.
+* `join`: several finished parts (out, m, log l), stacked along an axis;
+* `join_pair`: two finished parts (out, m, log l);
+* `join_sink`: one finished part (out, m, log l) and a sink;
+* `merge`: several finished parts (out, lse) that users pass.
 
 The maximum only shifts the exponents: results do not depend on it, so it needs no gradient. A
-backward pass receives m and log l as two numbers, a `Normalizer`. In their sum log l would be
-rounded away at large m, and all weights of the query would be wrong by one factor.
+backward pass receives m and log l as two numbers, a `Normalizer`. At large m their sum, the lse,
+would lose log l to rounding, and all weights of the query would be wrong by the same factor.
 """
 
 import functools
@@ -67,7 +69,7 @@ class Normalizer(NamedTuple):
 
 
 def _lowest(dtype: DTypeLike) -> float:
-    """Returns the maximum of no scores, finite so that −inf − maximum is −inf and not NaN."""
+    """Returns the least value of a maximum. It is finite, as −inf − (−inf) would be NaN."""
     return float(jnp.finfo(dtype).min)
 
 
@@ -113,8 +115,9 @@ def contribution(
     """Computes the contribution of the keys with these scores; `weigh` multiplies by their values.
 
     A masked key has the score −inf, so that its exponential is exactly 0. With `differentiable`, a
-    maximum of NaN becomes 0, as derivatives need this 0 even for a query that attends to NaN.
-    Without this `where`, XLA fuses maximum, exponential and sum with the products around them.
+    maximum of NaN becomes 0: the exponentials of masked keys remain 0 and not NaN, as derivatives
+    need. Pass False where no derivative is taken: without the `where` that replaces NaN, XLA fuses
+    maximum, exponential and sum with the products around them.
     """
     maximum = jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=_lowest(scores.dtype))
     if differentiable:
@@ -174,11 +177,12 @@ def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
-    """Returns a factor for values such that a weighted sum of this number of them cannot overflow.
+    """Returns a factor for values, so that a weighted sum of `terms` of them cannot overflow.
 
-    The factor is a power of two, so that it does not round; it is 1 if no sum can overflow anyway.
+    `greatest` is their greatest absolute value. The factor is a power of two, so that it does not
+    round; it is 1 if no sum can overflow anyway.
     """
-    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbolic size may be any
+    terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbolic size may have any value
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
     factor = 2.0 ** -math.ceil(math.log2(2 * terms))
     return jnp.where(greatest > limit, factor, 1).astype(greatest.dtype)
@@ -202,9 +206,9 @@ def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, No
 
 
 def _shares(parts: Sequence[Normalizer]) -> tuple[list[Array], Normalizer]:
-    """Returns the share of each part in the softmax over all keys, and its normalizer.
+    """Returns the share of each part in the softmax over all keys, and the softmax's normalizer.
 
-    The derivatives of all parts are in `log_total` of the result.
+    No gradient flows through the normalizer's `maximum`; all of it flows through `log_total`.
     """
     maxima = [jax.lax.stop_gradient(x.maximum) for x in parts]
     maximum = functools.reduce(jnp.maximum, maxima)
@@ -271,7 +275,7 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
 @jax.jit
 def _merged(parts: tuple[tuple[Output, LogSumExp], ...]) -> tuple[Output, LogSumExp]:
     dtype = _dtype_of_sums(parts)
-    shares, normalizer = _shares([_of_lse(lse.astype(dtype)) for _, lse in parts])
+    shares, normalizer = _shares([_normalizer_of_lse(lse.astype(dtype)) for _, lse in parts])
     summands = [_scaled(out.astype(dtype), x) for x, (out, _) in zip(shares, parts, strict=True)]
     out, lse = parts[0]
     merged = functools.reduce(jnp.add, summands)
@@ -283,7 +287,7 @@ def _dtype_of_sums(arrays: Tree) -> DTypeLike:
     return jnp.float64 if any_float64 else jnp.float32
 
 
-def _of_lse(lse: LogSumExp) -> Normalizer:
+def _normalizer_of_lse(lse: LogSumExp) -> Normalizer:
     return Normalizer(keep_rounding(lse), jnp.zeros_like(lse))
 
 
@@ -300,9 +304,9 @@ def with_sink(
 
     The weights of a query then sum to less than 1. The results are out × σ(lse − sink) and
     log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the scores
-    after scaling; −inf changes nothing. See gpt-oss (2025), and Xiao et al. 2023 for the need. The
-    sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its magnitude;
-    `attention(..., sink=sink)` does not round it.
+    after scaling; −inf changes nothing. See gpt-oss (2025), and for why it helps Xiao et al.
+    2023. The sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its
+    magnitude; `attention(..., sink=sink)` does not round it.
 
     Raises TypeError and ValueError for inputs that do not fit, and for static sinks of NaN or +inf.
 
@@ -317,7 +321,8 @@ def with_sink(
 
 @jax.jit
 def _with_sink(out: Output, lse: LogSumExp, sink: Float[Array, " N"]) -> tuple[Output, LogSumExp]:
-    out, normalizer = join_sink(out, _of_lse(lse.astype(_dtype_of_sums((out, lse)))), sink)
+    attended = _normalizer_of_lse(lse.astype(_dtype_of_sums((out, lse))))
+    out, normalizer = join_sink(out, attended, sink)
     return out, normalizer.lse.astype(lse.dtype)
 
 
@@ -328,12 +333,12 @@ def join_sink(
 
     Maxima and logs of totals stay separate, so that the share of the sink is exact at any logits.
     """
-    (share, _), normalizer = _shares((normalizer, _of_sink(normalizer, sink)))
+    (share, _), normalizer = _shares((normalizer, _normalizer_of_sink(normalizer, sink)))
     return _scaled(out.astype(share.dtype), share).astype(out.dtype), normalizer
 
 
-def _of_sink(like: Normalizer, sink: Float[Array, " N"]) -> Normalizer:
-    """Returns the normalizer of a sink alone, with the shape `[*B, N, T]` of another."""
+def _normalizer_of_sink(like: Normalizer, sink: Float[Array, " N"]) -> Normalizer:
+    """Returns the normalizer of a sink alone, with the shape `[*B, N, T]` of `like`."""
     by_head = keep_rounding(sink.astype(like.maximum.dtype))
     by_head = by_head.reshape((1,) * (like.maximum.ndim - 2) + (-1, 1))
     sinks = typed_like(jnp.broadcast_to(by_head, like.maximum.shape), like.maximum)
@@ -362,6 +367,9 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
 def with_sink_in_weights(
     weights: Float[Array, "*B N T S"], normalizer: Normalizer, sink: Float[Array, " N"]
 ) -> Float[Array, "*B N T S"]:
-    """Scales the weights of queries with this normalizer by the share that the sink leaves."""
-    (share, _), _ = _shares((normalizer, _of_sink(normalizer, sink)))
+    """Scales attention weights by the share of the softmax that a sink leaves to the keys.
+
+    `normalizer` is the softmax normalizer of these weights, which excludes the sink.
+    """
+    (share, _), _ = _shares((normalizer, _normalizer_of_sink(normalizer, sink)))
     return weights * share[..., None].astype(weights.dtype)

@@ -36,7 +36,7 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-_MIN_MATMUL_CHANNELS = 16  # the smallest tile of XLA's matrix products
+_MIN_MATMUL_CHANNELS = 16  # with fewer channels, XLA may multiply and add elements
 
 
 def product(
@@ -44,8 +44,9 @@ def product(
 ) -> Float[Array, "t s"]:
     """Computes q kᵀ, summed in float32 (float64 for float64).
 
-    An element of the result depends on one query and one key only, so their NaN and infinities stay
-    in it. Derivatives sum over all queries or keys, and so use 0 in place of NaN and infinities.
+    An element of the result depends on one query and one key only, so their NaN and infinities
+    reach no other pair. Derivatives sum over all queries or keys, and so use 0 in place of NaN and
+    infinities.
     """
     dtype = accumulation(q.dtype)
 
@@ -58,7 +59,7 @@ def product(
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    # With few channels XLA multiplies and adds elements, and may fuse that with a subtraction.
+    # XLA may fuse elementwise products with the later subtraction of the maximum.
     return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_CHANNELS else dot(q, k)
 
 
@@ -160,7 +161,8 @@ def scores(
 
 
 class _MappableArrays:
-    """The arrays of a spec, with N split into key heads K and query heads G of a group.
+    """The arrays of a spec, with the axis N of query heads split into K × G: K key heads, each with
+    a group of G query heads. Without grouping, K is N and there is no axis G.
 
     Batch and head axes of size 1 are removed, as all batch rows or heads share such an array.
     """
@@ -209,11 +211,11 @@ def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[...,
             choose = lambda axis, whole, sliced: whole if axis is None else sliced  # noqa: E731
             return function(*map_with_axes(choose, arguments, slices))
 
-        sliced = map_with_axes(lambda axis, x: None if axis is None else x, arguments)
-        if all(x.shape[0] == 1 for x in jax.tree.leaves(sliced)):
+        to_slice = map_with_axes(lambda axis, x: None if axis is None else x, arguments)
+        if all(x.shape[0] == 1 for x in jax.tree.leaves(to_slice)):
             # A loop of one call saves no memory, and XLA might round its body differently.
-            return jax.vmap(call_with_slice)(sliced)
-        return jax.lax.map(call_with_slice, sliced)
+            return jax.vmap(call_with_slice)(to_slice)
+        return jax.lax.map(call_with_slice, to_slice)
 
     return mapped
 
@@ -290,7 +292,10 @@ def gather_gradients(
 
 
 def sum_heads(gradient: Array, parameter: Array, axes: str) -> Array:
-    """Sums the gradient `[B, N, ...]` of a parameter, whose axes are named `axes`, to its shape."""
+    """Sums the gradient `[B, N, ...]` of a parameter over the batch rows and heads that share it.
+
+    `axes` names the axes of the parameter. The result has the parameter's shape.
+    """
     names = split_letters(axes)
     if "N" not in names or parameter.shape[names.index("N")] == 1:
         gradient = gradient.sum(axis=1)
