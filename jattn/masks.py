@@ -389,8 +389,8 @@ def as_span(value: Indices | Span) -> Span:
     """Returns a `Span` unchanged; an array becomes both the positions and the places of a span."""
     if isinstance(value, Span):
         return value
-    indices = jnp.asarray(integers.of_formula("rows, columns", value))
-    return Span(indices, indices)
+    positions = jnp.asarray(integers.of_formula("rows, columns", value))
+    return Span(positions, jnp.copy(positions))  # not one array, as for consecutive positions
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
@@ -1191,7 +1191,7 @@ class Predicate(Mask):
         with explained("Predicate", self.fn):
             axisless_fn = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
         if axisless_fn is not self.fn:
-            return Predicate(axisless_fn, *self.operands).traced()
+            return Predicate(axisless_fn, *self.operands, bounds=self.bounds_fn).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         traced = object.__new__(Predicate)  # the arguments of the function were already checked

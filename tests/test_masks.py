@@ -272,6 +272,20 @@ TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
 Truth = Callable[..., Any]  # (b, h, i [t, 1], j [1, s], q [t, 1], kv [1, s]) -> bool [t, s]
 
 
+@dataclasses.dataclass(frozen=True)
+class WhereConsecutive(masks.Mask):
+    """Allows every pair if the positions of queries and of keys are the default ones."""
+
+    def evaluate(self, b, h, rows, columns):
+        shape = len(rows.positions), len(columns.positions)
+        return jnp.full(shape, rows.consecutive and columns.consecutive)
+
+
+def test_positions_of_a_block_are_not_taken_for_consecutive_ones():
+    block = WhereConsecutive()(0, 0, jnp.array([5, 0, 9]), jnp.arange(3))
+    assert not block.any() and WhereConsecutive().dense(2, 3).all()
+
+
 class Ruled(NamedTuple):
     """A mask and what it means."""
 

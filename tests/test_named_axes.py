@@ -155,3 +155,18 @@ def test_collectives_of_scores_and_indices_are_refused(call, place):
         name = next(iter(options.values())).__name__
         with pytest.raises(NotImplementedError, match=f"{name} calls psum.* over the axis 'c'"):
             PLACES[place](lambda x, o=options: CALLS[call](x, x, x, **o))(x)
+
+
+def test_bounds_are_kept_beside_a_function_that_reads_an_axis():
+    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return j < lax.axis_index("t") * 0 + 8
+
+    def bounds(tile: Any) -> Any:
+        return tile.columns.lo < 8, tile.columns.hi < 8
+
+    def passed(x: Any) -> Any:
+        traced = masks.Predicate(allowed, bounds=bounds).traced()
+        assert traced.bounds_fn is not None
+        return x
+
+    jax.shard_map(passed, mesh=mesh_of(t=2), in_specs=P("t"), out_specs=P("t"))(jnp.zeros(2))
