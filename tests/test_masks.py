@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
-from jattn._pytree import select_head
+from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
 
 
@@ -272,7 +272,7 @@ TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
 Truth = Callable[..., Any]  # (b, h, i [t, 1], j [1, s], q [t, 1], kv [1, s]) -> bool [t, s]
 
 
-@dataclasses.dataclass(frozen=True)
+@pytree_dataclass
 class WhereConsecutive(masks.Mask):
     """Allows every pair if the positions of queries and of keys are the default ones."""
 
