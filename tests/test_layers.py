@@ -13,7 +13,7 @@ import pytest
 from jattn.functions import interval_rules, operations
 from jattn.kernels.cpu import text
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
-from jattn.kernels.tpu import tile_functions
+from jattn.kernels.tpu import operands
 from tests import commands
 from tests.commands import ROOT
 
@@ -244,5 +244,5 @@ def test_there_is_no_drawer_for_odds_and_ends():
 
 def test_kernels_know_no_operation_that_nobody_else_does():
     known = {*operations.ELEMENTWISE, "floor_divide", "remainder", "custom"}
-    tables = mosaic_interpreter._OPERATIONS, tile_functions._OPERATIONS, interval_rules.RULES
+    tables = mosaic_interpreter._OPERATIONS, operands._OPERATIONS, interval_rules.RULES
     assert all(known >= set(table) for table in (*tables, *text._WRITTEN.values()))

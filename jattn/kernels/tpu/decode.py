@@ -407,12 +407,12 @@ def _launch(
     def of_row(x: Any) -> tuple[Any, pl.BlockSpec]:
         return x, pl.BlockSpec((None, *x.shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
 
-    def step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, buffers: Ref) -> None:
+    def run_step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, buffers: Ref) -> None:
         kernel(Steps(*lists), leaves, arrays, results, _Buffers(*buffers))
 
     return programs.launch_steps(
         "jattn_decode",
-        step,
+        run_step,
         (steps.count[0],),
         ("arbitrary",),
         steps,

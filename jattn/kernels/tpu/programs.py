@@ -157,7 +157,7 @@ def launch(
 
 def launch_steps(
     name: str,
-    step: Callable[..., None],
+    run_step: Callable[..., None],
     grid: tuple[Any, ...],
     semantics: tuple[str, ...],
     scalars: Sequence[Array],
@@ -167,7 +167,7 @@ def launch_steps(
     scratch: Sequence[Any],
     interpret: bool,
 ) -> list[Array]:
-    """Runs `step(scalars, leaves, arrays, results, scratch)` at each place of a grid.
+    """Runs `run_step(scalars, leaves, arrays, results, scratch)` at each place of a grid.
 
     scalars: arrays that are copied into scalar memory before the first step.
     spec_operands: the spec, whose arrays are the `leaves`, and a function that returns the tile of
@@ -179,8 +179,8 @@ def launch_steps(
     groups = scalars, spec.arrays, [x for x, _ in arrays], results, scratch
     ends = [*itertools.accumulate(map(len, groups))]
 
-    def body(*refs: Ref) -> None:
-        step(*(refs[start:end] for start, end in zip([0, *ends], ends, strict=False)))
+    def body(*refs: Ref) -> None:  # a function: newer versions of JAX keep weak references to it
+        run_step(*(refs[start:end] for start, end in zip([0, *ends], ends, strict=False)))
 
     flat, over = reverse_mode.varying_alike([*scalars, *spec.arrays, *groups[2]])
     run_kernel = pl.pallas_call(

@@ -169,8 +169,7 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    """Returns the keys of a streamed tile in gradients of queries, and the queries of a streamed
-    tile in gradients of keys: the most that fit the registers."""
+    """Returns the sizes of streamed tiles, the most that fit the registers."""
     if width <= 64:
         return 32 if spec.score is not None and spec.dropout_rate else 64, 32
     return 32 if width <= 128 else 16, 16

@@ -111,7 +111,7 @@ def launched(
         visits = visits.without_full(is_large)
 
     def kernel(place: Callable[[], Any], operands: Ref, results: Ref, memory: Ref) -> None:
-        kind(problem, which, visits, place()[1:], *operands, results, memory).run()
+        kind(problem, which, visits, place()[1:], *operands, results=results, memory=memory).run()
 
     ordered = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
     per_query, per_key = ordered(query, d_out), ordered(key, value)

@@ -87,7 +87,8 @@ class _ForwardMemory(NamedTuple):
         tensors = functools.partial(tensor_memory.scratch, unit)
         barrier = functools.partial(tensor_memory.barrier, unit)
         tiles = tiles_in_memory(ahead, columns, shapes.H, shapes.dtype)
-        arrays, used = problem.streamed_scratch(ahead), mosaic().Barrier
+        arrays = problem.streamed_scratch(ahead)
+        used = mosaic().Barrier(num_barriers=ahead, num_arrivals=groups)
         # Weights take half the columns of scores, and begin where these do.
         scores, weights = tensors(groups * columns), tensors(2 * groups * columns, shapes.dtype)
         return cls(
@@ -95,11 +96,7 @@ class _ForwardMemory(NamedTuple):
             numbers=(mosaic().SMEM((groups, TENSOR_ROWS), "float32"),) * 3,
             keys=Stream.ring(tiles, free=barrier(ahead, groups)),
             values=Stream.ring(tiles, free=barrier(ahead, groups)),
-            arrays=(
-                (Stream.ring(*arrays, free=used(num_barriers=ahead, num_arrivals=groups)),)
-                if arrays
-                else ()
-            ),
+            arrays=(Stream.ring(*arrays, free=used),) if arrays else (),
             tile=tensor_memory.alternatives(unit, scores, weights),
             sums=tensors(groups * shapes.V),
             loaded=mosaic().Barrier(num_barriers=groups),

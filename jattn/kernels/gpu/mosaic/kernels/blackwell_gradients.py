@@ -345,8 +345,7 @@ class _BlackwellGradients(backward.GradientProgram):
         return self.problem.streamed // _groups(self.problem)
 
     def shares_of(self, group: Index) -> list[Any]:
-        """The numbers of the shares that a warpgroup computes one after another: registers hold no
-        more at once."""
+        """The shares that a warpgroup computes in turn, because registers hold no more at once."""
         count = self.columns // self.problem.share
         return [group * count + i for i in range(count)]
 

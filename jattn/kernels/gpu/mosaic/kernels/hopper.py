@@ -194,10 +194,7 @@ class _HopperForward(NamedTuple):
         turn: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
-        """Returns the sums of a warpgroup with one more tile of keys and values.
-
-        `read` reads the tile's parts of the spec's arrays to registers.
-        """
+        """Returns the sums with one more tile; `read` reads its parts of the spec's arrays."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         # Parts for a mask need many registers, which are free only after the products.
         early = None if masked else read()
@@ -248,37 +245,31 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     shapes, visits, parts = problem.shapes, problem.visits(spec), problem.parts()
 
     def kernel(fold_items: Callable[..., Any], operands: Ref, results: Ref, memory: Ref) -> None:
-        program = _HopperForward(problem, visits, parts, fold_items, memory, *operands, results)
+        program = _HopperForward(
+            problem, visits, parts, fold_items, memory, *operands, results=results
+        )
         by_group(problem.groups, program.copy, program.compute)
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
+    # In shared memory: queries (later the output) and the two numbers of the normalizer for each
+    # computing warpgroup, and streams of keys and of values.
+    groups, columns = problem.groups, problem.tiling.block_kv
+    queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
+    resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
+    tiles = tiles_in_memory(_BUFFERS, columns, shapes.H, shapes.dtype)
+    streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
+    scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    rounds = order.rounds(device.multiprocessors()) if _can_be_persistent(spec, visits) else None
-    rest = operands, forward_results(shapes, parts), _forward_scratch(problem), problem.groups + 1
+    # Score functions, dropout and lists of tiles leave too few registers for several work items.
+    is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
+    rounds = order.rounds(device.multiprocessors()) if is_persistent else None
+    rest = operands, forward_results(shapes, parts), scratch, groups + 1
     return joined(*launch_in_rounds(name, problem, order, rounds, kernel, *rest))
-
-
-def _can_be_persistent(spec: Spec, visits: block_mask.BlockMask) -> bool:
-    """Returns whether registers hold the state of a program with several work items: some score
-    functions, dropout and lists of tiles leave too few."""
-    return spec.score is None and not spec.dropout_rate and visits.order is None
 
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers."""
     return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
-
-
-def _forward_scratch(problem: GPUProblem) -> WarpgroupMemory:
-    """Allocates the shared memory of a program: queries (later the output) and the two numbers of
-    the normalizer for each computing warpgroup, and streams of keys and of values."""
-    shapes, columns, groups = problem.shapes, problem.tiling.block_kv, problem.groups
-    queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
-    resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
-    tiles = tiles_in_memory(_BUFFERS, columns, shapes.H, shapes.dtype)
-    return WarpgroupMemory.scratch(
-        groups, resident, (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
-    )
 
 
 class _HopperGradients(backward.GradientProgram):
@@ -338,11 +329,8 @@ class _HopperGradients(backward.GradientProgram):
     def add(
         self, tile: Any, masked: bool, rows: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
-        """Adds a streamed tile to the totals.
-
-        `arrays` are its two tiles, with `by_key` the statistics of its queries, and its parts of
-        the spec's arrays, all in shared memory.
-        """
+        """Adds a streamed tile to the totals. `arrays`, in shared memory, are its two tiles, with
+        `by_key` the statistics of its queries, and its parts of the spec's arrays."""
         tiles, rest = arrays[:2], arrays[2:]
         if rows is None:
             rows, rest = functools.partial(RowStatistics.read, self.problem.unit, rest[0]), rest[1:]
@@ -398,8 +386,7 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    """Returns the keys of a streamed tile in gradients of queries, and the queries of a streamed
-    tile in gradients of keys."""
+    """Returns the sizes of streamed tiles, the most that fit the registers."""
     reads = spec.score is not None or (few() and _has(spec.mask, masks.Dense))
     many = _needs_many(spec) if few() else _is_long(spec) or width > 128
     scarce = many or (reads and spec.dropout_rate > 0)

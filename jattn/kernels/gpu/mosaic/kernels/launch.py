@@ -76,8 +76,9 @@ class Order(NamedTuple):
         """Assigns the work items to a number of programs: `[programs, rounds]`.
 
         A row lists the work items of one program by their flat index into the grid, and then −1.
-        Returns None if there are no more work items than programs, if all visit the same number of
-        tiles, or if the mask is not static.
+        Each work item goes to the program that ends its others first. Its time is taken to be
+        proportional to its number of tiles plus one. Returns None if there are no more work items
+        than programs, if all visit the same number of tiles, or if the mask is not static.
         """
         items = math.prod(self.grid)
         static = isinstance(self.longest_first, np.ndarray)
@@ -86,22 +87,13 @@ class Order(NamedTuple):
         index = np.unravel_index(np.arange(items), self.grid)
         _, b, h, i = self.place(index, self.longest_first)
         tiles = self.visited[(*block_mask.clamped(self.visited, b, h), i)]
-        return _rounds(tiles, programs)
-
-
-def _rounds(tiles: AnyArray, programs: int) -> AnyArray:
-    """Assigns work items that visit `tiles` to programs, see `Order.rounds`.
-
-    Each work item goes to the program that ends its others first. Its time is taken to be
-    proportional to its number of tiles plus one.
-    """
-    ends, assigned = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
-    for item, count in enumerate(tiles.tolist()):
-        time, program = ends[0]
-        heapq.heapreplace(ends, (time + count + 1, program))
-        assigned[program].append(item)
-    rounds = max(map(len, assigned))
-    return np.array([x + [-1] * (rounds - len(x)) for x in assigned], np.int32)
+        ends, assigned = [(0, x) for x in range(programs)], [[] for _ in range(programs)]
+        for item, count in enumerate(tiles.tolist()):
+            time, program = ends[0]
+            heapq.heapreplace(ends, (time + count + 1, program))
+            assigned[program].append(item)
+        rounds = max(map(len, assigned))
+        return np.array([x + [-1] * (rounds - len(x)) for x in assigned], np.int32)
 
 
 def launch(

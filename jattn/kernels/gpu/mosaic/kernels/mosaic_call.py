@@ -106,13 +106,6 @@ def _width(H: int, V: int) -> int:
     return -(-max(H, V) // WIDTH) * WIDTH
 
 
-def _padded(
-    tiling: Tiling, spec: Spec, rows: tuple[Array, ...], key: Array, value: Array
-) -> slicing.PaddedCall:
-    width = _width(key.shape[3], value.shape[3])
-    return slicing.PaddedCall.of(tiling, lambda _: width, spec, rows, key, value)
-
-
 def _unpadded(x: Array, shape: tuple[int, ...]) -> Array:
     return slicing.unpadded(x, shape).astype(jnp.float32)
 
@@ -121,7 +114,9 @@ def _forward_pass(
     kernel: ForwardKernel, platform: str, spec: Spec, query: Array, key: Array, value: Array
 ) -> tuple[Array, softmax.Normalizer, Array]:
     tiling = kernel.tiling(spec, Shapes.of(query, value))
-    spec, shapes, (q,), k, v = _padded(tiling, spec, (query,), key, value)
+    width = _width(key.shape[3], value.shape[3])
+    padded = slicing.PaddedCall.of(tiling, lambda _: width, spec, (query,), key, value)
+    spec, shapes, (q,), k, v = padded
     if has_mask(spec):
         # What is masked does not exist: NaN reaches the queries that attend to it through scores.
         marks = jax.vmap(jax.vmap(tile.nan_where_nonfinite))(v)[..., None]
@@ -145,7 +140,8 @@ def _backward_pass(
 ) -> tuple[list[Array], Array, Array, Array]:
     width = _width(key.shape[3], value.shape[3])
     wide = kernels.rows(width)
-    call = _padded(Tiling(wide, wide), spec, cast_cotangent(per_query), key, value)
+    rows = cast_cotangent(per_query)
+    call = slicing.PaddedCall.of(Tiling(wide, wide), lambda _: width, spec, rows, key, value)
     (query, d_out, *rows), keys = call.rows, (call.key, call.value)
     if has_mask(spec):
         # RowStatistics with NaN in them reach those that attend to them through maximum and delta.

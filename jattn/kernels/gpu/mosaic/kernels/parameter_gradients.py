@@ -272,10 +272,8 @@ def _by_tile(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree
 
 
 def _by_diagonal(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: Tree) -> Array:
-    """Computes the gradient of a parameter by distance, for each head `[1, N, distances]`.
-
-    A program sums a diagonal of tiles, and leaves the sums along the tile's diagonals to XLA.
-    """
+    """Computes the gradient of a parameter by distance, for each head `[1, N, distances]`: a
+    program sums a diagonal of tiles, and leaves the sums along the tile's diagonals to XLA."""
     shapes, (n, m), (rows, columns) = problem.shapes, problem.blocks, problem.tiling
     ratio = rows // columns
     visits = block_mask.of_diagonals(problem.kinds(spec), ratio, shapes.B)
@@ -295,10 +293,8 @@ def _by_diagonal(problem: GPUProblem, spec: Spec, parameter: Parameter, arrays: 
 
 
 def _of_distances(sums: Array) -> Array:
-    """Sums tiles `[N, diagonals, t, s]`, each the sum of one diagonal of tiles, by distance.
-
-    Distances count from that of the last query and the first key.
-    """
+    """Sums tiles `[N, diagonals, t, s]`, each the sum of one diagonal of tiles, by distance from
+    that of the last query and the first key on."""
     N, diagonals, t, s = sums.shape
     # Each row starts one place after the row below, so that distances stand in columns.
     wide = jnp.pad(sums[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, t)))

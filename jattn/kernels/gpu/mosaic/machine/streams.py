@@ -46,17 +46,15 @@ class Stream(NamedTuple):
 
     arrays: tuple[Any, ...]
     filled: Ref | None
-    free: Ref | None = None
+    free: Ref = None
 
     @classmethod
     def scratch(cls, unit: Unit, *arrays: Any, copies: int | None = None) -> "Stream":
         """Makes a stream of arrays in shared memory `[places, ...]`, in which the only warpgroup
         copies; places are a power of two. `copies` fill a place, by default one for each array."""
-        return (
-            cls.ring(*arrays, free=None, copies=copies)
-            if _copies_by_unit(unit)
-            else cls(arrays, None)
-        )
+        if not _copies_by_unit(unit):
+            return cls(arrays, None)
+        return cls.ring(*arrays, free=None, copies=copies)
 
     @classmethod
     def ring(cls, *arrays: Any, free: Any, copies: int | None = None) -> "Stream":

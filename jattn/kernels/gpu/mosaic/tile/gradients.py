@@ -47,10 +47,8 @@ class RowStatistics(NamedTuple):
         fits = jnp.abs(shift + log_total) < _MAX_SUM
         is_large = jnp.any(~fits, axis=2)
         separate = is_large[..., None]
-        shift, log_total = (
-            jnp.where(separate, shift, shift + log_total),
-            jnp.where(separate, log_total, 0),
-        )
+        shift = jnp.where(separate, shift, shift + log_total)
+        log_total = jnp.where(separate, log_total, 0)
         statistics = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
         stacked = jnp.stack(statistics, axis=2)
         blocks = stacked.reshape(*stacked.shape[:3], -1, size).swapaxes(2, 3)
@@ -230,10 +228,8 @@ class Derivation(NamedTuple):
         return jnp.where(weights == 0, 0, gradient) if self._masks(tile) else gradient
 
     def _weights(self, score: Array, rows: RowStatistics) -> Array:
-        """Returns the weights of a tile.
-
-        In a tile without a mask, the log of the total is part of the shift, or applied at the end.
-        """
+        """Returns the weights of a tile. If it has no mask, the log of the total is part of the
+        shift, or applied at the end."""
         exponent = score * (self.factors.score_factor * LOG2E) - rows.shift[:, None]
         if self.masked and rows.log_total is not None:
             exponent = exponent - rows.log_total[:, None]
@@ -244,9 +240,7 @@ def _d_scores(
     spec: Tree, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
 ) -> Array:
     """Returns the cotangent of scores, dropped × d_weights − weights × delta / dropout_scale.
-
-    Without dropout −delta is already part of `d_weights`: the product starts from it.
-    """
+    Without dropout −delta is already part of `d_weights`: the product starts from it."""
     if not spec.dropout_rate:
         return weights * d_weights
     return dropped * d_weights + weights * rows.minus_delta[:, None]

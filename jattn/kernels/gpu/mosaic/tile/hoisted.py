@@ -174,11 +174,8 @@ def _of_function(score: scores.Score, spec: Spec, shapes: Shapes) -> scores.Scor
     look_ups = [x for x in expression.nodes if x.op == "look_up" and _is_float_table(x, expression)]
     kinds = [_kind(depends[id(x)], positions_are_places(spec)) for x in look_ups]
     remaining = {x.param for x, kind in zip(look_ups, kinds, strict=True) if kind == "pair"}
-    hoisted = {
-        id(x): (x, kind)
-        for x, kind in zip(look_ups, kinds, strict=True)
-        if x.param not in remaining
-    }
+    pairs = zip(look_ups, kinds, strict=True)
+    hoisted = {id(x): (x, kind) for x, kind in pairs if x.param not in remaining}
     # Kernels compute gradients of operands, not of a table that the function computes from these.
     computed = any(
         all(expression.tables[n] is not leaf for leaf in leaves)  # pyright: ignore
@@ -217,10 +214,8 @@ def _kind(dependent: dependence.Dependence, positions_are_places: bool) -> str:
 def _without_look_ups(
     expression: nodes.Expression, look_ups: Sequence[int]
 ) -> tuple[Node, tuple[Any, ...]]:
-    """Returns the result with inputs in place of look-ups, and the tables that it still reads.
-
-    `look_ups` are the ids of their nodes.
-    """
+    """Returns the result with inputs in place of the nodes with the ids `look_ups`, and the tables
+    that it still reads."""
     numbers = {look_up: KEY + 1 + n for n, look_up in enumerate(look_ups)}
 
     def as_input(node: Node, _: Any) -> Node | None:
@@ -231,13 +226,10 @@ def _without_look_ups(
     still_read = sorted({x.param for x in nodes.in_order([result]) if x.op == "look_up"})  # pyright: ignore
 
     def renumbered(node: Node, args: list[Node]) -> Node | None:
-        is_look_up = node.op == "look_up"
+        if node.op != "look_up":
+            return None
         param: Any = node.param
-        return (
-            Node("look_up", tuple(args), node.dtype, still_read.index(param))
-            if is_look_up
-            else None
-        )
+        return Node("look_up", tuple(args), node.dtype, still_read.index(param))
 
     (result,) = nodes.replaced([result], renumbered)
     return result, tuple(expression.tables[n] for n in still_read)  # pyright: ignore

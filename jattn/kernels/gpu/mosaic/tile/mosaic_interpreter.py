@@ -202,10 +202,8 @@ class _Registers(NamedTuple):
             return self._input(node)
         if node.op == "clamp" and _is_inside(*args):
             return args[1]
-        if node.op in _SPECIAL_OPERATIONS:
-            value = self._special(node, *args)
-        else:
-            value = self._computed(node, args)
+        special = node.op in _SPECIAL_OPERATIONS
+        value = self._special(node, *args) if special else self._computed(node, args)
         if not jnp.issubdtype(node.dtype, jnp.integer) or node.op == "look_up":
             return value
         pairs = zip(args, node.args, strict=True)
@@ -227,14 +225,19 @@ class _Registers(NamedTuple):
         return _NodeValue(x, axes, size and Interval(np.int32(0), np.int32(size - 1)))
 
     def _special(self, node: Node, x: _NodeValue) -> _NodeValue:
-        """Computes a look-up, a reduction, or `dropout.shared_p`."""
+        """Computes a look-up, a reduction over some axes, or `dropout.shared_p`."""
         param: Any = node.param
         if node.op == "look_up":
             table = self.tables[param]
             return _NodeValue(table.inside(x.array, x.axes), x.axes, table.interval)
         if node.op == "shared":
             return _NodeValue(self.layout.shared(x.array), x.axes)
-        return self._reduced(node, x)
+        over, shape = param
+        axes = "".join(axis for axis in "ts" if axis in x.axes or axis in over)
+        array = self.spread(x, axes, shape)
+        order = axes[::-1] if self.transposed else axes
+        reduced = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in over))
+        return _NodeValue(reduced, "".join(axis for axis in axes if axis not in over))
 
     def _computed(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """Computes an operation entry by entry, or the conversion of a distance to floats."""
@@ -248,15 +251,6 @@ class _Registers(NamedTuple):
             if tile is not None:
                 return _NodeValue(tile, "ts")
         return self._by_entry(node, args)._replace(distance=distance)
-
-    def _reduced(self, node: Node, x: _NodeValue) -> _NodeValue:
-        """Computes a reduction over some axes."""
-        over, shape = node.param  # pyright: ignore
-        axes = "".join(axis for axis in "ts" if axis in x.axes or axis in over)
-        array = self.spread(x, axes, shape)
-        order = axes[::-1] if self.transposed else axes
-        reduced = _REDUCTIONS[node.op](array, axis=tuple(order.index(axis) for axis in over))
-        return _NodeValue(reduced, "".join(axis for axis in axes if axis not in over))
 
     def _by_entry(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """Computes an operation entry by entry.

@@ -130,22 +130,15 @@ def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Norm
     The maximum is converted from units of log 2, and the backward pass converts it back. Both
     conversions round; the error of the two is added to the log of the total.
     """
-    # Without `jnp.maximum` the compiler would merge the two factors, and round only once.
+    # Without `jnp.maximum` the compiler would merge the two factors, and round only once, or fuse
+    # the second product with the subtraction.
     maximum = jnp.maximum(part.maximum * math.log(2), LOWEST)
-    error = (part.maximum - _shift(maximum)) * math.log(2)
+    error = (part.maximum - jnp.maximum(maximum * LOG2E, LOWEST)) * math.log(2)
     out, normalizer = softmax.finish(part._replace(maximum=maximum))
     error = jnp.where(part.total > 0, error, 0)
     return times(out, factors.dropout_scale), normalizer._replace(
         log_total=normalizer.log_total + error
     )
-
-
-def _shift(maximum: Array) -> Array:
-    """Returns a maximum in units of log 2, rounded.
-
-    `jnp.maximum` keeps the compiler from fusing the product with a subtraction.
-    """
-    return jnp.maximum(maximum * LOG2E, LOWEST)
 
 
 # Coefficients of a polynomial for 2^r with |r| ≤ 1/2, from r^5 down to r^0. The relative error is
