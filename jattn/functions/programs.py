@@ -1,7 +1,8 @@
 """Users' functions as traced programs, which are part of the keys of compiled programs.
 
-`program_of` traces once for all functions that certainly compute the same. Other functions are
-traced in each call; equal programs are then one object, so that they share compiled programs.
+`program_of` traces once for all functions that certainly compute the same results. It traces other
+functions in each call, and returns one object for equal programs, so that they share compiled
+programs.
 """
 
 import contextlib
@@ -26,10 +27,11 @@ class TracedFunction:
 
     def __init__(self, name: str, program: ClosedJaxpr, n_scalars: int, n_arguments: int):
         jaxpr: Any = program.jaxpr
+        # None for traced arrays, which are passed as operands.
         constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
-        bound = [x for x, y in zip(jaxpr.constvars, constants, strict=True) if y is None]
-        static = [x for x in jaxpr.constvars if x not in bound]
-        self._shared, rest = shared.split(jaxpr, static, (*jaxpr.invars[n_scalars:], *bound))
+        traced = [x for x, y in zip(jaxpr.constvars, constants, strict=True) if y is None]
+        static = [x for x in jaxpr.constvars if x not in traced]
+        self._shared, rest = shared.split(jaxpr, static, (*jaxpr.invars[n_scalars:], *traced))
         self.__name__, self._n_arguments = name, n_arguments
         self._dtypes = [x.aval.dtype for x in jaxpr.invars]
         self._constants = [*constants, *[None for _ in self._shared.results]]
@@ -42,18 +44,19 @@ class TracedFunction:
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
 
     def shared_results(self, operands: Any) -> list[Any]:
-        """Computes what all pairs share from the user's operands and the traced arrays."""
+        """Computes the results that all pairs share. `operands` are the user's operands, then the
+        traced arrays that the function reads."""
         return self._shared(
             [x for x in self._constants if x is not None] + jax.tree.leaves(operands)
         )
 
     def __call__(self, *arguments: Any) -> Any:
         n = self._n_arguments
-        leaves, traced_operands = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
+        leaves, further_operands = jax.tree.leaves(arguments[:n]), iter(arguments[n:])
         typed = [
             x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
         ]
-        constants = [next(traced_operands) if x is None else x for x in self._constants]
+        constants = [next(further_operands) if x is None else x for x in self._constants]
         (result,) = evaluated(self._jaxpr, constants, typed)
         return result
 
@@ -70,7 +73,7 @@ def program_of(
 
     The program holds the current values of everything that the function reads. Traced arrays among
     them become further operands, so that they are differentiable and the program does not hold
-    tracers; so do the results of operations that all pairs share, see `shared`.
+    tracers. The results of operations that all pairs share become operands too, see `shared`.
     """
     snapshot = snapshots.frozen(function)
     if snapshots.is_frozen(snapshot):
@@ -116,8 +119,11 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(value: Any) -> Any:
-    """Returns a program, or a parameter of one, with copies of its NumPy arrays. JAX caches its own
-    copy of a NumPy array by identity, even if the array was written to since."""
+    """Returns a program, or a parameter of one, with copies of its NumPy arrays.
+
+    JAX copies a constant once and finds its copy by the identity of the NumPy array, so that it
+    would not see later changes of the array.
+    """
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Literal):
@@ -140,29 +146,29 @@ _ORDERS = 3  # the orders of derivatives that a key covers: one more than attent
 
 
 def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
-    """Returns a key that is equal only for programs with the same results, and derivatives up to
-    this order. None stands for a constant that is passed as an operand."""
+    """Returns a key that is equal only for programs with the same results, and with the same
+    derivatives up to order `orders`. None stands for a constant that is passed as an operand."""
     numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     avals = tuple(x.aval for x in numbers)
 
-    def operand(x: Any) -> Hashable:
+    def operand_key(x: Any) -> Hashable:
         return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
 
     equations = []
     for equation in jaxpr.eqns:
-        operands = tuple(map(operand, equation.invars))
+        operands = tuple(map(operand_key, equation.invars))
         results = tuple(x.aval for x in equation.outvars)
         params = _parameters(equation, orders)
         numbers |= {x: len(numbers) + n for n, x in enumerate(equation.outvars)}
         equations.append((equation.primitive, operands, results, params))
-    results = tuple(map(operand, jaxpr.outvars))
-    known = tuple(_parameter(x, orders) for x in constants)
-    return avals, known, tuple(equations), results
+    results = tuple(map(operand_key, jaxpr.outvars))
+    constant_keys = tuple(_parameter(x, orders) for x in constants)
+    return avals, constant_keys, tuple(equations), results
 
 
 def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
-    """Returns a key of an equation's parameters. A derivative rule is a new object in each trace;
-    the key has the program of the derivative instead."""
+    """Returns a key of an equation's parameters. In place of a derivative rule, which is a new
+    object in each trace, the key contains the program of the derivative."""
     params = equation.params
     if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
         with contextlib.suppress(Exception):  # an error of the rule is raised when it is used
@@ -173,12 +179,12 @@ def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
 
 
 def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program of the derivative of a call with its own derivative rule."""
+    """Returns the derivative of a `custom_jvp` or `custom_vjp` call as a program."""
     primitive = equation.primitive
     avals: list[Any] = [x.aval for x in equation.invars]
     is_float = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in avals]
 
-    def derivative(operands: list[Any], directions: Any) -> Any:
+    def derivative(operands: list[Any], tangents_or_cotangents: Any) -> Any:
         def call(floats: list[Any]) -> Any:
             values = iter(floats)
             arguments = [next(values) if x else y for x, y in zip(is_float, operands, strict=True)]
@@ -186,9 +192,9 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
 
         floats = list(itertools.compress(operands, is_float))
         if primitive is custom_jvp_call_p:
-            return jax.jvp(call, (floats,), (directions,))
+            return jax.jvp(call, (floats,), (tangents_or_cotangents,))
         results, pull_back = jax.vjp(call, floats)
-        return results, pull_back(directions)
+        return results, pull_back(tangents_or_cotangents)
 
     is_jvp = primitive is custom_jvp_call_p
     like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)

@@ -16,8 +16,11 @@ from jattn._explicit import value_of, with_results
 
 
 class SharedOperations(NamedTuple):
-    """The shared equations of a program, the variables that they may read and those that the rest
-    reads of them."""
+    """The shared equations of a program.
+
+    `inputs` are the variables that they may read, `results` those of their variables that the rest
+    of the program reads.
+    """
 
     equations: list[JaxprEqn]
     inputs: Sequence[Any]
@@ -35,29 +38,34 @@ class SharedOperations(NamedTuple):
 def split(
     jaxpr: Any, constants: Sequence[Var], operands: Sequence[Var]
 ) -> tuple[SharedOperations, list[JaxprEqn]]:
-    """Returns the operations on operands and constants alone that lead to a `custom_vjp` rule on
-    operands, and the equations of the rest. Both have the operations on constants alone."""
-    known, by_operands, candidates = {*constants, *operands}, {*operands}, list[JaxprEqn]()
+    """Returns the shared operations of a program, and the equations of the rest.
+
+    An equation is shared if it depends on operands and constants alone, and is a `custom_vjp` call
+    on operands or an equation that such a call needs. The rest includes the shared equations that
+    depend on constants alone.
+    """
+    same_for_all_pairs, from_operands = {*constants, *operands}, {*operands}
+    candidates = list[JaxprEqn]()
     for equation in jaxpr.eqns:
-        if known.issuperset(_read(equation)):
-            known.update(equation.outvars)
+        if same_for_all_pairs.issuperset(_variables_read(equation)):
+            same_for_all_pairs.update(equation.outvars)
             candidates.append(equation)
-            if by_operands.intersection(_read(equation)):
-                by_operands.update(equation.outvars)
+            if from_operands.intersection(_variables_read(equation)):
+                from_operands.update(equation.outvars)
     needed, shared, moved = set[Var](), list[JaxprEqn](), set[Var]()
     for equation in reversed(candidates):
-        reads_operands = by_operands.intersection(_read(equation))
+        reads_operands = from_operands.intersection(_variables_read(equation))
         if needed.intersection(equation.outvars) or (reads_operands and _has_rule(equation)):
-            needed.update(_read(equation))
+            needed.update(_variables_read(equation))
             shared.insert(0, equation)
             moved.update(equation.outvars if reads_operands else ())
     rest = [x for x in jaxpr.eqns if not moved.intersection(x.outvars)]
-    read = {*jaxpr.outvars}.union(*map(_read, rest))
-    results = [x for equation in shared for x in equation.outvars if x in moved & read]
+    read_by_rest = {*jaxpr.outvars}.union(*map(_variables_read, rest))
+    results = [x for equation in shared for x in equation.outvars if x in moved & read_by_rest]
     return SharedOperations(shared, (*constants, *operands), results), rest
 
 
-def _read(equation: JaxprEqn) -> set[Var]:
+def _variables_read(equation: JaxprEqn) -> set[Var]:
     return {x for x in equation.invars if not isinstance(x, Literal)}
 
 

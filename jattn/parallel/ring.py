@@ -48,17 +48,17 @@ class HopGroup(NamedTuple):
     sources: tuple[int, ...]
 
     def send(self, tree: Tree, axes: Axes) -> Tree:
-        """Returns the arrays that this device receives in one hop; zeros if none sends to it."""
+        """Returns the arrays that this device receives in one hop; 0 if no device sends to it."""
         pairs = [(i, (i + self.distance) % axes.devices) for i in self.sources]
         return jax.tree.map(lambda x: moved(lambda y: lax.ppermute(y, axes.name, pairs), x), tree)
 
 
 class Route(NamedTuple):
-    """The route of the shards, the same for each relative to its own device."""
+    """The hops of the shards: each shard makes the same hops, starting from its own device."""
 
     needed: np.ndarray  # [d, s] is true if device d needs shard s
     sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
-    hops: tuple[HopGroup, ...]  # of all shards, after each device has computed its own shard
+    hops: tuple[HopGroup, ...]  # in order, to the devices other than a shard's own
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
@@ -74,13 +74,14 @@ class Route(NamedTuple):
     def through(cls, needed: np.ndarray, sent_keys: slice) -> "Route":
         """Returns the route with the fewest hops that takes each shard where it is needed."""
         n, shards = len(needed), np.arange(len(needed))
-        # wanted[r, s]: device s + r needs shard s. later[r, s]: it or a device further ahead does.
+        # wanted[r, s]: device s + r needs shard s.
+        # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
-        later = np.logical_or.accumulate(wanted[::-1])[::-1]
+        wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
-            sources = {int(s + start) % n for s in np.flatnonzero(later[stop])}
+            sources = {int(s + start) % n for s in np.flatnonzero(wanted_from[stop])}
             last = hops[-1] if hops else None
             if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
@@ -103,8 +104,9 @@ def travels(letters: str) -> bool:
 
 
 def _local_key_axis(letters: str, leaf: Array) -> int | None:
-    """Returns the S axis of an array along T and S, which has all keys of this device's queries and
-    does not travel. None for other arrays, and if the axis broadcasts."""
+    """Returns the S axis of an array along T and S, such as a dense mask: it has all keys for the
+    queries of this device, and does not travel. Returns None for other arrays, and if the axis
+    broadcasts."""
     axis = axis_of("S", letters, leaf.ndim)
     has_all_keys = axis is not None and not travels(letters) and leaf.shape[axis] > 1
     return axis if has_all_keys else None
@@ -123,10 +125,10 @@ def _slice_keys(letters: str, leaf: Array, start: Index, size: int) -> Array:
 
 
 class KVShard(NamedTuple):
-    """The arrays that go around for a shard, or for a chunk of its keys.
+    """A shard of keys, or a chunk of one: the arrays that go around the ring.
 
-    The index of a key within its shard is its local index. Its global index is among the keys of
-    all devices, shard after shard.
+    The local index of a key counts the keys of its shard. Its global index counts the keys of all
+    shards, one shard after another.
     """
 
     key: Array
@@ -135,13 +137,14 @@ class KVShard(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
-        """Returns this device's own keys, of which the first has the local index `local_start`."""
+        """Returns these keys of this device, the first with the local index `local_start`."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         arrays = [_slice_keys(*x, local_start, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
 
     def slice_spec(self, spec: Spec, global_start: Index) -> Spec:
-        """Returns the spec with the arrays along S of these keys, the first at `global_start`."""
+        """Returns the spec with its arrays along S sliced to these keys, of which the first has the
+        global index `global_start`."""
         arrays, size = iter(self.arrays), self.key.shape[1]
 
         def slice_leaf(letters: str, leaf: Array) -> Array:
@@ -165,7 +168,8 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Arranges a value for each array in this structure; `letters` are the parameters' axes."""
+        """Places values, one for each array, in this structure; `letters` are the axes of the
+        parameters, which say whether a parameter travels."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]
         return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))
@@ -186,7 +190,7 @@ def check_implementation(name: str | None) -> None:
     registry.check_name(name)
     if name is not None and name not in _PARTIAL_KERNELS:
         possible = " and ".join(map(repr, _PARTIAL_KERNELS))
-        registry.refuse(name, f"it computes whole rows; {possible} compute parts of the keys")
+        registry.refuse(name, f"it cannot compute a part of the keys; {possible} can")
 
 
 def run_part(
@@ -197,7 +201,8 @@ def run_part(
     *operands: Tree,
     shapes: Shapes,
 ) -> Tree:
-    """Runs a function of the named kernel, or of the first for this spec; results are as `like`."""
+    """Runs a function of the named kernel, or of the first kernel that supports the call. Its
+    results have the shapes and dtypes of `like`."""
     call = Call(spec, shapes, implementation=implementation)
     functions = registry.functions(call, _PARTIAL_KERNELS)
     assert functions is not None, "the reference cannot compute a part of the keys"
@@ -257,16 +262,18 @@ class Ring(NamedTuple):
         return state
 
     def shard(self, distance: Index) -> Array:
-        """Returns the index of this device's shard after all have moved `distance` devices."""
+        """Returns the index of the shard that this device holds after all shards have moved
+        `distance` devices."""
         return (self.axes.device_index - distance) % self.axes.devices
 
     def global_start(self, distance: Index) -> Array:
-        """Returns the global index of the first key on this device after that move."""
+        """Returns the global index of the first key that this device holds after all shards have
+        moved `distance` devices."""
         return self.shard(distance) * self.shard_size + self.local_start
 
     def local_spec(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
         """Returns the spec of this device's queries and of the keys `kv`, which have moved
-        `distance` devices. Masks, score functions and dropout see positions in the sequence."""
+        `distance` devices. Masks, score functions and dropout see the places of the whole call."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
         axes, start, (share, shares) = self.axes, self.global_start(distance), self.round
         b, h = axes.first_row_and_head(B, N * shares)
@@ -329,8 +336,8 @@ class Ring(NamedTuple):
 
         def compute() -> Gradients:
             local_spec = self.local_spec(spec, per_query.query, kv, distance)
-            d_qkv = (so_far.local[0], *so_far.with_shard[:2])  # in the accumulation dtype
-            like, operands = (parameters(local_spec), *d_qkv), (per_query, kv.key, kv.value, finite)
+            like = (parameters(local_spec), so_far.local[0], *so_far.with_shard[:2])
+            operands = (per_query, kv.key, kv.value, finite)
             d_params, d_query, d_key, d_value = run_part(
                 "backward", like, self.implementation, local_spec, *operands, shapes=shapes
             )
@@ -344,9 +351,9 @@ class Ring(NamedTuple):
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
     """Folds `compute(kv, distance, hop, state)` over the shards that visit this device.
 
-    Each shard is sent on before it is computed, so that the two overlap. `distance` is the number
-    of devices by which the shard has moved, `hop` the group of the hop with which it arrived, None
-    for the device's own shard.
+    A device sends each shard on before it computes with it, so that transfer and computation
+    overlap. `distance` is the number of devices by which the shard has moved. `hop` is the group of
+    the hop with which it arrived; None for the device's own shard.
     """
     hops, distance = ring.route.hops, 0
     next_shard = hops[0].send(kv, ring.axes) if hops else None
@@ -379,11 +386,11 @@ def _all_shards_backward(
     def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
             return ring.backward(spec, per_query, kv, distance, finite, total)
-        # `Route.home` returns the gradients of all shards over the same distance, so that they
-        # move on even where their shard is no longer sent.
-        of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
-        arrived = of_all.send(total.with_shard, ring.axes)
-        # Starting from 0, and not from `arrived`, the computation overlaps with the transfer.
+        # The gradients of every shard make all hops, even where the shard is no longer sent:
+        # `Route.home` then takes them all home over the same distance.
+        hop_of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
+        arrived = hop_of_all.send(total.with_shard, ring.axes)
+        # The sum starts from 0, not from `arrived`, so that it overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
@@ -392,7 +399,7 @@ def _all_shards_backward(
     if not ring.route.hops:
         return total
     d_key, d_value, d_params = total.with_shard
-    # The sums are complete, so that the last hop can send them in the dtype of keys and values.
+    # The sums are complete, so the last hop can send them in the dtypes of keys and values.
     d_key, d_value = d_key.astype(kv.key.dtype), d_value.astype(kv.value.dtype)
     returned = ring.route.home.send((d_key, d_value, d_params), ring.axes)
     return total._replace(with_shard=returned)
@@ -451,9 +458,10 @@ def _backward(
             total, local = state
             chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
             so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
-            chunk = _all_shards_backward(ring, spec, per_query, kv, finite, so_far)
+            result = _all_shards_backward(ring, spec, per_query, kv, finite, so_far)
             add = functools.partial(round.add, first_key=ring.local_start)
-            return jax.tree.map(add, axis_letters.with_shard, total, chunk.with_shard), chunk.local
+            total = jax.tree.map(add, axis_letters.with_shard, total, result.with_shard)
+            return total, result.local
 
         state = total.with_shard, zeros(key, value, spec).local
         with_shard, local = in_round.over_chunks(spec, query, key, value, body, state)
@@ -472,7 +480,7 @@ def attend(
     """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of this device's queries,
     differentiable.
 
-    `call` is prepared, with this device's arrays. The batch axes are merged into one, B.
+    `call` comes from `Call.prepared` and has this device's arrays. All arrays have one batch axis.
     """
     spec, T, S, n = call.spec, query.shape[1], key.shape[1], axes.devices
     if spec.dropout_rate:
@@ -491,12 +499,13 @@ def attend(
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
         params, spec, query, key, value, out, normalizer, finite = residuals
-        d_out, (_, d_lse) = cotangents  # the cotangent of the log stands for that of the sum
+        # lse is the sum of the normalizer's two numbers; its cotangent is passed as the second's.
+        d_out, (_, d_lse) = cotangents
         # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
         gradients = _backward(ring, with_parameters(spec, params), per_query, key, value, finite)
-        # None for `spec`: its arrays with gradients are `params`.
+        # None for `spec`: its differentiable arrays are passed as `params`.
         return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 
     run.defvjp(run_forward, run_backward)

@@ -1,8 +1,8 @@
 """Exact attention tile by tile, in memory linear in T and S.
 
-In the forward pass, each block of queries visits its tiles of keys and combines them by the online
-softmax of `jattn.softmax`. The backward pass visits the tiles again and recomputes their weights
-from the queries, the keys and the normalizer (Rabe and Staats 2021; Dao et al. 2022,
+In the forward pass, each block of queries visits its tiles of keys and combines their results by
+the online softmax of `jattn.softmax`. The backward pass visits the tiles again and recomputes their
+weights from the queries, the keys and the normalizer (Rabe and Staats 2021; Dao et al. 2022,
 FlashAttention; gradients as in Dao et al., appendix B.2). `tile_schedule` determines which tiles
 are visited; tiles in which the mask allows no pair are skipped.
 
@@ -52,8 +52,8 @@ def choose_tiling(spec: Spec, T: int, S: int, sizes: Sizes) -> Tiling:
     """
     block = max(128, max(T, S) // 1024)  # coarse, so that the tile map of a long sequence is small
     tile_kinds = tile_schedule.kinds(select_head(spec, 0, 0), T, S, Tiling(block, block))
-    # Bounds of the number of keys that a block of queries visits on average. A traced mask leaves
-    # them at 0 and S.
+    # Bounds of the number of keys that a block of queries visits on average. With a traced mask the
+    # number is not known: the bounds stay 0 and S.
     min_keys, max_keys = 0.0, float(S)
     if isinstance(tile_kinds, np.ndarray):
         min_keys = max_keys = float(np.mean(np.sum(tile_kinds > 0, axis=1)) * block)
@@ -86,11 +86,11 @@ class BlockwiseCall(NamedTuple):
     def of(
         cls, platform: str, spec: Spec, query: Array, value: Array, tiling: Tiling | None
     ) -> "BlockwiseCall":
-        """Chooses the strategy and, without a given tiling, the tiling of a call."""
+        """Chooses the strategy of a call, and its tiling if `tiling` is None."""
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        # The backward pass of a single tile computes its own normalizer. With a part of the keys it
-        # needs the given one, of all parts.
+        # A single tile recomputes its normalizer in the backward pass. A call with only a part of
+        # the keys must use the normalizer that it receives, which is of all keys.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"
@@ -110,8 +110,8 @@ class BlockwiseCall(NamedTuple):
     ) -> tile_schedule.Schedule:
         """Returns the schedule of head (b, h), see `tile_schedule.schedule`.
 
-        With the strategy "vmap", on GPUs and TPUs, no loop is unrolled: their compilers would run
-        unrolled tiles concurrently, which takes memory for the scores of all of them.
+        With the strategy "vmap", which GPUs and TPUs use, loops are not unrolled: the compilers for
+        these would run unrolled tiles concurrently, and keep the scores of all of them in memory.
         """
         unrolled = self.strategy != "vmap"
         return tile_schedule.schedule(
@@ -123,9 +123,9 @@ class BlockwiseCall(NamedTuple):
     ) -> Tree:
         """Returns the results of `block(i)` for each i < n, stacked.
 
-        With the strategy "vmap", several blocks are computed at once: at most as many as compute
-        `tuning.scores_together` scores in a step. A single block is called directly, because a
-        loop under `jax.vmap` runs as long as the longest loop of the batch.
+        With the strategy "vmap", a step computes several blocks at once: as many as have at most
+        `tuning.scores_together` scores. A step of one block does not use `jax.vmap`, under which
+        the loop of each block would run as long as the longest loop of the batch.
         """
         batch_size = 1
         if self.strategy == "vmap":
@@ -146,7 +146,8 @@ class Values(NamedTuple):
 
     `finite` has 0 in place of NaN and infinities. `nonfinite` is added to the scores of each key:
     NaN if its value is not finite, else 0, so that only queries that attend to the key become NaN.
-    Without a mask `nonfinite` is None: all queries attend to all keys (`tile.add_nan_of_values`).
+    Without a mask `nonfinite` is None: every query attends to every key, and
+    `tile.add_nan_of_values` makes all results NaN.
     """
 
     finite: Float[Array, "S V"]
@@ -191,14 +192,14 @@ def _forward_head(
             )
             return partial if state is None else softmax.combine(state, partial)
 
-        # An unrolled schedule starts with its first tile, a loop needs an initial state.
+        # In an unrolled schedule the first run makes the state; a loop needs an initial state.
         runs = schedule.of(i)
         initial = None if runs else softmax.empty(block_q, v.shape[1], values.finite.dtype)
         return softmax.finish_without_gradient(tile_schedule.visit(schedule, i, add_run, initial))
 
     blocks = call.map_blocks(schedule, len(q) // block_q, block)
     out, (maximum, log_total) = jax.tree.map(tile_schedule.join, blocks)
-    # Without a mask all queries attend to a value that is not finite.
+    # Without a mask, a value that is not finite makes the results of all queries NaN.
     return tile.add_nan_of_values(spec, v, out / factor), Normalizer(
         tile.add_nan_of_values(spec, v, maximum), log_total
     )
@@ -281,27 +282,32 @@ def backward_head(
     schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q
     spec, q, scale = scaled(spec, q)
     head = _BackwardHead.of(spec, b, h, (q, *per_query[1:]), k, v)
-    q_transposed, d_transposed = head.q_finite.T, d_out.T
+    q_transposed, d_out_transposed = head.q_finite.T, d_out.T
     letters = parameter_letters(spec)
 
     def block(i: Index, total: _Gradients) -> _Gradients:
-        qt_i, dt_i = (
-            slicing.take(x, i * block_q, block_q, 1) for x in (q_transposed, d_transposed)
+        q_i_transposed, d_out_i_transposed = (
+            slicing.take(x, i * block_q, block_q, 1) for x in (q_transposed, d_out_transposed)
         )
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, dk, dv, d_params = state
-            d_products, weights, d_tile = head.tile_gradients(i * block_q, block_q, run)
+            d_products, weights, d_tile_params = head.tile_gradients(i * block_q, block_q, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
             if spec.pair is None:
-                dq, dkt = dot(d_products, k_j, spec), dot(qt_i, d_products, spec)
+                dq = dot(d_products, k_j, spec)
+                dk_j_transposed = dot(q_i_transposed, d_products, spec)
             else:
-                dq, dk_j, d_tile = _pair_gradients(spec, qt_i.T, k_j, d_products, d_tile)
-                dkt = dk_j.T
-            dk = slicing.add_at(dk, dkt, run.start, 1)
-            dv = slicing.add_at(dv, dot(dt_i, weights, spec), run.start, 1)
+                dq, dk_j, d_tile_params = _pair_gradients(
+                    spec, q_i_transposed.T, k_j, d_products, d_tile_params
+                )
+                dk_j_transposed = dk_j.T
+            dk = slicing.add_at(dk, dk_j_transposed, run.start, 1)
+            dv_j_transposed = dot(d_out_i_transposed, weights, spec)
+            dv = slicing.add_at(dv, dv_j_transposed, run.start, 1)
             starts = {"T": i * block_q, "S": run.start}
-            return dq_i + dq, dk, dv, slicing.add_leaves(d_params, d_tile, letters, starts)
+            d_params = slicing.add_leaves(d_params, d_tile_params, letters, starts)
+            return dq_i + dq, dk, dv, d_params
 
         state = (jnp.zeros_like(head.q_finite[:block_q]), total.key, total.value, total.params)
         dq_i, *rest = tile_schedule.visit(schedule, i, add_run, state)
@@ -334,8 +340,8 @@ def _backward_blocks(
     """Computes the gradients of one head, several blocks at once.
 
     A first pass over blocks of queries computes the gradients of queries and parameters, a second
-    pass over blocks of keys the gradients of keys and values. Both compute the weights. No two
-    blocks add to the same entry of a gradient, so the order of every sum is fixed.
+    pass over blocks of keys the gradients of keys and values. Both passes compute the weights. In
+    each, no two blocks add to the same entry of a gradient, so the order of every sum is fixed.
     """
     q, (block_q, block_kv), S = per_query[0], call.tiling, len(k)
     by_query, by_key = (call.schedule(spec, b, h, by_key=x) for x in (False, True))
@@ -344,19 +350,19 @@ def _backward_blocks(
     letters = parameter_letters(spec)
 
     def query_block(i: Index) -> tuple[Array, list[Array]]:
-        """Computes the gradients of a block of queries, and its terms of the parameters'."""
+        """Computes the gradients of a block of queries, and of parameters from these queries."""
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, d_params = state
-            d_products, _, d_tile = head.tile_gradients(i * block_q, block_q, run)
+            d_products, _, d_tile_params = head.tile_gradients(i * block_q, block_q, run)
             k_j = slicing.take(head.k_finite, run.start, run.size)
             if spec.pair is None:
                 dq = dot(d_products, k_j, spec)
             else:
                 q_i = slicing.take(head.q_finite, i * block_q, block_q)
-                dq, _, d_tile = _pair_gradients(spec, q_i, k_j, d_products, d_tile)
-            starts = {"T": 0, "S": run.start}  # `d_params` are those of this block of queries
-            return dq_i + dq, slicing.add_leaves(d_params, d_tile, letters, starts)
+                dq, _, d_tile_params = _pair_gradients(spec, q_i, k_j, d_products, d_tile_params)
+            starts = {"T": 0, "S": run.start}  # along T, `d_params` has only this block of queries
+            return dq_i + dq, slicing.add_leaves(d_params, d_tile_params, letters, starts)
 
         params = parameters(slicing.slice_tile(spec, i * block_q, block_q, 0, S))
         zeros = jax.tree.map(jnp.zeros_like, (head.q_finite[:block_q], params))
@@ -365,17 +371,18 @@ def _backward_blocks(
     def key_block(j: Index) -> tuple[Array, Array]:
         """Computes the gradients of a block of keys and of its values."""
 
-        def add_run(run: tile_schedule.TileRun, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def add_run(queries: tile_schedule.TileRun, state: tuple[Array, ...]) -> tuple[Array, ...]:
             dk_j, dv_j = state
-            keys = tile_schedule.TileRun(j * block_kv, block_kv, run.masked)
-            d_products, weights, _ = head.tile_gradients(run.start, run.size, keys)
-            q_i, d_i = (slicing.take(x, run.start, run.size) for x in (head.q_finite, head.d_out))
+            start, size, masked = queries
+            keys = tile_schedule.TileRun(j * block_kv, block_kv, masked)
+            d_products, weights, _ = head.tile_gradients(start, size, keys)
+            q_i, d_out_i = (slicing.take(x, start, size) for x in (head.q_finite, head.d_out))
             if spec.pair is None:
                 dk = dot(d_products.T, q_i, spec)
             else:
                 k_j = slicing.take(head.k_finite, j * block_kv, block_kv)
                 _, dk, _ = _pair_gradients(spec, q_i, k_j, d_products, parameters(spec))
-            return dk_j + dk, dv_j + dot(weights.T, d_i, spec)
+            return dk_j + dk, dv_j + dot(weights.T, d_out_i, spec)
 
         zeros = (head.k_finite[:block_kv], head.values.finite[:block_kv])
         return tile_schedule.visit(by_key, j, add_run, jax.tree.map(jnp.zeros_like, zeros))
@@ -399,9 +406,9 @@ def take_head(x: Array, b: Index, h: Index, size: int) -> Array:
     return slicing.pad_to(head.reshape(x.shape[1], *x.shape[3:]), size)
 
 
-def write_head(total: Array, x: Array, b: Index, h: Index, query: Any = 0) -> Array:
-    """Writes `x [t, ...]` into head (b, h) of `total [B, T, N, ...]`, from index `query` on."""
-    start = (b, jnp.int32(query), h) + (np.int32(0),) * (total.ndim - 3)
+def write_head(total: Array, x: Array, b: Index, h: Index, first_query: Any = 0) -> Array:
+    """Writes `x [t, ...]` to head (b, h) of `total [B, T, N, ...]`, from `first_query` on."""
+    start = (b, jnp.int32(first_query), h) + (np.int32(0),) * (total.ndim - 3)
     return lax.dynamic_update_slice(total, x[None, : total.shape[1], None], start)
 
 
@@ -429,9 +436,9 @@ def _zero_results(shapes: Shapes, T: int, dtype: DTypeLike) -> tuple[Array, Norm
 def _band(spec: Spec, call: BlockwiseCall) -> tile_schedule.Band | None:
     """Returns the band of a padded spec if the forward pass can use one, else None.
 
-    It cannot if the keys are one part of a sequence (`spec.partial`). The backward pass then
-    receives the normalizer of all parts and cannot recompute it, see `_normalized_by_tiles`; so
-    both passes must compute the scores of the same tiles.
+    After a forward pass along a band, the backward pass may have to recompute the normalizer, see
+    `_with_recomputed_normalizer`. A call with only a part of the keys (`spec.partial`) cannot, as
+    its normalizer is of all keys. So it uses no band.
     """
     if call.strategy != "loop" or spec.pair is not None or spec.partial:
         return None
@@ -459,15 +466,18 @@ def _forward_band(
     batch_size = min(n_blocks, tuning.current().band_blocks)
     n_batches = -(-n_blocks // batch_size)
 
-    def one_block(
-        attend: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
+    def compute_block(
+        compute_tile: Callable[..., Any], i: Index, spec: Spec, b: Index, h: Index, *qkv: Array
     ) -> Any:
         keys = tile_schedule.TileRun(starts[i], band.width, True)
-        return attend(slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, keys), *qkv)
+        head_tile = slicing.HeadTile.at(spec, b, h, i * band.rows, band.rows, keys)
+        return compute_tile(head_tile, *qkv)
 
-    def map_blocks(attend: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap) -> Any:
+    def map_blocks(
+        compute_tile: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap
+    ) -> Any:
         axes = (0, None, None, None, 0, 0, 0)  # of i, spec, b, h, q, k and v
-        return over_batch(functools.partial(one_block, attend), axes)(*operands)
+        return over_batch(functools.partial(compute_block, compute_tile), axes)(*operands)
 
     def body(index: Any, total: Any) -> Any:
         head, batch = divmod(index, n_batches)
@@ -519,7 +529,7 @@ def backward_loop(
 ) -> Tree:
     """Computes the gradients of parameters, query, key and value, one head after another.
 
-    `per_head` holds the arrays of all heads, each `[B, T, N, ...]`.
+    `per_head` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
     """
     shapes, (T, S) = call.shapes, call.padded
     letters, inputs = parameter_letters(spec), (per_head[0], key, value)
@@ -562,7 +572,7 @@ def backward_vmap(
 ) -> Tree:
     """Computes the gradients of parameters, query, key and value, all heads at once.
 
-    `per_head` holds the arrays of all heads, each `[B, T, N, ...]`.
+    `per_head` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
     """
     shapes, (T, S) = call.shapes, call.padded
     backward = backward_head if call.strategy == "single tile" else _backward_blocks
@@ -599,32 +609,32 @@ def _forward(
     query: Array,
     key: Array,
     value: Array,
-    keep: bool = False,
+    keep_weights: bool = False,
 ) -> tuple[Any, ...]:
     call = BlockwiseCall.of(platform, spec, query, value, tiling)
     if call.strategy == "single tile":
         sizes = tuning.sizes(platform)
-        return single_tile.forward(spec, query, key, value, sizes, keep)
-    spec, run = call.pad(spec), forward_loop if call.strategy == "loop" else forward_vmap
+        return single_tile.forward(spec, query, key, value, sizes, keep_weights)
+    spec, compute = call.pad(spec), forward_loop if call.strategy == "loop" else forward_vmap
     if band := _band(spec, call):
-        run = functools.partial(_forward_band, band=band)
-    results = run(spec, query, key, value, call)
-    weights = (no_weights(query, key, value),) if keep else ()
-    # Only a single tile needs its third result, `all_finite`, in the backward pass.
+        compute = functools.partial(_forward_band, band=band)
+    results = compute(spec, query, key, value, call)
+    weights = (no_weights(query, key, value),) if keep_weights else ()
+    # The third result, `all_finite`, is only used in the backward pass of a single tile.
     return *results, jnp.zeros((), bool), *weights
 
 
 _LARGE_LOGITS = 2.0**16  # a rounding error of these may change the weights noticeably
 
 
-def _normalized_by_tiles(
+def _with_recomputed_normalizer(
     spec: Spec, per_query: PerQuery, key: Array, value: Array, call: BlockwiseCall
 ) -> PerQuery:
     """Returns `per_query`, with a recomputed normalizer if logits are large.
 
     The forward pass computed the normalizer along a band, the backward pass computes scores tile by
-    tile, and XLA rounds the products of the two differently. Large logits need a normalizer of
-    scores that were computed tile by tile.
+    tile, and XLA rounds the products of the two differently. If logits are large, this function
+    computes the normalizer again, from scores that are computed tile by tile.
     """
 
     def unchanged(per_query: PerQuery, *_: Array) -> Any:
@@ -652,10 +662,10 @@ def _backward(
     if call.strategy == "single tile":
         sizes = tuning.sizes(platform)
         return single_tile.backward(spec, per_query, key, value, forward_results, sizes)
-    padded, run = call.pad(spec), backward_loop if call.strategy == "loop" else backward_vmap
+    padded, compute = call.pad(spec), backward_loop if call.strategy == "loop" else backward_vmap
     if _band(padded, call):
-        per_query = _normalized_by_tiles(padded, per_query, key, value, call)
-    d_params, *gradients = run(padded, per_query, key, value, call)
+        per_query = _with_recomputed_normalizer(padded, per_query, key, value, call)
+    d_params, *gradients = compute(padded, per_query, key, value, call)
     return slicing.unpadded_parameters(d_params, spec), *gradients
 
 
@@ -665,8 +675,8 @@ def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
     By default short sequences are a single tile, and `choose_tiling` chooses the tiling of others.
     """
     forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
-    return AttentionVJP(forward, backward, functools.partial(forward, keep=True))
+    return AttentionVJP(forward, backward, functools.partial(forward, keep_weights=True))
 
 
-# There is no reason against any call: this kernel supports all of them.
+# `supports` returns None, no reason to refuse: this kernel computes every call.
 KERNEL = Kernel(supports=lambda call: None, functions=functions)

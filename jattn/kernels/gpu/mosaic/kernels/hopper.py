@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
 
-FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, learned from its documentation and from
+FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, written after Pallas's documentation and
 `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One only copies:
 it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
 two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
@@ -66,7 +66,7 @@ _BUFFERS = 2  # in shared memory, for streamed tiles
 _MISCOMPILING_RUNTIMES = range(12080, 12100)
 _FIRST_CORRECT_COMPILER = (12, 9, 86)
 
-# The packages that hold them: JAX before 0.12 compiles by the first, later versions by the second.
+# The packages of these compilers: JAX before 0.12 uses the first, later versions the second.
 _COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
 
 
@@ -114,7 +114,7 @@ class _HopperForward(NamedTuple):
     the block visits or, if these are split into several `parts`, one part of them.
 
     `fold_items(function, state)` folds over the program's work items, see `launch_in_rounds`.
-    `leaves` are the spec's arrays, and `visits_ref` those of `visits`.
+    `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
     """
 
     problem: GPUProblem
@@ -138,10 +138,11 @@ class _HopperForward(NamedTuple):
         """Copies the tiles of keys and values of all work items, in the copying warpgroup."""
         self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
-    def copy_tiles(self, item: Callable[..., Any], turn: Array) -> Array:
-        """Copies the tiles of one work item, the first in this turn, and returns the next turn."""
+    def copy_tiles(self, read_item: Callable[..., Any], turn: Array) -> Array:
+        """Copies the tiles of one work item, the first of which has the number `turn`, and returns
+        the number of the next tile."""
         rows, columns = self.problem.tiling
-        part, b, h, i = item(0)
+        part, b, h, i = read_item(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
 
         def visit(j: Array, masked: bool, turn: Array) -> Array:
@@ -158,30 +159,30 @@ class _HopperForward(NamedTuple):
         """Computes the 64 queries of this warpgroup in all work items, in a computing warpgroup."""
         self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
-    def attend(self, group: Array, item: Callable[..., Any], turn: Array) -> Array:
-        """Computes the queries of this warpgroup in one work item, and returns the next turn."""
+    def attend(self, group: Array, read_item: Callable[..., Any], turn: Array) -> Array:
+        """Computes the queries of this warpgroup in one work item. Takes and returns turns as
+        `copy_tiles` does."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
-        part, b, h, i = item(0)
+        part, b, h, i = read_item(0)
         memory.load(0, group, self.query.at[b, pl.ds(i * rows + group * ROWS, ROWS), h])
         constants = problem.constants(self.leaves, b, h)
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
             opaque = hidden(group, turn) if _needs_most_registers(problem, masked) else group
-            # Read again, so that the indices take up no registers from one tile to the next.
-            _, b, h, i = item(turn)
+            # Read for each tile, so that the indices take up no registers between tiles.
+            _, b, h, i = read_item(turn)
             index = TileIndex(b, h, i * rows + opaque * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
             return turn + 1, self.add_tile(opaque, masked, read, turn, sums)
 
-        # Warpgroup 1 starts half a step after warpgroup 0, so that they alternate, and ends half a
-        # step after it.
+        # Warpgroup 1 starts, and ends, half a step after warpgroup 0, so that they alternate.
         pl.when(group == 1)(memory.change_turns)
         state = turn, initial(problem.unit, ROWS, problem.shapes.V)
         turn, sums = self.fold((part, b, h, i), visit, state)
         pl.when(group == 0)(memory.change_turns)
-        part, b, h, i = item(turn)
+        part, b, h, i = read_item(turn)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
         self.write_results(group, sums, block)
         return turn
@@ -196,13 +197,13 @@ class _HopperForward(NamedTuple):
     ) -> softmax.Partial:
         """Returns the sums with one more tile; `read` reads its parts of the spec's arrays."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
-        # Parts for a mask need many registers, which are free only after the products.
-        early = None if masked else read()
+        # The arrays of a mask take many registers, which are not free before the products are done.
+        early_tile = None if masked else read()
 
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
-            pair, change = [(memory.resident[0].at[group], k)], memory.change_turns
-            (products,) = matrix_units.multiply(unit, pair, transposed=True, started=change)
-            return products, (early or read()).completed(streamed)
+            factors, change = [(memory.resident[0].at[group], k)], memory.change_turns
+            (products,) = matrix_units.multiply(unit, factors, transposed=True, started=change)
+            return products, (early_tile or read()).completed(streamed)
 
         products, tile = memory.streams[0].use(turn, multiply_keys)
         weights, sums = online(problem, masked, tile, products, sums)
@@ -218,8 +219,8 @@ class _HopperForward(NamedTuple):
     def write_results(self, group: Array, sums: softmax.Partial, block: Tree) -> None:
         """Writes the output and the normalizer of a warpgroup's queries to global memory.
 
-        They pass through the warpgroup's resident arrays in shared memory. The float32 output of
-        one of several parts of the keys does not fit there, and is written directly.
+        They are first written to the warpgroup's resident arrays in shared memory. If the keys are
+        split into parts, the output is float32, does not fit there, and is written directly.
         """
         part, b, h, rows = block
         queries, *resident = (x.at[group] for x in self.memory.resident)
@@ -227,12 +228,12 @@ class _HopperForward(NamedTuple):
         out, normalizer = mosaic_interpreter.run(finished_sums, sums)
         result = self.results[0].at[part, b, rows, h]
         is_part = result.dtype != queries.dtype
-        place = result if is_part else queries
-        place[...] = out.astype(place.dtype)
+        target = result if is_part else queries
+        target[...] = out.astype(target.dtype)
         copies = [] if is_part else [(queries, result)]
-        for array, x, to in zip(resident, normalizer, self.results[1:], strict=True):
+        for array, x, x_result in zip(resident, normalizer, self.results[1:], strict=True):
             array[...] = x
-            copies.append((array, to.at[part, b, h, rows]))
+            copies.append((array, x_result.at[part, b, h, rows]))
         store(copies)
 
 
@@ -273,7 +274,8 @@ def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
 
 
 class _HopperGradients(backward.GradientProgram):
-    """A program each of whose computing warpgroups keeps 64 queries or, with `by_key`, 64 keys."""
+    """A gradient program in which each computing warpgroup keeps 64 queries or, with `by_key`, 64
+    keys."""
 
     def run(self) -> None:
         by_group(self.problem.groups, self.copy, self.compute)
@@ -297,10 +299,11 @@ class _HopperGradients(backward.GradientProgram):
         problem, memory, (b, key_head, i) = self.problem, self.memory, self.place
         block = i * problem.groups + group
         start = block * ROWS
-        kept = b, pl.ds(start, ROWS), key_head
-        resident = [memory.load(x, group, self.resident[x].at[kept]) for x in range(2)]
+        resident_index = b, pl.ds(start, ROWS), key_head
+        resident = [memory.load(x, group, self.resident[x].at[resident_index]) for x in range(2)]
         unit, by_key = problem.unit, problem.by_key
-        rows = None if by_key else RowStatistics.read(unit, self.rows, b, key_head, block)
+        # With `by_key` the statistics are streamed with the queries, see `add`.
+        statistics = None if by_key else RowStatistics.read(unit, self.rows, b, key_head, block)
 
         def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
@@ -310,31 +313,32 @@ class _HopperGradients(backward.GradientProgram):
                 index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
-                scarce = by_key or _needs_most_registers(problem, masked)
-                opaque = hidden(group, turn) if scarce else group
+                needs_most = by_key or _needs_most_registers(problem, masked)
+                opaque = hidden(group, turn) if needs_most else group
                 arrays = [x.at[opaque] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
-                add = functools.partial(self.add, tile, masked, rows, arrays, totals)
+                add = functools.partial(self.add, tile, masked, statistics, arrays, totals)
                 return turn + 1, *memory.streams[0].use(turn, add)
 
             return visit
 
         zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in self.results]
         _, *totals = self.fold_heads(visit_head, (jnp.int32(0), *zeros))
-        gradients = finished(problem, dict(zip(self.which, totals, strict=True)), rows)
+        gradients = finished(problem, dict(zip(self.which, totals, strict=True)), statistics)
         for array, gradient in zip(resident, gradients, strict=False):
             array[...] = gradient.astype(array.dtype)
-        store([(x, y.at[kept]) for x, y in zip(resident, self.results, strict=False)])
+        store([(x, y.at[resident_index]) for x, y in zip(resident, self.results, strict=False)])
 
     def add(
-        self, tile: Any, masked: bool, rows: Any, resident: Any, totals: Any, *arrays: Ref
+        self, tile: Any, masked: bool, statistics: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
         """Adds a streamed tile to the totals. `arrays`, in shared memory, are its two tiles, with
         `by_key` the statistics of its queries, and its parts of the spec's arrays."""
         tiles, rest = arrays[:2], arrays[2:]
-        if rows is None:
-            rows, rest = functools.partial(RowStatistics.read, self.problem.unit, rest[0]), rest[1:]
-        operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
+        if statistics is None:
+            statistics = functools.partial(RowStatistics.read, self.problem.unit, rest[0])
+            rest = rest[1:]
+        operands = {"masked": masked, "rows": statistics, "resident": resident, "tile": tile}
         return add_gradients(self.problem, totals, tiles, **operands, streamed_arrays=rest)
 
 
@@ -344,8 +348,8 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     groups, call = problem.groups, (problem, *call)
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     resident = [tiles(groups, ROWS) for _ in range(2)]
-    rows = [mosaic().SMEM((_BUFFERS, 3 * size), jnp.float32)] if by_key else []
-    stream = *[tiles(_BUFFERS, size)] * 2, *rows, *problem.streamed_scratch(_BUFFERS)
+    statistics = [mosaic().SMEM((_BUFFERS, 3 * size), jnp.float32)] if by_key else []
+    stream = *[tiles(_BUFFERS, size)] * 2, *statistics, *problem.streamed_scratch(_BUFFERS)
     scratch = WarpgroupMemory.scratch(groups, tuple(resident), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
     block = size if by_key else ROWS
@@ -353,31 +357,31 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
-    """Returns the queries of a program and the keys of a tile.
+    """Returns the number of queries of a program, and of keys of a tile.
 
     Two tiles of keys and of values fit shared memory (227 KiB), and the scores of one tile fit the
     registers of a warpgroup.
     """
-    drops = spec.dropout_rate > 0
+    has_dropout = spec.dropout_rate > 0
     # Combined with another mask, a window compares keys with both of its ends.
-    windowed = _has(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
-    many = drops or _needs_many(spec) or windowed
-    scarce = many if few() else drops and _is_long(spec)
+    windowed = _contains(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
+    needs_many = has_dropout or _scores_need_many_registers(spec) or windowed
+    is_small = needs_many if few() else has_dropout and _derivative_needs_many_registers(spec)
     width = max(shapes.H, shapes.V)
-    return Tiling(_rows(width), 128 if width <= 128 and not scarce else 64)
+    return Tiling(_rows(width), 128 if width <= 128 and not is_small else 64)
 
 
-def _has(tree: Tree, *kinds: type) -> bool:
+def _contains(tree: Tree, *kinds: type) -> bool:
     """Returns whether a mask or score function contains an instance of these classes."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(x, kinds) for x in nodes)
 
 
 def _rows(width: int) -> int:
-    """Returns the queries, or keys, of a program: 64 for each computing warpgroup.
+    """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    There are two of these, except for wide heads if registers cannot be moved from the copying to
-    the computing warpgroups: their tiles need more than a third of all registers.
+    There are two computing warpgroups. If registers cannot be moved to them from the copying one,
+    there is one for wide heads, whose tiles need more than a third of all registers.
     """
     return ROWS if few() and width > 128 else 2 * ROWS
 
@@ -386,30 +390,34 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    """Returns the sizes of streamed tiles, the most that fit the registers."""
-    reads = spec.score is not None or (few() and _has(spec.mask, masks.Dense))
-    many = _needs_many(spec) if few() else _is_long(spec) or width > 128
-    scarce = many or (reads and spec.dropout_rate > 0)
-    return (32, 32) if scarce else (64, 64)
+    """Returns the largest sizes of streamed tiles that fit the registers: the keys of a tile in
+    gradients of queries, and the queries of a tile in gradients of keys."""
+    has_score_or_dense = spec.score is not None or (few() and _contains(spec.mask, masks.Dense))
+    if few():
+        is_small = _scores_need_many_registers(spec)
+    else:
+        is_small = _derivative_needs_many_registers(spec) or width > 128
+    is_small = is_small or (has_score_or_dense and spec.dropout_rate > 0)
+    return (32, 32) if is_small else (64, 64)
 
 
-def _needs_many(spec: Spec) -> bool:
+def _scores_need_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile need more registers than products leave free.
 
     Without dropout, products leave enough for masks and score functions of few operations that read
     no array along T or S.
     """
-    # Functions of the user, and formulas of many operations.
+    # Users' functions, and formulas of many operations.
     long_formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score
     reads_arrays = any(jnp.ndim(x) > 1 for x in jax.tree.leaves(spec.score))
-    return _has((spec.mask, spec.score), *long_formulas) or reads_arrays
+    return _contains((spec.mask, spec.score), *long_formulas) or reads_arrays
 
 
-def _is_long(spec: Spec) -> bool:
+def _derivative_needs_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile and their derivative need more registers than the
     gradients of keys and of values leave free.
 
-    That is so for a chain of more than two score functions, for T5's bias by positions, and for a
+    A chain of more than two score functions needs more, and so does T5's bias by positions, or a
     user's function whose derivative depends on the score.
     """
     chain = scores.in_order(spec.score)
