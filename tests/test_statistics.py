@@ -329,7 +329,7 @@ def test_without_rows_queries_or_keys(B, T, S):
             [jattn.statistics(q, k, **options) for options in calls],
             jax.grad(entropy, (0, 1))(q, k),
             jattn.statistics(q[:, :, :0], k),
-            [jattn.top_weights(x, k, 2) for x in (q, q[:, :, :0])] if S else None,
+            [jattn.top_weights(x, k, 2) for x in (q, q[:, :, :0]) if S],
             jattn.additive_attention(q[:, :, 0], k[:, :, 0], k[:, :, 0], w, w, jnp.ones(3)),
         )
 
@@ -341,6 +341,6 @@ def test_without_rows_queries_or_keys(B, T, S):
         assert not result.greatest.any() and (result.place == -1).all()
     assert (d_q.shape, d_k.shape) == (q.shape, k.shape) and not d_q.any()
     assert no_heads.entropy.shape == (B, 0, T) and no_heads.received.shape == (B, 0, S)
-    for (weights, places), heads in zip(top or (), (4, 0), strict=bool(S)):
+    for (weights, places), heads in zip(top, (4, 0), strict=bool(S)):
         assert weights.shape == places.shape == (B, heads, T, 2)
     assert out.shape == (B, T, 8)
