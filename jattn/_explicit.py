@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax._src.ad_checkpoint import remat_p
 from jax._src.config import _check_vma as check_varying
 from jax._src.core import Literal
 from jax._src.core import pvary_p as vary_p
@@ -67,6 +68,10 @@ def without_mesh() -> Iterator[None]:
         yield
 
 
+CALLS = (jit_p, remat_p)
+"""The operations that call a program, which `evaluated` inlines."""
+
+
 def evaluated(jaxpr: Any, arrays: Any, arguments: Any) -> list[Any]:
     """Evaluates a jaxpr in the context of the caller.
 
@@ -97,9 +102,11 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
         if equation.primitive is vary_p:
             axes = frozenset(equation.params["axes"] if check_varying.value else ())
             results = [vary(axes, x) for x in operands]
-        elif equation.primitive is jit_p:
+        elif equation.primitive in CALLS:
             inner = equation.params["jaxpr"]
-            results = evaluated(inner.jaxpr, inner.consts, operands)
+            results = evaluated(
+                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands
+            )
         else:
             options = equation.primitive.get_bind_params(equation.params)
             results = equation.primitive.bind(*operands, **options)

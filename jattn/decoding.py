@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names, axis_of
-from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values
+from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
 from jattn.attention import attention
 from jattn.cache import Cache, check_cache
 from jattn.checks import check_array
 from jattn.functions.integers import clamped
 from jattn.masks import Blocks, Lengths, Mask, as_mask
 from jattn.options import CachedOptions
-from jattn.scores import as_score
+from jattn.scores import Score, as_score
 
 
 SomeCache = TypeVar("SomeCache", bound=Cache)
@@ -127,8 +127,16 @@ def _in_chunks(
         x = jnp.pad(x, ((0, num_chunks * chunk - T), *((0, 0),) * (x.ndim - 1)))
         return jnp.moveaxis(x.reshape(num_chunks, chunk, *x.shape[1:]), 1, axis + 1)
 
+    def is_function(x: Any) -> bool:
+        return isinstance(x, Score)
+
+    def traced(x: Any) -> Any:
+        """Traces a function before the loop: what all pairs share is shared by all chunks."""
+        return x.traced(accumulation(query.dtype)) if is_function(x) else x
+
     # Arrays of mask and score that have an axis T are split like the queries.
-    trees = {"mask": as_mask(arguments.get("mask")), "score": as_score(arguments.get("score"))}
+    score = jax.tree.map(traced, as_score(arguments.get("score")), is_leaf=is_function)
+    trees = {"mask": as_mask(arguments.get("mask")), "score": score}
     leaves, structure = jax.tree.flatten(trees)
     letters = jax.tree.leaves([axis_names(tree) for tree in trees.values()])
     axes = [axis_of("T", names, x.ndim) for names, x in zip(letters, leaves, strict=True)]

@@ -186,6 +186,7 @@ def test_other_functions_take_it():
         (True, TypeError, "sink"),
         ([0.0] * N, TypeError, "sink"),
         (np.nan, ValueError, "sink: expected a finite number, got nan"),
+        (1e39, ValueError, "sink: expected finite logits or -inf, got 1e"),  # infinite in float32
         (jnp.asarray([0.0, np.inf, 0, 0]), ValueError, "expected finite logits or -inf, got Array"),
     ],
 )

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 import jattn
 from jattn import masks, scores
+from jattn.cache import RollingCache
 from tests.conftest import users_jit
 
 
@@ -492,3 +493,44 @@ def test_a_rule_on_what_all_pairs_share_gets_the_sum_of_all(implementation, is_o
     table = jnp.linspace(-0.1, 0.2, 16, dtype=jnp.float32)
     got, want = (jax.jit(jax.grad(x))(table) for x in (loss, formula))
     np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+HALF: Any = jax.custom_vjp(lambda x: x)  # its gradients are at most a half
+HALF.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.5, 0.5),))
+
+KEY = jax.random.key(0)
+ON_OPERANDS: dict[str, Callable[..., Any]] = {
+    "alone": lambda s, b, h, i, j, x: s + HALF(x)[j],
+    "a jitted function": jax.jit(lambda s, b, h, i, j, x: s + HALF(x)[j]),
+    "jitted beside an index": lambda s, b, h, i, j, x: s + jax.jit(lambda j, x: HALF(x)[j])(j, x),
+    "checkpointed": jax.checkpoint(lambda s, b, h, i, j, x: s + HALF(x)[j]),
+    "in a branch": lambda s, b, h, i, j, x: s + lax.cond(x[0] > -9, HALF, jnp.sin, x)[j],
+    "beside a random key": lambda s, b, h, i, j, x: (
+        s + HALF(x)[j] + jax.random.uniform(jax.random.fold_in(KEY, j))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_OPERANDS)
+def test_a_rule_on_operands_wherever_it_stands(name):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
+
+    def loss(x: Any) -> Any:
+        score = scores.Score(ON_OPERANDS[name], x)
+        return 3 * jattn.attention(q, k, v, score=score, return_lse=True)[1].sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.linspace(-1, 1, 6)), 0.5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_rule_on_operands_gets_the_sum_over_all_chunks_of_a_cache(chunk):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 2, 8), jnp.float32)
+    cache = RollingCache.create(2, 8, 2, 8, chunk=chunk)
+    options: Any = {"mask": masks.Causal(), "return_lse": True}
+
+    def loss(x: Any) -> Any:
+        score = scores.Score(ON_OPERANDS["alone"], x) >> scores.SoftCap(50.0)
+        (_, lse), _ = jattn.cached_attention(q, k, v, cache, score=score, **options)
+        return 3 * lse.sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.linspace(-1, 1, 16))[:4], 0.5)

@@ -81,6 +81,7 @@ def program_of(
         return traced, (*operands, *traced.shared_results(operands))
     with without_mesh():  # the program may run under a mesh with other axis types
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
+        program = shared.inlined(program, *scalars, *operands)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
     operands = *operands, *(x for x in program.consts if is_bound(x))
     operands = *operands, *traced.shared_results(operands)
@@ -104,6 +105,7 @@ def _of_snapshot(
         like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
         with without_mesh():
             program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
+            program = shared.inlined(program, *scalars, *like)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
         known = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
     return known

@@ -9,10 +9,11 @@ these operations are taken out of the program, and their results become its oper
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn, Literal, Var
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import custom_vjp_call_p
 
-from jattn._explicit import value_of, with_results
+from jattn._explicit import CALLS, evaluated, value_of, with_results
 
 
 class SharedOperations(NamedTuple):
@@ -30,9 +31,24 @@ class SharedOperations(NamedTuple):
         """Computes the results from the values of `inputs`."""
         if not self.results:
             return []
-        typed = (x.astype(y.aval.dtype) for x, y in zip(inputs, self.inputs, strict=True))
-        values = with_results(self.equations, dict(zip(self.inputs, typed, strict=True)))
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for variable in values.keys() & set[Any]().union(*map(_variables_read, self.equations)):
+            if values[variable].dtype != variable.aval.dtype:
+                values[variable] = values[variable].astype(variable.aval.dtype)
+        values = with_results(self.equations, values)
         return [value_of(x, values) for x in self.results]
+
+
+def inlined(program: ClosedJaxpr, *examples: Any) -> ClosedJaxpr:
+    """Returns a program of these arguments in which rules stand in no jitted or checkpointed
+    function: operations of such a function may be shared even if others are not."""
+    if not any(x.primitive in CALLS and _has_rule(x) for x in program.jaxpr.eqns):
+        return program
+
+    def run(*arguments: Any) -> list[Any]:
+        return evaluated(program.jaxpr, program.consts, jax.tree.leaves(arguments))
+
+    return jax.make_jaxpr(run)(*examples)
 
 
 def split(
@@ -60,7 +76,8 @@ def split(
             shared.insert(0, equation)
             moved.update(equation.outvars if reads_operands else ())
     rest = [x for x in jaxpr.eqns if not moved.intersection(x.outvars)]
-    read_by_rest = {*jaxpr.outvars}.union(*map(_variables_read, rest))
+    outputs = (x for x in jaxpr.outvars if not isinstance(x, Literal))
+    read_by_rest = set(outputs).union(*map(_variables_read, rest))
     results = [x for equation in shared for x in equation.outvars if x in moved & read_by_rest]
     return SharedOperations(shared, (*constants, *operands), results), rest
 
@@ -71,6 +88,6 @@ def _variables_read(equation: JaxprEqn) -> set[Var]:
 
 def _has_rule(equation: Any) -> bool:
     """Returns whether an equation is a `custom_vjp` call, or a call of a program that has one."""
-    programs = (getattr(x, "jaxpr", x) for x in equation.params.values())
-    inner = (e for x in programs for e in getattr(x, "eqns", ()))
+    programs = jax.tree.leaves([*equation.params.values()])
+    inner = (e for x in programs for e in getattr(getattr(x, "jaxpr", x), "eqns", ()))
     return equation.primitive is custom_vjp_call_p or any(map(_has_rule, inner))
