@@ -359,7 +359,7 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
         got = list(np.shape(sink))
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
     too_large = 2.0**128 if is_number else np.inf  # a number becomes float32
-    if is_known(sink) and not np.all(np.asarray(sink) < too_large):
+    if (is_number or is_known(sink)) and not np.all(np.asarray(sink) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
     return jnp.broadcast_to(jnp.asarray(sink, jnp.float32 if is_number else None), (N,))
 

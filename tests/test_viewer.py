@@ -602,6 +602,7 @@ def test_eight_tokens_are_seen_at_twice_the_size(window, ten_words, size):
     """A window of 1280 × 720 or 1366 × 768 pixels, enlarged to 200 %."""
     window.show(*size)
     window.open(ten_words)
+    window.settle()
     for side in ("queries", "keys"):
         seen = window.evaluate(
             "(() => { const main = document.querySelector('main').getBoundingClientRect();"
