@@ -571,7 +571,7 @@ else:
 @pytest.mark.slow
 def test_a_forked_process_builds_rules(built, tmp_path, quick):
     home, _ = copied(built, tmp_path)
-    slow = waits_to_go(home, quick, "library.cc")
+    slow = waits_to_go(home, quick, "rule.cc")
     assert said(FORKED + FORK_WHILE_A_RULE_IS_BUILT, home, slow) == "0"
 
 

@@ -226,9 +226,7 @@ def ours(implementation: Any, score: Any, mask: Any, q: Any, k: Any, v: Any, ope
     )
 
 
-def everything(
-    attention: Any, jit: Any, q: Any, k: Any, v: Any, d_out: Any, operands: Any
-) -> list[Any]:
+def everything(attention: Any, q: Any, k: Any, v: Any, d_out: Any, operands: Any) -> list[Any]:
     """The output and the gradients of all inputs."""
 
     def loss(q: Any, k: Any, v: Any, operands: Any) -> Any:
@@ -236,7 +234,7 @@ def everything(
         return (out * d_out).sum(), out
 
     run = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
-    gradients, out = jit(run)(q, k, v, operands)
+    gradients, out = users_jit(run)(q, k, v, operands)
     leaves = [out, *jax.tree.leaves(gradients)]
     return [np.asarray(x, np.float64) for x in leaves if x.dtype != jax.dtypes.float0]
 
@@ -256,11 +254,9 @@ def assert_like_plain(
     q, k, v, d_out = drawn() if inputs is None else inputs
     q = q * row.query
     operands = cast(row.operands, "float64")
-    formula = functools.partial(plain, row.function, mask)
-    want = everything(formula, jax.jit, q, k, v, d_out, operands)
+    want = everything(functools.partial(plain, row.function, mask), q, k, v, d_out, operands)
     got = everything(
         functools.partial(ours, implementation, row.function, mask),
-        users_jit,
         *cast((q, k, v, d_out, row.operands), dtype),
     )
     assert len(got) == len(want)
