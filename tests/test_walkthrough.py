@@ -48,7 +48,7 @@ def by_name(name: str) -> Step:
 @functools.cache
 def page_without_runs() -> str:
     """The page of all steps, as if each had printed one claim and drawn nothing."""
-    return page.written([Result(candidate, "✓ a claim\n", (), 0.0) for candidate in STEPS])
+    return page.written([Result(candidate, "✓ a claim\n", (), (), 0.0) for candidate in STEPS])
 
 
 @step(CODING, misprints=("A misprint: a < b.",))
@@ -184,6 +184,7 @@ def test_a_step_runs_and_its_claims_hold(name):
     result = run(by_name(name))
     assert result.output.count("✓") >= 3
     assert result.pictures and all(png.startswith(b"\x89PNG") for png in result.pictures)
+    assert all(" by " in x for x in result.descriptions), "panels and axes, for who cannot see them"
 
 
 def test_a_claim_that_does_not_hold_is_an_error(capsys):

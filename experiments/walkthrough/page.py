@@ -108,8 +108,8 @@ def _section(steps: Sequence[Step], place: int, result: Result) -> str:
     name, title = _text(step.name), _text(step.title)
     diagram = _diagram(step.diagram) if step.diagram else ""
     pictures = "".join(
-        _picture(content, f"{step.title}: {_ordinal(number, len(result.pictures))}")
-        for number, content in enumerate(result.pictures, 1)
+        _picture(content, f"{step.title}: {description}")
+        for content, description in zip(result.pictures, result.descriptions, strict=True)
     )
     misprints = (
         _fold("misprints in the texts", _paragraphs(step.misprints)) if step.misprints else ""
@@ -142,10 +142,6 @@ def _sources(steps: Sequence[Step], place: int) -> str:
         listed = ", ".join(f"<code>{_text(name)}</code>" for name in names)
         sentences.append(f"From {link}: {listed}.")
     return "<br>\n".join(sentences)
-
-
-def _ordinal(place: int, count: int) -> str:
-    return "picture" if count == 1 else f"picture {place} of {count}"
 
 
 def _text(text: str) -> str:

@@ -14,11 +14,13 @@ from experiments.walkthrough.step import Step, collected_figures
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a step: its output, its figures as PNG files, and its running time."""
+    """The result of a step: its output, its figures as PNG files with a sentence on what each
+    shows, and its running time."""
 
     step: Step
     output: str
     pictures: tuple[bytes, ...]
+    descriptions: tuple[str, ...]
     seconds: float
 
 
@@ -55,8 +57,18 @@ def run(chosen: Step, listener: TextIO | None = None) -> Result:
         stack.enter_context(jax.numpy_rank_promotion("allow"))
         figures = stack.enter_context(collected_figures())
         chosen.body()
-    pictures = tuple(map(_png, figures))
-    return Result(chosen, copy.getvalue(), pictures, time.perf_counter() - start)
+    pictures, descriptions = tuple(map(_png, figures)), tuple(map(_description, figures))
+    return Result(chosen, copy.getvalue(), pictures, descriptions, time.perf_counter() - start)
+
+
+def _description(figure: Figure) -> str:
+    """Says what a figure shows: the titles of its panels and the names of their axes."""
+    panels = []
+    for axes in figure.axes:
+        names = " and ".join(filter(None, (axes.get_ylabel(), axes.get_xlabel())))
+        title = axes.get_title() or axes.get_title(loc="left")
+        panels.append(" by ".join(filter(None, (title, names))))
+    return "; ".join(dict.fromkeys(filter(None, (figure.get_suptitle(), *panels))))
 
 
 def _png(figure: Figure) -> bytes:
