@@ -334,7 +334,7 @@ def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
         np.testing.assert_allclose(bounds, [want, want], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("operand", [True, False], ids=["an operand", "closed over"])
 def test_functions_may_draw_by_a_key(operand):
     drawn = lambda key: jax.random.bernoulli(key, 0.5, (T,))  # noqa: E731

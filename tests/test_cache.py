@@ -434,7 +434,7 @@ def test_implementations_agree_on_a_cache(implementation, kind):
     assert_trees_close(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("lengths", [(1, 2), (900, 40), (2048, 2047)])

@@ -615,7 +615,7 @@ class Echo(nnx.Module):
         return jnp.sin(1e4 * out), caches
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("callback", [None, len])
 def test_a_generating_model_reads_its_function_again(callback):
     rule, box = changing("mask")

@@ -160,7 +160,7 @@ class Without(copies.CopyMachine):
             super().wait(count)
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(7, slow=True)
 @pytest.mark.parametrize(
     "kernel", KERNELS, ids=lambda x: f"{x.name.removeprefix('jattn_')}-{x.score}"
 )

@@ -214,6 +214,7 @@ def test_alibi_and_lengths_leak_nothing(implementation):
         jax.jit(jax.grad(sum_of_squares, (0, 1)))(X, jnp.array([0.5, 0.25]), jnp.array([4]))
 
 
+@pytest.mark.slow
 def test_a_conditional_that_closes_over_traced_arrays_leaks_nothing():
     with jax.checking_leaks():
         check_case("checks", "blockwise", "tiles_band")

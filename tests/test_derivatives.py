@@ -207,7 +207,7 @@ def test_mapped_and_differentiated_by_some_arguments():
     assert_equal(*quick_jit(lambda: [within(name) for name in ("blockwise", "reference")])())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("shared", [("k", "slopes"), ("q", "v", "ids")])
 def test_within_shard_map(shared):
     arguments, ids = problem(lead=(4,))

@@ -268,7 +268,7 @@ def assert_within(got: Any, want: Any) -> None:
         assert error(x, y) <= limit
 
 
-@pytest.mark.one_in(6, slow=True)
+@pytest.mark.one_in(10, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
@@ -373,7 +373,7 @@ def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return jnp.where((kv > q) | (kv == 5), -jnp.inf, jnp.tanh(score))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementation):
     """Masks may be written as scores of −inf."""

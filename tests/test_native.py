@@ -166,7 +166,7 @@ def test_several_tiles_by_several_threads(label, heads):
     assert_like_reference((700, 600, 6, 40, 32), heads, RULES[label].get("mask"), parameters)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(12, slow=True)
 @pytest.mark.parametrize("label", ["causal", "window", "full"])
 @pytest.mark.parametrize("heads", [4, 1, 6, 12])
 def test_keys_of_few_heads_are_shared_out(label, heads):
@@ -178,8 +178,7 @@ def test_keys_of_few_heads_are_shared_out(label, heads):
     assert_like_reference((170, 133, 12, 5, 3), heads, mask, {})
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_of_an_earlier_call_is_left(dtype):
     """Threads keep their memory: after a call with NaN, rows whose keys are all masked are 0."""
@@ -215,6 +214,7 @@ def test_memory_is_that_of_the_results():
     assert used.temp_size_in_bytes <= 24 * 2**20
 
 
+@pytest.mark.slow
 def test_an_exported_program_needs_no_library():
     x = on_device(inputs(CASES["causal"], "float32"))
     call = jax.jit(functools.partial(jattn.attention, mask=masks.Causal()))
@@ -267,7 +267,7 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
     assert_accurate(got, want, 8 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("N", "K"), [(2, 1), (3, 3), (8, 1)])
 def test_long_caches_are_read_in_parts(N, K, dtype):

@@ -433,6 +433,7 @@ def check_that_it_is_not_loaded(library: Path, home: Path) -> None:
     assert list((home / "jattn").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_library_that_would_kill_the_process_is_not_loaded(tmp_path, built):
     (library,) = (built / "jattn").glob("*.so")
     (half := tmp_path / "half").write_bytes(library.read_bytes()[:30000])
@@ -747,7 +748,7 @@ def test_a_call_without_memory_is_an_error_and_no_end(built, quick, tmp_path):
     assert "jattn: no memory for the tiles" in second
 
 
-@pytest.mark.one_in(2, slow=True)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("sanitizer", sanitizers.SANITIZERS)
 @pytest.mark.parametrize("program", sanitizers.PROGRAMS, ids=str)
 def test_sanitizers_find_nothing(program, sanitizer):
@@ -843,6 +844,7 @@ for step in range(2):  # functions that differ have programs that differ
 """
 
 
+@pytest.mark.slow
 def test_programs_for_several_devices_are_found_on_the_disk(serialized, quick, tmp_path):
     code = CUT.replace("{path}", str(tmp_path))
     home = serialized[1]
