@@ -77,8 +77,8 @@ def split(
             moved.update(equation.outvars if reads_operands else ())
     rest = [x for x in jaxpr.eqns if not moved.intersection(x.outvars)]
     outputs = (x for x in jaxpr.outvars if not isinstance(x, Literal))
-    read_by_rest = set(outputs).union(*map(_variables_read, rest))
-    results = [x for equation in shared for x in equation.outvars if x in moved & read_by_rest]
+    exported = moved & set(outputs).union(*map(_variables_read, rest))
+    results = [x for equation in shared for x in equation.outvars if x in exported]
     return SharedOperations(shared, (*constants, *operands), results), rest
 
 
