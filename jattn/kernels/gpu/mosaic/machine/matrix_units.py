@@ -71,11 +71,16 @@ def _as_left(x: Any) -> Array:
 
     @mosaic().inline_mgpu(arg_types=(mosaic().Layout.WGMMA,), return_type=result)
     def renamed(_: Any, x: Any) -> Any:
-        # The registers of sums are ordered by eight columns and halves of the rows, those of the
-        # left side of a product by sixteen columns, halves of the rows and halves of the columns.
-        pairs = x.registers.reshape(-1, 2, 2).swapaxes(1, 2)
         to = layout.to_mgpu()
-        registers = pairs.reshape(to.registers_shape(x.shape))
+        registers = renamed_registers(x.registers, to, x.shape)
         return lowering().FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
 
     return renamed(x)
+
+
+def renamed_registers(registers: Any, to: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the registers of a sum as those of the left side of a product, in layout `to`.
+
+    Both are in the order of eight columns and then of halves of the rows.
+    """
+    return registers.reshape(to.registers_shape(shape))

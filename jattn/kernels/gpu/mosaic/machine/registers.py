@@ -109,7 +109,8 @@ class Unit(NamedTuple):
         if self.interpreted or not axes:
             return RegisterValue(memory[index], expected, axes)
         part, load = memory.at[index], mosaic().load
-        older = [()] if "idx" in inspect.signature(load).parameters else []
+        idx = inspect.signature(load).parameters.get("idx")  # required in JAX 0.10
+        older = [()] if idx is not None and idx.default is inspect.Parameter.empty else []
         value = self.to_layout(load(part, *older, optimized=False), axes)
         return RegisterValue(value, expected, axes)
 

@@ -8,6 +8,7 @@ and one column, and computes the operations of the expression on arrays without 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -281,6 +282,8 @@ class _Registers(NamedTuple):
                 return self._as_program(node, args)
         if node.op == "integer_pow":
             return _NodeValue(_power(arrays[0], node.param), axes)
+        if node.op == "tanh":
+            return _NodeValue(_tanh(arrays[0]), axes)
         if node.op == "div" and arrays[0].shape and not arrays[1].shape:
             return _NodeValue(_divided_by_number(*arrays), axes)
         return _NodeValue(operations.compute(node, arrays), axes)
@@ -392,6 +395,16 @@ def _widened(name: str, values: list[Any]) -> list[Any]:
     if name not in _NARROW_OPERATIONS:
         raise NotImplementedError(f"{name} of 8-bit integers")
     return values
+
+
+def _tanh(x: Array) -> Array:
+    """Returns 1 − 2 / (e^(2x) + 1), with an absolute error of 3e-7.
+
+    The approximate instruction for tanh has a relative error of 5e-4, and a division takes ten
+    instructions more than the square of an approximate inverse root.
+    """
+    root = lax.rsqrt(jnp.exp2(x.astype(jnp.float32) * (2 * math.log2(math.e))) + 1)
+    return (1 - 2 * root * root).astype(x.dtype)
 
 
 def _power(x: Array, exponent: Any) -> Array:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array
@@ -232,7 +231,7 @@ class GPUProblem(NamedTuple):
             spec_refs,
             unit._replace(splits_rows=by_key or spec_refs.differs_by_key()),
             factors,
-            _approximate(spec, operations),
+            _approximate(operations),
             bool(operations & _SPECIAL),
             spec.dropout_rate > 0,
             is_unmodified(spec),
@@ -331,7 +330,6 @@ class GPUProblem(NamedTuple):
 
 
 # Operations whose approximate instructions are too inaccurate for large arguments, like positions.
-# The approximate tanh has an error of 5e-4, about the error of rounding to 16 bits.
 _ROUGH = frozenset("sin cos tan log log1p".split())
 
 # Operations of the special function unit, which also computes 2^x.
@@ -353,7 +351,6 @@ def _primitives(jaxpr: Any) -> set[str]:
     return operations.union(*map(_primitives, inner_jaxprs))
 
 
-def _approximate(spec: Spec, operations: set[str]) -> bool:
+def _approximate(operations: set[str]) -> bool:
     """Returns whether approximate instructions suffice; for exp2 they always do."""
-    exact = spec.precision in ("highest", "float32", lax.Precision.HIGHEST)
-    return not operations & (_ROUGH | {"tanh", "logistic"} if exact else _ROUGH)
+    return not operations & _ROUGH
