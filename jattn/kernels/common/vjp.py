@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn import softmax, tuning
+from jattn import tuning
 from jattn._types import Output, accumulation
 from jattn.call import Call
 from jattn.kernels.common import lowering, partition, reverse_mode
@@ -214,17 +214,6 @@ def no_weights(query: Array, key: Array, value: Array) -> Array:
 def cast_cotangent(per_query: PerQuery) -> PerQuery:
     """Returns `per_query` with d_out in the query's dtype, its original one, for tensor cores."""
     return per_query._replace(d_out=per_query.d_out.astype(per_query.query.dtype))
-
-
-def with_headroom(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a forward pass so that no sum of weighted values overflows if their mean does not."""
-
-    def run(spec: Spec, query: Array, key: Array, value: Array) -> Any:
-        factor = softmax.headroom(softmax.greatest(value), key.shape[1])
-        out, *rest = forward(spec, query, key, value * factor.astype(value.dtype))
-        return out / factor.astype(out.dtype), *rest
-
-    return run
 
 
 def fallback_if_nonfinite(fast: AttentionVJP, exact: AttentionVJP) -> AttentionVJP:

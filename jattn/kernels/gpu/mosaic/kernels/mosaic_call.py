@@ -16,7 +16,7 @@ from jattn import softmax, tile
 from jattn._types import Tree
 from jattn.call import Call
 from jattn.kernels.common import entries, slicing
-from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent, with_headroom
+from jattn.kernels.common.vjp import AttentionVJP, cast_cotangent
 from jattn.kernels.gpu.mosaic.kernels import parameter_gradients
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
 from jattn.kernels.gpu.mosaic.tile import hoisted
@@ -174,6 +174,6 @@ def _backward_pass(
 def functions(forward: ForwardKernel, backward: GradientKernels, platform: str) -> AttentionVJP:
     """Returns the forward and backward functions; they are interpreted on a CPU."""
     return AttentionVJP(
-        with_headroom(functools.partial(_forward_pass, forward, platform)),
+        functools.partial(_forward_pass, forward, platform),
         functools.partial(_backward_pass, backward, platform),
     )

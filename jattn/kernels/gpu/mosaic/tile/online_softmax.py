@@ -13,15 +13,11 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import votes
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import SLACK, Factors, GPUProblem, RegisterTile
 
 
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the running maximum before the first key
-
-# Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
-# Weights are then at most 2^8, which float16 holds without loss of digits.
-_SLACK = 8.0
 
 
 def initial(unit: Unit, rows: int, width: int) -> softmax.Partial:
@@ -70,13 +66,13 @@ def online_softmax_step(
     """Computes one step of the online softmax.
 
     Sums stay relative to an earlier maximum, the shift, until the maximum of any row exceeds it by
-    `_SLACK` (Zadouri et al. 2026, "FlashAttention-4"). This is exact, because all sums of a row are
+    `SLACK` (Zadouri et al. 2026, "FlashAttention-4"). This is exact, because all sums of a row are
     relative to the same shift.
     """
     score, maximum = tile.run(
         functools.partial(_running_maximum, masked, problem.factors), products, shift
     )
-    rescales = votes.any_above(problem.unit, maximum - shift, _SLACK)
+    rescales = votes.any_above(problem.unit, maximum - shift, SLACK)
     new_shift = jnp.where(rescales, maximum, shift)
     weigh = functools.partial(_weigh, problem.factors, problem.special)
     weights, total, factor = tile.run(weigh, score, shift, new_shift, total)
@@ -105,12 +101,13 @@ def _weigh(
     total: Array,
 ) -> tuple[Array, Array, Array]:
     """Returns weights relative to the new shift, the new total, and the factor of sums that are
-    relative to the previous shift.
+    relative to the previous shift. All weights and sums are divided by 2^headroom.
 
     If score functions use the special function unit (`special`), which also computes the weights,
     the factor is computed without it.
     """
-    weights = jnp.exp2(score * (factors.score_factor * LOG2E) - new_shift[:, None])
+    reference = new_shift + float(factors.headroom) if factors.headroom else new_shift
+    weights = jnp.exp2(score * (factors.score_factor * LOG2E) - reference[:, None])
     scale = (exp2_by_products if special else jnp.exp2)(shift - new_shift)
     return tile.drop_unscaled(weights), total * scale + jnp.sum(weights, axis=-1), scale
 
@@ -128,14 +125,22 @@ def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Norm
     """Returns output and normalizer.
 
     The maximum is converted from units of log 2, and the backward pass converts it back. Both
-    conversions round; the error of the two is added to the log of the total.
+    conversions round, and so does the sum of shift and headroom that weights are relative to. The
+    errors are added to the log of the total.
     """
     # Without `jnp.maximum` the compiler would merge the two factors, and round only once, or fuse
     # the second product with the subtraction.
     maximum = jnp.maximum(part.maximum * math.log(2), LOWEST)
-    error = (part.maximum - jnp.maximum(maximum * LOG2E, LOWEST)) * math.log(2)
-    out, normalizer = softmax.finish(part._replace(maximum=maximum))
-    error = jnp.where(part.total > 0, error, 0)
+    error = part.maximum - jnp.maximum(maximum * LOG2E, LOWEST)
+    out, _ = softmax.finish(part)
+    total, power = part.total, float(factors.headroom)
+    if power:
+        reference = part.maximum + power
+        rounded = reference - part.maximum
+        error += (reference - rounded - part.maximum) + (rounded - power)
+        total = total * 2.0**power
+    _, normalizer = softmax.finish(softmax.Partial(maximum, total, total[:, None]))
+    error = jnp.where(part.total > 0, error * math.log(2), 0)
     return times(out, factors.dropout_scale), normalizer._replace(
         log_total=normalizer.log_total + error
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jaxtyping import Array
@@ -26,6 +27,11 @@ from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs, TileIndex
 from jattn.spec import Shapes, Spec, Tiling
 
 
+# Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
+# Weights are then at most 2^8, which float16 holds without loss of digits.
+SLACK = 8.0
+
+
 class Factors(NamedTuple):
     """The constant factors that replace a static positive scale and the scale of dropout.
 
@@ -35,11 +41,14 @@ class Factors(NamedTuple):
         is the scale in all other cases, else 1.
     dropout_scale: 1 / (1 − dropout rate). It multiplies sums of weighted values once at the end,
         instead of each weight that dropout keeps.
+    headroom: the exponent e of the power 2^e by which weights are divided in a forward pass, so
+        that no weighted sum overflows.
     """
 
     product_factor: float = 1.0
     score_factor: float = 1.0
     dropout_scale: float = 1.0
+    headroom: int = 0
 
     @classmethod
     def of(cls, spec: Spec) -> tuple["Factors", Spec]:
@@ -54,6 +63,12 @@ class Factors(NamedTuple):
         if score is None:
             return factors._replace(product_factor=scale), spec
         return factors._replace(score_factor=scale), dataclasses.replace(spec, score=score)
+
+    def with_headroom(self, shapes: Shapes) -> "Factors":
+        """Adds the headroom of sums of S values; those of float16 need none."""
+        if shapes.dtype != jnp.bfloat16:
+            return self
+        return self._replace(headroom=math.ceil(math.log2(shapes.S) + SLACK) + 1)
 
     @property
     def gradient(self) -> float:
@@ -230,7 +245,7 @@ class GPUProblem(NamedTuple):
             tiling,
             spec_refs,
             unit._replace(splits_rows=by_key or spec_refs.differs_by_key()),
-            factors,
+            factors.with_headroom(shapes),
             _approximate(operations),
             bool(operations & _SPECIAL),
             spec.dropout_rate > 0,
