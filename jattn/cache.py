@@ -37,7 +37,7 @@ __dir__ = __all__.copy
 
 
 Valid = Bool[Array | np.ndarray, "B T"] | None
-Same = TypeVar("Same", bound="Cache")
+SomeCache = TypeVar("SomeCache", bound="Cache")
 
 
 class Cache:
@@ -88,15 +88,16 @@ class Cache:
         """Returns the stored keys and values as P pages of p slots, and a table of M page numbers
         for each batch row.
 
-        The table holds P where a batch row has no page. This base class stores one page for each
-        batch row, of all its slots.
+        The table holds P where a batch row has no page. In this base class, all slots of a batch
+        row are one page.
         """
         return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-        """Returns the keys and values of the `size` slots from `start` on: whole pages."""
+        """Returns the keys and values of the `size` slots from `start` on. In a paged cache both
+        are multiples of the page size."""
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
         )
@@ -108,14 +109,15 @@ class Cache:
         Args:
             key: `[B, T, K, H]`; cast to the cache's dtype.
             value: `[B, T, K, V]`; cast to the cache's dtype.
-            valid: bool `[B, T]`, False for padding, on either side, which is not appended.
+            valid: bool `[B, T]`, False for padding, which is not appended. Padding may stand at
+                the start or at the end of a batch row.
 
         Raises ValueError for wrong shapes, and if the lengths are concrete and the tokens do not
         fit.
         """
         raise NotImplementedError
 
-    def reorder(self: Same, indices: Int[Array, " R"]) -> Same:
+    def reorder(self: SomeCache, indices: Int[Array, " R"]) -> SomeCache:
         """Returns the cache of R batch rows selected by index, for beam search.
 
         A batch row may be selected repeatedly or not at all. Raises ValueError for concrete indices
@@ -138,7 +140,7 @@ class Cache:
         return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
 
     def _fits(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
-        """Returns which tokens are no padding and have a slot within the capacity."""
+        """Returns which tokens are not padding and have a slot within the capacity."""
         fits = slots < self.capacity
         return fits if valid is None else fits & valid
 
@@ -174,7 +176,11 @@ def check_cache(name: str, value: Any) -> None:
 
 
 def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Returns indices, which must be integers, clamped to 0..B−1, and which were out of range."""
+    """Returns indices clamped to 0..B−1, and a boolean for each, true if it was out of range.
+
+    Raises TypeError for indices that are not integers, and ValueError for concrete indices that are
+    out of range.
+    """
     check_array("indices", indices, "[R]", "integer", rank=1)
     least, most = integers.known_range(indices) or (0, 0)
     if least < 0 or most >= B:
@@ -189,25 +195,27 @@ def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R
 def _select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
     """Selects batch rows of a cache, whose arrays all have a batch axis.
 
-    A paged cache passes its arrays `[B, ...]` without its pool, in the fields of a dense cache.
+    The pool of a paged cache has no batch axis: `PagedCache.reorder` passes a dense cache with the
+    table in place of values and without keys.
     """
     selected = jax.tree.map(lambda x: x[rows], cache)
     return dataclasses.replace(selected, overflowed=selected.overflowed | out_of_range)
 
 
 def _count_tokens(T: int, valid: Valid) -> Any:
-    """Returns the number of tokens appended to each batch row, `[B]`, or T for all."""
+    """Returns the number of tokens appended to each batch row, `[B]`; T if there is no padding."""
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
-def _check_most(counts: Any, most: Any, limit: str) -> None:
-    """Raises ValueError if concrete counts of tokens, `[B]` or one for all, exceed `most`."""
-    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > most):
+def _check_counts(counts: Any, limit: Any, limit_name: str) -> None:
+    """Raises ValueError if counts of tokens are concrete and exceed a limit. `counts` is an array
+    `[B]`, or one number for all batch rows."""
+    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > limit):
         return
     counts = np.atleast_1d(np.asarray(counts))
-    row = int(np.argmax(counts > most))
+    row = int(np.argmax(counts > limit))
     raise ValueError(
-        f"append: expected at most {limit} = {int(most)} tokens in each batch row, got "
+        f"append: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
         f"{int(counts[row])} in batch row {row}"
     )
 
@@ -217,15 +225,15 @@ def _check_most(counts: Any, most: Any, limit: str) -> None:
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
-    """Writes tokens `[B, T, K, H]` to the slots of their batch rows, except for slot S."""
+    """Writes tokens `[B, T, K, H]` to slots of their batch rows; leaves out tokens with slot S."""
     tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
 
     def write_head(buffer: Array, tokens: Array, slots: Array) -> Array:
         return buffer.at[slots].set(tokens, mode="drop")  # drop: leaves out slots beyond the end
 
-    # `vmap` instead of an index for batch rows: XLA then sees that batch rows on different devices
-    # are independent. `vmap` for heads: with an index XLA for TPUs would copy the buffer into a
-    # layout in which the heads of a token are adjacent, and back.
+    # `vmap` over batch rows, not an index, shows XLA that batch rows on different devices are
+    # independent. `vmap` over heads keeps the layout: for an index XLA for TPUs would copy the
+    # buffer into a layout in which the heads of a token are adjacent, and back.
     slots = jnp.broadcast_to(slots[:, None], tokens.shape[:3])
     return jax.vmap(jax.vmap(write_head))(buffer, tokens, slots)
 
@@ -247,7 +255,7 @@ def _no_tokens(batch: Size) -> tuple[Array, Array]:
 
 @pytree_dataclass
 class DenseCache(Cache):
-    """A cache in which a token lies at the slot of its position.
+    """A cache that stores the token at position p in slot p.
 
     >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8).append(k, v)
     >>> cache.keys.shape, cache.lengths.tolist()
@@ -313,12 +321,14 @@ class DenseCache(Cache):
     def reserve(
         self, key: Any, value: Any, valid: Valid = None
     ) -> tuple[Int[Array, "B T"], "DenseCache"]:
-        """Returns the slots `[B, T]` for the tokens that are appended, S for tokens to leave out,
-        and the cache with its new lengths, before the tokens are written. Arguments and errors as
-        in `append`."""
+        """Returns the slots `[B, T]` of the tokens to append, and the cache with its new lengths,
+        to which the tokens are not yet written. The slot of a token to leave out is S.
+
+        Takes the arguments of `append` and raises the same errors.
+        """
         T = self._check(key, value, valid)
         lengths = self.lengths + _count_tokens(T, valid)
-        _check_most(lengths, self.capacity, "capacity")
+        _check_counts(lengths, self.capacity, "capacity")
         slots = self.next_positions(T, valid)
         slots = jnp.where(self._fits(slots, valid), slots, self.capacity)
         overflowed = self.overflowed | (lengths > self.capacity)
@@ -330,8 +340,8 @@ class DenseCache(Cache):
 class RollingCache(Cache):
     """A cache of the last tokens only, for `Window(left=window)`: old tokens are overwritten.
 
-    The token at position p lies at slot p mod S, with S = `window + chunk`: when `chunk` tokens are
-    appended at a time, the cache still holds the window before the first of them.
+    The token at position p is stored in slot p mod S, with S = `window + chunk`: after an append of
+    `chunk` tokens, the cache still holds the `window` tokens before the first of them.
 
     >>> cache = jattn.cache.RollingCache.create(2, 4, 2, 8, chunk=3).append(k[:, :3], v[:, :3])
     >>> cache.capacity, cache.lengths.tolist()
@@ -355,8 +365,8 @@ class RollingCache(Cache):
         dtype: Any = jnp.float32,
         chunk: int | None = None,
     ) -> "RollingCache":
-        """Creates an empty cache. `chunk` is the most tokens of one `append`, by default `window`.
-        With `window=0` each token attends to itself only."""
+        """Creates an empty cache. `chunk` is the largest number of tokens in one `append`, by
+        default `window`. With `window=0` each token attends to itself only."""
         check_size("window", window, 0)
         chunk = max(window, 1) if chunk is None else chunk
         check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
@@ -386,7 +396,7 @@ class RollingCache(Cache):
                 f"append: expected T <= chunk = {self.chunk} tokens at a time, got {T}; "
                 "`cached_attention` takes any number"
             )
-        _check_most(counts, self.chunk, "chunk")
+        _check_counts(counts, self.chunk, "chunk")
         slots = self.next_positions(T, valid) % self.capacity
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
@@ -408,8 +418,8 @@ class PagedCache(Cache):
     The pool, `keys [P, K, p, H]` and `values [P, K, p, V]`, has P pages of p tokens for all batch
     rows together; page `table[b, m]` holds the tokens m · p to (m + 1) · p − 1 of batch row b.
     After `reorder` batch rows may share pages, as beams of one prompt do. A batch row that appends
-    to a shared page copies it first; but if all its holders append to it, one of them keeps it. A
-    page that no batch row holds is free.
+    to a shared page copies the page first; if all batch rows that share a page append to it, one of
+    them needs no copy. A page that no batch row holds is free.
 
     >>> cache = jattn.cache.PagedCache.create(2, 16, 2, 8, page_size=4).append(k, v)
     >>> cache.num_pages, cache.pages_held().tolist()
@@ -467,7 +477,7 @@ class PagedCache(Cache):
         return _count_pages(self._table_in_use(), size=self.num_pages)
 
     def _table_in_use(self) -> Int[Array, "B M"]:
-        """Returns the table, with P for pages that a batch row has no tokens in."""
+        """Returns the table, with P in place of pages in which a batch row has no tokens."""
         m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
         in_use = m * self.page_size < self.lengths[:, None]
         return jnp.where(in_use, self.table, self.num_pages)
@@ -489,22 +499,24 @@ class PagedCache(Cache):
 
     def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
         T = self._check(key, value, valid)
-        wanted = self.lengths + _count_tokens(T, valid)
-        _check_most(wanted, self.capacity, "capacity")
-        lengths = jnp.minimum(wanted, self.capacity)
-        page, rows = self.page_size, (self.table, self.lengths, lengths)
-        table, copies, lacks_pages = _allocate(self.pages_held(), *rows, page_size=page)
+        uncapped_lengths = self.lengths + _count_tokens(T, valid)
+        _check_counts(uncapped_lengths, self.capacity, "capacity")
+        lengths = jnp.minimum(uncapped_lengths, self.capacity)
+        page_size = self.page_size
+        table, copies, lacks_pages = _allocate(
+            self.pages_held(), self.table, self.lengths, lengths, page_size=page_size
+        )
         if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
                 f"all num_pages = {self.num_pages} are in use"
             )
         slots = self.next_positions(T, valid)
-        m = jnp.minimum(slots // page, table.shape[1] - 1)
+        m = jnp.minimum(slots // page_size, table.shape[1] - 1)
         pages = jnp.take_along_axis(table, m, axis=1)
         pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
-        index = jnp.stack([pages, slots % page], axis=-1)
-        overflowed = self.overflowed | (wanted > self.capacity) | lacks_pages
+        index = jnp.stack([pages, slots % page_size], axis=-1)
+        overflowed = self.overflowed | (uncapped_lengths > self.capacity) | lacks_pages
         keys, values = (
             _write_pages(pool, jnp.asarray(tokens), index, copies)
             for pool, tokens in ((self.keys, key), (self.values, value))
@@ -513,7 +525,8 @@ class PagedCache(Cache):
 
     def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
         rows, out_of_range = picked_rows(indices, len(self.lengths))
-        # The pool stays as it is: only the arrays with a batch axis are indexed.
+        # The pool stays as it is. The arrays with a batch axis are selected as a dense cache, whose
+        # `values` are the table.
         by_row = DenseCache(None, self.table, self.lengths, self.overflowed)
         by_row = _select_rows(by_row, rows, out_of_range)
         return PagedCache(self.keys, self.values, by_row.values, by_row.lengths, by_row.overflowed)
@@ -532,8 +545,8 @@ def _write_pages(
     `copies` are the pages to copy from, and the pages to copy to. `index` is the page of each token
     and its slot there. Nothing is written to page P, which does not exist.
 
-    Heads are a batch axis, as in `write`. They are axis 1 of the pool, and `at[]` under `vmap`
-    would transpose it to have them in front, so the scatter is written out.
+    As in `write`, heads are a batch axis of the scatter. The scatter is written out, because `at[]`
+    under `vmap` would transpose the pool `[P, K, p, H]` to make K its first axis.
     """
     sources, destinations = copies
     pool = pool.at[destinations].set(pool.at[sources].get(mode="clip"), mode="drop")
@@ -587,22 +600,22 @@ def _allocate(
     lack a free page.
     """
     P = holders.shape[0]
-    old_pages, new_pages = (-(-x // page_size) for x in (old_lengths, lengths))  # page counts
-    last = jnp.take_along_axis(table, jnp.maximum(old_pages - 1, 0)[:, None], axis=1)[:, 0]
+    num_old, num_new = (-(-x // page_size) for x in (old_lengths, lengths))  # numbers of pages
+    last_page = jnp.take_along_axis(table, jnp.maximum(num_old - 1, 0)[:, None], axis=1)[:, 0]
     writes_to_last = (lengths > old_lengths) & (old_lengths % page_size > 0)
-    written = jnp.where(writes_to_last, last, P)
-    writers = jnp.zeros(P, jnp.int32).at[written].add(1, mode="drop")
+    appended_page = jnp.where(writes_to_last, last_page, P)
+    writers = jnp.zeros(P, jnp.int32).at[appended_page].add(1, mode="drop")
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    first_writer = jnp.full(P, rows.shape[0], jnp.int32).at[written].min(rows, mode="drop")
+    first_writer = jnp.full(P, rows.shape[0], jnp.int32).at[appended_page].min(rows, mode="drop")
     # A batch row that appends to a shared page copies it. But if all batch rows that hold a page
     # append to it, the first of them may keep it.
-    last = jnp.minimum(last, P - 1)
-    keeps = (writers[last] == holders[last]) & (first_writer[last] == rows)
-    copies = writes_to_last & (holders[last] > 1) & ~keeps
+    last_page = jnp.minimum(last_page, P - 1)
+    keeps = (writers[last_page] == holders[last_page]) & (first_writer[last_page] == rows)
+    copies = writes_to_last & (holders[last_page] > 1) & ~keeps
     num_copies = copies.astype(jnp.int32)  # 0 or 1 for each batch row
-    num_wanted = num_copies + new_pages - old_pages
-    # Batch row b gets `num_wanted[b]` free pages, from number `offset[b]` in `free` on: first its
-    # copy, then its further pages.
+    num_wanted = num_copies + num_new - num_old
+    # Batch row b gets `num_wanted[b]` free pages, from `free[offset[b]]` on: first the page for its
+    # copy, if it copies one, then its new pages.
     offset = jnp.cumsum(num_wanted, dtype=jnp.int32) - num_wanted
     free = jnp.argsort(holders > 0, stable=True).astype(jnp.int32)  # free pages come first
     num_free = jnp.sum(holders == 0, dtype=jnp.int32)
@@ -611,10 +624,10 @@ def _allocate(
         return jnp.where(index < num_free, free[jnp.minimum(index, P - 1)], P)
 
     m = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
-    is_copy = (m == old_pages[:, None] - 1) & copies[:, None]
-    is_new = (m >= old_pages[:, None]) & (m < new_pages[:, None])
-    index = (offset + num_copies - old_pages)[:, None] + m
+    is_copy = (m == num_old[:, None] - 1) & copies[:, None]
+    is_new = (m >= num_old[:, None]) & (m < num_new[:, None])
+    free_index = (offset + num_copies - num_old)[:, None] + m
     table = jnp.where(is_copy, free_page(offset)[:, None], table)
-    table = jnp.where(is_new, free_page(index), table)
-    copy_from_to = jnp.where(copies, last, P), jnp.where(copies, free_page(offset), P)
+    table = jnp.where(is_new, free_page(free_index), table)
+    copy_from_to = jnp.where(copies, last_page, P), jnp.where(copies, free_page(offset), P)
     return table, copy_from_to, (num_wanted > 0) & (offset + num_wanted > num_free)

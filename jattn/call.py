@@ -1,8 +1,8 @@
-"""`Call`: the checked arguments of one attention, in the form that the registry and kernels use.
+"""`Call`: the checked arguments of a call of attention, for the registry and the kernels.
 
-`make` checks the arguments and raises errors before anything is compiled. An error names the
-argument, and has the expected shape as axis names and as numbers, and the shape passed. Masks and
-score functions check their own arguments when they are made, `registry` checks names of
+`make` checks the arguments and raises errors before anything is compiled. An error message contains
+the argument's name, the expected shape, in axis names and in numbers, and the shape passed. Masks
+and score functions check their own arguments when they are made; `registry` checks the names of
 implementations. `compiled` compiles a function of a call. `Call.prepared` converts a call for
 kernels, and `Call.finish` converts their results for users.
 """
@@ -53,14 +53,15 @@ from jattn.spec import Shaped, Shapes, Spec, parameters, with_parameters
 class Call:
     """A checked call of attention.
 
-    spec: what is computed.
-    shapes: the sizes of its arrays.
+    spec: the mask, score function and other options that define what is computed.
+    shapes: the sizes of query, key and value.
     sink: `[N]`, a logit for each head that joins the softmax, or None.
     overflowed: a traced boolean, true if a position does not fit int32, which makes results NaN;
         None if all are known to fit.
     implementation: the name of the implementation that has to run, or None.
     lse: whether the log of the denominator is returned too.
-    transient: whether functions of the spec are snapshots of mutable objects, see `compiled`.
+    transient: whether a function of the spec may be needed by this call only, because it reads
+        something that may change, see `compiled`.
     parameter_dtypes: in a prepared call, the dtypes in which the user passed the spec's parameters.
     """
 
@@ -104,11 +105,11 @@ class Call:
 
     def finish(self, out: Output, normalizer: Normalizer) -> Any:
         """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and the
-        normalizer of `[B, N, T]` without the sink."""
+        normalizer `[B, N, T]`, both without the sink."""
         return self.with_sink(*self.unflattened((out, normalizer)))
 
     def with_sink(self, out: Output, normalizer: Normalizer) -> Any:
-        """Returns the call's results from `out [*B, T, N, V]` and the normalizer of `[*B, N, T]`
+        """Returns the call's results from `out [*B, T, N, V]` and the normalizer `[*B, N, T]`, both
         without the sink."""
         if self.sink is not None:
             out, normalizer = join_sink(out, normalizer, self.sink)
@@ -129,18 +130,18 @@ def make(
     Args:
         query: `[*B, T, N, H]`.
         key: `[*B, S, K, H]`, or a cache.
-        values: the values `[*B, S, K, V]`; nothing for a call without values, and nothing or None
-            to go with a cache.
+        values: one array, `[*B, S, K, V]`. It is left out in a call without values, and left out or
+            None if `key` is a cache.
         lse: the argument `return_lse`.
         implementation: the name of the implementation that has to run, or None.
-        shards: the number of devices among which a larger call is sharded along T and S, if this
-            call is the part of one device.
-        options: those of `attention`.
+        shards: if this call is one device's part of a larger call, the number of devices over which
+            T and S of the larger call are sharded; else 1.
+        options: the options of `attention`.
 
     Raises TypeError and ValueError, naming the argument.
     """
     if isinstance(key, Cache):
-        shapes, options = _of_cache(query, key, *values, **options)
+        shapes, options = _cache_arguments(query, key, *values, **options)
     elif values and values[0] is None:
         raise TypeError("value: expected an array [*B, S, K, V] to go with key, got None")
     else:
@@ -174,13 +175,13 @@ def of_shapes(
         precision=precision,
     )
     _check_leaves(spec, shapes, shards)
-    spec, transient = _with_lasting_functions(spec, shapes)
+    spec, transient = _with_traced_functions(spec, shapes)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     overflowed = _either(q_outside, kv_outside)
     return Call(spec, shapes, sink, overflowed, implementation, lse, transient)
 
 
-def _of_cache(
+def _cache_arguments(
     query: Any, cache: Cache, value: Any = None, **options: Unpack[WeightOptions]
 ) -> tuple[Shapes, WeightOptions]:
     """Returns the sizes of a call on a cache, and its options with the cache's mask and positions
@@ -200,7 +201,8 @@ def _of_cache(
         options["mask"] = cache.mask()
     else:
         mask = as_mask(mask)
-        # Checked before it is combined, so that errors name the path in the mask that was passed.
+        # The mask is checked before it is combined with the cache's, so that an error names the
+        # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
         options["mask"] = cache.mask() & mask
     options["kv_positions"] = cache.kv_positions
@@ -289,32 +291,32 @@ def _check_axes(
     }
     trailing = [x for x in declared if "*" not in x]
     batch = shapes.batch if len(trailing) < len(declared) else ()
-    mark = "#" if "*#B" in declared else ""
-    axes = [(f"{mark}B", size) for size in batch]
+    broadcast_mark = "#" if "*#B" in declared else ""
+    axes = [(f"{broadcast_mark}B", size) for size in batch]
     axes += [(x, sizes.get(x.lstrip("#"))) for x in trailing]
-    if not mark and len(shape) == len(trailing):  # shared by the whole batch
+    if not broadcast_mark and len(shape) == len(trailing):  # shared by the whole batch
         axes = axes[len(batch) :]
     fits = len(axes) == len(shape) and all(
         _fits(name, got, want) for (name, want), got in zip(axes, shape, strict=True)
     )
     if not fits:
-        shown = ", ".join(declared).replace("#", "")
+        expected = ", ".join(declared).replace("#", "")
         wanted = ", ".join("any" if want is None else str(want) for _, want in axes)
         note = " (axes of size 1 broadcast)" if "#" in letters else ""
-        advice = _axes_to_add(path, axes, shape) if mark else ""
+        advice = _axes_to_add(path, axes, shape) if broadcast_mark else ""
         if cached and declared[-1].endswith("S") and shape[-1:] not in ((1,), (shapes.S,)):
             advice = (
                 "; S is the cache's capacity: to leave padding out of the cache, write "
                 "valid=attention_mask.astype(bool) where tokens are appended"
             )
         raise ValueError(
-            f"{path}: expected [{shown}] = [{wanted}]{note}, got {list(shape)}{advice}"
+            f"{path}: expected [{expected}] = [{wanted}]{note}, got {list(shape)}{advice}"
         )
 
 
 def _axes_to_add(path: str, axes: list[tuple[str, Any]], shape: Shape) -> str:
-    """Suggests how to index an array that lacks some of `axes`, each a name and a size, so that it
-    fits. Suggestions in which the array has the last axes come first."""
+    """Returns advice how to index an array that lacks some of `axes`, each a name and a size, so
+    that it fits; "" if there is none. Ways that add only leading axes come first."""
     suggestions = []
     for subset in itertools.combinations(reversed(range(len(axes))), len(shape)):
         present = sorted(subset)
@@ -346,8 +348,8 @@ def _check_leaves(spec: Spec, shapes: Shapes, shards: int, *, cached: bool = Fal
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
-    """Returns positions in int32, and a traced boolean, true if one does not fit int32, or None if
-    all are known to fit."""
+    """Returns positions as int32, and a traced boolean that is true if a position does not fit
+    int32; None in its place if all are known to fit."""
     if value is None:
         return None, None
     check_array(name, value, letters, "integer")
@@ -355,7 +357,7 @@ def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:
 
 
 def _either(a: Any, b: Any) -> Any:
-    """Returns `a | b` for traced booleans, of which None stands for False."""
+    """Returns `a | b` for traced booleans; either may be None, which stands for False."""
     return b if a is None else a if b is None else a | b
 
 
@@ -366,27 +368,27 @@ def _is_function(x: Any) -> bool:
     return isinstance(x, Predicate | Score)
 
 
-def _with_lasting_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
-    """Returns the spec with functions that compiled programs may keep after this call, and whether
-    any of them is transient.
+def _with_traced_functions(spec: Spec, shapes: Shapes) -> tuple[Spec, bool]:
+    """Returns the spec with users' functions traced, and whether any of them is transient.
 
-    JAX looks programs up by the spec. So users' functions are replaced by snapshots of their
-    current state, and functions that compute the same by one object.
+    The spec is part of the key by which JAX looks up compiled programs. So users' functions are
+    replaced by programs, which no longer change, and functions with equal programs by one object.
     """
     dtype, functions = accumulation(shapes.dtype), []
 
-    def lasting(x: Any) -> Any:
+    def traced(x: Any) -> Any:
         if not _is_function(x):
             return x
         x = x.traced() if isinstance(x, Predicate) else x.traced(dtype)
         functions.extend((x.fn, getattr(x, "bounds_fn", None)))
         return x
 
-    spec = jax.tree.map(lasting, spec, is_leaf=_is_function)
+    spec = jax.tree.map(traced, spec, is_leaf=_is_function)
     return spec, any(map(is_transient, functions))
 
 
-_MOST_TRANSIENT = 64  # the most jitted functions kept for each function that `compiled` decorates
+# The largest number of jitted functions for transient calls that `compiled` keeps for a function.
+_MOST_TRANSIENT = 64
 
 
 def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
@@ -397,15 +399,15 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
     JAX's debugging flags do not find them.
 
     A jitted function keeps its programs, one for each structure of its arguments. Transient calls
-    may have a new structure each time. So each structure gets a jitted function of its own, of
-    which the last `_MOST_TRANSIENT` used are kept; JAX frees the programs of the others.
+    may have a new structure each time. So each structure gets a jitted function of its own. The
+    `_MOST_TRANSIENT` that were used last are kept, and JAX frees the programs of the others.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        lasting = jax.jit(function, static_argnames=static)
+        shared_jit = jax.jit(function, static_argnames=static)
 
         @functools.lru_cache(maxsize=_MOST_TRANSIENT)
-        def transient(structure: Any) -> Any:
+        def jit_of_structure(structure: Any) -> Any:
             @functools.wraps(function)
             def run_leaves(leaves: Any, *arguments: Any, **options: Any) -> Any:
                 return function(jax.tree.unflatten(structure, leaves), *arguments, **options)
@@ -415,21 +417,21 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Any]:
         def jitted_function(call: Call) -> tuple[Any, Any]:
             """Returns a jitted function and its first argument: the call, or the call's leaves."""
             if not call.transient:
-                return lasting, call
+                return shared_jit, call
             leaves, structure = jax.tree.flatten(call)
-            return transient(structure), leaves
+            return jit_of_structure(structure), leaves
 
         @functools.wraps(function)
         def run_compiled(call: Call, *arguments: Any, **options: Any) -> Any:
-            jitted, operand = jitted_function(call)
+            jitted, first_argument = jitted_function(call)
             if not getattr(jax.config, "jax_disable_jit", False):
-                return jitted(operand, *arguments, **options)
+                return jitted(first_argument, *arguments, **options)
             with jax.disable_jit(False):
-                return jitted(operand, *arguments, **options)
+                return jitted(first_argument, *arguments, **options)
 
         def lower(call: Call, *arguments: Any, **options: Any) -> Any:
-            jitted, operand = jitted_function(call)
-            return jitted.lower(operand, *arguments, **options)
+            jitted, first_argument = jitted_function(call)
+            return jitted.lower(first_argument, *arguments, **options)
 
         setattr(run_compiled, "lower", lower)  # noqa: B010
         return run_compiled

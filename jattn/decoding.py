@@ -59,8 +59,8 @@ def cached_attention(
 ) -> Any:
     """Appends keys and values to a cache and attends to it: returns `(out [B, T, N, V], cache)`.
 
-    T is any number of tokens: more than the `chunk` of a `RollingCache` are appended in several
-    steps.
+    T is any number of tokens. If it exceeds the `chunk` of a `RollingCache`, they are appended in
+    several steps.
 
     Args:
         query: `[B, T, N, H]`.
@@ -68,13 +68,13 @@ def cached_attention(
         value: `[B, T, K, V]`.
         cache: a cache of `jattn.cache` for B batch rows.
         valid: bool `[B, T]`, False for padding, as in prompts of different lengths. Padding is not
-            appended, and its `out` has no meaning. A mask instead would leave it in the cache.
+            appended, and its `out` has no meaning. A mask would not keep it out of the cache.
         return_lse: whether to return `(out, lse [B, N, T])` in place of `out`, as `attention` does.
-        options: as in `attention`, except for positions, which come from the cache. A mask has S =
-            the cache's capacity.
+        options: as in `attention`, except for positions, which come from the cache. The size S of
+            a mask is the cache's capacity.
 
-    Raises the errors of `append` and `attention`, and NotImplementedError for dropout if the tokens
-    are appended in several steps.
+    Raises the errors of `append` and `attention`, and NotImplementedError for dropout and
+    `masks.Blocks` if the tokens are appended in several steps.
 
     >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8)
     >>> out, cache = jattn.cached_attention(q, k[:, :5], v[:, :5], cache, mask=masks.Causal())
@@ -92,14 +92,15 @@ def cached_attention(
     return attention(query, appended, q_positions=positions, **arguments), appended
 
 
-def _from_query(mask: Mask, start: Array) -> Mask:
-    """Returns a mask for the queries from place `start` on: their places begin at 0 again."""
+def _mask_of_chunk(mask: Mask, start: Array) -> Mask:
+    """Returns the mask for a chunk of queries that starts at place `start` of the call: in the
+    chunk, places count from 0 again."""
 
     def shifted(node: Any) -> Any:
         if isinstance(node, Blocks):
             raise NotImplementedError(
-                "mask: expected no more tokens than the cache's chunk with masks.Blocks, whose "
-                "blocks are places of the call"
+                "mask: expected no more tokens than the cache's chunk with masks.Blocks, which "
+                "cannot be split among several chunks of queries"
             )
         if isinstance(node, Lengths) and node.q is not None:
             length = jnp.asarray(clamped(node.q), jnp.int32)
@@ -131,7 +132,8 @@ def _in_chunks(
         return isinstance(x, Score)
 
     def traced(x: Any) -> Any:
-        """Traces a function before the loop: what all pairs share is shared by all chunks."""
+        """Traces a function before the loop, so that its operations that do not depend on the pair
+        run once, not once for each chunk."""
         return x.traced(accumulation(query.dtype)) if is_function(x) else x
 
     # Arrays of mask and score that have an axis T are split like the queries.
@@ -149,7 +151,7 @@ def _in_chunks(
         start, query, key, value, valid, split_leaves = operands
         chunk_leaves = [x if y is None else y for x, y in zip(leaves, split_leaves, strict=True)]
         chunk_arguments = arguments | jax.tree.unflatten(structure, chunk_leaves)
-        chunk_arguments["mask"] = _from_query(chunk_arguments["mask"], start)
+        chunk_arguments["mask"] = _mask_of_chunk(chunk_arguments["mask"], start)
         out, cache = cached_attention(query, key, value, cache, valid=valid, **chunk_arguments)
         return cache, out
 

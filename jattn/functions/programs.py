@@ -1,8 +1,8 @@
-"""Users' functions as traced programs, which are part of the keys of compiled programs.
+"""Users' functions as traced programs, which are part of JAX's cache keys for compiled programs.
 
-`program_of` traces once for all functions that certainly compute the same results. It traces other
-functions in each call, and returns one object for equal programs, so that they share compiled
-programs.
+`program_of` traces a function only once if it can take a snapshot of the function, see `snapshots`.
+It traces other functions in each call, but returns the same object whenever it gets an equal
+program, so that these calls share compiled programs.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ class TracedFunction:
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
 
     def shared_results(self, operands: Any) -> list[Any]:
-        """Computes the results that all pairs share. `operands` are the user's operands, then the
-        traced arrays that the function reads."""
+        """Computes the results of the shared operations, see `shared`. `operands` are the user's
+        operands, then the traced arrays that the function reads."""
         return self._shared(
             [x for x in self._constants if x is not None] + jax.tree.leaves(operands)
         )
@@ -68,16 +68,16 @@ def program_of(
     operands: tuple[Any, ...],
     *scalars: Any,
 ) -> tuple[TracedFunction, tuple[Any, ...]]:
-    """Returns the program of `scalar(*scalars, *operands)`, which calls a user's function, and the
-    program's operands.
+    """Returns the program of `scalar(*scalars, *operands)` and the operands that it takes.
 
-    The program holds the current values of everything that the function reads. Traced arrays among
-    them become further operands, so that they are differentiable and the program does not hold
-    tracers. The results of operations that all pairs share become operands too, see `shared`.
+    `scalar` calls `function`, a user's function; `name` is the name of the program. The program
+    holds the current values of everything that the function reads, except for traced arrays: these
+    become further operands, so that they are differentiable and the program holds no tracers. The
+    results of operations that do not depend on the pair become operands too, see `shared`.
     """
     snapshot = snapshots.frozen(function)
     if snapshots.is_frozen(snapshot):
-        traced = _of_snapshot(name, snapshot, scalar, operands, *scalars)
+        traced = _trace_snapshot(name, snapshot, scalar, operands, *scalars)
         return traced, (*operands, *traced.shared_results(operands))
     with without_mesh():  # the program may run under a mesh with other axis types
         program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
@@ -88,7 +88,7 @@ def program_of(
     return snapshots.kept(("program", traced.key), traced, transient=True), operands
 
 
-def _of_snapshot(
+def _trace_snapshot(
     name: str,
     snapshot: Callable[..., Any],
     scalar: Callable[..., Any],
@@ -100,15 +100,15 @@ def _of_snapshot(
     dtypes = tuple(x.dtype for x in scalars)
     types = tuple((x.shape, x.dtype) for x in leaves)
     key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
-    known = snapshots.known(key)
-    if known is None:
-        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
+    traced = snapshots.known(key)
+    if traced is None:
+        operand_types = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
         with without_mesh():
-            program = jax.make_jaxpr(unseen(scalar))(*scalars, *like)
-            program = shared.inlined(program, *scalars, *like)
+            program = jax.make_jaxpr(unseen(scalar))(*scalars, *operand_types)
+            program = shared.inlined(program, *scalars, *operand_types)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
-        known = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
-    return known
+        traced = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
+    return traced
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,8 +123,8 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_copies(value: Any) -> Any:
     """Returns a program, or a parameter of one, with copies of its NumPy arrays.
 
-    JAX copies a constant once and finds its copy by the identity of the NumPy array, so that it
-    would not see later changes of the array.
+    JAX copies a NumPy array to the device once and looks the copy up by the array's identity. If
+    programs held the user's array, JAX would miss changes that the user makes to its entries.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -149,35 +149,35 @@ _ORDERS = 3  # the orders of derivatives that a key covers: one more than attent
 
 def _program_key(jaxpr: Any, constants: Iterable[Any], orders: int = _ORDERS) -> Hashable:
     """Returns a key that is equal only for programs with the same results, and with the same
-    derivatives up to order `orders`. None stands for a constant that is passed as an operand."""
+    derivatives up to order `orders`. A constant that is passed as an operand is None."""
     numbers = {x: n for n, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     avals = tuple(x.aval for x in numbers)
 
     def operand_key(x: Any) -> Hashable:
-        return (x.aval, _parameter(x.val, orders)) if hasattr(x, "val") else numbers[x]
+        return (x.aval, _parameter_key(x.val, orders)) if hasattr(x, "val") else numbers[x]
 
     equations = []
     for equation in jaxpr.eqns:
         operands = tuple(map(operand_key, equation.invars))
         results = tuple(x.aval for x in equation.outvars)
-        params = _parameters(equation, orders)
+        params = _parameters_key(equation, orders)
         numbers |= {x: len(numbers) + n for n, x in enumerate(equation.outvars)}
         equations.append((equation.primitive, operands, results, params))
     results = tuple(map(operand_key, jaxpr.outvars))
-    constant_keys = tuple(_parameter(x, orders) for x in constants)
+    constant_keys = tuple(_parameter_key(x, orders) for x in constants)
     return avals, constant_keys, tuple(equations), results
 
 
-def _parameters(equation: JaxprEqn, orders: int) -> Hashable:
+def _parameters_key(equation: JaxprEqn, orders: int) -> Hashable:
     """Returns a key of an equation's parameters. In place of a derivative rule, which is a new
     object in each trace, the key contains the program of the derivative."""
     params = equation.params
     if equation.primitive in (custom_jvp_call_p, custom_vjp_call_p):
-        with contextlib.suppress(Exception):  # an error of the rule is raised when it is used
+        with contextlib.suppress(Exception):  # an error in a rule is raised where the rule is used
             program = _derivative(equation) if orders else None
             derivative = program and _program_key(program.jaxpr, program.consts, orders - 1)
-            return _parameter(params["call_jaxpr"], orders), derivative
-    return tuple((name, _parameter(x, orders)) for name, x in sorted(params.items()))
+            return _parameter_key(params["call_jaxpr"], orders), derivative
+    return tuple((name, _parameter_key(x, orders)) for name, x in sorted(params.items()))
 
 
 def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
@@ -198,12 +198,14 @@ def _derivative(equation: JaxprEqn) -> ClosedJaxpr:
         results, pull_back = jax.vjp(call, floats)
         return results, pull_back(tangents_or_cotangents)
 
-    is_jvp = primitive is custom_jvp_call_p
-    like = itertools.compress(avals, is_float) if is_jvp else (x.aval for x in equation.outvars)
-    return jax.make_jaxpr(derivative)(avals, list(like))
+    if primitive is custom_jvp_call_p:
+        types = list(itertools.compress(avals, is_float))  # of tangents
+    else:
+        types = [x.aval for x in equation.outvars]  # of cotangents
+    return jax.make_jaxpr(derivative)(avals, types)
 
 
-def _parameter(value: Any, orders: int) -> Hashable:
+def _parameter_key(value: Any, orders: int) -> Hashable:
     """Returns a key of a constant or a parameter: a value, a program, or a tuple of these."""
     program = getattr(value, "jaxpr", value)
     if hasattr(program, "eqns"):
@@ -211,7 +213,7 @@ def _parameter(value: Any, orders: int) -> Hashable:
     if isinstance(value, dict):
         value = tuple(value.items())
     if isinstance(value, list | tuple):
-        return type(value), tuple(_parameter(x, orders) for x in value)
+        return type(value), tuple(_parameter_key(x, orders) for x in value)
     try:
         if hasattr(value, "dtype") and not isinstance(value, Tracer):
             return Key().memory(np.asarray(value))

@@ -1,9 +1,10 @@
-"""Operations of a user's function that all pairs of a call share, computed once before the call.
+"""Operations of a user's function that do not depend on the pair, computed once before the call.
 
-A `custom_vjp` rule may be applied to operands alone, as in `score + clip_gradient(table)[i - j]`.
-JAX gives the rule the sum of the cotangents of all pairs. A kernel differentiates one tile at a
-time, and would give the rule the sum over a tile: the results differ if the rule is not linear. So
-these operations are taken out of the program, and their results become its operands.
+In `score + clip_gradient(table)[i - j]`, a function with a `custom_vjp` rule is applied to an
+operand. JAX calls the rule once, with the cotangent of the whole table, summed over all pairs. A
+kernel differentiates one tile at a time, and would call the rule with the sum over each tile: the
+gradients would differ if the rule is not linear. So `split` takes these operations out of the
+program, and their results become operands of the rest.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from jattn._explicit import CALLS, evaluated, value_of, with_results
 class SharedOperations(NamedTuple):
     """The shared equations of a program.
 
-    `inputs` are the variables that they may read, `results` those of their variables that the rest
-    of the program reads.
+    `inputs` are the variables that the equations may read, `results` the variables that the
+    equations compute and the rest of the program reads.
     """
 
     equations: list[JaxprEqn]
@@ -40,8 +41,11 @@ class SharedOperations(NamedTuple):
 
 
 def inlined(program: ClosedJaxpr, *examples: Any) -> ClosedJaxpr:
-    """Returns a program of these arguments in which rules stand in no jitted or checkpointed
-    function: operations of such a function may be shared even if others are not."""
+    """Returns the program with its jitted and checkpointed functions inlined if one of them has a
+    `custom_vjp` call, so that `split` can share the call without the rest of the function.
+
+    `examples` are arguments of the program.
+    """
     if not any(x.primitive in CALLS and _has_rule(x) for x in program.jaxpr.eqns):
         return program
 
@@ -56,25 +60,25 @@ def split(
 ) -> tuple[SharedOperations, list[JaxprEqn]]:
     """Returns the shared operations of a program, and the equations of the rest.
 
-    An equation is shared if it depends on operands and constants alone, and is a `custom_vjp` call
-    on operands or an equation that such a call needs. The rest includes the shared equations that
-    depend on constants alone.
+    An equation is shared if it depends only on operands and constants, and is a `custom_vjp` call
+    that depends on operands or computes an argument of such a call. Shared equations that depend
+    only on constants also stay in the rest.
     """
-    same_for_all_pairs, from_operands = {*constants, *operands}, {*operands}
+    pair_independent, operand_dependent = {*constants, *operands}, {*operands}
     candidates = list[JaxprEqn]()
     for equation in jaxpr.eqns:
-        if same_for_all_pairs.issuperset(_variables_read(equation)):
-            same_for_all_pairs.update(equation.outvars)
+        if pair_independent.issuperset(_variables_read(equation)):
+            pair_independent.update(equation.outvars)
             candidates.append(equation)
-            if from_operands.intersection(_variables_read(equation)):
-                from_operands.update(equation.outvars)
+            if operand_dependent.intersection(_variables_read(equation)):
+                operand_dependent.update(equation.outvars)
     needed, shared, moved = set[Var](), list[JaxprEqn](), set[Var]()
     for equation in reversed(candidates):
-        reads_operands = from_operands.intersection(_variables_read(equation))
-        if needed.intersection(equation.outvars) or (reads_operands and _has_rule(equation)):
+        depends_on_operands = operand_dependent.intersection(_variables_read(equation))
+        if needed.intersection(equation.outvars) or (depends_on_operands and _has_rule(equation)):
             needed.update(_variables_read(equation))
             shared.insert(0, equation)
-            moved.update(equation.outvars if reads_operands else ())
+            moved.update(equation.outvars if depends_on_operands else ())
     rest = [x for x in jaxpr.eqns if not moved.intersection(x.outvars)]
     outputs = (x for x in jaxpr.outvars if not isinstance(x, Literal))
     exported = moved & set(outputs).union(*map(_variables_read, rest))
@@ -87,7 +91,7 @@ def _variables_read(equation: JaxprEqn) -> set[Var]:
 
 
 def _has_rule(equation: Any) -> bool:
-    """Returns whether an equation is a `custom_vjp` call, or a call of a program that has one."""
+    """Returns whether an equation is a `custom_vjp` call or calls a program that has one."""
     programs = jax.tree.leaves([*equation.params.values()])
     inner = (e for x in programs for e in getattr(getattr(x, "jaxpr", x), "eqns", ()))
     return equation.primitive is custom_vjp_call_p or any(map(_has_rule, inner))

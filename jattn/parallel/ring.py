@@ -8,8 +8,8 @@ tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads, and in each round in chunks
 of keys, so that a device holds two chunks at a time. A shard is sent no further than to the last
-device that needs it under the mask, and without the keys that no other device needs. A device skips
-a shard if the mask certainly excludes all its pairs.
+device that needs it under the mask, and only those of its keys are sent that another device needs.
+A device skips a shard if the mask certainly excludes all pairs of its queries and the shard's keys.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_paramet
 
 
 class HopGroup(NamedTuple):
-    """`times` equal hops in succession: the devices in `sources` send `distance` devices ahead."""
+    """`times` equal hops in succession: in each, every device in `sources` sends the shard that
+    it holds to the device `distance` further in the ring."""
 
     distance: int
     times: int
@@ -58,7 +59,7 @@ class Route(NamedTuple):
 
     needed: np.ndarray  # [d, s] is true if device d needs shard s
     sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
-    hops: tuple[HopGroup, ...]  # in order, to the devices other than a shard's own
+    hops: tuple[HopGroup, ...]  # in order, from a shard's own device to the others that need it
 
     @classmethod
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
@@ -98,15 +99,17 @@ class Route(NamedTuple):
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array goes around with the keys: if it is along S and not along T."""
+    """Returns whether an array with these axes goes around with the keys: with S, but without T."""
     axes = split_letters(letters)
     return "S" in axes and "T" not in axes
 
 
 def _local_key_axis(letters: str, leaf: Array) -> int | None:
-    """Returns the S axis of an array along T and S, such as a dense mask: it has all keys for the
-    queries of this device, and does not travel. Returns None for other arrays, and if the axis
-    broadcasts."""
+    """Returns the S axis of an array that also has a T axis, such as a dense mask, or None.
+
+    Such an array does not travel: on each device it has entries for the device's queries and all
+    keys. The result is None for other arrays, and if the S axis broadcasts.
+    """
     axis = axis_of("S", letters, leaf.ndim)
     has_all_keys = axis is not None and not travels(letters) and leaf.shape[axis] > 1
     return axis if has_all_keys else None
@@ -117,7 +120,7 @@ _KEY_LETTERS = "S N _"  # axes of keys, values and their gradients
 
 
 def _slice_keys(letters: str, leaf: Array, start: Index, size: int) -> Array:
-    """Returns `size` keys from `start` on of an array along S, unless it broadcasts along S."""
+    """Slices an array with an axis S to `size` keys from `start` on, unless S broadcasts."""
     axis: Any = axis_of("S", letters, leaf.ndim)
     if leaf.shape[axis] in (1, size):
         return leaf
@@ -127,8 +130,8 @@ def _slice_keys(letters: str, leaf: Array, start: Index, size: int) -> Array:
 class KVShard(NamedTuple):
     """A shard of keys, or a chunk of one: the arrays that go around the ring.
 
-    The local index of a key counts the keys of its shard. Its global index counts the keys of all
-    shards, one shard after another.
+    The local index of a key is its index in its shard, the global index its index in all shards
+    together, one shard after another.
     """
 
     key: Array
@@ -137,7 +140,8 @@ class KVShard(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
-        """Returns these keys of this device, the first with the local index `local_start`."""
+        """Returns the shard or chunk with these keys, whose first has the local index
+        `local_start`, and with the arrays of `spec` that travel, sliced to the keys."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
         arrays = [_slice_keys(*x, local_start, key.shape[1]) for x in pairs if travels(x[0])]
         return cls(key, value, arrays)
@@ -168,8 +172,8 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Places values, one for each array, in this structure; `letters` are the axes of the
-        parameters, which say whether a parameter travels."""
+        """Arranges one value for each array, such as its gradient or the letters of its axes, in
+        this structure. `letters` are the axes of the parameters, which say which ones travel."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]
         return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))
@@ -221,14 +225,14 @@ class Ring(NamedTuple):
     route: Route
     shard_size: int  # the number of keys of a shard
     implementation: str | None  # the kernel; None for any that can compute parts of the keys
-    rounds: int  # the number of equal shares in which the key heads go around
-    round: Round = Round()  # the heads that go around
-    local_start: Index = 0  # the local index of the first key of each shard that goes around
+    rounds: int  # the number of rounds, each of an equal share of the key heads
+    round: Round = Round()  # the heads that go around in the current round
+    local_start: Index = 0  # the local index of the first key of the current range or chunk
 
     def key_ranges(self) -> Iterator[tuple["Ring", int, int]]:
-        """Yields `(ring, chunk size, number of chunks)` of the three ranges of a shard's keys: the
-        keys before the sent ones, the sent keys, and the keys after them. The first and the last
-        range have a ring without hops."""
+        """Yields `(ring, chunk size, number of chunks)` for each of three ranges of a shard's keys:
+        the keys before the sent ones, the sent keys, and the keys after them. In the first and the
+        last, the ring has no hops."""
         sent = self.route.sent_keys if self.route.hops else slice(0, 0)
         no_hops = self.route._replace(hops=())
         yield self._replace(route=no_hops), sent.start, 1
@@ -245,8 +249,8 @@ class Ring(NamedTuple):
         body: Callable[..., Any],
         state: Tree,
     ) -> Tree:
-        """Folds `body(ring, kv, state)` over the chunks of this device's shard of keys; `ring` and
-        `kv` are those of the chunk.
+        """Folds `body(ring, kv, state)` over the chunks `kv` of this device's shard of keys. The
+        argument `ring` has the hops of the chunk and its `local_start`.
 
         `spec` and `query` are sliced to the heads of the round, `key` and `value` are not.
         """
@@ -304,10 +308,10 @@ class Ring(NamedTuple):
 
         def compute() -> Tree:
             operands = (self.local_spec(spec, query, kv, distance), query, kv.key, kv.value)
-            out, normalizer, finite = run_part(
+            out, normalizer, all_finite = run_part(
                 "forward", state, self.implementation, *operands, shapes=shapes
             )
-            return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & finite
+            return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & all_finite
 
         return self.if_needed(shard, compute, state)
 
@@ -317,7 +321,7 @@ class Ring(NamedTuple):
         per_query: PerQuery,
         kv: KVShard,
         distance: Index,
-        finite: Array,
+        all_finite: Array,
         so_far: Gradients,
     ) -> Gradients:
         """Adds the gradients from a shard of keys to `so_far`.
@@ -337,7 +341,7 @@ class Ring(NamedTuple):
         def compute() -> Gradients:
             local_spec = self.local_spec(spec, per_query.query, kv, distance)
             like = (parameters(local_spec), so_far.local[0], *so_far.with_shard[:2])
-            operands = (per_query, kv.key, kv.value, finite)
+            operands = (per_query, kv.key, kv.value, all_finite)
             d_params, d_query, d_key, d_value = run_part(
                 "backward", like, self.implementation, local_spec, *operands, shapes=shapes
             )
@@ -373,7 +377,7 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
 
 
 def _all_shards_backward(
-    ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, finite: Array, so_far: Gradients
+    ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, all_finite: Array, so_far: Gradients
 ) -> Gradients:
     """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
 
@@ -385,14 +389,14 @@ def _all_shards_backward(
 
     def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
-            return ring.backward(spec, per_query, kv, distance, finite, total)
+            return ring.backward(spec, per_query, kv, distance, all_finite, total)
         # The gradients of every shard make all hops, even where the shard is no longer sent:
         # `Route.home` then takes them all home over the same distance.
         hop_of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
         arrived = hop_of_all.send(total.with_shard, ring.axes)
         # The sum starts from 0, not from `arrived`, so that it overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
-        total = ring.backward(spec, per_query, kv, distance, finite, total)
+        total = ring.backward(spec, per_query, kv, distance, all_finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))
 
     total = _over_shards(ring, kv, compute, so_far)
@@ -409,8 +413,8 @@ def _initial_state(ring: Ring, query: Array, value: Array, operands: Tree) -> Tr
     """Returns `(out, normalizer, all_finite)` of queries that have seen no keys."""
     dtype = accumulation(query.dtype)
     zeros = jnp.zeros(query.shape[:3], dtype)
-    out, finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
-    return ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), finite), operands)
+    out, all_finite = jnp.zeros((*zeros.shape, value.shape[-1]), dtype), jnp.ones((), bool)
+    return ring.axes.vary((out, Normalizer(zeros - jnp.inf, zeros), all_finite), operands)
 
 
 def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> Tree:
@@ -419,35 +423,35 @@ def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> 
 
     def compute(share: Index, total: Tree) -> Tree:
         round = Round(share, ring.rounds)
-        spec, query = round.slice_spec(inputs[0]), round.slice_heads(inputs[1])
+        round_spec, round_query = round.slice_spec(spec), round.slice_heads(query)
 
         def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
             add_shard = lambda kv, distance, _, state: ring.forward(  # noqa: E731
-                spec, query, kv, distance, state
+                round_spec, round_query, kv, distance, state
             )
             return _over_shards(ring, kv, add_shard, state)
 
-        state = _initial_state(ring, query, value, inputs)
-        in_round = ring._replace(round=round)
-        result = in_round.over_chunks(spec, query, key, value, body, state)
+        state = _initial_state(ring, round_query, value, inputs)
+        round_ring = ring._replace(round=round)
+        result = round_ring.over_chunks(round_spec, round_query, key, value, body, state)
         return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
 
     return rounds.repeat(ring.rounds, compute, _initial_state(ring, query, value, inputs))
 
 
 def _backward(
-    ring: Ring, spec: Spec, per_query: PerQuery, key: Array, value: Array, finite: Array
+    ring: Ring, spec: Spec, per_query: PerQuery, key: Array, value: Array, all_finite: Array
 ) -> Gradients:
-    """Computes the gradients, in the dtypes of the arrays."""
+    """Computes the gradients of queries, keys, values and parameters, each in the array's dtype."""
     letters, dtype = parameter_letters(spec), accumulation(key.dtype)
     axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
-    inputs, vary = (spec, per_query), ring.axes.vary
+    vary = ring.axes.vary
 
     def compute(share: Index, total: Gradients) -> Gradients:
         round = Round(share, ring.rounds)
-        spec = round.slice_spec(inputs[0])
-        per_query = jax.tree.map(round.slice_heads, inputs[1])
-        query, in_round = per_query.query, ring._replace(round=round)
+        round_spec = round.slice_spec(spec)
+        round_per_query = jax.tree.map(round.slice_heads, per_query)
+        query, round_ring = round_per_query.query, ring._replace(round=round)
 
         def zeros(key: Array, value: Array, spec: Spec) -> Gradients:
             d_query, d_key, d_value = (jnp.zeros(x.shape, dtype) for x in (query, key, value))
@@ -456,15 +460,15 @@ def _backward(
 
         def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
             total, local = state
-            chunk_spec = kv.slice_spec(spec, ring.local_start)  # only its shapes are used
+            chunk_spec = kv.slice_spec(round_spec, ring.local_start)  # only its shapes are used
             so_far = zeros(kv.key, kv.value, chunk_spec)._replace(local=local)
-            result = _all_shards_backward(ring, spec, per_query, kv, finite, so_far)
+            result = _all_shards_backward(ring, round_spec, round_per_query, kv, all_finite, so_far)
             add = functools.partial(round.add, first_key=ring.local_start)
             total = jax.tree.map(add, axis_letters.with_shard, total, result.with_shard)
             return total, result.local
 
-        state = total.with_shard, zeros(key, value, spec).local
-        with_shard, local = in_round.over_chunks(spec, query, key, value, body, state)
+        state = total.with_shard, zeros(key, value, round_spec).local
+        with_shard, local = round_ring.over_chunks(round_spec, query, key, value, body, state)
         return Gradients(
             jax.tree.map(round.add, axis_letters.local, total.local, local), with_shard
         )
@@ -477,8 +481,8 @@ def _backward(
 def attend(
     call: Call, query: Array, key: Array, value: Array, axes: Axes
 ) -> tuple[Output, Normalizer]:
-    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of this device's queries,
-    differentiable.
+    """Computes `(out [B, T, N, V], normalizer [B, N, T])` of this device's queries. JAX can
+    differentiate both in reverse mode.
 
     `call` comes from `Call.prepared` and has this device's arrays. All arrays have one batch axis.
     """
@@ -486,25 +490,26 @@ def attend(
     if spec.dropout_rate:
         spec = dataclasses.replace(spec, dropout_key=dropout.key_words(spec.dropout_key))
     route = Route.of(spec, n * T, n * S, n, axes.order)
-    count = rounds.count(Shapes.of(query, value)) if route.hops else 1
-    ring = Ring(axes, route, S, call.implementation, count)
+    num_rounds = rounds.count(Shapes.of(query, value)) if route.hops else 1
+    ring = Ring(axes, route, S, call.implementation, num_rounds)
 
     @jax.custom_vjp
     def run(params: list[Array], spec: Spec, *qkv: Array) -> tuple[Array, Normalizer]:
         return run_forward(params, spec, *qkv)[0]
 
     def run_forward(params: list[Array], spec: Spec, *qkv: Array) -> Tree:
-        out, normalizer, finite = _forward(ring, with_parameters(spec, params), *qkv)
-        return (out, normalizer), (params, spec, *qkv, out, normalizer, finite)
+        out, normalizer, all_finite = _forward(ring, with_parameters(spec, params), *qkv)
+        return (out, normalizer), (params, spec, *qkv, out, normalizer, all_finite)
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
-        params, spec, query, key, value, out, normalizer, finite = residuals
-        # lse is the sum of the normalizer's two numbers; its cotangent is passed as the second's.
+        params, spec, query, key, value, out, normalizer, all_finite = residuals
+        # lse = maximum + log_total, so its cotangent is that of log_total.
         d_out, (_, d_lse) = cotangents
-        # The derivative of a score is weight · (d_weight − delta), with one delta for each query.
+        # The cotangent of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
         per_query = PerQuery.of(query, d_out, normalizer, delta)
-        gradients = _backward(ring, with_parameters(spec, params), per_query, key, value, finite)
+        spec = with_parameters(spec, params)
+        gradients = _backward(ring, spec, per_query, key, value, all_finite)
         # None for `spec`: its differentiable arrays are passed as `params`.
         return gradients.params, None, gradients.local[0], *gradients.with_shard[:2]
 

@@ -89,8 +89,9 @@ class BlockwiseCall(NamedTuple):
         """Chooses the strategy of a call, and its tiling if `tiling` is None."""
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        # A single tile recomputes its normalizer in the backward pass. A call with only a part of
-        # the keys must use the normalizer that it receives, which is of all keys.
+        # With the strategy "single tile" the backward pass recomputes the normalizer, from the keys
+        # of the call. If these are only a part of the keys, it must use the normalizer that it is
+        # passed, which is of all keys.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"
@@ -124,8 +125,8 @@ class BlockwiseCall(NamedTuple):
         """Returns the results of `block(i)` for each i < n, stacked.
 
         With the strategy "vmap", a step computes several blocks at once: as many as have at most
-        `tuning.scores_together` scores. A step of one block does not use `jax.vmap`, under which
-        the loop of each block would run as long as the longest loop of the batch.
+        `tuning.scores_together` scores. A step of one block avoids `jax.vmap`, which makes all
+        blocks of a batch loop as often as the block with the most tiles.
         """
         batch_size = 1
         if self.strategy == "vmap":
@@ -323,7 +324,8 @@ def backward_head(
 def _pair_gradients(
     spec: Spec, q: Array, k: Array, d_products: Array, d_params: list[Array]
 ) -> tuple[Array, Array, list[Array]]:
-    """Returns the gradients of a tile's queries, keys and parameters if the spec has a pair score.
+    """Returns the gradients of a tile's queries, keys and parameters if the spec has a pair score,
+    which replaces the product of query and key.
 
     The parameters of the pair score are the last of the spec's parameters: their gradients replace
     the last of `d_params`.
@@ -434,11 +436,12 @@ def _zero_results(shapes: Shapes, T: int, dtype: DTypeLike) -> tuple[Array, Norm
 
 
 def _band(spec: Spec, call: BlockwiseCall) -> tile_schedule.Band | None:
-    """Returns the band of a padded spec if the forward pass can use one, else None.
+    """Returns the `Band` of a padded spec: the same number of consecutive keys for each block of
+    queries. Returns None if the forward pass cannot use a band.
 
     After a forward pass along a band, the backward pass may have to recompute the normalizer, see
-    `_with_recomputed_normalizer`. A call with only a part of the keys (`spec.partial`) cannot, as
-    its normalizer is of all keys. So it uses no band.
+    `_with_recomputed_normalizer`. A call with only a part of the keys (`spec.partial`) cannot do
+    this, because its normalizer is of all keys; so it uses no band.
     """
     if call.strategy != "loop" or spec.pair is not None or spec.partial:
         return None
@@ -516,44 +519,44 @@ def forward_vmap(spec: Spec, query: Array, key: Array, value: Array, call: Block
     """Computes `out [B, T, N, V]` and the normalizer `[B, T, N]`, all heads at once."""
     shapes, (T, S) = call.shapes, call.padded
 
-    def one_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> Tree:
+    def compute_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> Tree:
         q, k, v = slicing.pad_to(q, T), slicing.pad_to(k, S), slicing.pad_to(v, S)
         results = _forward_head(spec, b, h, q, k, v, call)
         return jax.tree.map(lambda x: x[: shapes.T], results)
 
-    return tile.over_heads(one_head, spec, (query,), (key, value), out_axes=1)
+    return tile.over_heads(compute_head, spec, (query,), (key, value), out_axes=1)
 
 
 def backward_loop(
-    spec: Spec, per_head: PerQuery, key: Array, value: Array, call: BlockwiseCall
+    spec: Spec, per_query: PerQuery, key: Array, value: Array, call: BlockwiseCall
 ) -> Tree:
     """Computes the gradients of parameters, query, key and value, one head after another.
 
-    `per_head` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
+    `per_query` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
     """
     shapes, (T, S) = call.shapes, call.padded
-    letters, inputs = parameter_letters(spec), (per_head[0], key, value)
+    letters, inputs = parameter_letters(spec), (per_query[0], key, value)
 
     def body(n: Array, total: Tree) -> Tree:
-        b, kv = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.K))
-        k, v = (take_head(x, b, kv, S) for x in (key, value))
+        b, key_head = (lax.convert_element_type(x, jnp.int32) for x in divmod(n, shapes.K))
+        k, v = (take_head(x, b, key_head, S) for x in (key, value))
         params, d_query, d_key, d_value = total
 
         def add_head(g: Array, state: Tree) -> Tree:
-            params, d_query, *sums = state
-            h = kv * shapes.G + g
-            per_query = tuple(take_head(x, b, h, T) for x in per_head)
-            head = backward_head(select_head(spec, b, h), b, h, per_query, k, v, call)
+            params, d_query, *d_kv = state
+            h = key_head * shapes.G + g
+            head_per_query = tuple(take_head(x, b, h, T) for x in per_query)
+            head = backward_head(select_head(spec, b, h), b, h, head_per_query, k, v, call)
             params = slicing.add_params(params, head.params, letters, b, h)
-            sums = [x + y for x, y in zip(sums, (head.key, head.value), strict=True)]
-            return params, write_head(d_query, head.query, b, h), *sums
+            d_kv = [x + y for x, y in zip(d_kv, (head.key, head.value), strict=True)]
+            return params, write_head(d_query, head.query, b, h), *d_kv
 
         zeros = (jnp.zeros(x.shape[::-1], accumulation(x.dtype)) for x in (k, v))
-        params, d_query, *sums = tile_schedule.repeat(
+        params, d_query, *d_kv = tile_schedule.repeat(
             0, shapes.G, add_head, (params, d_query, *zeros)
         )
-        pairs = zip((d_key, d_value), sums, strict=True)
-        return params, d_query, *(write_head(x, y.T, b, kv) for x, y in pairs)
+        pairs = zip((d_key, d_value), d_kv, strict=True)
+        return params, d_query, *(write_head(x, y.T, b, key_head) for x, y in pairs)
 
     total = (
         [jnp.zeros_like(leaf) for leaf in parameters(spec)],
@@ -564,7 +567,7 @@ def backward_loop(
 
 def backward_vmap(
     spec: Spec,
-    per_head: tuple[Array, ...],
+    per_query: tuple[Array, ...],
     key: Array,
     value: Array,
     call: BlockwiseCall,
@@ -572,31 +575,32 @@ def backward_vmap(
 ) -> Tree:
     """Computes the gradients of parameters, query, key and value, all heads at once.
 
-    `per_head` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
+    `per_query` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
     """
     shapes, (T, S) = call.shapes, call.padded
     backward = backward_head if call.strategy == "single tile" else _backward_blocks
 
-    def one_head(spec: Spec, b: Index, h: Index, *operands: Array) -> Tree:
-        *per_query, k, v = operands
-        per_query = tuple(slicing.pad_to(x, T) for x in per_query)
+    def compute_head(spec: Spec, b: Index, h: Index, *operands: Array) -> Tree:
+        *head_per_query, k, v = operands
+        head_per_query = tuple(slicing.pad_to(x, T) for x in head_per_query)
         k, v = (slicing.pad_to(x, S) for x in (k, v))
-        head = backward(spec, b, h, per_query, k, v, call)
+        head = backward(spec, b, h, head_per_query, k, v, call)
         return head.query[: shapes.T], head.key.T[: shapes.S], head.value.T[: shapes.S], head.params
 
     axes = (1, 1, 1, [0] * len(parameters(spec)))
-    gradients = tile.over_heads(one_head, spec, per_head, (key, value), axes, over_batch)
+    gradients = tile.over_heads(compute_head, spec, per_query, (key, value), axes, over_batch)
     return tile.gather_gradients(spec, key.shape[2], *gradients)
 
 
 def parameter_gradients(
-    spec: Spec, per_head: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
+    spec: Spec, per_query: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
-    """Computes the gradients of parameters only, for kernels that cannot scatter.
+    """Computes the gradients of parameters only, for kernels that cannot compute them because the
+    sums need a scatter.
 
-    T and S are whole tiles; `per_head` has the fields of `PerQuery`.
+    T and S are multiples of the tiling; `per_query` has the fields of `PerQuery`.
     """
-    query, *rest = per_head
+    query, *rest = per_query
     rest = [x.astype(accumulation(key.dtype)) for x in rest]
     call = BlockwiseCall(Shapes.of(query, value), tiling, "vmap")
     return backward_vmap(spec, (query, *rest), key, value, call)[0]
@@ -624,7 +628,7 @@ def _forward(
     return *results, jnp.zeros((), bool), *weights
 
 
-_LARGE_LOGITS = 2.0**16  # a rounding error of these may change the weights noticeably
+_LARGE_LOGITS = 2.0**16  # from this size on, rounding a logit may change weights noticeably
 
 
 def _with_recomputed_normalizer(
@@ -672,11 +676,12 @@ def _backward(
 def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
     """Returns the forward and backward functions.
 
-    By default short sequences are a single tile, and `choose_tiling` chooses the tiling of others.
+    If `tiling` is None, a short sequence is a single tile, and `choose_tiling` chooses the tiling
+    of longer ones.
     """
     forward, backward = (functools.partial(f, platform, tiling) for f in (_forward, _backward))
     return AttentionVJP(forward, backward, functools.partial(forward, keep_weights=True))
 
 
-# `supports` returns None, no reason to refuse: this kernel computes every call.
+# This kernel computes every call, so `supports` always returns None: no reason to refuse the call.
 KERNEL = Kernel(supports=lambda call: None, functions=functions)
