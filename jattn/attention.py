@@ -1,8 +1,8 @@
 """Attention: checks the arguments, chooses an implementation, runs one compiled pure function.
 
-`attention` checks its arguments and makes a `Call` of them. `attend` is compiled for the call. In
-it, `run` computes the reference or applies `vjp.attention`, the operation that all kernels share,
-with the functions of the kernel that `registry` chooses.
+`attention` checks its arguments and packs them into a `Call`, for which `attend` is compiled. There
+`run` calls the kernel that `registry` chooses, through `vjp.attention`, the differentiable
+operation that all kernels share; implementation="reference" is computed without a kernel.
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -74,19 +74,19 @@ def attention(
         query: `[*B, T, N, H]`, float16, bfloat16, float32 or float64.
         key: `[*B, S, K, H]`, of the same dtype. K divides N; query head n reads head n // (N / K).
         value: `[*B, S, K, V]`, of the same dtype. A cache of `jattn.cache` may replace key and
-            value: then its slots are the keys, at their tokens' positions; `mask` applies in
-            addition to the cache's own mask; and q_positions are by default the positions of the T
-            tokens appended last.
+            value. The S keys are then its slots, and kv_positions the positions of the tokens in
+            them; `mask` applies in addition to the cache's own mask; and q_positions are by default
+            the positions of the T tokens appended last.
         mask: a mask of `jattn.masks`, or a boolean array `[*B, N, T, S]` in which True attends and
             axes of size 1 broadcast. In a call on a cache, S is the cache's capacity.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
         scale: the factor of query·key, by default 1/√H: a number; or a float array, a scalar or
             `[N]` with one factor for each head, which is a differentiable parameter.
-        sink: a logit for each head, a float array `[N]` or a scalar, that joins the softmax without
-            a value and is a differentiable parameter; see `jattn.softmax.with_sink`.
+        sink: a float array `[N]` or a scalar, one logit for each head: that of an additional key
+            without a value. It is a differentiable parameter; see `jattn.softmax.with_sink`.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions with which
-            masks and scores are computed. T and S may differ; by default Causal is then aligned at
-            the top left.
+            masks and scores are computed. T and S may differ: by default the first query and the
+            first key are both at position 0, so that Causal is aligned at the top left.
         kv_positions: integer `[S]` or `[*B, S]`, by default arange(S).
         dropout_rate: in [0, 1). Dropout sets normalised weights to 0, and multiplies the remaining
             ones by 1/(1 − rate).
@@ -94,10 +94,11 @@ def attention(
         precision: the precision of matrix products, as in `jax.lax.Precision`.
         implementation: a name that `explain` lists: the call runs that implementation, or raises an
             error. None selects the first implementation that supports the call on the platform for
-            which the program is lowered. In calls on a cache None selects "decode" for a few
-            queries, which reads the cache in place. If named, "tpu", "pallas", "ampere", "hopper"
-            and "blackwell" do so too for a few queries if the cache has the query's dtype, and
-            page and head sizes that fit the kernel's tiles. Otherwise kernels read a copy.
+            which the program is lowered. In calls on a cache with few queries, None selects
+            "decode", which reads the cache in place. "tpu", "pallas", "ampere", "hopper" and
+            "blackwell", if named, also read it in place if there are few queries, the cache has the
+            query's dtype, and its page and head sizes fit the kernel's tiles. In all other calls
+            keys and values are copied out of the cache.
         return_lse: whether to return the log of the softmax's denominator too.
 
     Returns:
@@ -110,8 +111,8 @@ def attention(
     Raises:
         TypeError, ValueError: for wrong arguments, before compilation.
         NotImplementedError: if the named implementation does not support the call, with the reason.
-            Also for third derivatives; and, if a cache is read in place, for every derivative but
-            the first in reverse mode. implementation="reference" has them all.
+            Also for third derivatives; and, if a cache is read in place, for all derivatives except
+            the first in reverse mode. implementation="reference" supports all derivatives.
 
     First and second derivatives are available in forward and reverse mode, in memory linear in T
     and S.
@@ -142,8 +143,8 @@ def attention(
 
 
 def _shardings(call: Call, query: Array, *_: Any) -> Any:
-    """Returns the shardings of out and normalizer on a mesh with explicit axes: that of the
-    queries."""
+    """Returns the shardings of out and normalizer on a mesh with explicit axes. They are sharded
+    along batch, T and N as the queries are."""
     cuts = Cuts.of(query)
     return cuts.out, Normalizer(cuts.by_head, cuts.by_head)  # pyright: ignore[reportArgumentType]
 
@@ -151,7 +152,8 @@ def _shardings(call: Call, query: Array, *_: Any) -> Any:
 @compiled()
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
     """Returns `out`, or `(out, lse)` if the call returns lse."""
-    # The sink has no derivative rule of its own, and so stays outside of `left_to_xla`.
+    # The sink is applied outside of `left_to_xla`: arrays that are kept within it for the backward
+    # pass come back with explicit shardings, which only jattn's own derivative rules expect.
     return call.with_sink(*_attend(call, query, key, value))
 
 
@@ -161,7 +163,7 @@ def _attend(call: Call, query: Array, key: Array, value: Array) -> tuple[Output,
 
 
 def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Output, Normalizer]:
-    """Computes `(out [B, T, N, V], normalizer of [B, N, T])` of a prepared call."""
+    """Computes `(out [B, T, N, V], normalizer of [B, N, T])`; see `Call.prepared` for the call."""
     functions = registry.functions(call)
     if functions is None:
         return reference.attend(call.spec, query, key, value)
@@ -171,15 +173,15 @@ def run(call: Call, query: Array, key: Array, value: Array) -> tuple[Output, Nor
 
 @compiled()
 def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
-    """Computes attention to the slots of a cache; NaN for batch rows that overflowed it."""
+    """Computes attention to the slots of a cache. Batch rows that overflowed it get NaN."""
     return call.with_sink(*_attend_cache(call, query, cache))
 
 
 @left_to_xla(_shardings)
 def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
     prepared = call.prepared()
-    if read := registry.reader(prepared, cache):
-        results = decode.attend(prepared.spec, query, cache, read)
+    if read_in_place := registry.reader(prepared, cache):
+        results = decode.attend(prepared.spec, query, cache, read_in_place)
     else:
         key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in cache.read())
         results = run(prepared, query, key, value)
@@ -191,8 +193,8 @@ def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Output, Norma
 def _matrix(
     call: Call, query: Array, key: Array | Cache, *, result: Literal["scores", "weights"]
 ) -> Array:
-    """Computes scores or weights `[*B, N, T, S]` for keys, or for the slots of a cache; NaN for
-    batch rows that overflowed the cache."""
+    """Computes scores or weights `[*B, N, T, S]` for keys, or for the slots of a cache. All are NaN
+    in batch rows that overflowed the cache."""
     keys = jnp.swapaxes(key.read()[0], 1, 2).astype(query.dtype) if isinstance(key, Cache) else key
     spec, operands = call.prepared().spec, call.flattened(query, keys)
     matrix = (reference.scores if result == "scores" else reference.weights)(spec, *operands)

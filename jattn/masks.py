@@ -114,13 +114,13 @@ class Span(NamedTuple):
 
     @property
     def consecutive(self) -> bool:
-        """Whether the positions are the default ones, which are consecutive. False for all other
-        positions, even consecutive ones."""
+        """Whether the positions are the default ones, and so consecutive. False for positions that
+        a user set, even to consecutive numbers."""
         return self.positions is self.places
 
 
 class Extent(NamedTuple):
-    """The range of queries or keys of a tile; with arrays as fields, the ranges of several tiles.
+    """The range of queries or of keys of a tile. If its fields are arrays, one range for each tile.
 
     Positions lie in `lo..hi`, both inclusive; places are `start..start + size - 1`.
 
@@ -138,20 +138,20 @@ class Extent(NamedTuple):
 class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
     """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
 
-    In a grid the fields of `rows` are `[n, 1]`, those of `columns` are `[1, m]`, so that formulas
-    of both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
+    In a grid the fields of `rows` are `[n, 1]` and those of `columns` `[1, m]`, so that operations
+    on both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
 
     >>> last, first = masks.Extent(2, 3, start=2, size=2), masks.Extent(0, 1, start=0, size=2)
     >>> [bool(x) for x in masks.Causal().bounds(masks.Tile(rows=last, columns=first))]
     [True, True]
     """
 
-    b: Any = None  # attributes, not items of the tuple: a tile unpacks into rows and columns
+    b: Any = None  # b and h are no items of the tuple, which unpacks into rows and columns
     h: Any = None
 
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
-        """Pairs each of n ranges of queries, in fields `[n]`, with each of m ranges of keys."""
+        """Builds a grid of n ranges of queries, with fields `[n]`, and m ranges of keys, `[m]`."""
         as_n1, as_1m = np.s_[:, None], np.s_[None, :]
         tile = cls(
             rows._replace(lo=rows.lo[as_n1], hi=rows.hi[as_n1], start=rows.start[as_n1]),
@@ -185,7 +185,7 @@ def _as_truth(value: Any) -> Truth:
 
 
 class Mask:
-    """The base class of masks: the operators, and the methods derived from the two operations.
+    """The base class of masks: operators, and all that is derived from `evaluate` and `bounds`.
 
     Methods of a subclass may read its fields only: a program compiled for one mask serves all masks
     with equal fields. Only the function of a `Predicate` may read other variables.
@@ -202,13 +202,13 @@ class Mask:
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
 
-        The fields that are arrays must already be selected for (b, h) and sliced to both spans.
+        The caller has replaced array fields by their slices for b, h, `rows` and `columns`.
         """
         raise NotImplementedError
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
         """Returns `(maybe_any, surely_all)`: if the first is False, no pair of the tile is allowed;
-        if the second is True, all are. Fields that are arrays must be selected for one (b, h)."""
+        if the second is True, all are. The caller has selected array fields for one (b, h)."""
         raise NotImplementedError
 
     def __call__(
@@ -282,8 +282,8 @@ class Mask:
         i, j = span(T, q), span(S, kv)
 
         def one_head(b: Index, h: Index) -> Array:
-            of_head = take_tile(select_head(flattened, b, h), i.places, j.places)
-            return jnp.broadcast_to(of_head.evaluate(b, h, i, j), (T, S))
+            head_mask = take_tile(select_head(flattened, b, h), i.places, j.places)
+            return jnp.broadcast_to(head_mask.evaluate(b, h, i, j), (T, S))
 
         if not B and not N:
             return one_head(0, 0)
@@ -292,10 +292,12 @@ class Mask:
         return allowed.reshape(*B, N or 1, T, S)
 
     def _repr_html_(self) -> str | None:
-        """The picture that a notebook shows: at most 32 × 32 tiles of batch row 0 and head 0. T and
-        S are the sizes of the mask's arrays, or 32. None if the mask is traced or its arrays differ
-        in size."""
-        from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must cost nothing
+        """The picture that a notebook shows: at most 32 × 32 tiles of batch row 0 and head 0.
+
+        T and S are the sizes of the mask's arrays, or 32. Returns None if the mask is traced or its
+        arrays differ in size.
+        """
+        from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must be fast
 
         T, S = _length_along(self, "T"), _length_along(self, "S")
         T, S = T or S or 32, S or T or 32
@@ -313,8 +315,11 @@ class Mask:
 
 
 class _NotAnArray:
-    """The object that JAX gets for a mask used as an array. It has no dtype, so that JAX raises an
-    error with its repr, and leaves `array & mask` to the mask's operator."""
+    """The object that `Mask.__jax_array__` returns when a mask is used as an array.
+
+    It has no dtype: JAX then raises an error that contains its repr, the advice to the user; but
+    for `array & mask` JAX leaves the operation to the mask.
+    """
 
     def __init__(self, mask: Mask):
         self.mask = mask
@@ -339,8 +344,8 @@ def as_mask(value: Any) -> Mask:
     """Converts a value to a mask.
 
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
-    `Full`. The attribute `layer.mask` of a layer, an NNX module, becomes the mask that it holds.
-    Raises TypeError for anything else.
+    `Full`. The attribute `layer.mask` of a layer of `jattn.nn`, an NNX module that wraps the
+    layer's mask, becomes this mask. Raises TypeError for anything else.
 
     >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
     (Full(), 'Predicate')
@@ -390,7 +395,7 @@ def as_span(value: Indices | Span) -> Span:
     if isinstance(value, Span):
         return value
     positions = jnp.asarray(integers.of_formula("rows, columns", value))
-    return Span(positions, jnp.copy(positions))  # not one array, as for consecutive positions
+    return Span(positions, jnp.copy(positions))  # a copy: one array would mean `consecutive`
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
@@ -410,7 +415,7 @@ def _batch_shape(batch: Any) -> Shape:
 
 
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns `q_positions` and `kv_positions`, or None; both are int64 if either needs it."""
+    """Returns `q_positions` and `kv_positions`, None where not set; both int64 if one needs it."""
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
         raise TypeError(
@@ -431,9 +436,9 @@ def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
 
 
 def _check_covers(mask: Mask, T: int, S: int) -> None:
-    """Raises ValueError if an array does not have length T along T, or S along S.
+    """Raises ValueError for an array of the mask whose axis T or S has another length than T or S.
 
-    JAX would clamp indices beyond its end instead of raising an error.
+    JAX would not raise an error for indices beyond the array's end, but clamp them.
     """
     leaves = jax.tree_util.tree_leaves_with_path(mask)
     for (path, leaf), axes in zip(leaves, jax.tree.leaves(axis_names(mask)), strict=True):
@@ -448,7 +453,7 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
 
 
 def _parts_of(mask: Any, kind: type[_M]) -> list[_M]:
-    """Returns the parts of a mask that are of a class, such as `Blocks`."""
+    """Returns the masks of a class, such as `Blocks`, of which a mask is composed."""
     leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
 
@@ -589,7 +594,7 @@ def shifted(positions: Any, by: Any) -> Any:
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
     if not integers.is_narrow(positions):  # int64 occurs in calls of a mask, not in attention
         return positions + by
-    while by:  # JAX has no int64 by default: adds int32 parts of `by`, nearly always only one
+    while by:  # without int64, JAX's default: adds `by` in int32 steps, nearly always only one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
         overflows = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
@@ -599,7 +604,8 @@ def shifted(positions: Any, by: Any) -> Any:
 
 
 def _shifted_by_array(positions: Any, by: Any) -> Any:
-    """Computes `shifted` for an array: three int32 summands span the whole range of positions."""
+    """Computes `shifted` for an array `by`. Three int32 steps can cross the whole range of
+    positions."""
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
     for _ in range(1 if integers.is_narrow(by) else 3):
@@ -666,8 +672,8 @@ class Window(Mask):
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
     def _key_limits(self, q_of_first: Any, q_of_last: Any) -> tuple[Any, Any]:
-        """Returns the first key in the window of the query position `q_of_first` and the last key
-        in the window of `q_of_last`; None for an unbounded side."""
+        """Returns the position of the first key in the window of a query at `q_of_first`, and that
+        of the last key in the window of a query at `q_of_last`; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
         first_key = None if left is None else shifted(q_of_first, -left)
         return first_key, None if right is None else shifted(q_of_last, right)
@@ -870,7 +876,7 @@ class Lengths(Mask):
 
 
 def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
-    """Returns the places in each of n ranges; places past the end of the axis become its last."""
+    """Returns the places in each of n ranges, clipped to the last place of an axis of `size`."""
     xp = jnp if isinstance(extent.start, jax.Array) else np
     start = xp.asarray(extent.start, np.int32).reshape(-1)
     offsets = np.arange(extent.size, dtype=np.int32)
@@ -879,8 +885,8 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 
 class _Ids(NamedTuple):
     """The segment ids of each tile, summarised: the two least and two greatest ids, and the range
-    `lo..hi` of the ids between them (`MOST..LEAST`, which is empty, if there are none). Ids that
-    stand apart from the others, such as a padding id of −1, do not widen the range."""
+    `lo..hi` of all other ids (`MOST..LEAST`, which is empty, if there are none). So a few ids far
+    from the others, such as a padding id of −1, do not widen the range."""
 
     extremes: list[Any]
     lo: Any
@@ -894,17 +900,18 @@ class _Ids(NamedTuple):
         ids_of_tile = xp.asarray(ids)[_places(extent, ids.shape[0])]
         least, greatest = ids_of_tile.min(axis=1), ids_of_tile.max(axis=1)
 
-        def range_between(lo: Any, hi: Any) -> tuple[Any, Any]:
-            is_between = (ids_of_tile > lo[:, None]) & (ids_of_tile < hi[:, None])
+        def range_between(below: Any, above: Any) -> tuple[Any, Any]:
+            """Returns the least and the greatest id in each tile strictly between two ids."""
+            is_between = (ids_of_tile > below[:, None]) & (ids_of_tile < above[:, None])
             lo = xp.where(is_between, ids_of_tile, integers.MOST).min(axis=1)
             return lo, xp.where(is_between, ids_of_tile, integers.LEAST).max(axis=1)
 
         second_least, second_greatest = range_between(least, greatest)
-        remainder = range_between(second_least, second_greatest)
+        other_ids = range_between(second_least, second_greatest)
         exists = second_least <= second_greatest  # else the tile has at most two different ids
         second = [xp.where(exists, x, least) for x in (second_least, second_greatest)]
         extremes = [least, greatest, *second]
-        return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in remainder))
+        return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in other_ids))
 
     def is_in_range(self, x: Any) -> Truth:
         """Returns whether `lo <= x <= hi`, so that the tile may contain the id x."""
@@ -1086,7 +1093,7 @@ class Blocks(Mask):
             )
 
     def axis_names_by_value(self) -> dict[str, str]:
-        """The axis names of the layout: two if all heads share it, else those of full rank."""
+        """The axis names of the layout, without batch and heads if it has only two axes."""
         return {"layout": "Tb Sb" if self.layout.ndim == 2 else "*#B #N Tb Sb"}
 
     @property
@@ -1139,14 +1146,14 @@ class Predicate(Mask):
     `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets a batch row (row-major over several batch
     axes), a head, and the positions of a query and a key. Operands are passed whole and may be
     indexed. The function may also read other variables: each call of attention uses their current
-    values. If they are numbers, strings, arrays or functions that read only such values, JAX traces
-    the function again only after one of them changed. If they are lists, dicts or attributes, each
-    call traces it again, and compiles again only if the traced program differs.
+    values. If all of these are numbers, strings, arrays, or functions that read only such values,
+    the function is traced again only after one of them changed. If it reads lists, dicts or
+    attributes, each call traces it again, but compiles again only if the traced program differs.
 
-    Empty and full tiles are found by interval arithmetic on the function's operations, where
-    `functions.interval_rules` has a rule for them. `bounds(tile) -> (maybe_any, surely_all)`
-    replaces this analysis. It is called once for a grid of n × m tiles (see `Tile`) and returns
-    two booleans that broadcast to `[n, m]`. For the function `kv_idx > q_idx + 200`:
+    Empty and full tiles are found by interval arithmetic on the function's operations, as far as
+    `functions.interval_rules` has rules for these. `bounds`, a function from a grid of n × m tiles
+    (see `Tile`) to `(maybe_any, surely_all)`, replaces this analysis. It is called once, and both
+    results broadcast to `[n, m]`. For the function `kv_idx > q_idx + 200`:
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
@@ -1180,8 +1187,9 @@ class Predicate(Mask):
         vars(self).update(fn=fn, operands=operands, bounds_fn=bounds)
 
     def traced(self) -> "Predicate":
-        """Returns this mask with its function traced: a `TracedFunction` no longer changes with
-        the variables that the function reads.
+        """Returns this mask with its function traced.
+
+        The traced function keeps the present values of other variables that the function reads.
 
         Raises:
             TypeError: the function does not return a boolean scalar.
@@ -1190,12 +1198,12 @@ class Predicate(Mask):
             return self
         with explained("Predicate", self.fn):
             axisless_fn = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
-        if axisless_fn is not self.fn:
+        if axisless_fn is not self.fn:  # the function reads a named axis, as in `shard_map`
             return Predicate(axisless_fn, *self.operands, bounds=self.bounds_fn).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
         traced = object.__new__(Predicate)  # the arguments of the function were already checked
-        # Bounds that may change are dropped: they only save time.
+        # Bounds whose variables may change are dropped, as bounds only save time.
         bounds = bounds if bounds and is_frozen(bounds) else None
         vars(traced).update(fn=fn, operands=operands, bounds_fn=bounds)
         return traced
@@ -1213,8 +1221,8 @@ class Predicate(Mask):
             return over_pairs(b, h, rows.positions, columns.positions)
 
     def analysed(self, tile: Tile) -> "Predicate | _AnalysedFunction":
-        """Returns the function as an expression, which computes the bounds; or this mask unchanged
-        if the user passed bounds."""
+        """Returns an object whose method `bounds` computes bounds from the function's expression;
+        or this mask, if the user passed bounds."""
         if self.bounds_fn is not None:
             return self
         q, _, kv, _ = _of_one_dtype(_position_limits(tile))
@@ -1238,7 +1246,7 @@ class Predicate(Mask):
 
 
 class _AnalysedFunction:
-    """The function of a `Predicate` as an expression, with bounds by interval arithmetic."""
+    """The expression of a `Predicate`'s function, with bounds by interval arithmetic."""
 
     def __init__(self, expression: Expression):
         self.expression = expression
@@ -1267,7 +1275,7 @@ def _promotion(dtype: Any) -> Any:
 
 
 def _index_interval(index: Any) -> Interval:
-    """Returns the interval of a batch row or a head; all indices for None."""
+    """Returns the interval of a batch row or head: that of all indices if `index` is None."""
     if index is None:
         return Interval(np.int32(0), np.int32(_GREATEST))
     index = index.astype(jnp.int32) if isinstance(index, jax.Array) else np.int32(index)
@@ -1317,10 +1325,10 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
-    """Returns EMPTY, MIXED or FULL for each tile; arrays must be selected for one (b, h).
+    """Returns EMPTY, MIXED or FULL for each tile. The mask's arrays are selected for one (b, h).
 
-    Bounds decide first. If static bounds leave many tiles mixed, and the mask contains functions
-    but no arrays, these tiles are evaluated exactly.
+    Bounds decide first. If many tiles are then mixed, bounds are static, and the mask contains
+    functions but no arrays, the mixed tiles are examined in detail by `_refined_bounds`.
     """
     analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)
@@ -1353,8 +1361,8 @@ def _refined_bounds(
     """Computes `(maybe_any, surely_all)` of undecided tiles.
 
     First it computes bounds of smaller parts of each tile, then evaluates all pairs of the tiles
-    that are still undecided. `limits [u, 4]` are the position limits of u tiles: the results hold
-    for all positions within the limits, whichever of them the tile has, in any order.
+    that are still undecided. `limits [u, 4]` are the position limits of the u undecided tiles. The
+    tiles are treated as if they contained every position within their limits.
     """
 
     def bounds_of(limits: np.ndarray) -> tuple[Truth, Truth]:
@@ -1365,12 +1373,13 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # Predicates that are still in `analysed` have bounds by the user, which expect whole tiles.
+    # Predicates that are left in `analysed` have bounds written by a user, for the whole grid only.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    # Pairs are evaluated for one head: b and h, arguments 0 and 1, must be static or unused.
+    # Pairs are evaluated for one (b, h): functions must not read them, or both must be static.
+    # They are the arguments 0 and 1.
     if is_decided.all() or not (
         is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
     ):
@@ -1387,7 +1396,7 @@ def _refined_bounds(
 
 
 def _functions_to_evaluate(mask: Mask) -> list[Predicate]:
-    """Returns the predicates of a mask; none if the mask has arrays or depends on places."""
+    """Returns the predicates of a mask, or [] if the mask has arrays or depends on places."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
     if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
@@ -1408,9 +1417,9 @@ def tile_map(
 ) -> Int[Array | np.ndarray, "n m"]:
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
-    Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`. Time and memory grow with the number of tiles (for
-    masks with arrays, also with T + S), not with T × S, except for `Dense`, whose array has T × S
-    elements. The result is a NumPy array if mask and positions are static.
+    Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`, a NumPy array if mask and positions are static. Time
+    and memory grow with the number of tiles and, if the mask has arrays, with T + S; but with
+    T × S only for `Dense`, whose array has T × S elements.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]

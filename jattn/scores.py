@@ -2,8 +2,9 @@
 
 A score function maps the scores of one head, for any block of queries and keys, to scores of the
 same shape. `f >> g` applies f, then g. Python floats are constants; arrays are parameters, and
-gradients flow to every float array. Like masks, score functions are frozen pytrees whose array
-fields declare the names of their axes.
+gradients flow to every float array. Like masks, score functions are frozen pytrees. Their array
+fields declare the names of their axes, for example `array_field("N")` for one number per head, so
+that each tile gets its own slices of the arrays.
 """
 
 import functools
@@ -60,8 +61,8 @@ __dir__ = __all__.copy
 class ScoreFunction:
     """The base class of score functions.
 
-    A subclass may read its fields only. A score function that reads anything else must be
-    a `Score`, whose function may.
+    Methods of a subclass may read only its fields: a program compiled for one instance serves all
+    instances with equal fields. Only the function of a `Score` may read other variables.
 
     >>> score = scores.SoftCap(30.0) >> (lambda score, b, h, q, kv: score - abs(q - kv))
     >>> jattn.attention(q, k, v, score=score).shape
@@ -71,15 +72,15 @@ class ScoreFunction:
     def evaluate(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
         """Maps scores `[t, s]` to scores `[t, s]`.
 
-        Arrays must be selected for (b, h) and sliced to the spans `rows` and `columns`.
+        The caller has replaced array fields by their slices for b, h, `rows` and `columns`.
         """
         raise NotImplementedError
 
     def in_units(self, unit: float) -> "ScoreFunction | None":
-        """Returns this function f for scores in other units: g with g(score / unit) = f(score) /
-        unit, for a positive number `unit`. None if this class cannot express g.
+        """Returns the score function g with g(score / unit) = f(score) / unit for this function f.
 
-        GPU kernels use the scale as unit: they apply g to products that are not scaled yet.
+        `unit` is a positive number. Returns None if this class cannot express g. GPU kernels use
+        the scale as unit: they apply g to products that are not scaled yet.
         """
         return None
 
@@ -132,9 +133,9 @@ ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree
 def as_score(value: Any) -> Any:
     """Converts a value to a score function.
 
-    Score functions and None are returned unchanged; a function becomes a `Score`. For the attribute
-    `layer.score` of a layer the result is the layer's score function. Raises TypeError for anything
-    else.
+    Score functions and None are returned unchanged; a function becomes a `Score`. The attribute
+    `layer.score` of a layer of `jattn.nn`, an NNX module that wraps the layer's score function,
+    becomes this score function. Raises TypeError for anything else.
     """
     may_be_module = not isinstance(value, ScoreFunction | types.FunctionType | None)
     if may_be_module and isinstance(value, HoldsTree):
@@ -159,13 +160,15 @@ def _is_function(value: Any) -> bool:
 
 
 def _in_dtype(value: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores; keeps other values, and numbers weakly typed."""
+    """Casts a float array to the dtype of scores, and returns other arrays unchanged. A Python
+    number stays weakly typed."""
     is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
     return value.astype(dtype) if is_float else number(value)
 
 
 def _divided(value: Any, unit: float) -> Any:
-    """Returns a parameter divided by a number: a float, or an array in the accumulation dtype."""
+    """Returns value / unit: a float if the value is a number, else an array in the accumulation
+    dtype."""
     if is_static(value):
         return float(number(value)) / unit
     return value.astype(accumulation(value.dtype)) / unit
@@ -193,7 +196,7 @@ class SoftCap(ScoreFunction):
     def evaluate(self, score, b, h, rows, columns):
         cap = _in_dtype(self.cap, score.dtype)
         if is_static(cap):
-            # The cap as a number of the scores' dtype must not become 0 or infinite.
+            # Rounding the cap to the dtype of the scores must not make it 0 or infinite.
             dtype_limits = jnp.finfo(score.dtype)
             if cap > float(dtype_limits.max):
                 return score
@@ -250,7 +253,7 @@ def distance(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
     if rows.consecutive and columns.consecutive:
         return jnp.abs((q - kv).astype(dtype))
     difference = jnp.maximum(q, kv) - jnp.minimum(q, kv)
-    # A distance of int32 positions may need 33 bits; an overflow makes it negative by 2³².
+    # A distance of int32 positions may need 33 bits. After an overflow it is 2³² too small.
     correction = jnp.where(difference < 0, jnp.asarray(2.0**32, dtype), 0)
     return difference.astype(dtype) + correction
 
@@ -368,14 +371,15 @@ class RelativeBias(ScoreFunction):
         return score + table[self.bucket(distance)]
 
     def _along_diagonals(self, score: Scores, table: Array, q: Array, kv: Array) -> Scores:
-        """Looks the table up once per diagonal, on which kv − q is equal: once per score is slow.
+        """Looks up the table once per diagonal, on which kv − q is constant.
 
-        If all distances share a bucket, as in tiles far from the diagonal, adds one value to all.
+        This is faster than one look-up per score. If all distances have one bucket, as in tiles far
+        from the diagonal, the value of this bucket is added to all scores.
         """
         distance = kv[0] - q[-1] + jnp.arange(sum(score.shape) - 1, dtype=kv.dtype)
         bucket = self.bucket(distance)
         values = table[bucket]
-        # Buckets are monotonic on each side of distance 0: if first and last are equal, all are.
+        # On each side of distance 0 buckets are monotonic: if first and last are equal, all are.
         is_one_bucket = bucket[0] == bucket[-1]
         add_diagonals = lambda score, values: score + _toeplitz(values, *score.shape)  # noqa: E731
         return jax.lax.cond(
@@ -386,9 +390,9 @@ class RelativeBias(ScoreFunction):
 def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
     """Returns the Toeplitz matrix `[t, s]` with values[j − i + t − 1] at (i, j).
 
-    The d = t + s − 1 values, padded to t + s, are repeated t times. Split into rows of t + s − 1,
-    one less than the period, this sequence starts one value earlier in each row. Slices and
-    reshapes suffice, also for the derivative: a gather would need a scatter there.
+    The d = t + s − 1 values, padded to t + s, are repeated t times. In rows of t + s − 1, one less
+    than the period, each row begins one value earlier than the row above. The derivative, too,
+    consists of slices and reshapes; that of a gather would be a slow scatter.
     """
     period = jnp.pad(values, (0, 1))
     repeated = jnp.broadcast_to(period, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
@@ -420,9 +424,11 @@ class Score(ScoreFunction):
     batch axes), head, query position and key position; it returns the new score. Operands are given
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
     uses the current values of other variables that the function reads, see `masks.Predicate`.
-    Custom derivative rules are followed; a `custom_vjp` that is not linear, such as one that clips,
-    belongs on a whole operand, `clip(table)[h]`, or on scores: `clip(table[h])` clips each tile's
-    sum.
+
+    Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear, such as
+    one that clips gradients, apply it to a whole operand, `clip(table)[h]`, or to the score. The
+    rule then gets the gradient of the operand or of the score; in `clip(table[h])` it would get the
+    sum over the pairs of a tile, and gradients would depend on the sizes of tiles.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
     >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])
@@ -438,8 +444,9 @@ class Score(ScoreFunction):
         vars(self).update(fn=fn, operands=operands)
 
     def traced(self, dtype: Any) -> "Score":
-        """Returns this score function with `fn` traced for scores of a dtype: a `TracedFunction` no
-        longer changes with the variables that the function reads.
+        """Returns this score function with `fn` traced for scores of a dtype.
+
+        The traced function keeps the present values of other variables that `fn` reads.
 
         Raises:
             TypeError: the function does not return a float scalar.
@@ -448,14 +455,14 @@ class Score(ScoreFunction):
             return self
         cast = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
         with explained("Score", self.fn):
-            unnamed = without_named_axes("Score", self.fn, *_examples(dtype), *cast)
-        if unnamed is not self.fn:
-            return Score(unnamed, *self.operands).traced(dtype)
-        name, n = function_name(self.fn), len(cast)
+            axisless_fn = without_named_axes("Score", self.fn, *_examples(dtype), *cast)
+        if axisless_fn is not self.fn:  # the function reads a named axis, as in `shard_map`
+            return Score(axisless_fn, *self.operands).traced(dtype)
+        name, n_own = function_name(self.fn), len(cast)
         fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
         traced = object.__new__(Score)  # the arguments of the function were already checked
-        # Tracing adds arrays that the function reads to the operands, after the user's own.
-        vars(traced).update(fn=fn, operands=(*self.operands, *operands[n:]))
+        # After the user's own operands, `program_of` returns those that tracing has added.
+        vars(traced).update(fn=fn, operands=(*self.operands, *operands[n_own:]))
         return traced
 
     def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:

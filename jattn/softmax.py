@@ -4,8 +4,9 @@ The contribution of a subset of the keys to one query is a `Partial`. For scores
 consists of the maximum m of the scores (at least the lowest finite number), the total
 l = Σ exp(s − m) and the weighted sum a = Σ exp(s − m) v. Contributions combine into one, in any
 order and grouping (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). The
-contribution of no keys has l = 0, and is the identity. At the end, out = a / l and the log-sum-exp
-is lse = m + log l: the part is finished. These functions merge contributions or finished parts:
+contribution of no keys has l = 0, and is the identity. A finished part is a contribution after the
+division: out = a / l with the log-sum-exp lse = m + log l, or with m and log l as two numbers.
+These functions merge contributions or finished parts:
 
 * `combine`: two contributions (m, l, a);
 * `join`: several finished parts (out, m, log l), stacked along an axis;
@@ -37,7 +38,7 @@ from jattn.functions.integers import is_known
 
 
 class Partial(NamedTuple):
-    """The contribution of some of the keys to t queries: m, l and a of the file's docstring."""
+    """The contribution of some of the keys to t queries: m, l and a of the module's docstring."""
 
     maximum: Float[Array, " t"]
     total: Float[Array, " t"]
@@ -55,7 +56,7 @@ class Normalizer(NamedTuple):
     log_total: Float[Array, "..."]
 
     def by_head(self) -> "Normalizer":
-        """Returns the normalizer of `[B, T, N]` in the order `[B, N, T]`, or the reverse."""
+        """Swaps the last two axes of both arrays: from `[B, T, N]` to `[B, N, T]`, or back."""
         return Normalizer(*(jnp.swapaxes(x, -1, -2) for x in self))
 
     @property
@@ -69,7 +70,7 @@ class Normalizer(NamedTuple):
 
 
 def _lowest(dtype: DTypeLike) -> float:
-    """Returns the least value of a maximum. It is finite, as −inf − (−inf) would be NaN."""
+    """Returns the initial value of a running maximum. It is finite, as −inf − (−inf) is NaN."""
     return float(jnp.finfo(dtype).min)
 
 
@@ -77,11 +78,11 @@ def keep_rounding(scores: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns the scores unchanged, but so that compilers cannot fuse them with a subtraction.
 
     Compilers turn a multiplication and a later subtraction into one operation that does not round
-    the product. The maximum of a query's scores, however, is rounded: at large logits, the greatest
-    score minus the maximum would be up to half a unit in the last place of the score instead of 0,
-    and its exponential 0 or infinite. A `where` between the two prevents this on every platform. An
-    `optimization_barrier` does not, as XLA for CPUs removes barriers before it fuses, nor does a
-    `reduce_precision` to the dtype's own precision, as LLVM removes it.
+    the product. The maximum that is subtracted, however, is a rounded score. So the greatest score
+    minus the maximum would not be 0 but the error of this rounding; at large logits it is so large
+    that its exponential is 0 or infinite. A `where` between multiplication and subtraction prevents
+    this on every platform. An `optimization_barrier` does not, as XLA for CPUs removes barriers
+    before it fuses, nor does a `reduce_precision` to the dtype's own precision, as LLVM removes it.
     """
     return jnp.where(jnp.isnan(scores), jnp.nan, scores)
 
@@ -89,17 +90,18 @@ def keep_rounding(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 def weights(
     scores: Scores, maximum: Float[Array, " t"], log_total: Float[Array, " t"], masked: bool = True
 ) -> Float[Array, "t s"]:
-    """Computes the weights of a tile from its queries' normalizers; `maximum` must not be −inf.
+    """Computes the softmax weights of a tile from the normalizers of its queries.
 
-    Masked pairs have weight 0 even if the query's normalizer is NaN. `masked=False` is for tiles in
-    which no pair is masked.
+    `maximum` must not be −inf; see `Normalizer.finite`. Masked pairs have weight 0 even if the
+    query's normalizer is NaN. `masked=False` is for tiles in which no pair is masked.
     """
     exponentials = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
     return jnp.where(scores == -jnp.inf, 0, exponentials) if masked else exponentials
 
 
 def empty(rows: int, width: int, dtype: DTypeLike) -> Partial:
-    """Returns the contribution of no keys, the identity of `combine`, for values of `width`."""
+    """Returns the contribution of no keys to `rows` queries, the identity of `combine`. `width` is
+    the size V of values."""
     return Partial(
         jnp.full((rows,), _lowest(dtype), dtype),
         jnp.zeros((rows,), dtype),
@@ -112,12 +114,13 @@ def contribution(
     weigh: Callable[[Float[Array, "t s"]], Float[Array, "t V"]],
     differentiable: bool = True,
 ) -> Partial:
-    """Computes the contribution of the keys with these scores; `weigh` multiplies by their values.
+    """Computes the contribution of the keys that have these scores.
 
-    A masked key has the score −inf, so that its exponential is exactly 0. With `differentiable`, a
-    maximum of NaN becomes 0: the exponentials of masked keys remain 0 and not NaN, as derivatives
-    need. Pass False where no derivative is taken: without the `where` that replaces NaN, XLA fuses
-    maximum, exponential and sum with the products around them.
+    `weigh(x)` returns x · v for the values v of the keys. A masked key has the score −inf, so that
+    its exponential is exactly 0. With `differentiable`, a maximum of NaN is replaced by 0, so that
+    the exponentials of masked keys are 0 and not NaN, and their derivatives too. Pass False if no
+    derivative is taken: without the `where` that replaces NaN, XLA fuses maximum, exponential and
+    sum with the products before and after them.
     """
     maximum = jnp.max(jax.lax.stop_gradient(scores), axis=-1, initial=_lowest(scores.dtype))
     if differentiable:
@@ -146,10 +149,10 @@ def denominator(partial: Partial) -> Float[Array, " t"]:
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
-    """Returns the output and the normalizer of each query: 0 and −inf if it attends to no key.
+    """Returns the output and the normalizer of each query.
 
-    The output of a query that attends to NaN is set to NaN by a `where`, so that no gradient flows
-    back from it.
+    If a query attends to no key, its output is 0 and its maximum −inf. The output of a query that
+    attends to NaN is set to NaN by a `where`, so that no gradient flows back from it.
     """
     is_nan, total = jnp.isnan(partial.total), denominator(partial)
     out = jnp.where(is_nan[:, None], jnp.nan, partial.weighted / total[:, None])
@@ -158,9 +161,9 @@ def finish(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
 
 
 def finish_without_gradient(partial: Partial) -> tuple[Float[Array, "t V"], Normalizer]:
-    """Computes the results of `finish` where no derivative is taken.
+    """Computes the results of `finish`, for programs that are not differentiated.
 
-    There is no `where` between sum and division, so that XLA fuses them with the product.
+    It has no `where` between sum and division, so that XLA fuses both with the product.
     """
     total = jnp.maximum(partial.total, jnp.finfo(partial.total.dtype).tiny)
     is_empty = partial.total == 0
@@ -179,8 +182,8 @@ def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
 def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
     """Returns a factor for values, so that a weighted sum of `terms` of them cannot overflow.
 
-    `greatest` is their greatest absolute value. The factor is a power of two, so that it does not
-    round; it is 1 if no sum can overflow anyway.
+    `greatest` is the greatest absolute value. The factor is 1 if no sum can overflow anyway;
+    otherwise it is a power of two, so that it does not round.
     """
     terms = max(1, terms) if isinstance(terms, int) else 2**31  # a symbolic size may have any value
     limit = float(jnp.finfo(greatest.dtype).max) / (2 * terms)
@@ -189,7 +192,7 @@ def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
 
 
 def join(out: Float[Array, "P *t V"], normalizer: Normalizer) -> tuple[Array, Normalizer]:
-    """Merges P finished parts: their outputs and normalizers, stacked along the first axis.
+    """Merges P finished parts, whose outputs and normalizers are stacked along the first axis.
 
     Maxima and logs of totals stay separate, so that the weights of the parts are exact at any
     logits.
@@ -266,8 +269,8 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
                 f"merge: part {i}: expected out {list(parts[0][0].shape)} as in part 0, "
                 f"got {list(out.shape)}"
             )
-    # Intermediate NaN and −inf are replaced by a `where`. Without jit, `jax_debug_nans` would check
-    # each operation and stop at them.
+    # Compiled even under `jax_disable_jit`: otherwise `jax_debug_nans` would check each operation,
+    # and stop at an intermediate NaN that a later `where` replaces.
     with jax.disable_jit(False):
         return _merged(parts)
 
@@ -300,15 +303,15 @@ def _scaled(out: Output, share: Float[Array, "*B N T"]) -> Output:
 def with_sink(
     out: Output, lse: LogSumExp, sink: float | Float[AnyArray, "..."]
 ) -> tuple[Output, LogSumExp]:
-    """Adds to each head's softmax a learned logit without a value ("attention sink").
+    """Adds an attention sink to each head's softmax: the learned logit of a key without a value.
 
     The weights of a query then sum to less than 1. The results are out × σ(lse − sink) and
     log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in the units of the scores
-    after scaling; −inf changes nothing. See gpt-oss (2025), and for why it helps Xiao et al.
-    2023. The sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its
+    after scaling; −inf changes nothing. Used in gpt-oss (2025); Xiao et al. 2023 explain why
+    it helps. The sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its
     magnitude; `attention(..., sink=sink)` does not round it.
 
-    Raises TypeError and ValueError for inputs that do not fit, and for static sinks of NaN or +inf.
+    Raises TypeError or ValueError for wrong dtypes or shapes, and for static sinks of NaN or +inf.
 
     >>> jattn.with_sink(jnp.ones((1, 1, 1)), jnp.zeros((1, 1)), 0.0)[0].item()
     0.5
@@ -338,7 +341,7 @@ def join_sink(
 
 
 def _normalizer_of_sink(like: Normalizer, sink: Float[Array, " N"]) -> Normalizer:
-    """Returns the normalizer of a sink alone, with the shape `[*B, N, T]` of `like`."""
+    """Returns the normalizer of a softmax over the sink only, with `like`'s shape `[*B, N, T]`."""
     by_head = keep_rounding(sink.astype(like.maximum.dtype))
     by_head = by_head.reshape((1,) * (like.maximum.ndim - 2) + (-1, 1))
     sinks = typed_like(jnp.broadcast_to(by_head, like.maximum.shape), like.maximum)

@@ -36,7 +36,7 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-_MIN_MATMUL_CHANNELS = 16  # with fewer channels, XLA may multiply and add elements
+_MIN_MATMUL_SIZE = 16  # for smaller heads, XLA may compile q kᵀ to elementwise operations
 
 
 def product(
@@ -60,11 +60,11 @@ def product(
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
     # XLA may fuse elementwise products with the later subtraction of the maximum.
-    return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_CHANNELS else dot(q, k)
+    return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_SIZE else dot(q, k)
 
 
 def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
-    """Computes q kᵀ, or the products of the spec's pair score."""
+    """Computes q kᵀ, or what `spec.pair`, such as an additive score, computes in its place."""
     return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
 
 
@@ -84,13 +84,16 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
     The mask is applied later and replaces masked scores by −inf, so that only queries that attend
     to the key get NaN.
     """
-    # x − x is NaN for NaN and infinities, else 0. Its sum is faster than a reduction of `isfinite`.
+    # v − v is NaN for NaN and infinities, else 0. To sum it is faster than to reduce `isfinite`.
     return jax.lax.stop_gradient(jnp.sum((v - v).astype(accumulation(v.dtype)), axis=-1))
 
 
 def add_nan_of_values(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
-    """Adds NaN to all of x, the results of all queries, if the spec has no mask and a value is not
-    finite: then every query attends to that value. With a mask, `scores` adds the NaN."""
+    """Adds NaN to the results x of all queries if any value is not finite, for specs without mask.
+
+    Without a mask, every query attends to that value. If the spec has a mask, returns x unchanged,
+    as `scores` then adds NaN for the queries that attend to it.
+    """
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
 
@@ -116,8 +119,8 @@ def modify(
         allowed = spec.mask.evaluate(b, h, rows, columns)
 
     def zero_masked(score: Scores) -> Scores:
-        # The mask is applied before as well as after: the derivative of a score function, or of a
-        # scale, at the score of a masked key may be NaN, and 0 × NaN would reach the gradients.
+        # Masked scores become 0 before each scale and score function, and −inf at the end: at the
+        # score of a masked key a derivative may be NaN, and 0 × NaN would reach the gradients.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
     score, scale = products, number(spec.scale)
@@ -125,15 +128,15 @@ def modify(
         score = keep_rounding(zero_masked(score) * jnp.asarray(scale, score.dtype))
     elif scale != 1:
         score = score * jnp.asarray(scale, score.dtype)
-        is_power_of_two = abs(math.frexp(scale)[0]) == 0.5  # such a product needs no rounding
+        is_power_of_two = abs(math.frexp(scale)[0]) == 0.5  # then the product is exact
         score = score if is_power_of_two else keep_rounding(score)
     for function in in_order(spec.score):
         score = keep_rounding(function.evaluate(zero_masked(score), b, h, rows, columns))
     if allowed is None:
         return score
     if not select:
-        # XLA fuses an addition with products and softmax, but not a `where`. The barrier keeps the
-        # `where` that makes the bias out of this fusion.
+        # XLA fuses products and softmax with an addition between them, but not with a `where`. The
+        # barrier separates the addition from the `where` that computes the bias.
         bias = jnp.where(allowed, 0, -jnp.inf).astype(score.dtype)
         return score + jax.lax.optimization_barrier(bias)
     return jnp.where(allowed, score, -jnp.inf)
@@ -164,7 +167,8 @@ class _MappableArrays:
     """The arrays of a spec, with the axis N of query heads split into K × G: K key heads, each with
     a group of G query heads. Without grouping, K is N and there is no axis G.
 
-    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array.
+    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. So an
+    array has those of the axes B, K and G along which it is mapped.
     """
 
     def __init__(self, spec: Any, groups: tuple[int, ...]):
@@ -172,12 +176,12 @@ class _MappableArrays:
         self.arrays: list[Array] = []
         self.axis_names: list[tuple[str, ...]] = []
         for axes, leaf in zip(names, jax.tree.leaves(spec), strict=True):
-            array, new_axes = self._prepare(leaf, split_letters(axes), groups)
+            array, new_axes = self._split_heads(leaf, split_letters(axes), groups)
             self.arrays.append(array)
             self.axis_names.append(new_axes)
 
     @staticmethod
-    def _prepare(array: Any, axes: list[str], groups: tuple[int, ...]) -> Any:
+    def _split_heads(array: Any, axes: list[str], groups: tuple[int, ...]) -> Any:
         if "*B" in axes:
             if array.shape[0] == 1:
                 array, axes = array[0], axes[1:]
@@ -193,10 +197,14 @@ class _MappableArrays:
         return array, tuple(axes)
 
     def in_axes(self, name: str) -> list[int | None]:
-        """Returns the `in_axes` of the vmap along B, K or G, which are nested in this order."""
+        """Returns the arrays' `in_axes` for the vmap along B, K or G.
+
+        The vmap along B is outermost, that along G innermost: each sees the arrays without the axes
+        that the outer ones map.
+        """
         outer = "BKG"[: "BKG".index(name)]
-        inside = [[x for x in axes if x not in outer] for axes in self.axis_names]
-        return [axes.index(name) if name in axes else None for axes in inside]
+        unmapped = [[x for x in axes if x not in outer] for axes in self.axis_names]
+        return [axes.index(name) if name in axes else None for axes in unmapped]
 
 
 def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
@@ -207,15 +215,15 @@ def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[...,
         def map_with_axes(choose: Any, *trees: Any) -> Any:
             return jax.tree.map(choose, in_axes, *trees, is_leaf=lambda x: x is None)
 
-        def call_with_slice(slices: Any) -> Any:
+        def call_with_slices(slices: Any) -> Any:
             choose = lambda axis, whole, sliced: whole if axis is None else sliced  # noqa: E731
             return function(*map_with_axes(choose, arguments, slices))
 
-        to_slice = map_with_axes(lambda axis, x: None if axis is None else x, arguments)
-        if all(x.shape[0] == 1 for x in jax.tree.leaves(to_slice)):
+        mapped_arguments = map_with_axes(lambda axis, x: None if axis is None else x, arguments)
+        if all(x.shape[0] == 1 for x in jax.tree.leaves(mapped_arguments)):
             # A loop of one call saves no memory, and XLA might round its body differently.
-            return jax.vmap(call_with_slice)(to_slice)
-        return jax.lax.map(call_with_slice, to_slice)
+            return jax.vmap(call_with_slices)(mapped_arguments)
+        return jax.lax.map(call_with_slices, mapped_arguments)
 
     return mapped
 
@@ -231,12 +239,12 @@ def over_heads(
 ) -> Any:
     """Maps `one_head(spec, b, h, *per_head [T, ...], *shared [S, ...])` over batch and heads.
 
-    The arrays in `per_head` are `[B, T, N, ...]`, those in `shared` are `[B, S, K, ...]`. The query
-    heads of a group use the same key head, which is not copied for each. `out_axes` says where N
-    goes: with 1, results `[T, ...]` of one head become `[B, T, N, ...]`. It is one integer for all
-    results, or a tree of integers. `over_batch` maps the batch: `jax.vmap` or
-    `map_in_sequence`. `first` is the index b of the first batch row, for calls with a part of the
-    batch.
+    The arrays in `per_head`, such as the queries, are `[B, T, N, ...]`; those in `shared`, such as
+    keys and values, are `[B, S, K, ...]`. A group of N / K query heads shares a key head, of which
+    no copies are made. `out_axes` is the axis N of results without the axis B, an integer or a tree
+    of integers: with 1, results `[T, ...]` of one head become `[B, T, N, ...]`. `over_batch` maps
+    the batch: `jax.vmap` or `map_in_sequence`. `first` is the index b of the first batch row, for
+    calls with a part of the batch.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
@@ -251,17 +259,17 @@ def over_heads(
     # would keep XLA from fusing products and softmax.
     grouped = [jnp.moveaxis(x, 2, 1) for x in per_head]
     grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]
-    keys = [jnp.moveaxis(x, 2, 1) for x in shared]
-    head_axes, all_axes = [0] * len(grouped), [0] * len(grouped + keys)
+    by_key_head = [jnp.moveaxis(x, 2, 1) for x in shared]
+    all_axes = [0] * len(grouped + by_key_head)
     mapped = call
     if group:
-        no_axes = [None] * len(keys)
-        mapped = jax.vmap(mapped, (spec_arrays.in_axes("G"), None, 0, *head_axes, *no_axes))
+        group_axes = [0] * len(grouped) + [None] * len(by_key_head)
+        mapped = jax.vmap(mapped, (spec_arrays.in_axes("G"), None, 0, *group_axes))
     mapped = jax.vmap(mapped, (spec_arrays.in_axes("K"), None, 0, *all_axes))
     mapped = over_batch(mapped, (spec_arrays.in_axes("B"), 0, None, *all_axes))
     heads = jnp.arange(N, dtype=jnp.int32).reshape(K, *group)
     batch_rows = first + jnp.arange(B, dtype=jnp.int32)
-    results = mapped(spec_arrays.arrays, batch_rows, heads, *grouped, *keys)
+    results = mapped(spec_arrays.arrays, batch_rows, heads, *grouped, *by_key_head)
 
     def merge_heads(axis: int, result: Array) -> Array:
         result = result.reshape(B, N, *result.shape[2 + len(group) :])
@@ -307,5 +315,5 @@ def sum_heads(gradient: Array, parameter: Array, axes: str) -> Array:
 
 
 def spans(spec: Spec, T: Size, S: Size) -> tuple[Span, Span]:
-    """Returns all queries and all keys of one head, at the spec's positions."""
+    """Returns the spans of all T queries and all S keys, with the spec's positions."""
     return span(T, spec.q_positions), span(S, spec.kv_positions)
