@@ -103,6 +103,7 @@ class Tuning(NamedTuple):
     ring_chunks: int = 4  # the most chunks in which a shard's keys go around; a power of two
     tpu_tile: tuple[int, int] = (512, 512)  # the most queries and keys of a tile on TPUs
     tpu_decode_block: int = 1024  # the most keys of a cache that the kernel for TPUs reads together
+    gpu_pairs: int = 2**20  # the fewest query-key pairs for which the kernels in Pallas are faster
     gpu_programs: int = 256  # the number of programs that keep a GPU busy
     gpu_tiles_each: int = 4  # the tiles of keys that justify a program of their own on a GPU
     # The bytes of keys and values that stay in a GPU's L2 cache beside everything else.

@@ -13,6 +13,7 @@ import jattn
 from jattn import masks
 from jattn.cache import DenseCache
 from jattn.call import Call
+from jattn.kernels.common.errors import CompilationFailed
 from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper, pallas
 from jattn.kernels.gpu.mosaic.machine import device as gpu
 from jattn.kernels.gpu.mosaic.machine import versions
@@ -46,7 +47,7 @@ def test_which_kernel_runs(monkeypatch, capability, expected):
 )
 def test_a_gpu_without_a_kernel_is_named(monkeypatch, capability, products, dtype, reason):
     on_gpu(monkeypatch, capability, products)
-    with pytest.raises(NotImplementedError, match=f"implementation 'pallas': .*{reason}"):
+    with pytest.raises(CompilationFailed, match=reason):
         pallas._chosen(call_in(dtype))
 
 
@@ -95,7 +96,7 @@ def test_it_is_lowered_for_cuda_on_a_machine_without():
     q = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     said = jattn.explain(q, q, q, mask=masks.Causal(), platform="cuda")
     can = [name for name, reason in said.items() if reason is None]
-    assert can == ["blockwise", "pallas", "reference"]
+    assert can == ["pallas", "blockwise", "reference"]
     assert said.runs == "blockwise" and said.by_name == ("pallas",)
     assert "runs       blockwise; pallas has to be named" in str(said)
     assert "implementation='pallas', which chooses it" in (said["hopper"] or "")
@@ -104,6 +105,26 @@ def test_it_is_lowered_for_cuda_on_a_machine_without():
         attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation=name)
         lowered = jax.jit(attend).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
         assert ("jattn_hopper_forward" in lowered) == (name == "pallas")
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "dtype", "runs"),
+    [
+        ("9.0", (1, 1024, 1, 64), "bfloat16", "hopper"),
+        ("9.0", (1, 1024, 1, 64), "float32", None),
+        ("9.0", (1, 1024, 1, 300), "bfloat16", None),
+        ("9.0", (1, 512, 1, 64), "bfloat16", None),
+        ("8.0", (1, 1024, 1, 64), "bfloat16", None),
+    ],
+)
+def test_it_runs_on_a_hopper_where_cudnn_cannot(monkeypatch, capability, sizes, dtype, runs):
+    on_gpu(monkeypatch, capability, products=True)
+    x = jnp.ones(sizes, dtype)
+    attend = functools.partial(jattn.attention, mask=masks.Dilated(3))
+    lowered = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("jattn_hopper_forward" in lowered) == (runs == "hopper")
+    said = jattn.explain(x, x, x, mask=masks.Dilated(3), platform="cuda")
+    assert said.runs == ("pallas" if runs else "blockwise")
 
 
 def test_it_is_not_interpreted():

@@ -52,6 +52,8 @@ class Kernel:
     unavailable: `(shapes, wait)`; returns why the kernel cannot run on this machine or in this
         program. The registry calls it when a program is lowered. With `wait` it may wait for what
         the kernel needs, such as a compiler that is still running.
+    unselected: returns why None does not select the kernel for calls of these shapes on this
+        machine, although they can name it. The registry calls it when a program is lowered.
     compilation_failure: returns why an earlier compilation for such a call failed. The kernel's
         functions then raise `CompilationFailed`, and a call that names no kernel gets the next one.
     reader: reads a cache in place. Without a reader, or if `unreadable` returns a reason, the
@@ -63,6 +65,7 @@ class Kernel:
     too_small: Callable[[Call], str | None] = lambda call: None
     unavailable: Callable[[Shapes, bool], str | None] = lambda shapes, wait: None
     compilation_failure: Callable[[Call], str | None] = lambda call: None
+    unselected: Callable[[Shapes], str | None] = lambda shapes: None
     reader: Reader | None = None
 
 

@@ -7,7 +7,7 @@ program is lowered, whether a cache is read in place, and which kernel sums weig
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,12 +37,15 @@ class Row(NamedTuple):
         one. cuDNN needs this, because JAX has to find its calls in the traced program.
         "default_platform": when the program is traced, for JAX's default platform alone. Kernels
         that JAX interprets need this, see `_default_platform`. A call has to name them.
+    asked_when_lowered: whether None asks if the kernel supports a call only when the program is
+        lowered for one of `platforms`, because importing the file takes long.
     """
 
     module: str
     platforms: tuple[str, ...] | None = None
     interpreted: tuple[str, ...] = ()
     tracing: Literal["lowered", "all_platforms", "default_platform"] = "lowered"
+    asked_when_lowered: bool = False
 
     @property
     def kernel(self) -> Kernel:
@@ -57,8 +60,8 @@ class Row(NamedTuple):
 KERNELS: dict[str, Row] = {
     "cudnn": Row("gpu.cudnn", ("cuda",), tracing="all_platforms"),
     "native": Row("cpu.native", ("cpu",)),
+    "pallas": Row("gpu.mosaic.kernels.pallas", ("cuda",), asked_when_lowered=True),
     "blockwise": Row("xla.blockwise"),
-    "pallas": Row("gpu.mosaic.kernels.pallas", ("cuda",)),
     "tpu": Row("tpu.tiled", ("tpu",), interpreted=("cpu",)),
     "ampere": Row("gpu.mosaic.kernels.ampere", ("cuda",), ("cpu",), "default_platform"),
     "hopper": Row("gpu.mosaic.kernels.hopper", ("cuda",), ("cpu",), "default_platform"),
@@ -67,8 +70,9 @@ KERNELS: dict[str, Row] = {
 """The kernels by name, in the order in which `implementation=None` tries them on their platforms.
 
 Blockwise supports every call, so None never selects a kernel after it. On CUDA, None selects cuDNN
-if it supports the call. cuDNN's forward pass is deterministic. Its gradients, like XLA's scatters,
-are deterministic only if `XLA_FLAGS` contains `--xla_gpu_deterministic_ops=true`.
+if it supports the call and else, on a Hopper, the kernel in Pallas. The forward pass of cuDNN is
+deterministic. Its gradients, like XLA's scatters, are deterministic only if `XLA_FLAGS` contains
+`--xla_gpu_deterministic_ops=true`.
 """
 
 FEW_QUERIES = "decode"
@@ -130,6 +134,14 @@ def reasons(call: Call, platform: str) -> dict[str, str | None]:
     return {**results, "reference": None}
 
 
+def selected(reasons: Mapping[str, str | None], shapes: Shapes) -> str:
+    """Returns the implementation that None selects among those that have no reason not to run."""
+    for name, reason in reasons.items():
+        if reason is None and not (name in KERNELS and KERNELS[name].kernel.unselected(shapes)):
+            return name
+    raise AssertionError("the reference can run every call")
+
+
 def is_for(name: str, platform: str) -> bool:
     """Returns whether a kernel is made for this platform, rather than for all platforms."""
     return name in KERNELS and platform in (KERNELS[name].platforms or ())
@@ -139,7 +151,7 @@ def _candidates(call: Call) -> Iterator[str]:
     """Yields the names of kernels that support a call, in the order of `KERNELS`, up to the first
     kernel for all platforms, after which no other is needed."""
     for name, row in KERNELS.items():
-        if not row.kernel.too_small(call) and not row.kernel.supports(call):
+        if row.asked_when_lowered or not (row.kernel.too_small(call) or row.kernel.supports(call)):
             yield name
             if row.platforms is None:
                 return
@@ -186,6 +198,7 @@ def _first_available(
         reason = _wrong_platform(row, platform, named=named)
         reason = reason or row.kernel.unavailable(shapes, named)
         reason = reason or (row.kernel.supports(device_call) if device_call else None)
+        reason = reason or (None if named else row.kernel.unselected(shapes))
         if named:
             refuse(name, reason)
         if not reason:
