@@ -59,7 +59,7 @@ class Explanation(dict[str, str | None]):
 
     runs: the implementation that `implementation=None` selects.
     by_name: further kernels made for the platform that can run the call, but only if a call names
-        them, because they have not been tested on such a device yet.
+        them, because `runs` comes first or such a device has not run them yet.
     tiles: the `Tiles` of the mask; None if there are no pairs, or if the mask is traced.
     flops: floating-point operations of the two matrix products of the forward pass, without those
         of empty tiles.

@@ -341,9 +341,7 @@ def test_the_tile_map_decides(implementation):
     q, k, v, *_ = operands(call)
     mask = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lying_bounds(128))
     lied = forward(call, implementation, (q, k, v), mask=mask)
-    everything = masks.Predicate(lambda b, h, i, j: i >= 0)  # tiles of the same size
-    honest = forward(call, implementation, (q, k[:, :128], v[:, :128]), mask=everything)
-    assert_same(lied, honest)
+    assert_within(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
 @pytest.mark.one_in(3, slow=True)

@@ -41,7 +41,7 @@ def test_which_kernel_runs(monkeypatch, capability, expected):
     [
         ("9.0", True, "float32", "expected bfloat16 or float16, got float32"),
         ("10.3", True, "float32", "expected bfloat16 or float16, got float32"),
-        ("8.6", False, "bfloat16", "expected JAX 0.12 or later"),
+        ("8.6", False, "bfloat16", "expected JAX 0.11 or later"),
         ("7.5", True, "float16", r"expected compute capability 8\.0 or more, got 7\.5"),
     ],
 )

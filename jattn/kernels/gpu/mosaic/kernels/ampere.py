@@ -57,7 +57,7 @@ def old() -> str | None:
     return None if device.device() is None or knows_ampere() else OLD
 
 
-OLD = "this version of JAX cannot multiply by single warps; expected JAX 0.12 or later"
+OLD = "this version of JAX cannot multiply by single warps; expected JAX 0.11 or later"
 
 
 def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: Array) -> Tree:

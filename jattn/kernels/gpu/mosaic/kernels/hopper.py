@@ -66,7 +66,7 @@ _BUFFERS = 2  # in shared memory, for streamed tiles
 _MISCOMPILING_RUNTIMES = range(12080, 12100)
 _FIRST_CORRECT_COMPILER = (12, 9, 86)
 
-# The packages of these compilers: JAX before 0.12 uses the first, later versions the second.
+# The packages of these compilers: JAX before 0.11 uses the first, later versions the second.
 _COMPILERS = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
 
 

@@ -22,13 +22,13 @@ def mlir(name: str) -> Any:
 
 
 def knows_ampere() -> bool:
-    """Returns whether this version of JAX has products of single warps: since JAX 0.12."""
+    """Returns whether this version of JAX has products of single warps: since JAX 0.11."""
     return hasattr(mosaic(), "mma")
 
 
 def few() -> bool:
     """Returns whether the threads of three warpgroups have 168 registers each, as none can be moved
-    to those that compute: JAX since 0.12 has nvJitLink compile kernels, which ignores `setmaxnreg`.
+    to those that compute: JAX since 0.11 has nvJitLink compile kernels, which ignores `setmaxnreg`.
     """
     return knows_ampere()
 
