@@ -411,7 +411,9 @@ def test_sums_of_large_values_do_not_overflow_and_small_values_keep_their_digits
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Parts are merged in float32: the error is that of one rounding to bfloat16."""
-    long = implementation == "hopper" and not versions.few()  # tiles of 128 keys, others of 64
+    long = (
+        implementation == "hopper" and not versions.has_few_registers()
+    )  # tiles of 128 keys, others of 64
     with tuning.using(gpu_tiles_each=1):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 

@@ -1,12 +1,12 @@
 """Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
 
-FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, written after Pallas's documentation and
+FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
 `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One only copies:
 it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
 two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
-products of one while the other computes its softmax. Barriers synchronize the two, and tell which
-buffers are filled and which are free again. The streamed tiles of a program are numbered; the
-number of a tile is its `turn`, and turn modulo `_BUFFERS` its buffer.
+products of one while the other computes its softmax. Barriers synchronize the two, and signal when
+a buffer is filled and when it is free again. A program numbers the tiles that it streams: tile
+number `turn` uses the buffer `turn % _BUFFERS`.
 
 With a causal mask, blocks of queries visit different numbers of tiles. If registers suffice, the
 program is then persistent: the grid has only as many programs as run at once, and each computes
@@ -41,7 +41,7 @@ from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch_in_rounds
 from jattn.kernels.gpu.mosaic.machine import device, matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
-from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import has_few_registers, mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import (
     WarpgroupMemory,
     by_group,
@@ -77,7 +77,7 @@ def supports(call: Call) -> str | None:
 
 
 def _miscompiled() -> str | None:
-    """Returns why the machine's CUDA miscompiles masks; None if it does not."""
+    """Returns an error message if the installed CUDA miscompiles masks, else None."""
     if device.device() is None or _cuda_version() not in _MISCOMPILING_RUNTIMES:
         return None
     versions = _compilers()
@@ -110,8 +110,10 @@ def _compilers() -> dict[str, tuple[int, ...]]:
 class _HopperForward(NamedTuple):
     """A program of the forward pass. It computes one work item, or several one after another.
 
-    A work item (part, b, h, i) is block i of the queries of head (b, h), and the tiles of keys that
-    the block visits or, if these are split into several `parts`, one part of them.
+    A work item (part, b, h, i) is query block i of head (b, h) with the key tiles that it visits.
+    If these are split into several `parts`, each work item has one part of them. `read_item(n)`
+    reads the indices of the work item where it is called: the compiler cannot read before it knows
+    n.
 
     `fold_items(function, state)` folds over the program's work items, see `launch_in_rounds`.
     `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
@@ -135,7 +137,7 @@ class _HopperForward(NamedTuple):
         return self.visits.fold(self.visits_ref, tuple(block), visit, state, (part, self.parts))
 
     def copy(self) -> None:
-        """Copies the tiles of keys and values of all work items, in the copying warpgroup."""
+        """Copies the tiles of keys and values of all work items; the copying warpgroup runs it."""
         self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
     def copy_tiles(self, read_item: Callable[..., Any], turn: Array) -> Array:
@@ -156,12 +158,12 @@ class _HopperForward(NamedTuple):
         return self.fold((part, b, h, i), visit, turn)
 
     def compute(self, group: Array) -> None:
-        """Computes the 64 queries of this warpgroup in all work items, in a computing warpgroup."""
+        """Computes 64 queries of each work item; the computing warpgroup `group` runs it."""
         self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
     def attend(self, group: Array, read_item: Callable[..., Any], turn: Array) -> Array:
-        """Computes the queries of this warpgroup in one work item. Takes and returns turns as
-        `copy_tiles` does."""
+        """Computes the queries of this warpgroup in one work item. `turn` is the number of the
+        item's first tile; returns the number of the next tile."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
         part, b, h, i = read_item(0)
@@ -170,18 +172,18 @@ class _HopperForward(NamedTuple):
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
-            opaque = hidden(group, turn) if _needs_most_registers(problem, masked) else group
+            hidden_group = hidden(group, turn) if _needs_most_registers(problem, masked) else group
             # Read for each tile, so that the indices take up no registers between tiles.
             _, b, h, i = read_item(turn)
-            index = TileIndex(b, h, i * rows + opaque * ROWS, j * columns)
+            index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
-            return turn + 1, self.add_tile(opaque, masked, read, turn, sums)
+            return turn + 1, self.add_tile(hidden_group, masked, read, turn, sums)
 
         # Warpgroup 1 starts, and ends, half a step after warpgroup 0, so that they alternate.
-        pl.when(group == 1)(memory.change_turns)
+        pl.when(group == 1)(memory.alternate_warpgroups)
         state = turn, initial(problem.unit, ROWS, problem.shapes.V)
         turn, sums = self.fold((part, b, h, i), visit, state)
-        pl.when(group == 0)(memory.change_turns)
+        pl.when(group == 0)(memory.alternate_warpgroups)
         part, b, h, i = read_item(turn)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
         self.write_results(group, sums, block)
@@ -195,20 +197,21 @@ class _HopperForward(NamedTuple):
         turn: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
-        """Returns the sums with one more tile; `read` reads its parts of the spec's arrays."""
+        """Returns the sums with one more tile; `read` reads its parts of the arrays of masks and
+        score functions."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         # The arrays of a mask take many registers, which are not free before the products are done.
         early_tile = None if masked else read()
 
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
-            factors, change = [(memory.resident[0].at[group], k)], memory.change_turns
+            factors, change = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
             (products,) = matrix_units.multiply(unit, factors, transposed=True, started=change)
             return products, (early_tile or read()).completed(streamed)
 
         products, tile = memory.streams[0].use(turn, multiply_keys)
         weights, sums = online(problem, masked, tile, products, sums)
         weights = weights.astype(problem.shapes.dtype)
-        memory.change_turns()  # the other warpgroup's softmax follows
+        memory.alternate_warpgroups()  # the other warpgroup's softmax follows
 
         def add_values(v: Ref) -> list[Array]:
             return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
@@ -219,8 +222,8 @@ class _HopperForward(NamedTuple):
     def write_results(self, group: Array, sums: softmax.Partial, block: Tree) -> None:
         """Writes the output and the normalizer of a warpgroup's queries to global memory.
 
-        They are first written to the warpgroup's resident arrays in shared memory. If the keys are
-        split into parts, the output is float32, does not fit there, and is written directly.
+        Both pass through the warpgroup's resident arrays in shared memory. If the keys are split
+        into parts, the output is float32 and does not fit there: it is written directly.
         """
         part, b, h, rows = block
         queries, *resident = (x.at[group] for x in self.memory.resident)
@@ -314,8 +317,8 @@ class _HopperGradients(backward.GradientProgram):
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 tile = read if masked else read()
                 needs_most = by_key or _needs_most_registers(problem, masked)
-                opaque = hidden(group, turn) if needs_most else group
-                arrays = [x.at[opaque] for x in memory.resident]
+                hidden_group = hidden(group, turn) if needs_most else group
+                arrays = [x.at[hidden_group] for x in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, statistics, arrays, totals)
                 return turn + 1, *memory.streams[0].use(turn, add)
@@ -332,8 +335,9 @@ class _HopperGradients(backward.GradientProgram):
     def add(
         self, tile: Any, masked: bool, statistics: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
-        """Adds a streamed tile to the totals. `arrays`, in shared memory, are its two tiles, with
-        `by_key` the statistics of its queries, and its parts of the spec's arrays."""
+        """Adds a streamed tile to the totals. `arrays`, in shared memory, are its keys and values
+        or, with `by_key`, its queries, d_out and statistics; then its parts of the spec's arrays.
+        """
         tiles, rest = arrays[:2], arrays[2:]
         if statistics is None:
             statistics = functools.partial(RowStatistics.read, self.problem.unit, rest[0])
@@ -357,16 +361,20 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
-    """Returns the number of queries of a program, and of keys of a tile.
+    """Returns the number of queries of a program and the number of keys of a tile.
 
-    Two tiles of keys and of values fit shared memory (227 KiB), and the scores of one tile fit the
-    registers of a warpgroup.
+    With these sizes two tiles of keys and two of values fit in shared memory (227 KiB), and the
+    scores of one tile in the registers of a warpgroup.
     """
     has_dropout = spec.dropout_rate > 0
-    # Combined with another mask, a window compares keys with both of its ends.
+    # A window within another mask needs more registers: it compares keys with both of its ends.
     windowed = _contains(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
-    needs_many = has_dropout or _scores_need_many_registers(spec) or windowed
-    is_small = needs_many if few() else has_dropout and _derivative_needs_many_registers(spec)
+    needs_many_registers = has_dropout or _scores_need_many_registers(spec) or windowed
+    is_small = (
+        needs_many_registers
+        if has_few_registers()
+        else has_dropout and _derivative_needs_many_registers(spec)
+    )
     width = max(shapes.H, shapes.V)
     return Tiling(_rows(width), 128 if width <= 128 and not is_small else 64)
 
@@ -380,10 +388,10 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    There are two computing warpgroups. If registers cannot be moved to them from the copying one,
-    there is one for wide heads, whose tiles need more than a third of all registers.
+    There are two computing warpgroups. If the copying warpgroup cannot pass its registers to them,
+    wide heads have only one, because their tiles need more than a third of all registers.
     """
-    return ROWS if few() and width > 128 else 2 * ROWS
+    return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
 
 _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP, run=_forward)
@@ -392,8 +400,10 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
     """Returns the largest sizes of streamed tiles that fit the registers: the keys of a tile in
     gradients of queries, and the queries of a tile in gradients of keys."""
-    has_score_or_dense = spec.score is not None or (few() and _contains(spec.mask, masks.Dense))
-    if few():
+    has_score_or_dense = spec.score is not None or (
+        has_few_registers() and _contains(spec.mask, masks.Dense)
+    )
+    if has_few_registers():
         is_small = _scores_need_many_registers(spec)
     else:
         is_small = _derivative_needs_many_registers(spec) or width > 128
@@ -402,9 +412,9 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
 
 
 def _scores_need_many_registers(spec: Spec) -> bool:
-    """Returns whether the scores of a tile need more registers than products leave free.
+    """Returns whether the scores of a tile need more registers than its products leave free.
 
-    Without dropout, products leave enough for masks and score functions of few operations that read
+    Without dropout, these suffice for masks and score functions that have few operations and read
     no array along T or S.
     """
     # Users' functions, and formulas of many operations.
@@ -437,7 +447,7 @@ def functions(platform: str) -> AttentionVJP:
         streamed=_streamed,
         products=Products.WARPGROUP,
         run=_gradients,
-        widest_together=64 if few() else 128,
+        max_joint_head_size=64 if has_few_registers() else 128,
     )
     return mosaic_call.functions(_FORWARD, gradients, platform)
 

@@ -52,8 +52,8 @@ class GradientKernels(NamedTuple):
     products: the threads or units that multiply.
     run: computes gradients from `(problem, spec, per_query, key, value, which)`: of the queries or,
         with `problem.by_key`, those of keys and values that `which` lists.
-    widest_together: the largest head size for which registers hold gradients of keys and of values
-        beside a tile; for wider heads each has a kernel of its own.
+    max_joint_head_size: the largest head size for which registers hold gradients of keys and of
+        values beside a tile; for wider heads each has a kernel of its own.
     columns: returns the columns of a tile that a warpgroup computes at once, for a spec and by keys
         or not; None: all.
     of_parameters: the kernels whose tiles and products the gradients of parameters use; None:
@@ -64,7 +64,7 @@ class GradientKernels(NamedTuple):
     streamed: Callable[[Spec, int], tuple[int, int]]
     products: Products
     run: Callable[..., list[Array]]
-    widest_together: int = 128
+    max_joint_head_size: int = 128
     columns: Callable[[Spec, bool], int | None] = lambda *_: None
     of_parameters: "GradientKernels | None" = None
 
@@ -162,7 +162,7 @@ def _backward_pass(
         problems = problem(of_parameters, ROWS, False), problem(of_parameters, ROWS, True)
         d_params = parameter_gradients.of(*problems, call.spec, *operands)
     (d_query,) = kernels.run(problem(kernels, wide, False), call.spec, *operands, (0,))
-    together = [(0, 1)] if width <= kernels.widest_together else [(0,), (1,)]
+    together = [(0, 1)] if width <= kernels.max_joint_head_size else [(0,), (1,)]
     by_key = problem(kernels, wide, True)
     d_keys = (kernels.run(by_key, call.spec, *operands, x) for x in together)
     d_key, d_value = itertools.chain.from_iterable(d_keys)

@@ -26,7 +26,7 @@ def knows_ampere() -> bool:
     return hasattr(mosaic(), "mma")
 
 
-def few() -> bool:
+def has_few_registers() -> bool:
     """Returns whether the threads of three warpgroups have 168 registers each, as none can be moved
     to those that compute: JAX since 0.11 has nvJitLink compile kernels, which ignores `setmaxnreg`.
     """

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH
 from jattn.kernels.gpu.mosaic.machine.streams import Stream
-from jattn.kernels.gpu.mosaic.machine.versions import few, mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import has_few_registers, mosaic
 
 
 def later(count: Index) -> Array:
@@ -62,7 +62,7 @@ class WarpgroupMemory(NamedTuple):
         filled = mosaic().Barrier(num_barriers=2 * groups)
         return cls(resident, filled, tuple(rings), barrier())
 
-    def change_turns(self) -> None:
+    def alternate_warpgroups(self) -> None:
         """Waits until the other computing warpgroup calls this too: one then computes products, the
         other its softmax, and after the next call the other way round. A single one continues."""
         mosaic().barrier_arrive(self.turns)
@@ -96,12 +96,12 @@ def by_group(groups: int, copy: Callable[[], None], compute: Callable[[Any], Non
 
     @pl.when(group == groups)
     def _() -> None:
-        if not few():
+        if not has_few_registers():
             mosaic().set_max_registers(24, action="decrease")
         copy()
 
     @pl.when(group < groups)
     def _() -> None:
-        if not few():
+        if not has_few_registers():
             mosaic().set_max_registers(240, action="increase")
         compute(group)
