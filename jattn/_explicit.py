@@ -108,11 +108,38 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
                 getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands
             )
         else:
-            options = equation.primitive.get_bind_params(equation.params)
+            params = {name: _retraced(x) for name, x in equation.params.items()}
+            options = equation.primitive.get_bind_params(params)
             results = equation.primitive.bind(*operands, **options)
             results = results if equation.primitive.multiple_results else [results]
         values |= zip(equation.outvars, results, strict=True)
     return values
+
+
+def _retraced(param: Any) -> Any:
+    """Returns a parameter of an operation such as a loop; programs in it that were traced for
+    explicit axes are traced again, for the caller's mesh."""
+    if isinstance(param, tuple) and param and all(map(_is_program, param)):
+        return tuple(map(_retraced, param))
+    if not _is_program(param) or not any(x.sharding.mesh.explicit_axes for x in _arrays(param)):
+        return param
+    operands = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in param.in_avals
+    ]
+
+    def run(*operands: Any) -> list[Any]:
+        return evaluated(getattr(param, "jaxpr", param), param.consts, operands)
+
+    return jax.make_jaxpr(run)(*operands)
+
+
+def _is_program(param: Any) -> bool:
+    return hasattr(param, "in_avals") and hasattr(param, "eqns")
+
+
+def _arrays(program: Any) -> list[Any]:
+    """Returns the types of a program's arrays: operands and results."""
+    return [x for x in (*program.in_avals, *program.out_avals) if hasattr(x, "sharding")]
 
 
 def value_of(x: Any, values: dict[Any, Any]) -> Any:

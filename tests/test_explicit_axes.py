@@ -165,6 +165,34 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
 
 
+@jax.custom_vjp
+def halved(x: Any) -> Any:
+    return x
+
+
+halved.defvjp(lambda x: (x, None), lambda _, d: (d / 2,))
+BRANCHES: dict[str, Callable[..., Any]] = {
+    "cond": lambda t, s, i, j: s + jax.lax.cond(t[0] > 0, jnp.sin, jnp.cos, t)[j],
+    "rule": lambda t, s, i, j: s + jax.lax.cond(i > j, lambda: halved(t)[j], lambda: t[0]),
+    "scan": lambda t, s, i, j: jax.lax.scan(lambda c, x: (c + 0.1 * x * c, None), s, t)[0],
+    "loop": lambda t, s, i, j: s * jax.lax.fori_loop(0, 3, lambda n, c: c + t[j] + t[n], t[0]),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_programs_within_a_function_may_close_over_a_sharded_array(name, mesh):
+    q, k, v = (jnp.asarray(random(2, 3, N, H)) for _ in range(3))
+
+    def loss(table: Any) -> Any:
+        score = lambda s, b, h, i, j: BRANCHES[name](table, s, i, j)  # noqa: E731
+        return jnp.sum(jattn.attention(q, k, v, score=score) ** 2)
+
+    run, table = jax.value_and_grad(loss), jnp.array([0.5, -1.0, 0.25])
+    want = quick_jit(run)(table)
+    with jax.set_mesh(mesh):
+        assert_trees_close(quick_jit(run)(place(mesh, table)), want, rtol=1e-10)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("cut", [(), (None, "tokens"), (None, None, "heads")], ids=str)
 @pytest.mark.parametrize("sink_cut", [None, "tokens", "heads"])
