@@ -146,12 +146,12 @@ class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
     [True, True]
     """
 
-    b: Any = None  # b and h are no items of the tuple, which unpacks into rows and columns
+    b: Any = None  # attributes, not tuple items: a tile unpacks into (rows, columns)
     h: Any = None
 
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
-        """Builds a grid of n ranges of queries, with fields `[n]`, and m ranges of keys, `[m]`."""
+        """Builds an n × m grid from n ranges of queries and m of keys; fields `[n]` and `[m]`."""
         as_n1, as_1m = np.s_[:, None], np.s_[None, :]
         tile = cls(
             rows._replace(lo=rows.lo[as_n1], hi=rows.hi[as_n1], start=rows.start[as_n1]),
@@ -214,8 +214,9 @@ class Mask:
     def __call__(
         self, b: Index, h: Index, rows: Indices | Span, columns: Indices | Span
     ) -> Bool[Array, "t s"]:
-        """Evaluates the mask for batch row `b` (row-major over several batch axes) and head `h`.
+        """Evaluates the mask for batch row `b` and head `h`.
 
+        With several batch axes, `b` is the row-major index over all of them.
         `rows` and `columns` are spans, or arrays of indices that are both positions and places.
         """
         i, j = as_span(rows), as_span(columns)
@@ -317,8 +318,8 @@ class Mask:
 class _NotAnArray:
     """The object that `Mask.__jax_array__` returns when a mask is used as an array.
 
-    It has no dtype: JAX then raises an error that contains its repr, the advice to the user; but
-    for `array & mask` JAX leaves the operation to the mask.
+    It has no dtype, so JAX raises an error that contains its repr, which tells the user what to
+    write. For `array & mask`, JAX instead calls the mask's operator.
     """
 
     def __init__(self, mask: Mask):
@@ -344,8 +345,8 @@ def as_mask(value: Any) -> Mask:
     """Converts a value to a mask.
 
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
-    `Full`. The attribute `layer.mask` of a layer of `jattn.nn`, an NNX module that wraps the
-    layer's mask, becomes this mask. Raises TypeError for anything else.
+    `Full`. A layer of `jattn.nn` keeps its mask inside an NNX module, `layer.mask`; that module
+    becomes the mask inside it. Raises TypeError for anything else.
 
     >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
     (Full(), 'Predicate')
@@ -395,7 +396,7 @@ def as_span(value: Indices | Span) -> Span:
     if isinstance(value, Span):
         return value
     positions = jnp.asarray(integers.of_formula("rows, columns", value))
-    return Span(positions, jnp.copy(positions))  # a copy: one array would mean `consecutive`
+    return Span(positions, jnp.copy(positions))  # `consecutive` tests whether both are one array
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
@@ -415,7 +416,10 @@ def _batch_shape(batch: Any) -> Shape:
 
 
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
-    """Returns `q_positions` and `kv_positions`, None where not set; both int64 if one needs it."""
+    """Checks and returns `q_positions` and `kv_positions`.
+
+    Positions that were not passed stay None, unless the others need int64: then both are int64.
+    """
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
         raise TypeError(
@@ -436,7 +440,7 @@ def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
 
 
 def _check_covers(mask: Mask, T: int, S: int) -> None:
-    """Raises ValueError for an array of the mask whose axis T or S has another length than T or S.
+    """Raises ValueError unless axes T and S of the mask's arrays have the lengths T and S.
 
     JAX would not raise an error for indices beyond the array's end, but clamp them.
     """
@@ -453,7 +457,7 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
 
 
 def _parts_of(mask: Any, kind: type[_M]) -> list[_M]:
-    """Returns the masks of a class, such as `Blocks`, of which a mask is composed."""
+    """Returns the parts of a mask that are instances of `kind`, such as `Blocks`."""
     leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
 
@@ -476,7 +480,7 @@ def _check_head(batch: Shape, heads: int, b: Index, h: Index) -> None:
         if not is_integer(index):
             check_array(name, index, "without axes", "integer", shape=())
         least, most = integers.known_range(index) or (0, 0)
-        end = size if size > 1 else integers.MOST  # an axis of size 1, or none, fits any index
+        end = size if size > 1 else integers.MOST  # a missing axis or size 1 fits any index
         if not 0 <= least <= most < end:
             raise ValueError(f"{name}: expected 0 <= {name} < {end}, got {shown(index)}")
 
@@ -592,9 +596,9 @@ def shifted(positions: Any, by: Any) -> Any:
     if not isinstance(positions, jax.Array):
         exact = np.asarray(positions, np.int64) + by
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
-    if not integers.is_narrow(positions):  # int64 occurs in calls of a mask, not in attention
+    if not integers.is_narrow(positions):  # only direct calls of a mask use int64, not attention
         return positions + by
-    while by:  # without int64, JAX's default: adds `by` in int32 steps, nearly always only one
+    while by:  # JAX has no int64 by default: adds `by` in int32 steps, nearly always one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
         overflows = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
@@ -672,8 +676,8 @@ class Window(Mask):
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
     def _key_limits(self, q_of_first: Any, q_of_last: Any) -> tuple[Any, Any]:
-        """Returns the position of the first key in the window of a query at `q_of_first`, and that
-        of the last key in the window of a query at `q_of_last`; None for an unbounded side."""
+        """Returns where the window of a query at `q_of_first` begins, and where the window of a
+        query at `q_of_last` ends; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
         first_key = None if left is None else shifted(q_of_first, -left)
         return first_key, None if right is None else shifted(q_of_last, right)
@@ -818,8 +822,8 @@ class Global(Mask):
             raise ValueError(f"Global: n must be an integer >= 0, got {self.n!r}")
 
     def evaluate(self, b, h, rows, columns):
-        by_query = is_below(rows.positions[:, None], self.n)
-        return by_query | is_below(columns.positions[None, :], self.n)
+        is_global_query = is_below(rows.positions[:, None], self.n)
+        return is_global_query | is_below(columns.positions[None, :], self.n)
 
     def bounds(self, tile):
         maybe_any = is_below(tile.rows.lo, self.n) | is_below(tile.columns.lo, self.n)
@@ -855,7 +859,7 @@ class Lengths(Mask):
             value = getattr(self, name)
             if value is not None:
                 _check_lengths("Lengths", name, value)
-            if hasattr(value, "astype"):  # places never exceed the greatest int32
+            if hasattr(value, "astype"):  # places are int32, so a greater length changes nothing
                 object.__setattr__(self, name, integers.clamped(value))
 
     def evaluate(self, b, h, rows, columns):
@@ -885,8 +889,8 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 
 class _Ids(NamedTuple):
     """The segment ids of each tile, summarised: the two least and two greatest ids, and the range
-    `lo..hi` of all other ids (`MOST..LEAST`, which is empty, if there are none). So a few ids far
-    from the others, such as a padding id of −1, do not widen the range."""
+    `lo..hi` of all other ids (lo > hi if there are none). So a few ids far from the others, such as
+    a padding id of −1, do not widen the range."""
 
     extremes: list[Any]
     lo: Any
@@ -977,7 +981,8 @@ class Padding(Mask):
     all batch rows. Queries are not masked, so the mask serves both self- and cross-attention. The
     output of a query that is padding has no meaning.
 
-    Raises TypeError for arrays that are neither integer nor boolean, ValueError for other integers.
+    Raises TypeError for arrays that are neither integer nor boolean, ValueError for integers other
+    than 0 and 1.
 
     >>> print(masks.Padding(jnp.array([[1, 1, 0], [0, 1, 1]])).dense(1, 3).astype(int)[:, 0, 0])
     [[1 1 0]
@@ -1143,12 +1148,13 @@ _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a
 class Predicate(Mask):
     """A mask given by a function of scalars, as in FlexAttention.
 
-    `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets a batch row (row-major over several batch
-    axes), a head, and the positions of a query and a key. Operands are passed whole and may be
-    indexed. The function may also read other variables: each call of attention uses their current
-    values. If all of these are numbers, strings, arrays, or functions that read only such values,
-    the function is traced again only after one of them changed. If it reads lists, dicts or
-    attributes, each call traces it again, but compiles again only if the traced program differs.
+    `fn(b, h, q_idx, kv_idx, *operands) -> bool` gets a batch row, a head, and the positions of a
+    query and a key; with several batch axes, b is the row-major index over all of them. Operands
+    are passed whole, so the function may index them. It may also read other variables: each call of
+    attention uses their current values. If all of these are numbers, strings, arrays, or functions
+    that read only such values, the function is traced again only after one of them changed. If it
+    reads lists, dicts or attributes, each call traces it again, but compiles again only if the
+    traced program differs.
 
     Empty and full tiles are found by interval arithmetic on the function's operations, as far as
     `functions.interval_rules` has rules for these. `bounds`, a function from a grid of n × m tiles
@@ -1275,7 +1281,7 @@ def _promotion(dtype: Any) -> Any:
 
 
 def _index_interval(index: Any) -> Interval:
-    """Returns the interval of a batch row or head: that of all indices if `index` is None."""
+    """Returns the interval of one batch row or head, or of all of them if `index` is None."""
     if index is None:
         return Interval(np.int32(0), np.int32(_GREATEST))
     index = index.astype(jnp.int32) if isinstance(index, jax.Array) else np.int32(index)
@@ -1325,10 +1331,11 @@ def extents(size: int, block: int, positions: Indices | None = None) -> Extent:
 
 
 def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
-    """Returns EMPTY, MIXED or FULL for each tile. The mask's arrays are selected for one (b, h).
+    """Returns EMPTY, MIXED or FULL for each tile. The caller has selected array fields for one
+    (b, h).
 
-    Bounds decide first. If many tiles are then mixed, bounds are static, and the mask contains
-    functions but no arrays, the mixed tiles are examined in detail by `_refined_bounds`.
+    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, if there are many, bounds
+    and positions are static, and the mask contains functions but no arrays.
     """
     analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)
@@ -1373,13 +1380,13 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # Predicates that are left in `analysed` have bounds written by a user, for the whole grid only.
+    # A Predicate is left in `analysed` only if a user wrote its bounds, which take the whole grid.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    # Pairs are evaluated for one (b, h): functions must not read them, or both must be static.
-    # They are the arguments 0 and 1.
+    # All pairs are evaluated for one (b, h): either both are static, or no function may read them
+    # (its arguments 0 and 1).
     if is_decided.all() or not (
         is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
     ):
@@ -1418,8 +1425,8 @@ def tile_map(
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`, a NumPy array if mask and positions are static. Time
-    and memory grow with the number of tiles and, if the mask has arrays, with T + S; but with
-    T × S only for `Dense`, whose array has T × S elements.
+    and memory grow with the number of tiles, and also with T + S if the mask has arrays. Only
+    `Dense`, whose array has T × S elements, needs time and memory in proportion to T × S.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]
@@ -1479,7 +1486,8 @@ def check_bounds(
                 allowed = np.asarray(flattened(b, h, Span(i[places], places), columns))
                 for m, kind in enumerate(kinds_of_row):
                     in_tile = allowed[:, m * block_kv : (m + 1) * block_kv]
-                    if in_tile.any() if kind == EMPTY else kind == FULL and not in_tile.all():
+                    wrongly_empty = kind == EMPTY and in_tile.any()
+                    if wrongly_empty or (kind == FULL and not in_tile.all()):
                         _raise_wrong_bounds(int(kind), in_tile, (b, h), (n * block_q, m * block_kv))
 
 

@@ -36,7 +36,7 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-_MIN_MATMUL_SIZE = 16  # for smaller heads, XLA may compile q kᵀ to elementwise operations
+_MIN_MATMUL_SIZE = 16  # for smaller H, XLA may compile q kᵀ to elementwise operations
 
 
 def product(
@@ -59,12 +59,13 @@ def product(
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    # XLA may fuse elementwise products with the later subtraction of the maximum.
+    # XLA may fuse elementwise products with the later subtraction of the maximum, which skips
+    # a rounding.
     return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_SIZE else dot(q, k)
 
 
 def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
-    """Computes q kᵀ, or what `spec.pair`, such as an additive score, computes in its place."""
+    """Computes q kᵀ, or the scores that `spec.pair` defines instead, such as additive ones."""
     return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
 
 
@@ -119,8 +120,8 @@ def modify(
         allowed = spec.mask.evaluate(b, h, rows, columns)
 
     def zero_masked(score: Scores) -> Scores:
-        # Masked scores become 0 before each scale and score function, and −inf at the end: at the
-        # score of a masked key a derivative may be NaN, and 0 × NaN would reach the gradients.
+        # A score function's derivative at a masked score may be NaN, and 0 × NaN would reach the
+        # gradients. So masked scores are 0 in each step, and become −inf only at the end.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
     score, scale = products, number(spec.scale)
@@ -168,7 +169,7 @@ class _MappableArrays:
     a group of G query heads. Without grouping, K is N and there is no axis G.
 
     Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. So an
-    array has those of the axes B, K and G along which it is mapped.
+    array keeps only the axes B, K and G that are mapped.
     """
 
     def __init__(self, spec: Any, groups: tuple[int, ...]):
@@ -199,12 +200,12 @@ class _MappableArrays:
     def in_axes(self, name: str) -> list[int | None]:
         """Returns the arrays' `in_axes` for the vmap along B, K or G.
 
-        The vmap along B is outermost, that along G innermost: each sees the arrays without the axes
-        that the outer ones map.
+        The vmap along B is outermost, the one along G innermost: each sees the arrays without the
+        axes that the outer vmaps already map.
         """
         outer = "BKG"[: "BKG".index(name)]
-        unmapped = [[x for x in axes if x not in outer] for axes in self.axis_names]
-        return [axes.index(name) if name in axes else None for axes in unmapped]
+        visible_axes = [[x for x in axes if x not in outer] for axes in self.axis_names]
+        return [axes.index(name) if name in axes else None for axes in visible_axes]
 
 
 def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
@@ -213,6 +214,7 @@ def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[...,
 
     def mapped(*arguments: Any) -> Any:
         def map_with_axes(choose: Any, *trees: Any) -> Any:
+            """Returns the tree of `choose(axis, *leaves)`, for each axis in `in_axes`."""
             return jax.tree.map(choose, in_axes, *trees, is_leaf=lambda x: x is None)
 
         def call_with_slices(slices: Any) -> Any:
@@ -240,11 +242,11 @@ def over_heads(
     """Maps `one_head(spec, b, h, *per_head [T, ...], *shared [S, ...])` over batch and heads.
 
     The arrays in `per_head`, such as the queries, are `[B, T, N, ...]`; those in `shared`, such as
-    keys and values, are `[B, S, K, ...]`. A group of N / K query heads shares a key head, of which
-    no copies are made. `out_axes` is the axis N of results without the axis B, an integer or a tree
-    of integers: with 1, results `[T, ...]` of one head become `[B, T, N, ...]`. `over_batch` maps
-    the batch: `jax.vmap` or `map_in_sequence`. `first` is the index b of the first batch row, for
-    calls with a part of the batch.
+    keys and values, are `[B, S, K, ...]`. Each group of N / K query heads shares one key head,
+    which is not copied. `out_axes` is the index of the axis N in the results, not counting B, as an
+    integer or a tree of integers: with 1, results `[T, ...]` of one head become `[B, T, N, ...]`.
+    `over_batch` maps the batch: `jax.vmap` or `map_in_sequence`. `first` is the index b of the
+    first batch row, for calls with a part of the batch.
     """
     B, _, N = per_head[0].shape[:3]
     K = shared[0].shape[2] if shared else N
