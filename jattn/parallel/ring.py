@@ -7,9 +7,9 @@ gradients. A device holds two shards at a time, so that its memory is linear in 
 tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads, and in each round in chunks
-of keys, so that a device holds two chunks at a time. A shard is sent no further than to the last
-device that needs it under the mask, and only those of its keys are sent that another device needs.
-A device skips a shard if the mask certainly excludes all pairs of its queries and the shard's keys.
+of keys, so that a device holds two chunks at a time. A shard travels only as far as the last device
+that needs it under the mask, and without the keys that no other device needs. A device skips a
+shard if the mask certainly excludes all pairs of its queries and the shard's keys.
 """
 
 import dataclasses
@@ -79,11 +79,13 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
+        # The distances from its own device at which a shard stops.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
             sources = {int(s + start) % n for s in np.flatnonzero(wanted_from[stop])}
             last = hops[-1] if hops else None
+            # One group for hops over the same distance: the sources of any of these send in all.
             if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
                 hops[-1] = HopGroup(stop - start, last.times + 1, merged)
@@ -99,7 +101,7 @@ class Route(NamedTuple):
 
 
 def travels(letters: str) -> bool:
-    """Returns whether an array with these axes goes around with the keys: with S, but without T."""
+    """Returns whether an array with these axes goes around with the keys: it has S but not T."""
     axes = split_letters(letters)
     return "S" in axes and "T" not in axes
 
@@ -140,10 +142,10 @@ class KVShard(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, key: Array, value: Array, local_start: Index = 0) -> "KVShard":
-        """Returns the shard or chunk with these keys, whose first has the local index
-        `local_start`, and with the arrays of `spec` that travel, sliced to the keys."""
+        """Returns these keys and values with their slices of the arrays of `spec` that travel.
+        `local_start` is the local index of the first key."""
         pairs = zip(jax.tree.leaves(axis_names(spec)), jax.tree.leaves(spec), strict=True)
-        arrays = [_slice_keys(*x, local_start, key.shape[1]) for x in pairs if travels(x[0])]
+        arrays = [_slice_keys(x, y, local_start, key.shape[1]) for x, y in pairs if travels(x)]
         return cls(key, value, arrays)
 
     def slice_spec(self, spec: Spec, global_start: Index) -> Spec:
@@ -172,8 +174,8 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Arranges one value for each array, such as its gradient or the letters of its axes, in
-        this structure. `letters` are the axes of the parameters, which say which ones travel."""
+        """Arranges one value for each array, such as the letters of its axes, in the same way as
+        gradients. `letters` are the axes of the parameters; they tell which parameters travel."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]
         return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))
@@ -209,7 +211,7 @@ def run_part(
     results have the shapes and dtypes of `like`."""
     call = Call(spec, shapes, implementation=implementation)
     functions = registry.functions(call, _PARTIAL_KERNELS)
-    assert functions is not None, "the reference cannot compute a part of the keys"
+    assert functions is not None, "expected a kernel, got the reference implementation"
 
     def on_platform(platform: str, *operands: Any) -> Any:
         return getattr(functions.on(platform), function)(*operands)
@@ -282,14 +284,14 @@ class Ring(NamedTuple):
         axes, start, (share, shares) = self.axes, self.global_start(distance), self.round
         b, h = axes.first_row_and_head(B, N * shares)
         h = h if shares == 1 else h + share * N
-        places = axes.places(self.shard_size, self.shard(distance))
+        shard_places = axes.places(self.shard_size, self.shard(distance))
         place = Place(
             b,
             h,
-            axes.places(T),
-            slicing.take(places, self.local_start, S),
-            (axes.range_size(T), min(S, axes.range_size(self.shard_size))),
-            start if axes.order == "contiguous" else None,
+            q=axes.places(T),
+            kv=slicing.take(shard_places, self.local_start, S),
+            runs=(axes.range_size(T), min(S, axes.range_size(self.shard_size))),
+            keys_from=start if axes.order == "contiguous" else None,
         )
         return dataclasses.replace(at_place(kv.slice_spec(spec, start), place), partial=True)
 
@@ -356,8 +358,8 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
     """Folds `compute(kv, distance, hop, state)` over the shards that visit this device.
 
     A device sends each shard on before it computes with it, so that transfer and computation
-    overlap. `distance` is the number of devices by which the shard has moved. `hop` is the group of
-    the hop with which it arrived; None for the device's own shard.
+    overlap. `distance` is the number of devices by which the shard has moved. `hop` is the
+    `HopGroup` with which the shard arrived; None for the device's own shard.
     """
     hops, distance = ring.route.hops, 0
     next_shard = hops[0].send(kv, ring.axes) if hops else None
@@ -369,6 +371,7 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
             next_shard = hop.send(kv, ring.axes)
             return next_shard, compute(kv, distance + (i + 1) * hop.distance, hop, state)
 
+        # The last shard that arrives in this group is sent on by the next group.
         kv, state = rounds.repeat(hop.times - 1, body, (next_shard, state))
         next_shard = next_hop.send(kv, ring.axes) if next_hop else None
         distance += hop.times * hop.distance
@@ -379,9 +382,10 @@ def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: T
 def _all_shards_backward(
     ring: Ring, spec: Spec, per_query: PerQuery, kv: KVShard, all_finite: Array, so_far: Gradients
 ) -> Gradients:
-    """Returns `so_far`, whose `with_shard` must be 0, plus the gradients from all shards.
+    """Adds the gradients from all shards to `so_far`, whose `with_shard` must be 0.
 
-    While a device computes with a shard, the shard's gradients arrive from the device before it.
+    While a device computes with a shard, the shard's gradients arrive from the device before it. In
+    the result, `with_shard` has the gradients of this device's own shard, from all devices.
     """
     # Without this barrier XLA reuses the shards that were received in the forward pass, and so
     # keeps all of them in memory; with it they are sent again.
@@ -392,8 +396,8 @@ def _all_shards_backward(
             return ring.backward(spec, per_query, kv, distance, all_finite, total)
         # The gradients of every shard make all hops, even where the shard is no longer sent:
         # `Route.home` then takes them all home over the same distance.
-        hop_of_all = hop._replace(sources=tuple(range(ring.axes.devices)))
-        arrived = hop_of_all.send(total.with_shard, ring.axes)
+        hop_from_all = hop._replace(sources=tuple(range(ring.axes.devices)))
+        arrived = hop_from_all.send(total.with_shard, ring.axes)
         # The sum starts from 0, not from `arrived`, so that it overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, all_finite, total)
@@ -442,7 +446,7 @@ def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> 
 def _backward(
     ring: Ring, spec: Spec, per_query: PerQuery, key: Array, value: Array, all_finite: Array
 ) -> Gradients:
-    """Computes the gradients of queries, keys, values and parameters, each in the array's dtype."""
+    """Computes the gradients of queries, keys, values and parameters, each in its array's dtype."""
     letters, dtype = parameter_letters(spec), accumulation(key.dtype)
     axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
     vary = ring.axes.vary
@@ -503,7 +507,7 @@ def attend(
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
         params, spec, query, key, value, out, normalizer, all_finite = residuals
-        # lse = maximum + log_total, so its cotangent is that of log_total.
+        # Callers use only the sum lse = maximum + log_total: log_total has the cotangent of lse.
         d_out, (_, d_lse) = cotangents
         # The cotangent of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse

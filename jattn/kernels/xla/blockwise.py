@@ -89,9 +89,8 @@ class BlockwiseCall(NamedTuple):
         """Chooses the strategy of a call, and its tiling if `tiling` is None."""
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
-        # With the strategy "single tile" the backward pass recomputes the normalizer, from the keys
-        # of the call. If these are only a part of the keys, it must use the normalizer that it is
-        # passed, which is of all keys.
+        # With the strategy "single tile" the backward pass recomputes the normalizer from the keys
+        # of the call. For a part of the keys that would be wrong: the normalizer is of all keys.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"
@@ -125,8 +124,8 @@ class BlockwiseCall(NamedTuple):
         """Returns the results of `block(i)` for each i < n, stacked.
 
         With the strategy "vmap", a step computes several blocks at once: as many as have at most
-        `tuning.scores_together` scores. A step of one block avoids `jax.vmap`, which makes all
-        blocks of a batch loop as often as the block with the most tiles.
+        `tuning.scores_together` scores. `jax.vmap` makes all blocks of a step loop as often as the
+        block with the most tiles, so it is not used if a step has only one block.
         """
         batch_size = 1
         if self.strategy == "vmap":
@@ -147,8 +146,8 @@ class Values(NamedTuple):
 
     `finite` has 0 in place of NaN and infinities. `nonfinite` is added to the scores of each key:
     NaN if its value is not finite, else 0, so that only queries that attend to the key become NaN.
-    Without a mask `nonfinite` is None: every query attends to every key, and
-    `tile.add_nan_of_values` makes all results NaN.
+    Without a mask every query attends to every key. Then `nonfinite` is None, and
+    `tile.add_nan_of_values` makes all results NaN if any value is not finite.
     """
 
     finite: Float[Array, "S V"]
@@ -257,7 +256,7 @@ class _BackwardHead(NamedTuple):
         """Returns the cotangent of a tile's products, its weights after dropout, and the gradients
         of parameters; the tile has `size` queries from `start` on, and the keys of `run`.
 
-        With weights p and dp = d_out vᵀ, the cotangent of the scores is p (dp − delta).
+        With weights p and dp = drop(d_out vᵀ), the cotangent of the scores is p (dp − delta).
         """
         head_tile = slicing.HeadTile.at(self.spec, self.b, self.h, start, size, run)
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
@@ -479,6 +478,7 @@ def _forward_band(
     def map_blocks(
         compute_tile: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap
     ) -> Any:
+        """Maps `compute_tile` over the blocks of a batch, as `single_tile.attempt` requires."""
         axes = (0, None, None, None, 0, 0, 0)  # of i, spec, b, h, q, k and v
         return over_batch(functools.partial(compute_block, compute_tile), axes)(*operands)
 
@@ -575,7 +575,8 @@ def backward_vmap(
 ) -> Tree:
     """Computes the gradients of parameters, query, key and value, all heads at once.
 
-    `per_query` is a `PerQuery` of all heads, each array `[B, T, N, ...]`.
+    `per_query` is a `PerQuery` of all heads, each array `[B, T, N, ...]`. `over_batch` maps over
+    batch rows: `jax.vmap` or `tile.map_in_sequence`.
     """
     shapes, (T, S) = call.shapes, call.padded
     backward = backward_head if call.strategy == "single tile" else _backward_blocks
@@ -587,8 +588,8 @@ def backward_vmap(
         head = backward(spec, b, h, head_per_query, k, v, call)
         return head.query[: shapes.T], head.key.T[: shapes.S], head.value.T[: shapes.S], head.params
 
-    axes = (1, 1, 1, [0] * len(parameters(spec)))
-    gradients = tile.over_heads(compute_head, spec, per_query, (key, value), axes, over_batch)
+    out_axes = (1, 1, 1, [0] * len(parameters(spec)))
+    gradients = tile.over_heads(compute_head, spec, per_query, (key, value), out_axes, over_batch)
     return tile.gather_gradients(spec, key.shape[2], *gradients)
 
 
@@ -641,15 +642,17 @@ def _with_recomputed_normalizer(
     computes the normalizer again, from scores that are computed tile by tile.
     """
 
-    def unchanged(per_query: PerQuery, *_: Array) -> Any:
+    def given_normalizer(per_query: PerQuery, *_: Array) -> Any:
         return per_query.maximum, per_query.log_total
 
-    def recomputed(per_query: PerQuery, key: Array, value: Array) -> Any:
+    def new_normalizer(per_query: PerQuery, key: Array, value: Array) -> Any:
         _, normalizer = forward_loop(spec, per_query.query, key, value, call)
-        return unchanged(per_query.with_normalizer(normalizer))
+        return given_normalizer(per_query.with_normalizer(normalizer))
 
     is_small = jnp.max(jnp.abs(per_query.maximum), initial=0) < _LARGE_LOGITS
-    maximum, log_total = unbatched_cond(is_small, unchanged, recomputed, per_query, key, value)
+    maximum, log_total = unbatched_cond(
+        is_small, given_normalizer, new_normalizer, per_query, key, value
+    )
     return per_query._replace(maximum=maximum, log_total=log_total)
 
 

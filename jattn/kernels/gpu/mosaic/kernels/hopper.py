@@ -14,8 +14,8 @@ several blocks of queries. The keys of the next block are copied while the last 
 previous one are computed.
 
 Index arrays list the tiles to visit, and tell which of them need no mask, see `block_mask`. The
-scores of a tile are computed by `jattn.tile`, which `mosaic_interpreter` runs on arrays in
-registers. On a CPU the same kernels run in JAX's interpreter.
+functions of `jattn.tile` compute the scores of a tile; `mosaic_interpreter` translates them to
+operations on registers. On a CPU, Pallas's own interpreter runs the same kernels.
 """
 
 import contextlib
@@ -110,12 +110,12 @@ def _compilers() -> dict[str, tuple[int, ...]]:
 class _HopperForward(NamedTuple):
     """A program of the forward pass. It computes one work item, or several one after another.
 
-    A work item (part, b, h, i) is query block i of head (b, h) with the key tiles that it visits.
-    If these are split into several `parts`, each work item has one part of them. `read_item(n)`
-    reads the indices of the work item where it is called: the compiler cannot read before it knows
-    n.
+    A work item (part, b, h, i) is query block i of head (b, h), with one of `parts` equal parts of
+    the key tiles that the block visits.
 
-    `fold_items(function, state)` folds over the program's work items, see `launch_in_rounds`.
+    `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
+    see `launch_in_rounds`. `read_item(n)` returns (part, b, h, i), the same for every n. The
+    compiler cannot read them before n is known, so that they take up no registers until then.
     `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
     """
 
@@ -132,12 +132,13 @@ class _HopperForward(NamedTuple):
     results: Ref
 
     def fold(self, item: tuple[Any, ...], visit: Callable[..., Any], state: Tree) -> Tree:
-        """Folds `visit(j, masked, state)` over the tiles j of keys of a work item."""
+        """Folds `visit(j, masked, state)` over the key tiles j that a work item visits."""
         part, *block = item
         return self.visits.fold(self.visits_ref, tuple(block), visit, state, (part, self.parts))
 
     def copy(self) -> None:
-        """Copies the tiles of keys and values of all work items; the copying warpgroup runs it."""
+        """Copies the tiles of keys and values of all work items, and waits until they are used. The
+        copying warpgroup runs this."""
         self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
     def copy_tiles(self, read_item: Callable[..., Any], turn: Array) -> Array:
@@ -158,7 +159,7 @@ class _HopperForward(NamedTuple):
         return self.fold((part, b, h, i), visit, turn)
 
     def compute(self, group: Array) -> None:
-        """Computes 64 queries of each work item; the computing warpgroup `group` runs it."""
+        """Computes 64 queries of each work item. The computing warpgroup `group` runs this."""
         self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
     def attend(self, group: Array, read_item: Callable[..., Any], turn: Array) -> Array:
@@ -172,6 +173,7 @@ class _HopperForward(NamedTuple):
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
             turn, sums = state
+            # Addresses computed from `hidden_group` are not kept in registers between tiles.
             hidden_group = hidden(group, turn) if _needs_most_registers(problem, masked) else group
             # Read for each tile, so that the indices take up no registers between tiles.
             _, b, h, i = read_item(turn)
@@ -197,21 +199,21 @@ class _HopperForward(NamedTuple):
         turn: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
-        """Returns the sums with one more tile; `read` reads its parts of the arrays of masks and
-        score functions."""
+        """Returns the sums with one more tile. `read` reads the tile's parts of the arrays of masks
+        and score functions into registers, and returns the tile."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
-        # The arrays of a mask take many registers, which are not free before the products are done.
+        # A masked tile is read after the products: only then are enough registers free for it.
         early_tile = None if masked else read()
 
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
-            factors, change = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
-            (products,) = matrix_units.multiply(unit, factors, transposed=True, started=change)
+            factors, started = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
+            (products,) = matrix_units.multiply(unit, factors, transposed=True, started=started)
             return products, (early_tile or read()).completed(streamed)
 
         products, tile = memory.streams[0].use(turn, multiply_keys)
         weights, sums = online(problem, masked, tile, products, sums)
         weights = weights.astype(problem.shapes.dtype)
-        memory.alternate_warpgroups()  # the other warpgroup's softmax follows
+        memory.alternate_warpgroups()  # now the other warpgroup computes its softmax
 
         def add_values(v: Ref) -> list[Array]:
             return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
@@ -231,7 +233,7 @@ class _HopperForward(NamedTuple):
         out, normalizer = mosaic_interpreter.run(finished_sums, sums)
         result = self.results[0].at[part, b, rows, h]
         is_part = result.dtype != queries.dtype
-        target = result if is_part else queries
+        target = result if is_part else queries  # the queries are no longer needed
         target[...] = out.astype(target.dtype)
         copies = [] if is_part else [(queries, result)]
         for array, x, x_result in zip(resident, normalizer, self.results[1:], strict=True):
@@ -264,7 +266,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    # Score functions, dropout and lists of tiles leave too few registers for several work items.
+    # A score function, dropout or a list of tiles (`visits.order`) takes registers that a program
+    # with several work items needs.
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
     rest = operands, forward_results(shapes, parts), scratch, groups + 1
@@ -299,14 +302,16 @@ class _HopperGradients(backward.GradientProgram):
 
     def compute(self, group: Array) -> None:
         """Computes the gradients of 64 queries or keys, in a computing warpgroup."""
-        problem, memory, (b, key_head, i) = self.problem, self.memory, self.place
-        block = i * problem.groups + group
-        start = block * ROWS
-        resident_index = b, pl.ds(start, ROWS), key_head
-        resident = [memory.load(x, group, self.resident[x].at[resident_index]) for x in range(2)]
+        problem, memory, (b, kept_head, i) = self.problem, self.memory, self.place
+        kept_block = i * problem.groups + group
+        start = kept_block * ROWS
+        resident_index = b, pl.ds(start, ROWS), kept_head
+        resident = [memory.load(n, group, self.resident[n].at[resident_index]) for n in range(2)]
         unit, by_key = problem.unit, problem.by_key
         # With `by_key` the statistics are streamed with the queries, see `add`.
-        statistics = None if by_key else RowStatistics.read(unit, self.rows, b, key_head, block)
+        statistics = (
+            None if by_key else RowStatistics.read(unit, self.rows, b, kept_head, kept_block)
+        )
 
         def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
@@ -315,10 +320,11 @@ class _HopperGradients(backward.GradientProgram):
                 turn, *totals = state
                 index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
+                # A masked tile is passed as a function, to be read later: it needs more registers.
                 tile = read if masked else read()
                 needs_most = by_key or _needs_most_registers(problem, masked)
                 hidden_group = hidden(group, turn) if needs_most else group
-                arrays = [x.at[hidden_group] for x in memory.resident]
+                arrays = [array.at[hidden_group] for array in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, statistics, arrays, totals)
                 return turn + 1, *memory.streams[0].use(turn, add)
@@ -335,8 +341,10 @@ class _HopperGradients(backward.GradientProgram):
     def add(
         self, tile: Any, masked: bool, statistics: Any, resident: Any, totals: Any, *arrays: Ref
     ) -> list[Array]:
-        """Adds a streamed tile to the totals. `arrays`, in shared memory, are its keys and values
-        or, with `by_key`, its queries, d_out and statistics; then its parts of the spec's arrays.
+        """Adds a streamed tile to the totals.
+
+        `arrays` are references to shared memory. They are the tile's keys and values or, with
+        `by_key`, its queries, d_out and statistics, followed by its parts of the spec's arrays.
         """
         tiles, rest = arrays[:2], arrays[2:]
         if statistics is None:
@@ -356,8 +364,8 @@ def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
     stream = *[tiles(_BUFFERS, size)] * 2, *statistics, *problem.streamed_scratch(_BUFFERS)
     scratch = WarpgroupMemory.scratch(groups, tuple(resident), stream)
     name = "jattn_hopper_d_keys" if by_key else "jattn_hopper_d_queries"
-    block = size if by_key else ROWS
-    return backward.launched(name, _HopperGradients, call, block, scratch, groups + 1)
+    statistics_size = size if by_key else ROWS
+    return backward.launched(name, _HopperGradients, call, statistics_size, scratch, groups + 1)
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
@@ -367,16 +375,17 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     scores of one tile in the registers of a warpgroup.
     """
     has_dropout = spec.dropout_rate > 0
-    # A window within another mask needs more registers: it compares keys with both of its ends.
-    windowed = _contains(spec.mask, masks.Window) and not isinstance(spec.mask, masks.Window)
-    needs_many_registers = has_dropout or _scores_need_many_registers(spec) or windowed
-    is_small = (
+    # A window compares keys with two ends: combined with another mask, it needs many registers.
+    is_window = isinstance(spec.mask, masks.Window)
+    has_combined_window = _contains(spec.mask, masks.Window) and not is_window
+    needs_many_registers = has_dropout or _scores_need_many_registers(spec) or has_combined_window
+    needs_small_tile = (
         needs_many_registers
         if has_few_registers()
         else has_dropout and _derivative_needs_many_registers(spec)
     )
     width = max(shapes.H, shapes.V)
-    return Tiling(_rows(width), 128 if width <= 128 and not is_small else 64)
+    return Tiling(_rows(width), 128 if width <= 128 and not needs_small_tile else 64)
 
 
 def _contains(tree: Tree, *kinds: type) -> bool:
@@ -388,8 +397,8 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    There are two computing warpgroups. If the copying warpgroup cannot pass its registers to them,
-    wide heads have only one, because their tiles need more than a third of all registers.
+    A program has two computing warpgroups. It has only one if the copying warpgroup cannot pass its
+    registers to them and heads are wide: their tiles need more than a third of all registers.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
@@ -404,18 +413,18 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
         has_few_registers() and _contains(spec.mask, masks.Dense)
     )
     if has_few_registers():
-        is_small = _scores_need_many_registers(spec)
+        needs_small_tiles = _scores_need_many_registers(spec)
     else:
-        is_small = _derivative_needs_many_registers(spec) or width > 128
-    is_small = is_small or (has_score_or_dense and spec.dropout_rate > 0)
-    return (32, 32) if is_small else (64, 64)
+        needs_small_tiles = _derivative_needs_many_registers(spec) or width > 128
+    needs_small_tiles = needs_small_tiles or (has_score_or_dense and spec.dropout_rate > 0)
+    return (32, 32) if needs_small_tiles else (64, 64)
 
 
 def _scores_need_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile need more registers than its products leave free.
 
-    Without dropout, these suffice for masks and score functions that have few operations and read
-    no array along T or S.
+    Without dropout, the free registers suffice if masks and score functions have few operations and
+    score functions read no array along T or S.
     """
     # Users' functions, and formulas of many operations.
     long_formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score
@@ -427,16 +436,16 @@ def _derivative_needs_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile and their derivative need more registers than the
     gradients of keys and of values leave free.
 
-    A chain of more than two score functions needs more, and so does T5's bias by positions, or a
-    user's function whose derivative depends on the score.
+    They do for a chain of more than two score functions, for T5's bias in calls with positions, and
+    for a user's function whose derivative depends on the score.
     """
     chain = scores.in_order(spec.score)
-    by_positions = not hoisted.positions_are_places(spec)
-    functions = [x for x in chain if isinstance(x, scores.Score)]
+    has_positions = not hoisted.positions_are_places(spec)
+    user_functions = [x for x in chain if isinstance(x, scores.Score)]
     return (
         len(chain) > 2
-        or (by_positions and any(isinstance(x, scores.RelativeBias) for x in chain))
-        or any(hoisted.depends_on_score(jax.grad(x._scalar)) for x in functions)
+        or (has_positions and any(isinstance(x, scores.RelativeBias) for x in chain))
+        or any(hoisted.depends_on_score(jax.grad(x._scalar)) for x in user_functions)
     )
 
 
