@@ -28,7 +28,7 @@ from jattn._pytree import (
     pytree_dataclass,
     static_field,
 )
-from jattn._types import Index, Scores, accumulation
+from jattn._types import Index, Scores
 from jattn.checks import (
     check_array,
     check_flag,
@@ -76,14 +76,6 @@ class ScoreFunction:
         """
         raise NotImplementedError
 
-    def in_units(self, unit: float) -> "ScoreFunction | None":
-        """Returns the score function g with g(score / unit) = f(score) / unit for this function f.
-
-        `unit` is a positive number. Returns None if this class cannot express g. GPU kernels use
-        the scale as unit: they apply g to products that are not scaled yet.
-        """
-        return None
-
     def __rshift__(self, other: Any) -> "ScoreFunction":
         if not (isinstance(other, ScoreFunction) or _is_function(other)):
             return NotImplemented
@@ -113,10 +105,6 @@ class Then(ScoreFunction):
     def evaluate(self, score, b, h, rows, columns):
         score = self.first.evaluate(score, b, h, rows, columns)
         return self.second.evaluate(score, b, h, rows, columns)
-
-    def in_units(self, unit):
-        first, second = self.first.in_units(unit), self.second.in_units(unit)
-        return None if first is None or second is None else Then(first, second)
 
 
 def in_order(score: ScoreFunction | None) -> list[ScoreFunction]:
@@ -166,14 +154,6 @@ def _in_dtype(value: Any, dtype: Any) -> Any:
     return value.astype(dtype) if is_float else number(value)
 
 
-def _divided(value: Any, unit: float) -> Any:
-    """Returns value / unit: a float if the value is a number, else an array in the accumulation
-    dtype."""
-    if is_static(value):
-        return float(number(value)) / unit
-    return value.astype(accumulation(value.dtype)) / unit
-
-
 @pytree_dataclass
 class SoftCap(ScoreFunction):
     """A soft cap: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
@@ -202,10 +182,6 @@ class SoftCap(ScoreFunction):
                 return score
             cap = max(cap, float(dtype_limits.tiny))
         return cap * jnp.tanh(score / cap)
-
-    def in_units(self, unit):
-        cap = _divided(self.cap, unit)
-        return None if is_static(cap) and not 0 < cap < math.inf else SoftCap(cap)
 
 
 @pytree_dataclass
@@ -279,9 +255,6 @@ class Alibi(ScoreFunction):
     def evaluate(self, score, b, h, rows, columns):
         slope = _in_dtype(self.slopes, score.dtype)
         return score - slope * distance(rows, columns, score.dtype)
-
-    def in_units(self, unit):
-        return Alibi(_divided(self.slopes, unit))
 
 
 def relative_bucket(

@@ -407,6 +407,32 @@ def test_sums_of_large_values_do_not_overflow_and_small_values_keep_their_digits
     assert error(run((q, k, v * small))[0] / small, run((q, k, v))[0]) <= 1e-6
 
 
+HUGE = {
+    "temperature": scores.Temperature(jnp.array([1e-12, 2e-11])),
+    "function": lambda s, b, h, i, j: s * jnp.float32(1e10),
+    "square": lambda s, b, h, i, j: s * s * jnp.float32(1e9),
+    "lowest": lambda s, b, h, i, j: jnp.where(i > 3, jnp.finfo(jnp.float32).min, s),
+}
+
+
+@pytest.mark.one_in(3)
+@each_kernel
+@pytest.mark.parametrize("name", HUGE)
+def test_weights_sum_to_one_where_score_functions_make_huge_logits(name, implementation):
+    """And so do the gradients of values, in which each query counts once. Products are integers, so
+    that the two passes, which may sum in another order, have the same."""
+    q, k = jnp.round(normal(140, 2, 16)), jnp.round(normal(140, 2, 16) * 2)
+
+    def total(v: Any) -> Any:
+        out = jattn.attention(q, k, v, score=HUGE[name], implementation=implementation)
+        return jnp.sum(out, dtype=jnp.float32), out
+
+    run = quick_jit(jax.value_and_grad(total, has_aux=True))
+    (_, out), d_value = run(jnp.ones((140, 2, 16), jnp.float16))
+    np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=4e-3)
+    np.testing.assert_allclose(np.sum(np.asarray(d_value, np.float64), axis=0), 140, rtol=4e-3)
+
+
 @pytest.mark.one_in(3)
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
@@ -594,7 +620,7 @@ def example(score: Any, **rules: Any) -> Any:
     shapes = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.bfloat16)
     spec = prepared(Spec(masks.Full(), score, 0.125, None, None, **rules), shapes)
     problem = GPUProblem.of(spec, shapes, Tiling(128, 128), registers.Unit(True))
-    return problem.factors[:3], problem.approximate, problem.special
+    return problem.factors[:4], problem.approximate, problem.special
 
 
 def test_functions_that_may_be_approximate():
@@ -606,12 +632,12 @@ def test_functions_that_may_be_approximate():
     assert [example(x)[2] for x in (None, scores.Alibi([0.5]), scores.SoftCap(30.0))] == [0, 0, 1]
 
 
-def test_scores_are_counted_in_products_where_functions_can():
-    assert example(None)[0] == (1.0, 0.125, 1.0)
-    assert example(scores.Alibi([0.5]))[0] == (1.0, 0.125, 1.0)
-    assert example(scores.Score(lambda s, b, h, q, kv: s * s))[0] == (0.125, 1.0, 1.0)
+def test_which_factors_are_applied_where():
+    """The scale multiplies products before score functions, or else scores in the softmax."""
+    assert example(None)[0] == (1.0, 0.125, False, 1.0)
+    assert example(scores.Alibi([0.5]))[0] == (0.125, 1.0, True, 1.0)
     dropout = {"dropout_rate": 0.75, "dropout_key": jax.random.key(0)}
-    assert example(None, **dropout)[0] == (1.0, 0.125, 4.0)
+    assert example(None, **dropout)[0] == (1.0, 0.125, False, 4.0)
 
 
 def test_powers_of_two_by_products():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores
-from jattn._pytree import select_head
+from jattn import scores
 from tests.cases import bucket
 
 
@@ -44,35 +43,6 @@ def test_caps_of_heads_may_be_beyond_float32():
     np.testing.assert_allclose(scored(scores.SoftCap(np.full(N, 1e300))), RAW, atol=1e-15)
     with pytest.raises(ValueError, match="cap: expected a finite number > 0"):
         scores.SoftCap(np.full(N, np.inf))
-
-
-@pytest.mark.parametrize(
-    "score",
-    [
-        scores.SoftCap(2.0),
-        scores.SoftCap(jnp.asarray(2.0, jnp.bfloat16)),
-        scores.Alibi(jnp.asarray([0.3], jnp.bfloat16)),
-        scores.SoftCap(3.0) >> scores.Alibi([0.25]),
-    ],
-    ids=["cap", "learned cap", "alibi", "both"],
-)
-def test_scores_may_be_counted_in_another_unit(score):
-    unit = 0.17
-    rows, columns = masks.span(5), masks.span(7)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 7)) * 3)
-    head = select_head(score, 0, 0), select_head(score.in_units(unit), 0, 0)
-    plain, counted = (
-        f.evaluate(x, 0, 0, rows, columns)
-        for f, x in zip(head, (logits, logits / unit), strict=True)
-    )
-    np.testing.assert_allclose(counted * unit, plain, rtol=1e-6)
-
-
-def test_functions_without_units_say_so():
-    anything = scores.Score(lambda s, b, h, q, kv: s * s)
-    assert anything.in_units(2.0) is None
-    assert (scores.Alibi([0.5]) >> anything).in_units(2.0) is None
-    assert scores.SoftCap(1e300).in_units(1e-30) is None
 
 
 def test_alibi_takes_a_list_of_slopes():

@@ -16,8 +16,14 @@ from jattn.kernels.gpu.mosaic.machine import matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import RegisterLayout
-from jattn.kernels.gpu.mosaic.tile.online_softmax import LOG2E, times
-from jattn.kernels.gpu.mosaic.tile.problem import Factors, GPUProblem, RegisterTile, is_unmodified
+from jattn.kernels.gpu.mosaic.tile.online_softmax import exponents, times
+from jattn.kernels.gpu.mosaic.tile.problem import (
+    LOG2E,
+    Factors,
+    GPUProblem,
+    RegisterTile,
+    is_unmodified,
+)
 from jattn.spec import Spec, has_mask, parameter_letters, parameters, with_parameters
 
 
@@ -27,7 +33,7 @@ _MAX_SUM = 256.0  # smaller float32 numbers have at least 15 binary digits behin
 class RowStatistics(NamedTuple):
     """Three numbers of each query of a tile for the backward pass.
 
-    shift: what the softmax subtracts from scores, times log2(e).
+    shift: what the softmax subtracts from scores, in the units of `Factors.score_units`.
     log_total: the base-2 log of the total; None if it is part of the shift, or applied at the end.
     minus_delta: −delta, divided by the scale of dropout; delta = rowsum(d_out · out) − d_lse.
     """
@@ -46,11 +52,13 @@ class RowStatistics(NamedTuple):
         # XLA would transpose delta within its sum over V, which then takes five times as long.
         per_query = lax.optimization_barrier(tuple(per_query))
         maximum, log_total, delta = (jnp.swapaxes(x, 1, 2) for x in per_query)
-        shift, log_total = maximum * LOG2E, log_total * LOG2E
-        fits = jnp.abs(shift + log_total) < _MAX_SUM
+        unit = factors.log2_units
+        shift, log_total = maximum * (LOG2E / unit), log_total * LOG2E
+        total = shift + log_total / unit
+        fits = jnp.abs(total) < _MAX_SUM
         is_large = jnp.any(~fits, axis=2)
         separate = is_large[..., None]
-        shift = jnp.where(separate, shift, shift + log_total)
+        shift = jnp.where(separate, shift, total)
         log_total = jnp.where(separate, log_total, 0)
         statistics = cls(shift, log_total, delta * (-1 / factors.dropout_scale))
         stacked = jnp.stack(statistics, axis=2)
@@ -233,7 +241,7 @@ class Derivation(NamedTuple):
     def _weights(self, score: Array, rows: RowStatistics) -> Array:
         """Returns the weights of a tile. If it has no mask, the log of the total is part of the
         shift, or applied at the end."""
-        exponent = score * (self.factors.score_factor * LOG2E) - rows.shift[:, None]
+        exponent = exponents(self.factors, score, rows.shift)
         if self.masked and rows.log_total is not None:
             exponent = exponent - rows.log_total[:, None]
         return jnp.exp2(exponent)

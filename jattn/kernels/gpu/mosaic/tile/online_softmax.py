@@ -13,10 +13,9 @@ from jattn import softmax
 from jattn.kernels.common import slicing
 from jattn.kernels.gpu.mosaic.machine import votes
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.tile.problem import SLACK, Factors, GPUProblem, RegisterTile
+from jattn.kernels.gpu.mosaic.tile.problem import LOG2E, SLACK, Factors, GPUProblem, RegisterTile
 
 
-LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the running maximum before the first key
 
 
@@ -72,7 +71,8 @@ def online_softmax_step(
     score, maximum = tile.run(
         functools.partial(_running_maximum, masked, problem.factors), products, shift
     )
-    rescales = votes.any_above(problem.unit, maximum - shift, SLACK)
+    limit = SLACK / problem.factors.log2_units
+    rescales = votes.any_above(problem.unit, maximum - shift, limit)
     new_shift = jnp.where(rescales, maximum, shift)
     weigh = functools.partial(_weigh, problem.factors, problem.special)
     weights, total, factor = tile.run(weigh, score, shift, new_shift, total)
@@ -82,13 +82,13 @@ def online_softmax_step(
 def _running_maximum(
     masked: bool, factors: Factors, tile: slicing.Scored, products: Array, maximum: Array
 ) -> tuple[Array, Array]:
-    """Returns the scores of a tile, and the running maximum in units of log 2.
+    """Returns the scores of a tile, and the running maximum, see `Factors.score_units`.
 
     The shift must be a rounded number, equal in all operations. The compiler would fuse a product
     with the subtraction of a shift, without rounding it; `jnp.maximum` between them prevents that.
     """
     score = tile.modify(times(products, factors.product_factor), masked)
-    return score, jnp.maximum(maximum, jnp.max(score, axis=-1) * (factors.score_factor * LOG2E))
+    return score, jnp.maximum(maximum, times(jnp.max(score, axis=-1), factors.score_units))
 
 
 def _weigh(
@@ -106,10 +106,19 @@ def _weigh(
     If score functions use the special function unit (`special`), which also computes the weights,
     the factor is computed without it.
     """
-    reference = new_shift + float(factors.headroom) if factors.headroom else new_shift
-    weights = jnp.exp2(score * (factors.score_factor * LOG2E) - reference[:, None])
-    scale = (exp2_by_products if special else jnp.exp2)(shift - new_shift)
+    headroom, reference = float(factors.headroom), new_shift
+    if not factors.modified:
+        headroom, reference = 0.0, new_shift + headroom if headroom else new_shift
+    exponent = exponents(factors, score, reference)
+    weights = jnp.exp2(exponent - headroom if headroom else exponent)
+    decrease = times(shift - new_shift, factors.log2_units)
+    scale = (exp2_by_products if special else jnp.exp2)(decrease)
     return tile.drop_unscaled(weights), total * scale + jnp.sum(weights, axis=-1), scale
+
+
+def exponents(factors: Factors, score: Array, shift: Array) -> Array:
+    """Returns the exponents of 2 of the weights of scores, relative to a shift `[t]`."""
+    return times(times(score, factors.score_units) - shift[:, None], factors.log2_units)
 
 
 def finish_factor(
@@ -122,28 +131,35 @@ def finish_factor(
 
 
 def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Normalizer]:
-    """Returns output and normalizer.
+    """Returns output and normalizer."""
+    out, _ = softmax.finish(part)
+    maximum, error = part.maximum, None
+    if not factors.modified:
+        maximum, error = _natural(maximum, float(factors.headroom))
+    total = part.total * 2.0**factors.headroom if factors.headroom else part.total
+    _, normalizer = softmax.finish(softmax.Partial(maximum, total, total[:, None]))
+    if error is not None:
+        log_total = normalizer.log_total + jnp.where(total > 0, error, 0)
+        normalizer = normalizer._replace(log_total=log_total)
+    return times(out, factors.dropout_scale), normalizer
 
-    The maximum is converted from units of log 2, and the backward pass converts it back. Both
-    conversions round, and so does the sum of shift and headroom that weights are relative to. The
-    errors are added to the log of the total.
+
+def _natural(shift: Array, headroom: float) -> tuple[Array, Array]:
+    """Returns a shift in units of log 2 as a natural logarithm, and an error of the log of the
+    total.
+
+    The shift is converted from units of log 2, and the backward pass converts it back. Both
+    conversions round, and so does the sum of shift and headroom that weights are relative to.
     """
     # Without `jnp.maximum` the compiler would merge the two factors, and round only once, or fuse
     # the second product with the subtraction.
-    maximum = jnp.maximum(part.maximum * math.log(2), LOWEST)
-    error = part.maximum - jnp.maximum(maximum * LOG2E, LOWEST)
-    out, _ = softmax.finish(part)
-    total, power = part.total, float(factors.headroom)
-    if power:
-        reference = part.maximum + power
-        rounded = reference - part.maximum
-        error += (reference - rounded - part.maximum) + (rounded - power)
-        total = total * 2.0**power
-    _, normalizer = softmax.finish(softmax.Partial(maximum, total, total[:, None]))
-    error = jnp.where(part.total > 0, error * math.log(2), 0)
-    return times(out, factors.dropout_scale), normalizer._replace(
-        log_total=normalizer.log_total + error
-    )
+    maximum = jnp.maximum(shift * math.log(2), LOWEST)
+    error = shift - jnp.maximum(maximum * LOG2E, LOWEST)
+    if headroom:
+        reference = shift + headroom
+        rounded = reference - shift
+        error += (reference - rounded - shift) + (rounded - headroom)
+    return maximum, error * math.log(2)
 
 
 # Coefficients of a polynomial for 2^r with |r| ≤ 1/2, from r^5 down to r^0. The relative error is

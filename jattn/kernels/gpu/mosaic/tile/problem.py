@@ -27,6 +27,8 @@ from jattn.kernels.gpu.mosaic.tile.spec_refs import SpecRefs, TileIndex
 from jattn.spec import Shapes, Spec, Tiling
 
 
+LOG2E = math.log2(math.e)
+
 # Sums are rescaled once a running maximum (in units of log 2) exceeds the shift by more than this.
 # Weights are then at most 2^8, which float16 holds without loss of digits.
 SLACK = 8.0
@@ -35,10 +37,12 @@ SLACK = 8.0
 class Factors(NamedTuple):
     """The constant factors that replace a static positive scale and the scale of dropout.
 
-    product_factor: multiplies products before score functions. It is the scale if the score
-        function cannot be applied to unscaled products (see `ScoreFunction.per`), else 1.
-    score_factor: multiplies scores in the softmax, in the operation that subtracts the maximum. It
-        is the scale in all other cases, else 1.
+    product_factor: multiplies products before score functions; it is the scale if there are any.
+    score_factor: multiplies scores in the softmax; it is the scale if scores are products.
+    modified: whether there are score functions. The exponent of a weight is then the difference of
+        score and maximum times log2(e), because score functions can make scores so large that a
+        product with log2(e) has no digits left behind the point. Else it is the product of score
+        and `score_factor` log2(e) minus the maximum in these units, which is one operation.
     dropout_scale: 1 / (1 − dropout rate). It multiplies sums of weighted values once at the end,
         instead of each weight that dropout keeps.
     headroom: the exponent e of the power 2^e by which weights are divided in a forward pass, so
@@ -47,28 +51,36 @@ class Factors(NamedTuple):
 
     product_factor: float = 1.0
     score_factor: float = 1.0
+    modified: bool = False
     dropout_scale: float = 1.0
     headroom: int = 0
 
     @classmethod
     def of(cls, spec: Spec) -> tuple["Factors", Spec]:
         """Returns the factors, and the spec without its scale."""
-        scale, factors = number(spec.scale), cls(dropout_scale=1 / (1 - spec.dropout_rate))
+        factors = cls(modified=spec.score is not None, dropout_scale=1 / (1 - spec.dropout_rate))
+        scale = number(spec.scale)
         if not is_static(spec.scale) or not 0 < scale < math.inf:
             return factors, spec
         spec = dataclasses.replace(spec, scale=1.0)
-        if spec.score is None:
-            return factors._replace(score_factor=scale), spec
-        score = spec.score.in_units(scale)
-        if score is None:
-            return factors._replace(product_factor=scale), spec
-        return factors._replace(score_factor=scale), dataclasses.replace(spec, score=score)
+        name = "score_factor" if spec.score is None else "product_factor"
+        return factors._replace(**{name: scale}), spec
 
     def with_headroom(self, shapes: Shapes) -> "Factors":
         """Adds the headroom of sums of S values; those of float16 need none."""
         if shapes.dtype != jnp.bfloat16:
             return self
         return self._replace(headroom=math.ceil(math.log2(shapes.S) + SLACK) + 1)
+
+    @property
+    def score_units(self) -> float:
+        """The factor from scores to the units in which maxima are kept."""
+        return 1.0 if self.modified else self.score_factor * LOG2E
+
+    @property
+    def log2_units(self) -> float:
+        """The factor from these units to exponents of 2."""
+        return LOG2E if self.modified else 1.0
 
     @property
     def gradient(self) -> float:
