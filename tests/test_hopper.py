@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import dropout, masks, scores, tuning
+from jattn import dropout, masks, scores, softmax, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, launch, parameter_gradients
 from jattn.kernels.gpu.mosaic.kernels.launch import Order
@@ -958,6 +958,32 @@ def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, tra
         str(x.invars[0].aval.dtype) for x in program.eqns if x.primitive.name in ("div", "rem")
     ]
     assert ({*divided} == {"uint32"}) is expected
+
+
+@pytest.mark.parametrize(
+    ("function", "count"), [(lambda x: x * 2, 1), (lambda x: x + 2, 0)], ids=["product", "sum"]
+)
+def test_selections_that_keep_the_rounding_of_scores_are_replaced(function, count):
+    """By one instruction after a product and none after a sum; those of users' functions stay."""
+    kept: list[Any] = []
+
+    def rounded(x: Any) -> Any:
+        kept.append(x)
+        return x
+
+    def score(x: Any) -> Any:
+        y = softmax.keep_rounding(function(x))
+        return jnp.where(jnp.isnan(y), 7.0, y)
+
+    def with_derivative(x: Any) -> Any:
+        y, pull = jax.vjp(score, x)
+        return y, *pull(jnp.ones_like(y))
+
+    x = jnp.arange(6.0).reshape(2, 3).at[0, 1].set(jnp.nan)
+    y, d = mosaic_interpreter.run(with_derivative, x, layout=RegisterLayout(rounded=rounded))
+    assert_same(y, jnp.where(jnp.isnan(x), 7, function(x)))
+    assert_same(d, jnp.where(jnp.isnan(x), 0, function(x + 1) - function(x)))
+    assert len(kept) == count
 
 
 def test_a_function_called_like_a_division_is_run():

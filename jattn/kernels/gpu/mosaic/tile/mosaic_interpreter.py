@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jattn import dropout
 from jattn.functions import intervals, operations
 from jattn.functions.interval_rules import Interval
-from jattn.functions.nodes import Node, const, fold, replaced
+from jattn.functions.nodes import Node, const, fold, in_order, replaced
 from jattn.functions.read import read_division
 from jattn.kernels.common import entries
 
@@ -38,7 +38,7 @@ _COMPARISONS = frozenset("eq ge gt le lt ne".split())
 _NARROW_OPERATIONS = frozenset("and convert_element_type not or select_n xor".split())
 _NARROW_DTYPES = jnp.dtype("int8"), jnp.dtype("uint8")
 _REDUCTIONS: Any = {"reduce_add": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-_SPECIAL_OPERATIONS = frozenset(("look_up", "shared", *_REDUCTIONS))
+_SPECIAL_OPERATIONS = frozenset(("look_up", "rounded", "shared", *_REDUCTIONS))
 _DIVISIONS = {"div": lax.div, "floor_divide": lax.div, "rem": lax.rem, "remainder": lax.rem}
 _DESCRIPTIONS = {"custom_lin": "a derivative in forward mode, which a `custom_vjp` does not have"}
 
@@ -96,11 +96,13 @@ class RegisterLayout(NamedTuple):
     to_layout: applied to tiles broadcast from rows or columns; converts to the layout of tiles.
     shared: applied to row hashes, some of which are equal, see `dropout.shared_p`.
     diagonals: applied to tiles whose entries are equal along each diagonal.
+    rounded: replaces the selection of `softmax.keep_rounding`, if not None.
     """
 
     to_layout: Callable[[Array], Array] = _unchanged
     shared: Callable[[Array], Array] = _unchanged
     diagonals: Callable[[Array], Array] = _unchanged
+    rounded: Callable[[Array], Array] | None = None
 
 
 _NO_LAYOUT = RegisterLayout()
@@ -138,6 +140,8 @@ def run_typed(
     leaves = jax.tree.leaves(arguments, is_leaf=operations.is_reference)
     registers = _Registers(leaves, transposed, runs, below, read.tables, layout, {})
     nodes = replaced(read.results, functools.partial(_with_flat_index, read.tables))
+    if layout.rounded is not None:
+        nodes = _without_selections(nodes)
     values = fold(nodes, registers.value)
     results = [
         registers.spread(values[id(node)], _axes_of_result(values[id(node)], x), x.shape)
@@ -226,8 +230,11 @@ class _Registers(NamedTuple):
         return _NodeValue(x, axes, size and Interval(np.int32(0), np.int32(size - 1)))
 
     def _special(self, node: Node, x: _NodeValue) -> _NodeValue:
-        """Computes a look-up, a reduction over some axes, or `dropout.shared_p`."""
+        """Computes a look-up, a reduction, `dropout.shared_p` or `RegisterLayout.rounded`."""
         param: Any = node.param
+        if node.op == "rounded":
+            assert self.layout.rounded is not None
+            return _NodeValue(self.layout.rounded(x.array), x.axes)
         if node.op == "look_up":
             table = self.tables[param]
             return _NodeValue(table.inside(x.array, x.axes), x.axes, table.interval)
@@ -395,6 +402,39 @@ def _widened(name: str, values: list[Any]) -> list[Any]:
     if name not in _NARROW_OPERATIONS:
         raise NotImplementedError(f"{name} of 8-bit integers")
     return values
+
+
+def _kept(node: Node) -> Node | None:
+    """Returns x if a node is the selection of `softmax.keep_rounding`, NaN where x is NaN and else
+    x; None if it is not."""
+    if node.op != "select_n" or len(node.args) != 3:
+        return None
+    is_nan, x, nan = node.args
+    param: Any = nan.param
+    selects = _tested(is_nan) is x and nan.op == "const" and np.isnan(param)
+    return x if selects else None
+
+
+def _tested(node: Node) -> Node | None:
+    """Returns x if a node is true where x is NaN."""
+    return node.args[0] if node.op == "ne" and node.args[0] is node.args[1] else None
+
+
+def _without_selections(roots: list[Node]) -> list[Node]:
+    """Returns the roots with the selections of `keep_rounding` replaced by "rounded" nodes, and
+    without those of its derivative."""
+    kept = {id(_kept(node)) for node in in_order(roots)}
+
+    def rule(node: Node, args: list[Node]) -> Node | None:
+        if _kept(node) is not None:
+            # No compiler fuses a sum with a subtraction.
+            is_sum = args[1].op in ("add", "sub")
+            return args[1] if is_sum else Node("rounded", (args[1],), node.dtype)
+        if node.op == "select_n" and (x := _tested(node.args[0])) is not None and id(x) in kept:
+            return args[1]
+        return None
+
+    return replaced(roots, rule)
 
 
 def _tanh(x: Array) -> Array:
