@@ -964,7 +964,7 @@ def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, tra
     ("function", "count"), [(lambda x: x * 2, 1), (lambda x: x + 2, 0)], ids=["product", "sum"]
 )
 def test_selections_that_keep_the_rounding_of_scores_are_replaced(function, count):
-    """By one instruction after a product and none after a sum; those of users' functions stay."""
+    """A product takes one instruction, a sum none; selections of users stay."""
     kept: list[Any] = []
 
     def rounded(x: Any) -> Any:
