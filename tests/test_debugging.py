@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import checkify
 
 import jattn
-from jattn import masks, parallel, scores
+from jattn import masks, parallel
 from jattn.cache import DenseCache, RollingCache
 from tests.cases import CASES, inputs
 from tests.test_contract import assert_close, everything, on_device
@@ -202,16 +202,6 @@ def check_case(flags: str, implementation: Any, name: str) -> None:
 )
 def test_a_case_under_flags(flags, implementation, name):
     check_case(flags, implementation, name)
-
-
-@pytest.mark.parametrize("implementation", [None, "blockwise"])
-def test_alibi_and_lengths_leak_nothing(implementation):
-    def sum_of_squares(x: Any, slopes: Any, lengths: Any) -> Any:
-        mask, score = masks.Lengths(kv=lengths), scores.Alibi(slopes)
-        return jnp.sum(attention(implementation, mask=mask, score=score)(x) ** 2)
-
-    with jax.checking_leaks():
-        jax.jit(jax.grad(sum_of_squares, (0, 1)))(X, jnp.array([0.5, 0.25]), jnp.array([4]))
 
 
 @pytest.mark.slow

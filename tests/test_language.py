@@ -74,18 +74,6 @@ def test_loss_by_the_formula():
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-def test_settings():
-    assert LanguageSettings().changed(["steps=7", "learning_rate=1"]).learning_rate == 1.0
-    for setting, message in (
-        ("step=7", "unknown setting 'step'; nearest: steps"),
-        ("steps", "expected NAME=VALUE, got 'steps'"),
-        ("steps=many", "steps: expected a valid integer, .*, got 'many'"),
-        ("rows=0", "rows: expected greater than or equal to 1, got '0'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LanguageSettings().changed([setting])
-
-
 def run_command(*arguments: object) -> int:
     return cli.main(list(map(str, arguments)))
 

@@ -374,10 +374,7 @@ FAILING = {
     "killed": (ANSWERS + "kill -9 $$", "failed: exit status -9"),
     "not UTF-8": (ANSWERS + r"printf 'error: \374\n' >&2; exit 1", "failed: error: �"),
     "writes nothing": ("exit 0", "wrote no library"),
-    "writes anything": (
-        ANSWERS + 'for to; do :; done; echo anything > "$to"',
-        "cannot be loaded",
-    ),
+    "writes anything": (ANSWERS + 'for to; do :; done; echo anything > "$to"', "cannot be loaded"),
 }
 
 

@@ -148,12 +148,6 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
             np.testing.assert_allclose(d, wanted[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
 
-def one_shared(arrays: Any) -> list[tuple[str, ...]]:
-    """Each array as the only one that devices share, and each as the only one that they do not."""
-    alone = [(name,) for name in arrays]
-    return alone + [tuple(x for x in arrays if x != name) for name in arrays]
-
-
 @pytest.mark.one_in(4)
 @every_mesh
 @every_implementation
@@ -238,23 +232,14 @@ def test_additive_attention(T, mesh):
     run_check(problem, mesh, ("q", "lengths"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "implementation", "mesh"),
-    [(DenseCache, None, "two_axes"), (PagedCache, "blockwise", "one_axis")],
-)
-def test_caches(kind, implementation, mesh):
-    run_check(cached(kind, implementation), mesh, ("k", "v", "slopes"))
-
-
-@pytest.mark.exhaustive
+@pytest.mark.one_in(9, slow=True)
 @every_mesh
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
 @pytest.mark.parametrize("kind", [DenseCache, RollingCache, PagedCache])
-def test_all_caches(kind, implementation, mesh):
+def test_caches(kind, implementation, mesh):
     problem = cached(kind, implementation)
-    for shared in one_shared(problem.arrays):
-        run_check(problem, mesh, shared)
+    run_check(problem, mesh, ("k", "v", "slopes"))
+    run_check(problem, mesh, ("q",))
 
 
 @pytest.mark.parametrize("name", ONE_HEAD)

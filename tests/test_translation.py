@@ -867,9 +867,7 @@ def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
     assert axes.get_ylabel() == "nats per token, without label smoothing"
 
 
-def test_the_axis_of_bleu_begins_at_0(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+def test_the_axis_of_bleu_begins_at_0(tmp_path, figures):
     records = [{"step": step, "validation_bleu": 30.0 + step} for step in (1, 2, 3)]
     pictures.draw_bleu(records, tmp_path / "x.png")
     (axes,) = figures[0].axes

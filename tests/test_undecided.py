@@ -49,10 +49,7 @@ def test_undecided_tiles_have_the_kinds_of_their_pairs():
 @pytest.mark.parametrize("read", ["number", "list"])
 def test_pairs_are_evaluated_once(read):
     box = [0]
-    rules = {
-        "number": causal,
-        "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0]),
-    }
+    rules = {"number": causal, "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0])}
     mask = Predicate(rules[read])
     undecided._evaluated.cache_clear()
     with tuning.using(**EXACT):

@@ -34,13 +34,6 @@ LARGE = 1024  # large enough that None selects the generated kernel
 IMPLEMENTATIONS = (None, "blockwise", "native")
 
 
-@pytest.fixture
-def standard_promotion():
-    """Users write `s * 2.0` and `table[i % 8]`."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 straight_through: Any = jax.custom_jvp(lambda x: jnp.round(x))  # noqa: PLW0108
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
