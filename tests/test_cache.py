@@ -114,7 +114,6 @@ def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool
 
 @quick_jit
 def attended(cache: Cache, query: Any, key: Any, value: Any) -> Any:
-    """Runs a causal step."""
     return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
 
 
@@ -331,7 +330,6 @@ def shared_pages() -> tuple[PagedCache, Any, Any]:
 
 
 def assert_keys(cache: PagedCache, b: int, *wanted: Any) -> None:
-    """Checks the first keys of a row."""
     keys = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
     want = np.concatenate(wanted)
     np.testing.assert_array_equal(keys[b, : len(want)], want)

@@ -589,16 +589,6 @@ def test_weights_keep_their_digits(implementation):
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("implementation", GENERAL)
-def test_the_same_call_twice_is_bitwise_equal(implementation, name):
-    x, narrow = (inputs(CASES[name], dtype) for dtype in ("float32", "bfloat16"))
-    assert_same(run(implementation, name, x), run(implementation, name, x))
-    once, again = (attend(implementation, CASES[name], on_device(narrow)) for _ in range(2))
-    assert_same(once, again)
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("how", ["eager", "checkpoint"])
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_eager_and_checkpoint_change_nothing(implementation, how, name):

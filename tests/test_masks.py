@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks
+from jattn import masks, scores
 from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
 
@@ -749,3 +749,33 @@ def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
     assert index
     full = eval(f"mask{index[0]}", {"mask": mask})  # what is advised works
     jax.eval_shape(lambda mask: jattn.attention(q, k, k, mask=mask), full)
+
+
+@pytest.mark.parametrize("rule", [masks.Causal(), ~masks.Full(), scores.SoftCap(2.0)])
+def test_rules_are_neither_true_nor_false(rule):
+    for write in (lambda: rule and rule, lambda: rule or rule, lambda: not rule):
+        with pytest.raises(TypeError, match="is None"):
+            write()
+
+
+def later(b, h, q, kv):
+    return kv > q + 200
+
+
+def test_bounds_that_lie_are_found():
+    lying = masks.Predicate(later, bounds=lambda t: (t.columns.hi < 0, t.columns.hi < 0))
+    with pytest.raises(ValueError, match="bounds"):
+        masks.check_bounds(lying, 300, 300)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kind"),
+    [
+        (lambda t: t.columns.hi > 0, TypeError),
+        (lambda t: (t.columns.hi, t.columns.hi), TypeError),
+        (lambda t: (np.ones(7, bool), np.ones(7, bool)), ValueError),
+    ],
+)
+def test_what_bounds_return_is_checked(bounds, kind):
+    with pytest.raises(kind, match="bounds must return"):
+        masks.tile_map(masks.Predicate(later, bounds=bounds), 300, 300, 100, 100)

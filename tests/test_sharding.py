@@ -5,7 +5,6 @@ share is the sum of their gradients.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -164,17 +163,6 @@ def test_one_array_is_shared_or_all_others_are(implementation, name):
     problem = attention(implementation)
     run_check(problem, "one_axis", (name,))
     run_check(problem, "one_axis", tuple(x for x in problem.arrays if x != name))
-
-
-@pytest.mark.exhaustive
-@every_mesh
-@every_implementation
-def test_every_combination(implementation, mesh):
-    problem = attention(implementation)
-    names = tuple(problem.arrays)
-    for size in range(len(names)):
-        for shared in itertools.combinations(names, size):
-            run_check(problem, mesh, shared)
 
 
 def of_case(implementation: str, case: CallCase) -> ShardedProblem:

@@ -57,7 +57,6 @@ def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
 
 
 def no_keys(dtype: Any = jnp.float64) -> Any:
-    """The result of attention over no keys."""
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jnp.zeros((2, T, N, V), dtype), jnp.full((2, N, T), NEGATIVE, wide)
 

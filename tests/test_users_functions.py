@@ -220,8 +220,6 @@ def ours(implementation: Any, score: Any, mask: Any, q: Any, k: Any, v: Any, ope
 
 
 def everything(attention: Any, q: Any, k: Any, v: Any, d_out: Any, operands: Any) -> list[Any]:
-    """The output and the gradients of all inputs."""
-
     def loss(q: Any, k: Any, v: Any, operands: Any) -> Any:
         out = attention(q, k, v, operands)
         return (out * d_out).sum(), out
