@@ -229,7 +229,6 @@ def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """Returns the cache with poison in all slots: before anything is written."""
     full = {name: jnp.full_like(getattr(cache, name), poison) for name in ("keys", "values")}
     return dataclasses.replace(cache, **full)
 

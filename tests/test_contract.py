@@ -122,7 +122,6 @@ def named(backward: oracle.OracleGradients) -> dict[str, np.ndarray]:
 
 
 def truth(case: CallCase, x: CaseInputs) -> CaseResults:
-    """Returns the oracle's results."""
     problem = problem_of(case, x)
     d_out, d_lse = np.asarray(x.d_out, np.float64), np.asarray(x.d_lse, np.float64)
     forward, backward = oracle.attend(problem), oracle.gradients(problem, d_out, d_lse)
@@ -412,7 +411,6 @@ POISONS = (np.nan, np.inf, -np.inf, 1e38)
 
 @functools.cache
 def allowed_in(name: str) -> np.ndarray:
-    """The mask of a case, bool `[B, N, T, S]`."""
     return oracle.allowed_everywhere(problem_of(CASES[name], inputs(CASES[name])))
 
 

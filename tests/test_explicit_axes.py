@@ -53,7 +53,6 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def shown(x: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes in an array's type."""
     spec = jax.typeof(x).sharding.spec
     return tuple(y[0] if isinstance(y, tuple) and len(y) == 1 else y for y in spec)
 

@@ -37,7 +37,6 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def positions(kind: str) -> dict[str, jax.Array]:
-    """The same far positions for queries and keys."""
     return {name: jnp.asarray(FAR, kind) for name in ("q_positions", "kv_positions")}
 
 

@@ -35,7 +35,6 @@ def in_numpy(rule: BenchmarkRule, T: int, h: int = 0, score: Any = None) -> np.n
 
 
 def in_jattn(rule: BenchmarkRule, T: int, *operands: Any) -> dict[str, Any]:
-    """Returns the mask and score function of a call."""
     function = rule.make(jnp, T)
     if not rule.is_score:
         return {"mask": Predicate(function)}

@@ -52,7 +52,6 @@ def compiled(name: str) -> Any:
 
 
 def run(name: str, x: CaseInputs) -> contract.CaseResults:
-    """Values and gradients as NumPy arrays."""
     return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
 
 

@@ -46,7 +46,6 @@ def in_parts(q: Any, k: Any, v: Any, dense: Any, cuts: tuple[int, ...]) -> list[
 
 
 def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
-    """Some `(out, lse)`, with rows without keys."""
     rng = np.random.default_rng(seed)
     gone = rng.random((2, N, T)) < 0.3
     lse = np.where(gone, -np.inf, 5 * rng.standard_normal((2, N, T)))

@@ -420,7 +420,6 @@ FUNCTIONS: dict[str, SweptCall] = {
 
 
 def module(function: Callable[..., Any], **changes: Any) -> SweptCall:
-    """A row for a module's constructor."""
     return call(function, dtype=Argument("dtype?", None), rngs=Argument("rngs", FRESH), **changes)
 
 
@@ -597,6 +596,20 @@ def test_each_call_is_right_as_it_stands(name):
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize(("name", "argument"), SWEPT)
 def test_what_is_no_argument_raises_and_is_named(name, argument):
+    check_argument(name, argument)
+
+
+OF_ATTENTION = "attention cached_attention explain attention_weights attention_scores statistics"
+
+
+@pytest.mark.parametrize("name", [*OF_ATTENTION.split(), "top_weights"])
+def test_what_is_no_array_of_floats_is_named_everywhere(name):
+    for argument in {"query", "key", "value"} & FUNCTIONS[name].kinds.keys():
+        check_argument(name, argument)
+
+
+def check_argument(name: str, argument: str) -> None:
+    """Each wrong value raises an error that names the argument, unless its kind takes the value."""
     swept = FUNCTIONS[name].made()
     named = swept.names.get(argument, argument)
     wrong = []

@@ -573,9 +573,12 @@ def test_settings_are_read_by_type_and_checked():
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
         ("tokens_per_batch=0", "exactly one of tokens_per_batch and rows_per_batch"),
+        ("averaged_checkpoints=0", "averaged_checkpoints: expected greater than or equal to 1"),
+        ("patience=-1", "patience: expected greater than or equal to 0"),
+        ("patience=2 averaged_checkpoints=2", "at most one of patience above 0 and averaged"),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            TINY.changed([setting])
+            TINY.changed(setting.split())
         assert "\n" not in str(error.value)
 
 

@@ -22,7 +22,6 @@ EXACT = {"min_exact_pairs": 0, "max_exact_pairs": 2**20}
 
 
 def hidden(x: Any) -> Any:
-    """The number `x`, for which no bounds are known."""
     return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x)
 
 
