@@ -76,7 +76,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """Ends the browser."""
         self._process.terminate()
         self._process.wait(_PATIENCE)
         os.close(self._commands)
@@ -183,7 +182,6 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
 
     def hover(self, selector: str) -> None:
-        """Moves the mouse to an element."""
         self.mouse("Moved", *self.middle_of(selector))
         self.settle()
 
@@ -197,7 +195,6 @@ class Browser:
         self.settle()
 
     def press(self, key: str, code: str = "", *, shift: bool = False) -> None:
-        """Presses a key."""
         event = {"key": key, "code": code or key, "modifiers": 8 if shift else 0}
         event |= {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **event)
@@ -205,5 +202,4 @@ class Browser:
         self.settle()
 
     def text(self, selector: str) -> str:
-        """The text of an element."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")

@@ -245,7 +245,6 @@ def window_of_arrays(left: Any, right: Any) -> MaskRule:
 
 
 def prefix(length: int) -> MaskRule:
-    """A prefix whose length is a Python number."""
     return MaskRule(lambda a: masks.Prefix(length), lambda a, pair: pair.kv < length)
 
 
@@ -295,7 +294,6 @@ def segments(q_ids: Any, kv_ids: Any = None) -> MaskRule:
 
 
 def padding(attention_mask: Any) -> MaskRule:
-    """True for keys that are tokens."""
     return MaskRule(
         lambda a: masks.Padding(a["attention_mask"]),
         lambda a, pair: bool(_row_of(a["attention_mask"], pair.b)[pair.j]),
@@ -304,7 +302,6 @@ def padding(attention_mask: Any) -> MaskRule:
 
 
 def dilated(by: int) -> MaskRule:
-    """Distances that are multiples of `by`."""
     return MaskRule(lambda a: masks.Dilated(by), lambda a, pair: (pair.q - pair.kv) % by == 0)
 
 

@@ -1,6 +1,5 @@
 """A strict JAX for every test: no silent promotion, several devices, 64 bits to compare with."""
 
-import functools
 import gc
 import importlib
 import itertools
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from typing import Any
 # Programs are compiled without optimisations, which changes values by rounding only, as most run
 # once; `users_jit` optimises. Each program is one piece of code, because a process may hold only
 # 65,530 memory maps (the default on Linux), of which each piece takes some. Compilers for other
-# devices have to optimise, and cuDNN and scatters have to add in one order.
+# devices have to optimise, and cuDNN and scatters have to add in one order. Emitters of fusions
+# would double the time that a small program takes to compile; newer versions have no switch for
+# them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else "",
         "--xla_backend_optimization_level=0"
         if os.environ["JAX_PLATFORMS"] == "cpu"
         else "--xla_gpu_deterministic_ops=true",
@@ -68,28 +71,15 @@ settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-@functools.cache
-def quick_options() -> dict[str, Any]:
-    """Compiler options that make small programs on a CPU compile faster."""
-    options = {"xla_cpu_use_fusion_emitters": False}
-    if not ON_CPU:
-        return {}
-    try:
-        jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
-    except jax.errors.JaxRuntimeError:  # newer versions have no such switch
-        return {}
-    return options
-
-
-def quick_jit(function: Any, **options: Any) -> Any:
-    """`jax.jit` for programs that run once: compiled without optimisations."""
-    return jax.jit(function, compiler_options=quick_options(), **options)
+quick_jit = jax.jit  # by default programs are compiled without optimisations
 
 
 def users_jit(function: Any, **options: Any) -> Any:
     """`jax.jit` with all optimisations, as users' programs are compiled."""
-    level = {"xla_backend_optimization_level": 3}
-    return jax.jit(function, compiler_options=level, **options)
+    usual: Any = {"xla_backend_optimization_level": 3}
+    if ON_CPU and "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+        usual["xla_cpu_use_fusion_emitters"] = True
+    return jax.jit(function, compiler_options=usual, **options)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -108,8 +108,6 @@ class Slot(_Reference):
 
 
 class SlotRows(NamedTuple):
-    """SlotRows of a slot."""
-
     slot: Slot
     start: int
     stop: int

@@ -72,7 +72,7 @@ def causal(by: int) -> Mutant:
                 BUILT_IN, f"return KeyRanges(0, _until(queries.positions, 0, queries.S)⟦⇒ + {by}⟧)"
             ),
         ),
-        ("masks", "relations"),
+        ("masks",),
     )
 
 

@@ -33,7 +33,6 @@ PROGRAMS = [
 def command(
     sanitizer: str, name: str, single: int, tiles: str, program: Path, level: str = "-O1"
 ) -> list[str]:
-    """Returns the command that builds a program."""
     macros = [f"-DJATTN_SINGLE={single}", f"-DJATTN_TILES={tiles}"]
     how = f"-std=c++17 {level} -g -march=native -ffp-contract=fast -pthread -fsanitize={sanitizer}"
     flags = [*how.split(), "-fno-sanitize-recover=all", *macros, f"-I{SOURCES}"]

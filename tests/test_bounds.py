@@ -83,7 +83,6 @@ def dense(rule: Callable[..., Any], b: int, h: int, q: Any, kv: Any) -> np.ndarr
 
 
 def true_kinds(allowed: np.ndarray, block: int) -> np.ndarray:
-    """Returns the kind of each tile."""
     tiles = allowed.reshape(len(allowed) // block, block, -1, block)
     return np.asarray(tiles.any(axis=(1, 3)).astype(np.int8) + tiles.all(axis=(1, 3)))
 

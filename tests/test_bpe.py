@@ -168,8 +168,10 @@ def test_vocabularies_by_configuration():
     assert " de" not in source.words and " d" in source.words
 
 
-def test_round_trip_through_json():
-    vocabulary = learned(lower=False)
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_round_trip_through_json(kind):
+    sentences = ['Ein "Wort", ja: ü', *TRAINING]
+    vocabulary = Vocabulary.build(sentences) if kind == "words" else learned(lower=False)
     again = Vocabulary.from_json(vocabulary.to_json())
     assert again == vocabulary
     assert again.encode("der hund bellt") == vocabulary.encode("der hund bellt")

@@ -114,7 +114,6 @@ def decoded(cache: Cache, mask: str, encoding: str, sizes: list[int], left: bool
 
 @quick_jit
 def attended(cache: Cache, query: Any, key: Any, value: Any) -> Any:
-    """Runs a causal step."""
     return jattn.cached_attention(query, key, value, cache, mask=masks.Causal())
 
 
@@ -230,7 +229,6 @@ def test_weights_of_a_cache_after_dropout_and_of_lost_rows():
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """Returns the cache with poison in all slots: before anything is written."""
     full = {name: jnp.full_like(getattr(cache, name), poison) for name in ("keys", "values")}
     return dataclasses.replace(cache, **full)
 
@@ -331,7 +329,6 @@ def shared_pages() -> tuple[PagedCache, Any, Any]:
 
 
 def assert_keys(cache: PagedCache, b: int, *wanted: Any) -> None:
-    """Checks the first keys of a row."""
     keys = np.swapaxes(np.asarray(cache.read()[0]), 1, 2)
     want = np.concatenate(wanted)
     np.testing.assert_array_equal(keys[b, : len(want)], want)
@@ -505,16 +502,10 @@ def test_explain_knows_caches():
 def test_a_module_token_by_token_is_the_module_at_once(kind):
     """The module has everything that depends on positions: rotation, a learned bias, a mask."""
     table = jnp.asarray(np.random.default_rng(5).normal(size=(8, 4)), jnp.float32)
-    layer = jattn.nn.MultiHeadAttention(
-        4,
-        16,
-        num_kv_heads=2,
-        rotary=True,
-        normalize_qk="rms",
-        mask=masks.Causal() & masks.Window(left=W),
-        score=jattn.nn.LearnedScore(scores.RelativeBias(table, max_distance=16)),
-        rngs=nnx.Rngs(0),
-    )
+    options: Any = {"num_kv_heads": 2, "rotary": True, "normalize_qk": "rms"}
+    options["mask"] = masks.Causal() & masks.Window(left=W)
+    options["score"] = jattn.nn.LearnedScore(scores.RelativeBias(table, max_distance=16))
+    layer = jattn.nn.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), **options)
     x = jnp.asarray(np.random.default_rng(6).normal(size=(2, T, 16)), jnp.float32)
     classes: Any = {"dense": DenseCache, "rolling": RollingCache, "paged": PagedCache}
     cache = layer.empty_cache(2, W if kind == "rolling" else T, classes[kind])
@@ -541,20 +532,9 @@ def test_a_module_token_by_token_is_the_module_at_once(kind):
     "places, norm", [("learned", "post"), ("sinusoidal", "pre"), (None, "post")]
 )
 def test_the_transformer_step_by_step_is_the_transformer_at_once(places, norm):
-    model = jattn.nn.Transformer(
-        11,
-        12,
-        features=16,
-        num_heads=4,
-        feed_forward=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        max_length=20,
-        positions=places,
-        norm=norm,
-        dropout_rate=0.1,
-        rngs=nnx.Rngs(0),
-    )
+    widths: Any = {"features": 16, "num_heads": 4, "feed_forward": 32, "max_length": 20}
+    widths |= {"encoder_layers": 1, "decoder_layers": 2, "dropout_rate": 0.1}
+    model = jattn.nn.Transformer(11, 12, positions=places, norm=norm, rngs=nnx.Rngs(0), **widths)
     rng = np.random.default_rng(7)
     source, target = (jnp.asarray(rng.integers(0, 11, (3, n))) for n in (6, 9))
     lengths = jnp.array([6, 2, 4])

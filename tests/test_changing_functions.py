@@ -80,15 +80,11 @@ def boxed(name: str, function: Callable[[Use, list[Any]], Any]) -> None:
 
 
 class Plain:
-    """An object with attributes."""
-
     def __init__(self, number: Any):
         self.number = number
 
 
 class Slots:
-    """An object with slots."""
-
     __slots__ = ("number",)
 
     def __init__(self, number: Any):
@@ -128,14 +124,10 @@ class Hidden:
 
 
 class NumberPair(NamedTuple):
-    """A named tuple of something that may change."""
-
     numbers: list[Any]
 
 
 class Level(enum.Enum):
-    """Members with a value that may change."""
-
     ONE = [0]  # noqa: RUF012
 
 

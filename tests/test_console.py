@@ -23,8 +23,6 @@ assert as_users_run_it
 
 
 class Said(NamedTuple):
-    """The output of a command."""
-
     directory: Path
     out: str
     err: str

@@ -83,7 +83,6 @@ def _cache():
 
 
 def decoded() -> Any:
-    """Returns out and lse of a decoding step."""
     query = gpu_decode.normal(gpu_decode.B, 1, gpu_decode.N, 64)
     rules = CALL.rules(1, cache().capacity, slice(None), jnp.bfloat16)
     spec = make(query, cache(), **rules).prepared().spec

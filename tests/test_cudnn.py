@@ -195,7 +195,6 @@ def program(call: Any, *arguments: Any) -> str:
 
 
 def configurations(text: str, target: str) -> list[dict[str, Any]]:
-    """Returns the configurations of cuDNN's custom calls in a program."""
     matches = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
     read = (json.loads(config.replace("\\22", '"')) for config in matches)
     return [config["cudnn_fmha_backend_config"] for config in read]

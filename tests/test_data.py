@@ -374,14 +374,6 @@ def test_vocabulary_does_not_depend_on_hash_seed_or_platform_encoding(tmp_path):
     assert b"gr\\u00fc\\u00dfe" in printed
 
 
-def test_vocabulary_round_trip_through_json():
-    vocabulary = Vocabulary.build(['Ein "Wort", ja: ü'], lower=False)
-    again = Vocabulary.from_json(vocabulary.to_json())
-    assert again == vocabulary
-    assert again.encode("Ein Wort ein") == vocabulary.encode("Ein Wort ein")
-    assert vocabulary.to_json().isascii()
-
-
 GOOD = json.loads(Vocabulary(("a",)).to_json())
 VOCAB = GOOD["model"]["vocab"]
 

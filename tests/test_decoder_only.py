@@ -40,7 +40,6 @@ TOKENS = np.random.default_rng(3).integers(0, V, (2, T)).astype(np.int32)
 
 
 def model(kind: str, *, spread: float = 1.0, seed: int = 0, **options: Any) -> Any:
-    """A decoder-only model with random parameters of `made`."""
     arguments = SIZES | KINDS[kind] | options
     return made(nn.DecoderOnly, V, spread=spread, seed=seed, **arguments)
 

@@ -127,7 +127,6 @@ def small(implementation: Any, q: Any, k: Any, v: Any, slopes: Any, ids: Any) ->
 
 
 def problem(T: int = 20, lead: tuple[int, ...] = ()) -> tuple[tuple[Any, ...], Any]:
-    """Returns float arrays and ids of `small`."""
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, T)))
     return (*(normal(*lead, T, 2, 3) for _ in range(3)), normal(2)), jnp.asarray(ids)
 

@@ -192,18 +192,6 @@ def test_a_predicate_written_again_runs_what_is_compiled():
         np.testing.assert_allclose(other, want, atol=1e-13)
 
 
-def test_functions_in_a_loop_read_the_variable_when_called():
-    """Python binds late: each call reads the current value of the loop's variable."""
-    (q,) = normal_arrays((1, 9, 2, 8))
-    outs = []
-    for width in (1, 3, 1):
-        mask = masks.Predicate(lambda b, h, q, kv: (kv <= q) & (q - kv < width))  # noqa: B023
-        outs.append(jattn.attention(q, q, q, mask=mask))
-        want = jattn.attention(q, q, q, mask=masks.Causal() & masks.Window(left=width - 1))
-        np.testing.assert_allclose(outs[-1], want, atol=1e-13)
-    np.testing.assert_array_equal(outs[0], outs[2])
-
-
 @pytest.mark.slow
 def test_tracers_are_operands_wherever_a_function_holds_them():
     class Threshold(NamedTuple):

@@ -266,46 +266,6 @@ def test_weights_scores_and_explain_check_alike(says):
     expect(mistake, lambda: attend(mistake, jattn.explain))
 
 
-NO_ARRAYS: dict[str, Any] = {
-    "nothing": None,
-    "list": [[1.0]],
-    "text": "query",
-    "number": 2.0,
-    "function": abs,
-    "key": jax.random.key(0),
-    **{f"{n} axes": array(*(2,) * n) for n in range(3)},
-    **{f"{n} axes of integers": array(*(2,) * n, dtype=jnp.int32) for n in range(5)},
-    "NumPy's booleans": np.ones((B, T, N, H), bool),
-    "complex numbers": array(B, T, N, H, dtype=jnp.complex64),
-}
-
-
-@pytest.mark.parametrize("name", NO_ARRAYS)
-def test_what_is_no_array_of_floats_is_named_everywhere(name):
-    cache = DenseCache.create(B, 8, K, H, V)
-    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-        (jattn.attention, arguments()),
-        (jattn.explain, arguments()),
-        (jattn.cached_attention, arguments(key=array(B, T, K, H), value=array(B, T, K, V))),
-    ]
-    calls[-1][1]["cache"] = cache
-    of_keys = (jattn.statistics, jattn.attention_weights, jattn.attention_scores)
-    calls += [(f, {x: arguments()[x] for x in ("query", "key")}) for f in of_keys]
-    calls.append((functools.partial(jattn.top_weights, n=2), calls[-1][1]))
-    of_cache = (jattn.attention, jattn.explain, jattn.attention_weights)
-    for function, right in calls:
-        for argument in right:
-            expect(
-                Mistake(dict, (TypeError, ValueError), (f"{argument}",)),
-                lambda f=function, x={**right, argument: NO_ARRAYS[name]}: f(**x),
-            )
-    for function in of_cache:
-        expect(
-            Mistake(dict, (TypeError, ValueError), ("query: expected",)),
-            lambda f=function: f(NO_ARRAYS[name], cache),
-        )
-
-
 @pytest.mark.parametrize("function", [jattn.statistics, functools.partial(jattn.top_weights, n=2)])
 def test_statistics_of_a_cache_raise(function):
     says = ("key: expected", "[*B, S, K, H]", "DenseCache")

@@ -53,7 +53,6 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def shown(x: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes in an array's type."""
     spec = jax.typeof(x).sharding.spec
     return tuple(y[0] if isinstance(y, tuple) and len(y) == 1 else y for y in spec)
 
@@ -251,23 +250,22 @@ def test_every_case(name, implementation, mesh):
     assert max(measured.values()) <= CEILINGS["float64"], measured
 
 
-F64: Any = {"rngs": nnx.Rngs(0), "param_dtype": np.float64}
 WIDTH, IDS, LENGTHS = 6, np.arange(B * T).reshape(B, T) % 8, np.array([3, 8, 0, 5])
 MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "additive": (
-        nn.AdditiveAttention(WIDTH, WIDTH, 4, **F64),
+        functools.partial(nn.AdditiveAttention, WIDTH, WIDTH, 4),
         lambda attention, x: attention(x, x, mask=masks.Causal()),
         (random(B, T, WIDTH),),
         ("rows", "tokens", None),
     ),
     "gru": (
-        nn.GRU(WIDTH, 4, **F64),
+        functools.partial(nn.GRU, WIDTH, 4),
         lambda unit, x, lengths: unit(x, lengths=lengths, reverse=True),
         (random(B, T, WIDTH), LENGTHS),
         ("rows", None, "heads"),
     ),
     "rnnsearch": (
-        nn.RNNsearch(8, 10, features=WIDTH, hidden=4, **F64),
+        functools.partial(nn.RNNsearch, 8, 10, features=WIDTH, hidden=4),
         lambda model, ids, lengths: model(ids, ids, source_lengths=lengths),
         (IDS, LENGTHS),
         ("rows", None, "heads"),
@@ -281,8 +279,8 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
     "name", ["additive", "gru", pytest.param("rnnsearch", marks=pytest.mark.slow)]
 )
 def test_modules(name, split, mesh):
-    module, call, arrays, out_cut = MODULES[name]
-    definition, state = nnx.split(module)
+    make, call, arrays, out_cut = MODULES[name]
+    definition, state = nnx.split(make(rngs=nnx.Rngs(0), param_dtype=np.float64))
     run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731
     loss = lambda *arrays: jnp.sum(run(*arrays) ** 2)  # noqa: E731
     names = {"alignment": "heads", "state": "heads", "vocabulary": "heads"} if split else {}

@@ -10,8 +10,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores
-from tests import oracle
-from tests.cases import GENERAL, bucket
+from tests.cases import bucket
 
 
 LEAST, GREATEST = -(2**31), 2**31 - 1
@@ -38,7 +37,6 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def positions(kind: str) -> dict[str, jax.Array]:
-    """The same far positions for queries and keys."""
     return {name: jnp.asarray(FAR, kind) for name in ("q_positions", "kv_positions")}
 
 
@@ -64,19 +62,6 @@ def test_bounds_never_lie_at_any_position(rule, known):
             tile = allowed[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
             assert tiles[i, j] != masks.EMPTY or not tile.any(), (rows, columns, i, j)
             assert tiles[i, j] != masks.FULL or tile.all(), (rows, columns, i, j)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("implementation", GENERAL)
-@pytest.mark.parametrize("rule", ["causal", "window", "window_33_bits", "dilated"])
-def test_attention_at_far_positions(implementation, rule):
-    mask, allowed = RULES[rule]
-    q, k, v = np.random.default_rng(0).standard_normal((3, 1, len(FAR), 1, 4))
-    rules: Any = {"mask": mask, "scale": 2.0, "implementation": implementation}
-    got = jattn.attention(*map(jnp.asarray, (q, k, v)), **rules, **positions("int32"))
-    meaning = lambda pair: bool(allowed[pair.i, pair.j])  # noqa: E731
-    want = oracle.attend(oracle.OracleProblem(q, k, v, allowed=meaning, scale=2.0)).out
-    np.testing.assert_allclose(got, want, atol=1e-14)
 
 
 def test_alibi_knows_distances_of_33_bits():

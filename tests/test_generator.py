@@ -107,7 +107,6 @@ def drawn(dtype: Any) -> list[Any]:
 
 
 def everything(mask: Any, score: Any, implementation: str, arrays: Any, **options: Any) -> Any:
-    """Returns output, lse and all gradients."""
     q, k, v, d_out = arrays
     options |= {"mask": mask, "implementation": implementation, "return_lse": True}
 

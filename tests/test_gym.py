@@ -15,7 +15,6 @@ from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import gym
 from experiments.benchmark.rules import HEADS, RULES, BenchmarkRule
 from jattn import masks, tuning
-from jattn.kernels.cpu import library
 from jattn.masks import Predicate
 from jattn.scores import Score
 from tests.conftest import quick_jit, users_jit
@@ -36,7 +35,6 @@ def in_numpy(rule: BenchmarkRule, T: int, h: int = 0, score: Any = None) -> np.n
 
 
 def in_jattn(rule: BenchmarkRule, T: int, *operands: Any) -> dict[str, Any]:
-    """Returns the mask and score function of a call."""
     function = rule.make(jnp, T)
     if not rule.is_score:
         return {"mask": Predicate(function)}
@@ -96,7 +94,6 @@ def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
 
 
 def formula(q: Any, k: Any, v: Any, rule: BenchmarkRule) -> np.ndarray:
-    """Attention of one sequence `[T, N, H]` by NumPy in float64."""
     heads = []
     for h in range(q.shape[1]):
         score = q[:, h] @ k[:, h].T / math.sqrt(q.shape[2])
@@ -129,30 +126,6 @@ def test_attention_is_the_formula(name):
     with jax.numpy_dtype_promotion("standard"):
         got = users_jit(attend)(*map(jnp.asarray, rule.operands(T)))
     np.testing.assert_allclose(got, formula(q, k, v, rule), atol=2e-4)
-
-
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.default_tiles
-def test_the_kernel_differentiates_it(name):
-    if library.unavailable("forward", np.float32, wait=True):
-        pytest.skip("no compiler")
-    rule = BY_NAME[name]
-    arrays = [jnp.asarray(x, jnp.float32)[None] for x in drawn(HEADS, 4)]
-
-    def gradients(implementation: str) -> Any:
-        def loss(q: Any, k: Any, v: Any, *operands: Any) -> Any:
-            rules = in_jattn(rule, T, *operands)
-            out = jattn.attention(q, k, v, implementation=implementation, **rules)
-            return jnp.vdot(out, arrays[3])
-
-        arguments = [*arrays[:3], *map(jnp.asarray, rule.operands(T))]
-        return users_jit(jax.grad(loss, range(len(arguments))))(*arguments)
-
-    with jax.numpy_dtype_promotion("standard"):
-        got, want = gradients("native"), gradients("reference")
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5 * max(np.abs(y).max(), 1))
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ def call(implementation: str, *qkv: Any, **options: Any) -> Any:
 
 
 def drawn(T: int = 5, S: int = 40, H: int = 8) -> list[jax.Array]:
-    """q, k and v for one batch row and two heads, in float32."""
     return attention_arrays((1, T, S, 2, 2, H, 4), "float32")[:3]
 
 

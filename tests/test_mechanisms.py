@@ -101,7 +101,6 @@ def numbers(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def on_device(inputs: dict[str, Any], dtype: Any = None) -> dict[str, Any]:
-    """The inputs as JAX arrays."""
     return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
 
 

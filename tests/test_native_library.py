@@ -46,7 +46,6 @@ print(jattn.explain(x, x, x)["native"])
 
 
 def script(path: Path, text: str) -> str:
-    """A program of a few lines of shell."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
@@ -142,7 +141,6 @@ def test_only_what_is_whole_and_safe_is_read(built, tmp_path):
 
 
 def compiled_to(path: Path, text: str) -> Path:
-    """A library of these lines of C++."""
     path.with_suffix(".cc").write_text(text)
     words = [*COMPILER.split(), "-shared", "-fPIC", str(path.with_suffix(".cc")), "-o", str(path)]
     subprocess.run(words, check=True)
@@ -374,10 +372,7 @@ FAILING = {
     "killed": (ANSWERS + "kill -9 $$", "failed: exit status -9"),
     "not UTF-8": (ANSWERS + r"printf 'error: \374\n' >&2; exit 1", "failed: error: �"),
     "writes nothing": ("exit 0", "wrote no library"),
-    "writes anything": (
-        ANSWERS + 'for to; do :; done; echo anything > "$to"',
-        "cannot be loaded",
-    ),
+    "writes anything": (ANSWERS + 'for to; do :; done; echo anything > "$to"', "cannot be loaded"),
 }
 
 

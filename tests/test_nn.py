@@ -1034,6 +1034,8 @@ def test_call_errors():
     ):
         with pytest.raises(ValueError, match=message):
             module(*args)
+    with pytest.raises(TypeError, match="expected inputs_q, inputs_k, inputs_v by place, got 4"):
+        module(x, memory, memory, None)
     with pytest.raises(ValueError, match=r"query: expected \[\*B, T, D\] with query_features=3"):
         made(nn.AdditiveAttention, 3, 4, 5)(normal(1, 2, 4), normal(1, 2, 4))
 
@@ -1045,17 +1047,6 @@ def test_transformer_errors(unchecked):
         transformer(positions="relative")
     with pytest.raises(TypeError, match="no_such_option"):
         transformer(no_such_option=1)
-
-
-def test_making_layers_is_answered_with_the_line_to_write():
-    make: Any = nn.MultiHeadAttention
-    with pytest.raises(TypeError, match="__init__: no argument 'embed_dim'; write in_features="):
-        make(num_heads=2, embed_dim=8, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="no argument 'dropout'; write dropout_rate=dropout"):
-        make(2, 8, dropout=0.1, rngs=nnx.Rngs(0))
-    x = jnp.ones((1, 3, 8))
-    with pytest.raises(TypeError, match="expected inputs_q, inputs_k, inputs_v by place, got 4"):
-        make(2, 8, rngs=nnx.Rngs(0))(x, x, x, None)
 
 
 CALLS: dict[str, tuple[Any, dict[str, str], dict[str, str]]] = {
@@ -1135,8 +1126,10 @@ def test_arguments_of_other_libraries_are_answered_with_the_line_to_write(name):
         assert other not in taken or line.startswith("nothing"), other
 
 
-def test_making_models_is_answered_with_the_line_to_write():
+def test_making_layers_and_models_is_answered_with_the_line_to_write():
     for name, argument, says in (
+        ("MultiHeadAttention", "embed_dim", "no argument 'embed_dim'; write in_features="),
+        ("MultiHeadAttention", "dropout", "no argument 'dropout'; write dropout_rate=dropout"),
         ("Decoder", "nhead", "write num_heads=nhead"),
         ("Decoder", "norm_first", "write norm="),
         ("Decoder", "dropout_rat", "did you mean 'dropout_rate'?"),

@@ -5,7 +5,6 @@ Tests that need a compiler are marked `slow` and skipped where it is not install
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from experiments.runs.ending import Failure, UserError
 from jattn import masks, scores
 from jattn.kernels.gpu.mosaic.machine import versions
 from tests.cases import CASES, CallCase, CaseInputs, inputs
-from tests.commands import ROOT, run_python
+from tests.commands import ROOT
 from tests.conftest import out_and_gradients
 
 
@@ -535,7 +534,6 @@ def in_32_bits(array: Any) -> Any:
 
 
 def everything(case: CallCase, implementation: str, x: CaseInputs, key: Any) -> Any:
-    """The output, lse and all gradients."""
     options = {"implementation": implementation} | ({"dropout_key": key} if case.rate else {})
     attend = lambda q, k, v, parameters: case.attend(q, k, v, parameters, x.operands, **options)  # noqa: E731
     return out_and_gradients(attend, (x.q, x.k, x.v, x.parameters), *(x.d_out, x.d_lse))
@@ -688,23 +686,6 @@ def test_rows_to_compare_with(tmp_path):
             kept.read(path, target)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("which", job.PASSES)
-@pytest.mark.parametrize("name", ["full", "causal"])
-@pytest.mark.parametrize("target", [targets.H100, targets.V5E], ids=["h100", "v5e"])
-@pytest.mark.usefixtures("compilers")
-def test_blockwise_takes_memory_linear_in_the_length(target, name, which):
-    """Twice the length takes at most twice the memory, up to 32,768, where the scores of all pairs
-    would be 16 GB."""
-    taken = []
-    for length in (4096, 8192, 16384, 32768):
-        one_job = Job(target.name, name, "blockwise", 64, "bfloat16", which, length)
-        row = job.outcome(one_job)
-        assert row["status"] == "compiled", row["message"]
-        taken.append(row["temporary_bytes"])
-    assert all(y <= 2 * x for x, y in itertools.pairwise(taken)), taken
-
-
 KEPT = sorted((ROOT / "experiments" / "offline" / "kept").glob("jax-*/*.jsonl"))
 each_kept = pytest.mark.parametrize("path", KEPT, ids=[f"{x.parent.name}-{x.stem}" for x in KEPT])
 
@@ -786,32 +767,3 @@ def test_loops_are_about_as_short_as_those_of_jax(path, head, name):
 def test_long_loops_end_before_the_matrix_units(path, name):
     for loop in loops_kept(path, "hopper")[name, 128]:
         assert loop["instructions"] <= loop["matrix_cycles"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", targets.TARGETS.values(), ids=list(targets.TARGETS))
-@pytest.mark.usefixtures("compilers")
-def test_the_command(tmp_path, target):
-    out = tmp_path / "rows.jsonl"
-    options = ["--target", target.name, "--cases", "causal", "--head", "64", "--out", str(out)]
-    done = run_python("-m", "experiments.benchmark", "offline", *options, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * len(target.usual)
-    newer = {"ampere", "blackwell"}
-    assert {x["status"] for x in rows if x["implementation"] not in newer} == {"compiled"}
-    knows = versions.knows_ampere()
-    assert {x["status"] for x in rows if x["implementation"] in newer} <= {
-        "compiled" if knows else "unsupported"
-    }
-    rows = [x for x in rows if x["status"] == "compiled"]
-    assert all(x["temporary_bytes"] is not None for x in rows)
-    if target.is_gpu:
-        kernels = {kernel["kernel"] for x in rows for kernel in x["kernels"]}
-        names = newer | {"hopper"} if knows else {"hopper"}
-        assert {f"jattn_{x}_forward" for x in target.usual if x in names} <= kernels
-        hot = rows[0]["kernels"][0]["main_loop"]
-        assert hot["special_cycles"] > 0
-        assert hot["matrix_cycles"] > 0 or rows[0]["implementation"] == "blackwell"
-    else:
-        assert rows[0]["custom_kernels"] == 1

@@ -89,7 +89,6 @@ def environment(folder: Path, *packages: str) -> Path:
 
 
 def copy_project(folder: Path) -> None:
-    """Copies the files of the project that a package is built from."""
     unneeded = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "jattn", folder / "jattn", ignore=unneeded)
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -125,8 +125,6 @@ def operands_of(rule: ArrayRule) -> tuple[dict[str, Any], dict[str, Any], Any]:
 
 
 def with_gradients(attend: Any, rule: ArrayRule, arrays: Any, floats: Any, cotangents: Any) -> Any:
-    """Output, lse, and the gradients of all float arrays."""
-
     def call(floats: Any) -> Any:
         options = rule.of({**arrays, **floats})
         return attend(floats["q"], floats["k"], floats["v"], return_lse=True, **options)
@@ -170,7 +168,6 @@ def check(rule: ArrayRule, devices: int, order: str, attend: Any) -> None:
 
 
 def over(devices: int, **options: Any) -> Any:
-    """`parallel.attention` over a mesh of these devices."""
     return functools.partial(parallel.attention, mesh=mesh_of(x=devices), axis_name="x", **options)
 
 

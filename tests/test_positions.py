@@ -71,7 +71,6 @@ compiled = jax.jit(positions.rotary, static_argnames=OPTIONS)
 
 
 def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarray:
-    """The library's rotary embedding, of NumPy arrays."""
     return np.asarray(compiled(jnp.asarray(x), jnp.asarray(places), *options, **named))
 
 

@@ -46,7 +46,6 @@ def in_parts(q: Any, k: Any, v: Any, dense: Any, cuts: tuple[int, ...]) -> list[
 
 
 def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
-    """Some `(out, lse)`, with rows without keys."""
     rng = np.random.default_rng(seed)
     gone = rng.random((2, N, T)) < 0.3
     lse = np.where(gone, -np.inf, 5 * rng.standard_normal((2, N, T)))
@@ -57,7 +56,6 @@ def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
 
 
 def no_keys(dtype: Any = jnp.float64) -> Any:
-    """The result of attention over no keys."""
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jnp.zeros((2, T, N, V), dtype), jnp.full((2, N, T), NEGATIVE, wide)
 

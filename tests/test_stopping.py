@@ -16,7 +16,7 @@ from experiments.runs import stopping
 from experiments.translation import __main__ as cli
 from experiments.translation import evaluation, training
 from experiments.translation.batches import Batches
-from experiments.translation.presets import PRESETS, Config
+from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TranslationRun
 from experiments.translation.text import encode_pairs
 from tests.test_translation import (
@@ -288,14 +288,3 @@ def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     assert "the parameters after step 6;" in printed
     assert cli.main(["train", "--run", run, "--resume"]) == 2
     assert "has already stopped early, after step 12" in capsys.readouterr().err
-
-
-def test_patience_and_average_are_checked():
-    assert Config.changed(TINY, ["averaged_checkpoints=4"]).averaged_checkpoints == 4
-    for settings, message in (
-        (["averaged_checkpoints=0"], "averaged_checkpoints: expected greater than or equal to 1"),
-        (["patience=-1"], "patience: expected greater than or equal to 0"),
-        (["patience=2", "averaged_checkpoints=2"], "at most one of patience above 0 and averaged"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TINY.changed(settings)

@@ -5,6 +5,7 @@ ValueError, or a NotImplementedError. It never raises an error of an inner funct
 returns the answer to another question.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -90,18 +91,33 @@ class Argument(NamedTuple):
     right: Any
 
 
+class Later(NamedTuple):
+    """A value that a test makes, rather than the import of this file."""
+
+    make: Callable[[], Any]
+
+
 class SweptCall(NamedTuple):
     """A public function with right arguments, by name.
 
     Attributes:
+        instance: what the function is a method of, if it is one.
         kinds: the kind of each argument.
         names: what messages call an argument, where that is not its name.
     """
 
     function: Callable[..., Any]
+    instance: Later | None
     right: dict[str, Any]
     kinds: dict[str, str]
     names: dict[str, str]
+
+    def made(self) -> "SweptCall":
+        """The same call, with everything made that is made later."""
+        right = {k: x.make() if isinstance(x, Later) else x for k, x in self.right.items()}
+        instances = () if self.instance is None else (self.instance.make(),)
+        function = functools.partial(self.function, *instances)
+        return self._replace(function=function, instance=None, right=right)
 
 
 def array(*shape: int) -> np.ndarray:
@@ -118,9 +134,9 @@ def truths(*shape: int) -> np.ndarray:
     return np.ones(shape, bool)
 
 
-def new_cache() -> cache.DenseCache:
-    """A cache with room for the tokens that are appended in this file."""
-    return cache.DenseCache.create(B, L, K, H, V)
+def new(kind: Any) -> Callable[[], cache.Cache]:
+    """Makes a cache with room for the tokens that are appended in this file."""
+    return lambda: kind.create(B, L, K, H, V)
 
 
 def names_in_signature(function: Callable[..., Any]) -> list[str]:
@@ -141,7 +157,13 @@ def call(
             change = Argument(ARGUMENTS[name].kind, change)
         kinds[name], right[name] = change
     assert not changes
-    return SweptCall(function, right, kinds, named or {})
+    return SweptCall(function, None, right, kinds, named or {})
+
+
+def method(function: Callable[..., Any], make: Callable[[], Any], **changes: Any) -> SweptCall:
+    """A row for a method of the instance that `make` makes."""
+    _, *names = names_in_signature(function)
+    return call(function, " ".join(names), **changes)._replace(instance=Later(make))
 
 
 FRESH = object()  # in place of random numbers, which each call makes
@@ -203,7 +225,7 @@ ARGUMENTS = {
         | dict.fromkeys(("kernel_init", "bias_init", "recurrent_init", "embedding_init"), INIT)
         | dict.fromkeys(("self_attention", "cross_attention"), nn.MultiHeadAttention),
         "layers": dict.fromkeys(("num_layers", "encoder_layers", "decoder_layers"), 1),
-        "cache": {"cache": new_cache()},
+        "cache": {"cache": Later(new(cache.DenseCache))},
         "thing": {"mesh": MESH, "kind": cache.DenseCache},
         "devices": {"devices": 1},
         "axis": {"axis": 0},
@@ -355,18 +377,15 @@ FUNCTIONS: dict[str, SweptCall] = {
     "learned": call(positions.learned, table=array(4, D), positions=TOKENS),
     **{f"{kind.__name__}.create": call(kind.create) for kind in CACHES},
     "DenseCache.of": call(cache.DenseCache.of),
+    **{f"{kind.__name__}.append": method(kind.append, new(kind), **APPENDED) for kind in CACHES},
     **{
-        f"{kind.__name__}.append": call(kind.create(B, L, K, H, V).append, **APPENDED)
-        for kind in CACHES
-    },
-    **{
-        f"{kind.__name__}.reorder": call(
-            kind.create(B, L, K, H, V).reorder, indices=Argument("integers", np.array([1, 0]))
+        f"{kind.__name__}.reorder": method(
+            kind.reorder, new(kind), indices=Argument("integers", np.array([1, 0]))
         )
         for kind in CACHES
     },
-    "next_positions": call(new_cache().next_positions),
-    "last_positions": call(new_cache().last_positions),
+    "next_positions": method(cache.DenseCache.next_positions, new(cache.DenseCache)),
+    "last_positions": method(cache.DenseCache.last_positions, new(cache.DenseCache)),
     "parallel.attention": call(parallel.attention, named=AXES),
     "parallel.attention_shard": call(
         lambda **given: jax.shard_map(
@@ -401,7 +420,6 @@ FUNCTIONS: dict[str, SweptCall] = {
 
 
 def module(function: Callable[..., Any], **changes: Any) -> SweptCall:
-    """A row for a module's constructor."""
     return call(function, dtype=Argument("dtype?", None), rngs=Argument("rngs", FRESH), **changes)
 
 
@@ -409,17 +427,34 @@ KV_HEADS = {"num_kv_heads": SIZE_OR_NONE}
 LEARNED = {"positions": Argument("name?", "learned")}
 IDS = dict.fromkeys(("source_ids", "target_ids"), "ids")
 
-ATTEND = nn.MultiHeadAttention(2, D, rngs=nnx.Rngs(0))
 SMALL: Any = {"features": D, "num_heads": 2, "feed_forward": 5, "dropout_rate": 0.0}
-SMALL |= {"positions": "learned", "rngs": nnx.Rngs(0)}
-MODEL = nn.Transformer(9, 9, encoder_layers=1, decoder_layers=1, **SMALL)
-LANGUAGE_MODEL = nn.DecoderOnly(9, num_layers=1, **SMALL)
+SMALL |= {"positions": "learned"}
+
+
+@functools.cache
+def attend() -> nn.MultiHeadAttention:
+    return nn.MultiHeadAttention(2, D, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def model() -> nn.Transformer:
+    return nn.Transformer(9, 9, encoder_layers=1, decoder_layers=1, rngs=nnx.Rngs(0), **SMALL)
+
+
+@functools.cache
+def language_model() -> nn.DecoderOnly:
+    return nn.DecoderOnly(9, num_layers=1, rngs=nnx.Rngs(0), **SMALL)
+
+
+def embedding() -> nn.TokenEmbedding:
+    return nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))
+
 
 FUNCTIONS |= {
     "generate": call(
         jattn.generate,
         named={"max_tokens": "length"},
-        model=Argument("thing", LANGUAGE_MODEL),
+        model=Argument("thing", Later(language_model)),
         prompt=TOKENS,
         key=Argument("thing", jax.random.key(0)),
         stop=Argument("tokens to stop at", [2]),
@@ -430,49 +465,71 @@ FUNCTIONS |= {
     "nn.MultiHeadAttention": module(
         nn.MultiHeadAttention, mask=Argument("any mask", None), **KV_HEADS
     ),
-    "nn.MultiHeadAttention()": call(
-        ATTEND, valid=Argument("thing?", None), cache=Argument("thing?", None)
+    "nn.MultiHeadAttention()": method(
+        nn.MultiHeadAttention.__call__,
+        attend,
+        valid=Argument("thing?", None),
+        cache=Argument("thing?", None),
     ),
-    "nn.MultiHeadAttention.empty_cache": call(ATTEND.empty_cache, dtype=Argument("dtype?", None)),
-    "nn.MultiHeadAttention.project_memory": call(
-        ATTEND.project_memory, positions=Argument("ignored", None)
+    "nn.MultiHeadAttention.empty_cache": method(
+        nn.MultiHeadAttention.empty_cache, attend, dtype=Argument("dtype?", None)
     ),
-    "nn.MultiHeadAttention.attend_memory": call(
-        ATTEND.attend_memory, memory=Argument("cache", ATTEND.project_memory(jnp.asarray(MEMORY)))
+    "nn.MultiHeadAttention.project_memory": method(
+        nn.MultiHeadAttention.project_memory, attend, positions=Argument("ignored", None)
     ),
-    "nn.AdditiveAttention()": call(
-        nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0)),
+    "nn.MultiHeadAttention.attend_memory": method(
+        nn.MultiHeadAttention.attend_memory,
+        attend,
+        memory=Argument("cache", Later(lambda: attend().project_memory(jnp.asarray(MEMORY)))),
+    ),
+    "nn.AdditiveAttention()": method(
+        nn.AdditiveAttention.__call__,
+        lambda: nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0)),
         query=X,
         key=array(B, S, E),
         value=Argument("array?", None),
     ),
-    "nn.SingleHeads": call(nn.SingleHeads, packed=Argument("thing", ATTEND)),
+    "nn.SingleHeads": call(nn.SingleHeads, packed=Argument("thing", Later(attend))),
     "nn.LearnedScore": call(
         nn.LearnedScore, score=Argument("thing", scores.Bias(array(1, N, 1, S)))
     ),
     "nn.capture_weights": call(
-        lambda model: nn.capture_weights(model, jnp.asarray(X)), model=Argument("thing", ATTEND)
+        lambda model: nn.capture_weights(model, jnp.asarray(X)),
+        model=Argument("thing", Later(attend)),
     ),
     "nn.Dropout": call(nn.Dropout, named={"rate": "dropout_rate"}, rngs=Argument("rngs", FRESH)),
-    "nn.Dropout()": call(
-        nn.Dropout(0.5, rngs=nnx.Rngs(params=0)),
+    "nn.Dropout()": method(
+        nn.Dropout.__call__,
+        lambda: nn.Dropout(0.5, rngs=nnx.Rngs(params=0)),
         inputs=Argument("any array", X),
         rngs=Argument("rngs", FRESH),
     ),
     "nn.LayerNorm": call(nn.LayerNorm, "num_features rngs", rngs=Argument("rngs", FRESH)),
     "nn.RMSNorm": call(nn.RMSNorm, "num_features rngs", rngs=Argument("rngs", FRESH)),
-    "nn.Rotary()": call(nn.Rotary(), x=array(B, T, N, H), positions=TOKENS),
+    "nn.Rotary()": method(nn.Rotary.__call__, nn.Rotary, x=array(B, T, N, H), positions=TOKENS),
     "nn.AxialRotary": call(nn.AxialRotary, "width"),
-    "nn.AxialRotary()": call(nn.AxialRotary(3), x=array(B, T, N, 8), positions=TOKENS),
-    "nn.TokenEmbedding()": call(nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))),
-    "nn.TokenEmbedding.attend": call(nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0)).attend),
-    "nn.OutputProjection()": call(nn.OutputProjection(D, 9, rngs=nnx.Rngs(0))),
-    "nn.LearnedPositions()": call(nn.LearnedPositions(L, D, rngs=nnx.Rngs(0)), positions=TOKENS),
-    "nn.SinusoidalPositions": call(nn.SinusoidalPositions),
-    "nn.SinusoidalPositions()": call(
-        nn.SinusoidalPositions(D), positions=Argument("any real", ints(B, T))
+    "nn.AxialRotary()": method(
+        nn.AxialRotary.__call__, lambda: nn.AxialRotary(3), x=array(B, T, N, 8), positions=TOKENS
     ),
-    "nn.FeedForward()": call(nn.FeedForward(D, 5, rngs=nnx.Rngs(0))),
+    "nn.TokenEmbedding()": method(nn.TokenEmbedding.__call__, embedding),
+    "nn.TokenEmbedding.attend": method(nn.TokenEmbedding.attend, embedding),
+    "nn.OutputProjection()": method(
+        nn.OutputProjection.__call__, lambda: nn.OutputProjection(D, 9, rngs=nnx.Rngs(0))
+    ),
+    "nn.LearnedPositions()": method(
+        nn.LearnedPositions.__call__,
+        lambda: nn.LearnedPositions(L, D, rngs=nnx.Rngs(0)),
+        positions=TOKENS,
+    ),
+    "nn.SinusoidalPositions": call(nn.SinusoidalPositions),
+    "nn.SinusoidalPositions()": method(
+        nn.SinusoidalPositions.__call__,
+        lambda: nn.SinusoidalPositions(D),
+        positions=Argument("any real", ints(B, T)),
+    ),
+    "nn.FeedForward()": method(
+        nn.FeedForward.__call__, lambda: nn.FeedForward(D, 5, rngs=nnx.Rngs(0))
+    ),
     **{
         f"nn.{layer.__name__}": module(layer)
         for layer in (
@@ -481,35 +538,50 @@ FUNCTIONS |= {
             *(nn.EncoderLayer, nn.DecoderLayer, nn.DecoderOnlyLayer),
         )
     },
-    "nn.Encoder()": call(nn.Encoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0))),
-    "nn.Decoder()": call(
-        nn.Decoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0)),
+    "nn.Encoder()": method(
+        nn.Encoder.__call__, lambda: nn.Encoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0))
+    ),
+    "nn.Decoder()": method(
+        nn.Decoder.__call__,
+        lambda: nn.Decoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0)),
         named={"cross_mask": "mask", "memory_positions": "positions"},
     ),
     "nn.Transformer": module(nn.Transformer, **LEARNED),
-    "nn.Transformer()": call(
-        MODEL,
+    "nn.Transformer()": method(
+        nn.Transformer.__call__,
+        model,
         named=IDS
         | dict.fromkeys(("source_mask", "target_mask", "cross_mask"), "mask")
         | dict.fromkeys(("source_positions", "target_positions"), "positions"),
     ),
     "nn.DecoderOnly": module(nn.DecoderOnly, **LEARNED, **KV_HEADS),
-    "nn.DecoderOnly()": call(LANGUAGE_MODEL, named={"tokens": "ids"}),
-    "nn.DecoderOnly.start": call(LANGUAGE_MODEL.start, dtype=Argument("dtype?", None)),
-    "nn.DecoderOnly.step": call(
-        LANGUAGE_MODEL.step,
-        named={"tokens": "T"},
-        caches=Argument("thing", LANGUAGE_MODEL.start(B, L)),
+    "nn.DecoderOnly()": method(nn.DecoderOnly.__call__, language_model, named={"tokens": "ids"}),
+    "nn.DecoderOnly.start": method(
+        nn.DecoderOnly.start, language_model, dtype=Argument("dtype?", None)
     ),
-    "nn.GRU()": call(nn.GRU(D, 6, rngs=nnx.Rngs(0))),
-    "nn.RecurrentEncoder()": call(nn.RecurrentEncoder(D, 6, rngs=nnx.Rngs(0))),
-    "nn.Maxout()": call(nn.Maxout(6, D, E, 5, rngs=nnx.Rngs(0))),
+    "nn.DecoderOnly.step": method(
+        nn.DecoderOnly.step,
+        language_model,
+        named={"tokens": "T"},
+        caches=Argument("thing", Later(lambda: language_model().start(B, L))),
+    ),
+    "nn.GRU()": method(nn.GRU.__call__, lambda: nn.GRU(D, 6, rngs=nnx.Rngs(0))),
+    "nn.RecurrentEncoder()": method(
+        nn.RecurrentEncoder.__call__, lambda: nn.RecurrentEncoder(D, 6, rngs=nnx.Rngs(0))
+    ),
+    "nn.Maxout()": method(nn.Maxout.__call__, lambda: nn.Maxout(6, D, E, 5, rngs=nnx.Rngs(0))),
     "nn.RecurrentDecoder": module(nn.RecurrentDecoder, out_features=Argument("size", 5)),
-    "nn.RecurrentDecoder()": call(
-        nn.RecurrentDecoder(D, 6, E, A, 5, rngs=nnx.Rngs(0)), memory=array(B, S, E)
+    "nn.RecurrentDecoder()": method(
+        nn.RecurrentDecoder.__call__,
+        lambda: nn.RecurrentDecoder(D, 6, E, A, 5, rngs=nnx.Rngs(0)),
+        memory=array(B, S, E),
     ),
     "nn.RNNsearch": module(nn.RNNsearch, alignment_features=SIZE_OR_NONE),
-    "nn.RNNsearch()": call(nn.RNNsearch(9, 9, features=D, hidden=6, rngs=nnx.Rngs(0)), named=IDS),
+    "nn.RNNsearch()": method(
+        nn.RNNsearch.__call__,
+        lambda: nn.RNNsearch(9, 9, features=D, hidden=6, rngs=nnx.Rngs(0)),
+        named=IDS,
+    ),
 }
 
 SWEPT = [(name, argument) for name, call in FUNCTIONS.items() for argument in call.kinds]
@@ -518,13 +590,27 @@ SWEPT = [(name, argument) for name, call in FUNCTIONS.items() for argument in ca
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_call_is_right_as_it_stands(name):
-    called(FUNCTIONS[name])
+    called(FUNCTIONS[name].made())
 
 
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize(("name", "argument"), SWEPT)
 def test_what_is_no_argument_raises_and_is_named(name, argument):
-    swept = FUNCTIONS[name]
+    check_argument(name, argument)
+
+
+OF_ATTENTION = "attention cached_attention explain attention_weights attention_scores statistics"
+
+
+@pytest.mark.parametrize("name", [*OF_ATTENTION.split(), "top_weights"])
+def test_what_is_no_array_of_floats_is_named_everywhere(name):
+    for argument in {"query", "key", "value"} & FUNCTIONS[name].kinds.keys():
+        check_argument(name, argument)
+
+
+def check_argument(name: str, argument: str) -> None:
+    """Each wrong value raises an error that names the argument, unless its kind takes the value."""
+    swept = FUNCTIONS[name].made()
     named = swept.names.get(argument, argument)
     wrong = []
     for label, bad in BAD.items():

@@ -160,10 +160,7 @@ RULES = {
         _mask(lambda along, q, N: masks.Causal() & masks.Window(left=40)),
         lambda at: at.q - 40 <= at.kv <= at.q,
     ),
-    "segments": CacheRule(
-        _mask(_segments),
-        lambda at: IDS[max(at.q, 0)] == IDS[at.kv],
-    ),
+    "segments": CacheRule(_mask(_segments), lambda at: IDS[max(at.q, 0)] == IDS[at.kv]),
     "dense": CacheRule(
         _mask(lambda along, q, N: masks.Dense(along(PAIRS[:, :N, : q.shape[1]]))),
         lambda at: PAIRS[at.b, at.h, at.i, at.kv],

@@ -75,6 +75,23 @@ def cached(kind: Any, implementation: str | None) -> TransformedCall:
     return TransformedCall(call, tuple(normal(B, 4, 2, 4) for _ in range(3)))
 
 
+def closures() -> TransformedCall:
+    """Both functions close over traced arrays, NumPy's, and Python's numbers."""
+
+    def call(x: Any, table: Any, gate: Any) -> Any:
+        margin, steps = 1, np.arange(x.shape[1], dtype=np.int32)
+
+        def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return s * gate + table[kv]
+
+        return jattn.attention(x, 2 * x, 3 * x, mask=allowed, score=score)
+
+    return TransformedCall(call, (normal(2, 6, 2, 4),), (normal(6), normal()))
+
+
 def module() -> TransformedCall:
     from jattn import nn  # noqa: PLC0415
 
@@ -104,6 +121,7 @@ PROBLEMS: dict[str, Callable[[], TransformedCall]] = {
         for name in (None, "blockwise")
     },
     "module": module,
+    "closures": closures,
 }
 
 EXPORTED = [name for name in PROBLEMS if not name.startswith("native")]
@@ -131,7 +149,7 @@ assert_same = functools.partial(assert_trees_close, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.default_tiles
-@problems("None_6", slow=("blockwise_264", "DenseCache_None", "module"))
+@problems("None_6", slow=("blockwise_264", "DenseCache_None", "module", "closures"))
 def test_without_jit(name):
     problem, arrays, want = prepared(name)
     with jax.disable_jit():
@@ -139,7 +157,7 @@ def test_without_jit(name):
 
 
 @pytest.mark.default_tiles
-@problems("None_6", "reference_6", slow=("native_264", "blockwise_6", "module"))
+@problems("None_6", "reference_6", slow=("native_264", "blockwise_6", "module", "closures"))
 def test_no_tracer_leaks(name):
     problem, arrays, want = prepared(name)
     with jax.checking_leaks():
@@ -240,75 +258,6 @@ def test_what_needs_lengths_says_so():
     for call in (jattn.statistics, functools.partial(jattn.top_weights, n=1)):
         with pytest.raises(NotImplementedError, match="write attention_weights"):
             jax.export.export(jax.jit(lambda q, k, call=call: call(q, k)))(*like[:2])
-
-
-def written_out(x: Any, table: Any, gate: Any) -> Any:
-    """The formula for `closures` on all pairs at once."""
-    q, k, v = (x * (i + 1) for i in range(3))
-    place = jnp.arange(x.shape[1])
-    score = jnp.einsum("btnh,bsnh->bnts", q, k) * gate + table[None, None, None, :]
-    allowed = (place[None, :] <= place[:, None]) & (table[None, :] <= table[:, None] + 1)
-    weights = jax.nn.softmax(jnp.where(allowed[None, None], score, -jnp.inf), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-def closures(implementation: str | None, x: Any, table: Any, gate: Any) -> Any:
-    """Both functions close over traced arrays, NumPy's, and Python's numbers."""
-    margin, steps = 1, np.arange(x.shape[1], dtype=np.int32)
-
-    def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
-
-    score = scores.Score(lambda s, b, h, q, kv: s * gate + table[kv])
-    rules = {"mask": masks.Predicate(allowed), "score": score, "scale": 1.0}
-    return jattn.attention(x, 2 * x, 3 * x, implementation=implementation, **rules)
-
-
-def checkpointed(f: Any) -> Any:
-    return jax.checkpoint(f)
-
-
-def scanned(f: Any) -> Any:
-    def run(*arrays: Any) -> Any:
-        return jax.lax.scan(lambda carry, _: (carry, f(*arrays)), 0.0, None, length=2)[1][1]
-
-    return run
-
-
-def mapped(f: Any) -> Any:
-    def run(x: Any, table: Any, gate: Any) -> Any:
-        return jax.vmap(f)(x[None], table[None], gate[None])[0]
-
-    return run
-
-
-WRAPPED = {
-    f"{implementation}-{T}-{wrap.__name__}": (implementation, T, wrap)
-    for implementation in (None, "blockwise", "reference")
-    for T in (6, 33)
-    for wrap in (functools.partial, jax.jit, checkpointed, scanned, mapped)
-}
-SLOW = ("None-6-mapped", "reference-6-checkpointed")
-
-
-@pytest.mark.parametrize(
-    ("implementation", "T", "wrap"),
-    [
-        pytest.param(
-            *how, id=name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
-        )
-        for name, how in WRAPPED.items()
-    ],
-)
-def test_functions_close_over_what_they_like(implementation, T, wrap):
-    arrays = tuple(map(jnp.asarray, (normal(2, T, 2, 4), normal(T), normal())))
-    want = TransformedCall(written_out, arrays).both(*arrays)
-    call = wrap(functools.partial(closures, implementation))
-    with jax.checking_leaks():
-        assert_same(TransformedCall(call, arrays).both(*arrays), want)
-        assert_same(jax.jit(TransformedCall(call, arrays).both)(*arrays), want)
-    with jax.disable_jit():
-        assert_same(TransformedCall(call, arrays).both(*arrays), want)
 
 
 @pytest.mark.one_in(2)

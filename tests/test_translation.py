@@ -573,9 +573,12 @@ def test_settings_are_read_by_type_and_checked():
         ("num_heads=3", "num_heads: expected a divisor of features=16, got 3"),
         ("epochs=1", "exactly one of epochs and steps"),
         ("tokens_per_batch=0", "exactly one of tokens_per_batch and rows_per_batch"),
+        ("averaged_checkpoints=0", "averaged_checkpoints: expected greater than or equal to 1"),
+        ("patience=-1", "patience: expected greater than or equal to 0"),
+        ("patience=2 averaged_checkpoints=2", "at most one of patience above 0 and averaged"),
     ):
         with pytest.raises(ValueError, match=message) as error:
-            TINY.changed([setting])
+            TINY.changed(setting.split())
         assert "\n" not in str(error.value)
 
 
@@ -867,9 +870,7 @@ def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
     assert axes.get_ylabel() == "nats per token, without label smoothing"
 
 
-def test_the_axis_of_bleu_begins_at_0(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+def test_the_axis_of_bleu_begins_at_0(tmp_path, figures):
     records = [{"step": step, "validation_bleu": 30.0 + step} for step in (1, 2, 3)]
     pictures.draw_bleu(records, tmp_path / "x.png")
     (axes,) = figures[0].axes

@@ -22,7 +22,6 @@ EXACT = {"min_exact_pairs": 0, "max_exact_pairs": 2**20}
 
 
 def hidden(x: Any) -> Any:
-    """The number `x`, for which no bounds are known."""
     return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x)
 
 
@@ -49,10 +48,7 @@ def test_undecided_tiles_have_the_kinds_of_their_pairs():
 @pytest.mark.parametrize("read", ["number", "list"])
 def test_pairs_are_evaluated_once(read):
     box = [0]
-    rules = {
-        "number": causal,
-        "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0]),
-    }
+    rules = {"number": causal, "list": lambda b, h, q, kv: causal(b, h, q, kv + box[0])}
     mask = Predicate(rules[read])
     undecided._evaluated.cache_clear()
     with tuning.using(**EXACT):

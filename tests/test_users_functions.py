@@ -34,13 +34,6 @@ LARGE = 1024  # large enough that None selects the generated kernel
 IMPLEMENTATIONS = (None, "blockwise", "native")
 
 
-@pytest.fixture
-def standard_promotion():
-    """Users write `s * 2.0` and `table[i % 8]`."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 straight_through: Any = jax.custom_jvp(lambda x: jnp.round(x))  # noqa: PLW0108
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
@@ -227,8 +220,6 @@ def ours(implementation: Any, score: Any, mask: Any, q: Any, k: Any, v: Any, ope
 
 
 def everything(attention: Any, q: Any, k: Any, v: Any, d_out: Any, operands: Any) -> list[Any]:
-    """The output and the gradients of all inputs."""
-
     def loss(q: Any, k: Any, v: Any, operands: Any) -> Any:
         out = attention(q, k, v, operands)
         return (out * d_out).sum(), out

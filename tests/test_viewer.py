@@ -103,7 +103,6 @@ def page(opened: browsers.Browser) -> browsers.Browser:
 
 
 def lines(page: browsers.Browser) -> int:
-    """The number of lines that are drawn."""
     label = page.evaluate("document.querySelector('#lines').getAttribute('aria-label')")
     return int(label.split()[0])
 
@@ -141,7 +140,6 @@ def hover_cell(page: browsers.Browser, row: int, column: int) -> str:
 
 
 def cell_size(page: browsers.Browser) -> float:
-    """The size of a cell of the matrix, in pixels."""
     return float(page.evaluate("document.querySelector('#matrix').dataset.cells").split()[2])
 
 

@@ -41,7 +41,6 @@ WITH_DIAGRAMS = ("recurrence", "query-key-value", "heads", "transformer")
 
 
 def by_name(name: str) -> Step:
-    """The step of the walkthrough with this name."""
     return next(candidate for candidate in STEPS if candidate.name == name)
 
 
