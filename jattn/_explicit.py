@@ -119,8 +119,8 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
 def _retraced(param: Any) -> Any:
     """Returns a parameter of an operation such as a loop; programs in it that were traced for
     explicit axes are traced again, for the caller's mesh."""
-    if isinstance(param, tuple) and param and all(map(_is_program, param)):
-        return tuple(map(_retraced, param))
+    if isinstance(param, tuple):
+        return tuple(map(_retraced, param)) if all(map(_is_program, param)) else param
     if not _is_program(param) or not any(x.sharding.mesh.explicit_axes for x in _arrays(param)):
         return param
     operands = [

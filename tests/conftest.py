@@ -71,7 +71,7 @@ settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-quick_jit = jax.jit  # by default programs are compiled without optimisations
+quick_jit: Any = jax.jit  # by default programs are compiled without optimisations
 
 
 def users_jit(function: Any, **options: Any) -> Any:
