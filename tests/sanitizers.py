@@ -3,8 +3,7 @@
     python -m tests.sanitizers                  all of it, some minutes
     python -m tests.sanitizers thread 1000      one sanitizer, 1,000 calls of each kernel
 
-Memory runs short in some of the calls. Exit status 1 if a sanitizer finds anything or a number
-is wrong.
+Memory runs short in some calls. The exit status is 1 after a finding or a wrong number.
 """
 
 import argparse

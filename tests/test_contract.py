@@ -1,6 +1,5 @@
 """The contract: every implementation, on every case, in every dtype.
 
-An implementation takes part once it is registered in jattn, a case by a row in `tests/cases.py`.
 Implementations for one kind of device run what they can of it in a file of their own. Errors are
 measured against the float64 oracle on the very inputs (rounded to the dtype under test). They may
 be at most twice those of the plain formula in the same working precision, plus four units of

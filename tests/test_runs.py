@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -27,7 +28,7 @@ from experiments.translation import runs
 from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.vocabulary import Vocabulary
-from tests.commands import environment
+from tests.commands import environment, run_python
 from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of
 from tests.test_translation import as_users_run_it, assert_same_run, plain_jax, small_tree
 
@@ -507,3 +508,31 @@ def test_too_little_memory_is_one_clear_line(error, capsys):
     assert error_line.startswith("error: not enough memory: ") and error_line.count("\n") == 1
     with pytest.raises(RuntimeError, match="another"):
         ending.exit_status(lambda: (_ for _ in ()).throw(RuntimeError("another")))
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+_PROGRAM = """
+import ctypes, re, resource
+from experiments.runs.memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+assert keep_freed_memory()
+for _ in range(2):
+    before = faults()
+    block = ctypes.create_string_buffer(b"x" * 2**27)
+    taken = faults() - before
+    large = re.search(r"AnonHugePages: *(\\d+)", open("/proc/self/smaps_rollup").read())[1]
+    del block
+print(taken, int(large) * 1024)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's memory")
+def test_freed_memory_is_kept_in_large_pages():
+    taken, large = map(int, run_python("-c", _PROGRAM, check=True).stdout.split())
+    assert taken < 1000  # the second block is where the first was; 2**27 bytes are 32,768 pages
+    if _SETTING.exists() and "[never]" not in _SETTING.read_text():
+        assert large > 0
