@@ -294,7 +294,6 @@ def test_values_and_gradients(name, implementation):
     assert_same(run(hide(q, rows), hide(k, columns), hide(v, columns), *cotangents), got)
 
 
-# Cases of the table that the calls above do not cover; small heads are padded.
 OFTEN = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
 OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in CASES if x not in OFTEN]
 

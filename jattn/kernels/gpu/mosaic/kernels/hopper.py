@@ -276,7 +276,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers."""
-    return masked or problem.shapes.H > 128 or bool(problem.refs.varying)
+    several = masked or problem.special or bool(problem.refs.varying)
+    return several or problem.shapes.H > 128
 
 
 class _HopperGradients(backward.GradientProgram):
