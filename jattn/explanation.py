@@ -91,7 +91,8 @@ class Explanation(dict[str, str | None]):
         reasons = registry.reasons(call, platform)
         super().__init__({**cache_reasons, **reasons})
         self.runs = registry.selected(self, call.shapes)
-        others = [x for x, reason in reasons.items() if reason is None and x != self.runs]
+        selected = registry.selected(reasons, call.shapes)  # where a cache cannot be read in place
+        others = [x for x, reason in reasons.items() if reason is None and x != selected]
         self.by_name = tuple(x for x in others if registry.is_for(x, platform))
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(call))
         self._call = None if is_traced else call  # an attribute must not hold tracers

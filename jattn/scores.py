@@ -398,10 +398,10 @@ class Score(ScoreFunction):
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
     uses the current values of other variables that the function reads, see `masks.Predicate`.
 
-    Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear, such as
-    one that clips gradients, apply it to a whole operand, `clip(table)[h]`, or to the score. The
-    rule then gets the gradient of the operand or of the score; in `clip(table[h])` it would get the
-    sum over the pairs of a tile, and gradients would depend on the sizes of tiles.
+    Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear in the
+    cotangent, such as one that clips gradients, apply it to a whole operand, `clip(table)[h]`, or
+    to the score. Gradients of `clip(table[h])` raise NotImplementedError, because the rule would
+    get the sums over some of the pairs that read an entry.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
     >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])

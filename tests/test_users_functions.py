@@ -6,6 +6,7 @@ in float64. Queries and keys are multiples of 1/4, so that products are exact in
 each rounding or comparison in a function decides alike.
 """
 
+import contextlib
 import functools
 import sys
 import types
@@ -507,6 +508,38 @@ def test_a_rule_on_operands_wherever_it_stands(name):
         return 3 * jattn.attention(q, k, v, score=score, return_lse=True)[1].sum()
 
     np.testing.assert_array_equal(jax.grad(loss)(jnp.linspace(-1, 1, 6)), 0.5)
+
+
+DOUBLED: Any = jax.custom_vjp(lambda x: x)
+DOUBLED.defvjp(lambda x: (x, x), lambda x, cotangent: (2 * cotangent * jnp.cos(x),))
+ON_PARTS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether the gradient is refused
+    "head": (lambda s, b, h, i, j, x: s + HALF(x[h]), True),
+    "distance": (lambda s, b, h, i, j, x: s + jnp.sin(HALF(2 * x[abs(i - j)])), True),
+    "branch": (lambda s, b, h, i, j, x: s + lax.cond(i > j, HALF, jnp.sin, x[j]), True),
+    "jitted": (lambda s, b, h, i, j, x: jax.jit(lambda s, y: s * HALF(y))(s, x[h]), True),
+    "constant": (lambda s, b, h, i, j, x: s + HALF(jnp.asarray(SETTINGS.table)[h]) * x[j], False),
+    "linear": (lambda s, b, h, i, j, x: s + DOUBLED(x[h]), False),
+    "score": (lambda s, b, h, i, j, x: HALF(s + x[j]), False),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
+@pytest.mark.parametrize("name", ON_PARTS)
+def test_a_rule_on_parts_of_an_operand_is_linear_or_refused(name, implementation):
+    """Its result is not refused."""
+    function, is_refused = ON_PARTS[name]
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
+
+    def loss(x: Any) -> Any:
+        score = scores.Score(function, x)
+        options: Any = {"score": score, "implementation": implementation}
+        return jattn.attention(q, k, v, return_lse=True, **options)[1].sum()
+
+    x = jnp.linspace(-1, 1, 6)
+    assert np.isfinite(loss(x))
+    refusal = pytest.raises(NotImplementedError, match=r"clip\(table\[h\]\)")
+    with refusal if is_refused else contextlib.nullcontext():
+        assert np.isfinite(jax.grad(loss)(x)).all()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])

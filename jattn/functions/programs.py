@@ -31,11 +31,15 @@ class TracedFunction:
         constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
         traced = [x for x, y in zip(jaxpr.constvars, constants, strict=True) if y is None]
         static = [x for x in jaxpr.constvars if x not in traced]
-        self._shared, rest = shared.split(jaxpr, static, (*jaxpr.invars[n_scalars:], *traced))
+        operands = (*jaxpr.invars[n_scalars:], *traced)
+        self._shared, rest = shared.split(jaxpr, static, operands)
+        operands = (*operands, *self._shared.results)
+        refused = shared.refused(rest, jaxpr.invars[:n_scalars], operands)
         self.__name__, self._n_arguments = name, n_arguments
         self._dtypes = [x.aval.dtype for x in jaxpr.invars]
         self._constants = [*constants, *[None for _ in self._shared.results]]
         constvars = [*jaxpr.constvars, *self._shared.results]
+        self._refused = [x in refused for x in (*constvars, *jaxpr.invars)]
         self._jaxpr = _with_copies(without_constants(program, constvars).replace(eqns=rest))
 
     @property
@@ -57,7 +61,9 @@ class TracedFunction:
             x if x.dtype == y else x.astype(y) for x, y in zip(leaves, self._dtypes, strict=True)
         ]
         constants = [next(further_operands) if x is None else x for x in self._constants]
-        (result,) = evaluated(self._jaxpr, constants, typed)
+        values = zip([*constants, *typed], self._refused, strict=True)
+        values = [shared.without_gradient(x) if y else x for x, y in values]
+        (result,) = evaluated(self._jaxpr, values[: len(constants)], values[len(constants) :])
         return result
 
 

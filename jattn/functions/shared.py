@@ -5,12 +5,18 @@ operand. JAX calls the rule once, with the cotangent of the whole table, summed 
 kernel differentiates one tile at a time, and would call the rule with the sum over each tile: the
 gradients would differ if the rule is not linear. So `split` takes these operations out of the
 program, and their results become operands of the rest.
+
+`clip_gradient(table[h])` depends on the pair, but not on all of batch row, head, query and key. A
+rule that is not linear would get sums over tiles there too; `refused` finds the operands whose
+gradients these are.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import custom_vjp_call_p
 
@@ -86,12 +92,81 @@ def split(
     return SharedOperations(shared, (*constants, *operands), results), rest
 
 
+def refused(
+    equations: Sequence[JaxprEqn], scalars: Sequence[Var], operands: Sequence[Var]
+) -> set[Var]:
+    """Returns the float operands that reach a rule that is not linear, but of which no argument
+    depends on the score, the float among the scalars of a pair."""
+    on_score = {x for x in scalars if jnp.issubdtype(x.aval.dtype, jnp.inexact)}
+    sources = {x: {x} for x in operands if jnp.issubdtype(x.aval.dtype, jnp.inexact)}
+    results = set[Var]()
+    for equation in equations:
+        read = _variables_read(equation)
+        reached = set[Var]().union(*(sources[x] for x in read if x in sources))
+        on_score.update(equation.outvars if on_score & read else ())
+        sources |= dict.fromkeys(equation.outvars, reached) if reached else {}
+        if reached and not on_score & read and not all(map(_is_linear, _rules(equation))):
+            results |= reached
+    return results
+
+
+@jax.custom_vjp
+def without_gradient(x: Any) -> Any:
+    """Returns x; its gradient raises NotImplementedError."""
+    return x
+
+
+def _refuse(_: Any, cotangent: Any) -> Any:
+    raise NotImplementedError(
+        "the derivative rule of a custom_vjp function that is not linear in the cotangent, such as "
+        "one that clips gradients, is applied to a part of an operand, as in clip(table[h]): it "
+        "would get the sum over some of the pairs; apply it to the whole operand, as in "
+        "clip(table)[h], or to the score"
+    )
+
+
+without_gradient.defvjp(lambda x: (x, None), _refuse)
+
+
+def _rules(equation: Any) -> list[Any]:
+    """Returns the `custom_vjp` calls of an equation and of the programs that it calls."""
+    if equation.primitive is custom_vjp_call_p:
+        return [equation]
+    programs = jax.tree.leaves([*equation.params.values()])
+    inner = (e for x in programs for e in getattr(getattr(x, "jaxpr", x), "eqns", ()))
+    return [*itertools.chain.from_iterable(map(_rules, inner))]
+
+
+def _is_linear(call: Any) -> bool:
+    """Returns whether the rule of a `custom_vjp` call is linear in the cotangents."""
+
+    def transposed(arguments: Any) -> Any:
+        def run(*floats: Any) -> Any:
+            values = iter(floats)
+            return call.primitive.bind(
+                *(next(values) if _is_float(x) else x for x in arguments),
+                **call.primitive.get_bind_params(call.params),
+            )
+
+        floats = [x for x in arguments if _is_float(x)]
+        results, pull = jax.vjp(run, *floats)
+        return jax.linear_transpose(pull, results)(tuple(floats))
+
+    try:
+        jax.eval_shape(transposed, [x.aval for x in call.invars])
+    except Exception:  # an operation that has no transpose is not linear
+        return False
+    return True
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _variables_read(equation: JaxprEqn) -> set[Var]:
     return {x for x in equation.invars if not isinstance(x, Literal)}
 
 
 def _has_rule(equation: Any) -> bool:
     """Returns whether an equation is a `custom_vjp` call or calls a program that has one."""
-    programs = jax.tree.leaves([*equation.params.values()])
-    inner = (e for x in programs for e in getattr(getattr(x, "jaxpr", x), "eqns", ()))
-    return equation.primitive is custom_vjp_call_p or any(map(_has_rule, inner))
+    return bool(_rules(equation))
