@@ -128,16 +128,14 @@ def _in_chunks(
         x = jnp.pad(x, ((0, num_chunks * chunk - T), *((0, 0),) * (x.ndim - 1)))
         return jnp.moveaxis(x.reshape(num_chunks, chunk, *x.shape[1:]), 1, axis + 1)
 
-    def is_function(x: Any) -> bool:
-        return isinstance(x, Score)
-
     def traced(x: Any) -> Any:
         """Traces a function before the loop, so that its operations that do not depend on the pair
         run once, not once for each chunk."""
-        return x.traced(accumulation(query.dtype)) if is_function(x) else x
+        return x.traced(accumulation(query.dtype)) if isinstance(x, Score) else x
 
     # Arrays of mask and score that have an axis T are split like the queries.
-    score = jax.tree.map(traced, as_score(arguments.get("score")), is_leaf=is_function)
+    is_leaf = lambda x: isinstance(x, Score)  # noqa: E731
+    score = jax.tree.map(traced, as_score(arguments.get("score")), is_leaf=is_leaf)
     trees = {"mask": as_mask(arguments.get("mask")), "score": score}
     leaves, structure = jax.tree.flatten(trees)
     letters = jax.tree.leaves([axis_names(tree) for tree in trees.values()])

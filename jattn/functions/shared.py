@@ -13,12 +13,13 @@ gradients these are.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import custom_vjp_call_p
+from jaxtyping import Array
 
 from jattn._explicit import CALLS, evaluated, value_of, with_results
 
@@ -97,8 +98,8 @@ def refused(
 ) -> set[Var]:
     """Returns the float operands that reach a rule that is not linear, but of which no argument
     depends on the score, the float among the scalars of a pair."""
-    on_score = {x for x in scalars if jnp.issubdtype(x.aval.dtype, jnp.inexact)}
-    sources = {x: {x} for x in operands if jnp.issubdtype(x.aval.dtype, jnp.inexact)}
+    on_score = {x for x in scalars if _is_float(x.aval)}
+    sources = {x: {x} for x in operands if _is_float(x.aval)}
     results = set[Var]()
     for equation in equations:
         read = _variables_read(equation)
@@ -111,12 +112,12 @@ def refused(
 
 
 @jax.custom_vjp
-def without_gradient(x: Any) -> Any:
+def without_gradient(x: Array) -> Array:
     """Returns x; its gradient raises NotImplementedError."""
     return x
 
 
-def _refuse(_: Any, cotangent: Any) -> Any:
+def _refuse(_: None, cotangent: Array) -> NoReturn:
     raise NotImplementedError(
         "the derivative rule of a custom_vjp function that is not linear in the cotangent, such as "
         "one that clips gradients, is applied to a part of an operand, as in clip(table[h]): it "
@@ -128,7 +129,7 @@ def _refuse(_: Any, cotangent: Any) -> Any:
 without_gradient.defvjp(lambda x: (x, None), _refuse)
 
 
-def _rules(equation: Any) -> list[Any]:
+def _rules(equation: JaxprEqn) -> list[JaxprEqn]:
     """Returns the `custom_vjp` calls of an equation and of the programs that it calls."""
     if equation.primitive is custom_vjp_call_p:
         return [equation]
@@ -137,11 +138,11 @@ def _rules(equation: Any) -> list[Any]:
     return [*itertools.chain.from_iterable(map(_rules, inner))]
 
 
-def _is_linear(call: Any) -> bool:
+def _is_linear(call: JaxprEqn) -> bool:
     """Returns whether the rule of a `custom_vjp` call is linear in the cotangents."""
 
-    def transposed(arguments: Any) -> Any:
-        def run(*floats: Any) -> Any:
+    def transposed(arguments: list[Array]) -> Any:
+        def run(*floats: Array) -> Any:
             values = iter(floats)
             return call.primitive.bind(
                 *(next(values) if _is_float(x) else x for x in arguments),
