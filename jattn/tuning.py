@@ -22,8 +22,10 @@ class Sizes(NamedTuple):
     `small` if one block of queries visits at most `narrow` keys on average, of `largest` if it
     surely visits `wide` or more, else of `large`. Heads of a single tile are computed together, as
     many batch rows at a time as hold about `together` numbers; with `add_masks` their masks are
-    added as a bias first, where XLA cannot fuse selections with products. With `in_turn` heads of
-    several tiles run sequentially, where one head alone fills the cores and stays in their caches.
+    added as a bias first, where XLA cannot fuse selections with products; with `widen` their arrays
+    are converted to float32 first, where products of narrower numbers are no faster. With `in_turn`
+    heads of several tiles run sequentially, where one head alone fills the cores and stays in their
+    caches.
 
     At least `ring_queries` queries, over all heads, and `ring_keys` keys keep the device busy: each
     round of a ring over several devices has at least these.
@@ -37,6 +39,7 @@ class Sizes(NamedTuple):
     wide: int = 2048
     largest: int = 512
     add_masks: bool = False
+    widen: bool = False
     in_turn: bool = False
     ring_queries: int = 2**14
     ring_keys: int = 2**13
@@ -54,6 +57,7 @@ TABLE: dict[str, Sizes] = {
         wide=2048,
         largest=1024,
         add_masks=True,
+        widen=True,
         in_turn=True,
         ring_queries=2**12,
         ring_keys=2**12,

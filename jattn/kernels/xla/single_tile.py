@@ -334,7 +334,8 @@ def forward(
 
     def group(total: Any, size: Size, *operands: Tree) -> Tree:
         def run(head: Callable[..., Any], first: Array, *operands: Tree, **options: Any) -> Tree:
-            def whole_head(spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array) -> Tree:
+            def whole_head(spec: Spec, b: Index, h: Index, *qkv: Array) -> Tree:
+                q, k, v = _widened(False, *qkv) if sizes.widen else qkv
                 return head(slicing.HeadTile.whole(spec, b, h, len(q), len(k)), q, k, v)
 
             spec, query, *keys = _group(size, first, *operands)
@@ -378,9 +379,10 @@ def backward(
 
         def run(head: Callable[..., Any], first: Any, *operands: Any, **options: Any) -> Tree:
             def whole_head(spec: Spec, b: Index, h: Index, *arrays: Array) -> Tree:
-                *per_query, k, v = arrays
-                head_tile = slicing.HeadTile.whole(spec, b, h, len(per_query[0]), len(k))
-                return head(head_tile, tuple(per_query), k, v)
+                q, *per_query, k, v = arrays
+                q, k, v = _widened(False, q, k, v) if sizes.widen else (q, k, v)
+                head_tile = slicing.HeadTile.whole(spec, b, h, len(q), len(k))
+                return head(head_tile, (q, *per_query), k, v)
 
             spec, query, d_out, delta, key, value, *weights = _group(size, first, *operands)
             per_query = (query, d_out, delta, *(jnp.swapaxes(x, 1, 2) for x in weights))
