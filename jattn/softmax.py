@@ -361,10 +361,12 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
     if np.shape(sink) not in ((), (N,)):
         got = list(np.shape(sink))
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
-    too_large = 2.0**128 if is_number else np.inf  # a number becomes float32
-    if (is_number or is_known(sink)) and not np.all(np.asarray(sink) < too_large):
+    dtype = getattr(sink, "dtype", np.dtype(np.float32))
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    too_large = np.inf if dtype == np.float64 else 2.0**128  # which would become infinite
+    if (is_number or is_known(sink)) and not np.all(np.asarray(sink, np.float64) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
-    return jnp.broadcast_to(jnp.asarray(sink, jnp.float32 if is_number else None), (N,))
+    return jnp.broadcast_to(jnp.asarray(sink, dtype), (N,))
 
 
 @jax.jit

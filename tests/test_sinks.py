@@ -177,6 +177,11 @@ def test_other_functions_take_it():
         np.testing.assert_allclose(mapped(Q, each)[row], alone, atol=1e-12)
 
 
+def test_a_float64_that_becomes_infinite_is_no_sink():
+    with jax.enable_x64(False), pytest.raises(ValueError, match="expected finite logits"):
+        jattn.attention(*[jnp.ones((3, 4, 5))] * 3, sink=np.float64(1e300))
+
+
 @pytest.mark.parametrize(
     ("sink", "kind", "message"),
     [

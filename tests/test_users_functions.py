@@ -526,7 +526,6 @@ ON_PARTS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether the grad
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", ON_PARTS)
 def test_a_rule_on_parts_of_an_operand_is_linear_or_refused(name, implementation):
-    """Its result is not refused."""
     function, is_refused = ON_PARTS[name]
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
 
