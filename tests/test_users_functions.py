@@ -510,15 +510,15 @@ def test_a_rule_on_operands_wherever_it_stands(name):
     np.testing.assert_array_equal(jax.grad(loss)(jnp.linspace(-1, 1, 6)), 0.5)
 
 
-DOUBLED: Any = jax.custom_vjp(lambda x: x)
-DOUBLED.defvjp(lambda x: (x, x), lambda x, cotangent: (2 * cotangent * jnp.cos(x),))
+SCALED_GRADIENT: Any = jax.custom_vjp(lambda x: x)
+SCALED_GRADIENT.defvjp(lambda x: (x, x), lambda x, cotangent: (2 * cotangent * jnp.cos(x),))
 ON_PARTS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether the gradient is refused
     "head": (lambda s, b, h, i, j, x: s + HALF(x[h]), True),
     "distance": (lambda s, b, h, i, j, x: s + jnp.sin(HALF(2 * x[abs(i - j)])), True),
     "branch": (lambda s, b, h, i, j, x: s + lax.cond(i > j, HALF, jnp.sin, x[j]), True),
     "jitted": (lambda s, b, h, i, j, x: jax.jit(lambda s, y: s * HALF(y))(s, x[h]), True),
     "constant": (lambda s, b, h, i, j, x: s + HALF(jnp.asarray(SETTINGS.table)[h]) * x[j], False),
-    "linear": (lambda s, b, h, i, j, x: s + DOUBLED(x[h]), False),
+    "linear": (lambda s, b, h, i, j, x: s + SCALED_GRADIENT(x[h]), False),
     "score": (lambda s, b, h, i, j, x: HALF(s + x[j]), False),
 }
 
