@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jattn
 from jattn import masks
@@ -107,24 +108,28 @@ def test_it_is_lowered_for_cuda_on_a_machine_without():
         assert ("jattn_hopper_forward" in lowered) == (name == "pallas")
 
 
+def without_derivative(score: Any, *_: Any) -> Any:
+    return lax.while_loop(lambda x: x < 0, lambda x: x + 1, score)
+
+
 @pytest.mark.parametrize(
-    ("capability", "sizes", "dtype", "runs"),
+    ("capability", "sizes", "dtype", "score", "runs"),
     [
-        ("9.0", (1, 1024, 1, 64), "bfloat16", "hopper"),
-        ("9.0", (1, 1024, 1, 64), "float32", None),
-        ("9.0", (1, 1024, 1, 300), "bfloat16", None),
-        ("9.0", (1, 512, 1, 64), "bfloat16", None),
-        ("8.0", (1, 1024, 1, 64), "bfloat16", None),
+        ("9.0", (1, 1024, 1, 64), "bfloat16", None, "pallas"),
+        ("9.0", (1, 1024, 1, 64), "bfloat16", without_derivative, "blockwise"),
+        ("9.0", (1, 1024, 1, 64), "float32", None, "blockwise"),
+        ("9.0", (1, 1024, 1, 300), "bfloat16", None, "blockwise"),
+        ("9.0", (1, 512, 1, 64), "bfloat16", None, "blockwise"),
+        ("8.0", (1, 1024, 1, 64), "bfloat16", None, "blockwise"),
     ],
 )
-def test_it_runs_on_a_hopper_where_cudnn_cannot(monkeypatch, capability, sizes, dtype, runs):
+def test_it_runs_on_a_hopper_where_cudnn_cannot(monkeypatch, capability, sizes, dtype, score, runs):
     on_gpu(monkeypatch, capability, products=True)
-    x = jnp.ones(sizes, dtype)
-    attend = functools.partial(jattn.attention, mask=masks.Dilated(3))
-    lowered = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("jattn_hopper_forward" in lowered) == (runs == "hopper")
-    said = jattn.explain(x, x, x, mask=masks.Dilated(3), platform="cuda")
-    assert said.runs == ("pallas" if runs else "blockwise")
+    x, options = jnp.ones(sizes, dtype), {"mask": masks.Dilated(3), "score": score}
+    attend = jax.jit(functools.partial(jattn.attention, **options))
+    lowered = attend.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("jattn_hopper_forward" in lowered) == (runs == "pallas")
+    assert jattn.explain(x, x, x, platform="cuda", **options).runs == runs
 
 
 def test_it_is_not_interpreted():

@@ -142,4 +142,6 @@ def _unsupported(
         jax.eval_shape(functools.partial(one_tile, *sizes), spec)
     except NotImplementedError as error:
         return f"a function of mask or score needs {error}"
+    except ValueError as error:  # JAX's, for instance if a loop has no derivative
+        return f"a function of mask or score cannot be differentiated: {error}"
     return None
