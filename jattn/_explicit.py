@@ -18,6 +18,7 @@ from jax._src.core import Literal
 from jax._src.core import pvary_p as vary_p
 from jax._src.pjit import jit_p
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
@@ -109,6 +110,8 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
             )
         else:
             params = {name: _retraced(x) for name, x in equation.params.items()}
+            if "jvp_jaxpr_fun" in params:
+                params["jvp_jaxpr_fun"] = _RetracedRule(params["jvp_jaxpr_fun"])
             options = equation.primitive.get_bind_params(params)
             results = equation.primitive.bind(*operands, **options)
             results = results if equation.primitive.multiple_results else [results]
@@ -117,8 +120,10 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _retraced(param: Any) -> Any:
-    """Returns a parameter of an operation such as a loop; programs in it that were traced for
-    explicit axes are traced again, for the caller's mesh."""
+    """Returns a parameter of an operation; programs in it that were traced for explicit axes, as in
+    a loop, are traced again for the caller's mesh. Explicit shardings become None."""
+    if isinstance(param, NamedSharding):
+        return None if param.mesh.abstract_mesh.explicit_axes else param
     if isinstance(param, tuple):
         return tuple(map(_retraced, param)) if all(map(_is_program, param)) else param
     if not _is_program(param) or not any(x.sharding.mesh.explicit_axes for x in _arrays(param)):
@@ -131,6 +136,20 @@ def _retraced(param: Any) -> Any:
         return evaluated(getattr(param, "jaxpr", param), param.consts, operands)
 
     return jax.make_jaxpr(run)(*operands)
+
+
+class _RetracedRule:
+    """The rule of a `custom_jvp` call, in the form that JAX keeps it in, traced again like other
+    programs."""
+
+    def __init__(self, rule: Any):
+        self._rule, self.debug_info = rule, rule.debug_info
+
+    def call_wrapped(self, *zeros: bool) -> tuple[Any, Any, Any]:
+        """Returns the jaxpr of the rule, its constants, and which tangents of results are 0."""
+        jaxpr, consts, out_zeros = self._rule.call_wrapped(*zeros)
+        program = _retraced(ClosedJaxpr(jaxpr, consts))
+        return getattr(program, "jaxpr", program), program.consts, out_zeros
 
 
 def _is_program(param: Any) -> bool:

@@ -166,6 +166,7 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
 
 BRANCHES: dict[str, Callable[..., Any]] = {
     "cond": lambda t, s, i, j: s + jax.lax.cond(t[0] > 0, jnp.sin, jnp.cos, t)[j],
+    "rule": lambda t, s, i, j: s + jax.lax.cond(i > j, lambda: jax.nn.relu(t)[j], lambda: t[0]),
     "scan": lambda t, s, i, j: jax.lax.scan(lambda c, x: (c + 0.1 * x * c, None), s, t)[0],
     "loop": lambda t, s, i, j: s * jax.lax.fori_loop(0, 3, lambda n, c: c + t[j] + t[n], t[0]),
 }
