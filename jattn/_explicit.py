@@ -110,7 +110,8 @@ def with_results(equations: Any, values: dict[Any, Any]) -> dict[Any, Any]:
             )
         else:
             params = {name: _retraced(x) for name, x in equation.params.items()}
-            if "jvp_jaxpr_fun" in params:
+            was_retraced = params.get("call_jaxpr") is not equation.params.get("call_jaxpr")
+            if was_retraced and "jvp_jaxpr_fun" in params:
                 params["jvp_jaxpr_fun"] = _RetracedRule(params["jvp_jaxpr_fun"])
             options = equation.primitive.get_bind_params(params)
             results = equation.primitive.bind(*operands, **options)

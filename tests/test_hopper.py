@@ -405,10 +405,11 @@ def test_sums_of_large_values_do_not_overflow_and_small_values_keep_their_digits
     assert error(run((q, k, v * small))[0] / small, run((q, k, v))[0]) <= 1e-6
 
 
-HUGE = {
-    "temperature": scores.Temperature(jnp.array([1e-12, 2e-11])),
-    "function": lambda s, b, h, i, j: s * jnp.float32(1e10),
-    "lowest": lambda s, b, h, i, j: jnp.where(i > 3, jnp.finfo(jnp.float32).min, s),
+HUGE: dict[str, Any] = {
+    "scale": {"scale": jnp.float32(1e11)},
+    "temperature": {"score": scores.Temperature(jnp.array([1e-12, 2e-11]))},
+    "function": {"score": lambda s, b, h, i, j: s * jnp.float32(1e10)},
+    "lowest": {"score": lambda s, b, h, i, j: jnp.where(i > 3, jnp.finfo(jnp.float32).min, s)},
 }
 
 
@@ -420,7 +421,7 @@ def test_weights_sum_to_one_where_score_functions_make_huge_logits(name, impleme
     q, k = jnp.round(normal(140, 2, 16)), jnp.round(normal(140, 2, 16) * 2)
 
     def total(v: Any) -> Any:
-        out = jattn.attention(q, k, v, score=HUGE[name], implementation=implementation)
+        out = jattn.attention(q, k, v, implementation=implementation, **HUGE[name])
         return jnp.sum(out, dtype=jnp.float32), out
 
     run = quick_jit(jax.value_and_grad(total, has_aux=True))

@@ -53,7 +53,7 @@ def inlined(program: ClosedJaxpr, *examples: Any) -> ClosedJaxpr:
 
     `examples` are arguments of the program.
     """
-    if not any(x.primitive in CALLS and _has_rule(x) for x in program.jaxpr.eqns):
+    if not any(x.primitive in CALLS and _rules(x) for x in program.jaxpr.eqns):
         return program
 
     def run(*arguments: Any) -> list[Any]:
@@ -82,7 +82,7 @@ def split(
     needed, shared, moved = set[Var](), list[JaxprEqn](), set[Var]()
     for equation in reversed(candidates):
         depends_on_operands = operand_dependent.intersection(_variables_read(equation))
-        if needed.intersection(equation.outvars) or (depends_on_operands and _has_rule(equation)):
+        if needed.intersection(equation.outvars) or (depends_on_operands and _rules(equation)):
             needed.update(_variables_read(equation))
             shared.insert(0, equation)
             moved.update(equation.outvars if depends_on_operands else ())
@@ -166,8 +166,3 @@ def _is_float(x: Any) -> bool:
 
 def _variables_read(equation: JaxprEqn) -> set[Var]:
     return {x for x in equation.invars if not isinstance(x, Literal)}
-
-
-def _has_rule(equation: Any) -> bool:
-    """Returns whether an equation is a `custom_vjp` call or calls a program that has one."""
-    return bool(_rules(equation))

@@ -40,10 +40,10 @@ class Factors(NamedTuple):
 
     product_factor: multiplies products before score functions; it is the scale if there are any.
     score_factor: multiplies scores in the softmax; it is the scale if scores are products.
-    modified: whether there are score functions. The exponent of a weight is then the difference of
-        score and maximum times log2(e), because score functions can make scores so large that a
-        product with log2(e) has no digits left behind the point. Else it is the product of score
-        and `score_factor` log2(e) minus the maximum in these units, which is one operation.
+    modified: whether there are score functions or a traced scale. The exponent of a weight is then
+        the difference of score and maximum times log2(e), because these can make scores so large
+        that a product with log2(e) has no digits left behind the point. Else it is the product of
+        score and `score_factor` log2(e) minus the maximum in these units, which is one operation.
     dropout_scale: 1 / (1 − dropout rate). It multiplies sums of weighted values once at the end,
         instead of each weight that dropout keeps.
     headroom: the exponent e of the power 2^e by which weights are divided in a forward pass, so
@@ -59,7 +59,8 @@ class Factors(NamedTuple):
     @classmethod
     def of(cls, spec: Spec) -> tuple["Factors", Spec]:
         """Returns the factors, and the spec without its scale."""
-        factors = cls(modified=spec.score is not None, dropout_scale=1 / (1 - spec.dropout_rate))
+        is_modified = spec.score is not None or not is_static(spec.scale)
+        factors = cls(modified=is_modified, dropout_scale=1 / (1 - spec.dropout_rate))
         scale = number(spec.scale)
         if not is_static(spec.scale) or not 0 < scale < math.inf:
             return factors, spec
