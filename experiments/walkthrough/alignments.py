@@ -100,7 +100,7 @@ def alignments(maps: dict[str, np.ndarray], english: list[str], german: list[str
     """The weights of one sentence, a panel for each of the maps [English, German]."""
     figure, axes = panels(len(maps), width=12.0, height=3.9)
     for axis, (name, weights) in zip(axes, maps.items(), strict=True):
-        viz.heatmap(weights, english, german, title=name, axes=axis)
+        viz.heatmap(weights, english, german, title=name, values=False, axes=axis)
     return figure
 
 

@@ -55,7 +55,7 @@ def recurrent_and_direct() -> Diagram:
                 if i:
                     drawing.arrow((x - 38, 78), (x - 22, 78))
             else:
-                drawing.arrow((x, 140), (550 + 10 * i, 95))
+                drawing.arrow((x, 140), (590 + 10 * i, 95))
     return Diagram(
         drawing.svg(),
         "Left: x₁ reaches the last state h₅ through every state between. Right: y₅ reads x₁ "

@@ -196,8 +196,11 @@ def _code(code: Code) -> str:
     parts = []
     for kind, text in lex(code.text, get_lexer_by_name(code.language)):
         classes = [letter for group, letter in _COLOURED.items() if kind in group]
-        escaped = _text(text)
+        # A narrow page draws a comment as a box, after which the line must still end.
+        visible, end = (text[:-1], "\n") if text.endswith("\n") else (text, "")
+        escaped = _text(visible)
         parts.append(f'<span class="{classes[0]}">{escaped}</span>' if classes else escaped)
+        parts.append(end)
     kind = f'class="language-{_text(code.language)}"'
     return f'<pre tabindex="0"><code {kind}>{"".join(parts).rstrip()}</code></pre>\n'
 

@@ -86,7 +86,9 @@ def vectors() -> None:
     few = ["river", "lake", "muddy", "bank", "money", "loan", "strict"]
     rows = list(map(words.index, few))
     # The picture.
-    draw(viz.heatmap(alike[np.ix_(rows, rows)], few, title="cosines of word vectors"))
+    picture = viz.heatmap(alike[np.ix_(rows, rows)], few, title="cosines of word vectors")
+    picture.axes[0].set(xlabel="word", ylabel="word")
+    draw(picture)
 
 
 JOURNEY = ["Your", "journey", "starts", "with", "one", "step"]

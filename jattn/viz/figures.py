@@ -133,7 +133,7 @@ def grid(
     for index, panel in enumerate(panels.flat):
         _draw(panel, array[divmod(index, N)], scale)
         panel.set_title(label(names[index]), fontsize=font, parse_math=False)
-        _name_axes(panel, rows, columns, font=font, most=int(min(width, height) / 0.13))
+        _name_axes(panel, rows, columns, font=font, most=(int(height / 0.13), int(width / 0.13)))
         panel.label_outer()
     figure.colorbar(panels[0, 0].images[0], ax=panels.ravel().tolist(), shrink=0.7, aspect=30)
     if title is not None:
@@ -241,7 +241,7 @@ def show_mask(
     figure = _new_figure((2 * max(width, 2.6) + 0.8, max(height, 2.2) + 1.2), title)
     left, right = figure.subplots(1, 2)
     left.imshow(allowed, cmap=_tile_colours(2), vmin=0, vmax=1, interpolation="nearest")
-    _name_axes(left, rows, columns, most=24)
+    _name_axes(left, rows, columns, most=(24, 24))
     _draw_tiles(right, kinds, (T, S), blocks)
     _name_axes(right, None, None)
     left.set_title(f"{allowed.mean():.0%} of {T} × {S} pairs", fontsize=10)
@@ -358,20 +358,21 @@ def _name_axes(
     *,
     names: tuple[str, str] = ("query", "key"),
     font: int = 9,
-    most: int = _MOST_LABELS,
+    most: tuple[int, int] = (_MOST_LABELS, _MOST_LABELS),
 ) -> None:
     """Names the axes, and labels at most `most` rows and columns by tokens or by integers."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     # A dollar sign in a token must not begin a formula.
     style: dict[str, Any] = {"fontsize": font, "parse_math": False}
-    for axis, tokens, name in ((axes.yaxis, rows, names[0]), (axes.xaxis, columns, names[1])):
+    sides = zip((axes.yaxis, axes.xaxis), (rows, columns), names, most, strict=True)
+    for axis, tokens, name, count in sides:
         axis.set_label_text(name, fontsize=10, parse_math=False)
         if tokens is None:
             options: dict[str, Any] = {"integer": True, "min_n_ticks": 1, "steps": [1, 2, 5, 10]}
             axis.set_major_locator(MaxNLocator("auto", **options))
         else:
-            labelled = range(0, len(tokens), -(-len(tokens) // max(1, most)))
+            labelled = range(0, len(tokens), -(-len(tokens) // max(1, count)))
             axis.set_ticks(labelled, [label(tokens[index]) for index in labelled], **style)
     axes.tick_params(axis="x", length=0, labelrotation=0 if columns is None else 90)
     axes.tick_params(axis="y", length=0)
@@ -382,10 +383,16 @@ def _write_values(axes: Axes, array: np.ndarray, image: Any) -> None:
     masked = (array == -np.inf) | ((array == 0) & (array.min() == 0))
     for row, column in np.argwhere(~masked):
         value = array[row, column]
-        red, green, blue, _ = image.to_rgba(value)
-        ink = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        ink = "white" if _luminance(image.to_rgba(value)) < 0.179 else "black"
         text = f"{value:.2f}".replace("-", "−")
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    """Returns the relative luminance of WCAG 2; white and black on 0.179 have equal contrast."""
+    channels = np.asarray(colour[:3])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
 
 
 _KINDS = {  # kinds of tiles: name, colour, hatching

@@ -293,7 +293,10 @@ const keys = {
   f: () => { resetZoom(); redraw(); },
   "+": () => zoomBy(1.5),
   "-": () => zoomBy(1 / 1.5),
-  "?": () => byId("help").showModal(),
+  "?": () => {
+    byId("help").showModal(); // focuses the button at the end and scrolls to it
+    byId("help").scrollTop = 0;
+  },
   0: () => { state.heads = allHeads(); load(); },
   Escape: () => {
     if (playing) play();
