@@ -87,6 +87,9 @@ constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
 constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
 constexpr Index kWorth = kPart < 32 ? 1 : 32;  // fewest keys saved for which a block is cut
 
+constexpr Index kIds = kBytes / sizeof(int32_t);
+typedef int32_t IdVector __attribute__((vector_size(kBytes)));
+
 // The ids of some lanes: a list if there are few, and their range.
 struct Ids {
   static constexpr int kFew = 8;
@@ -108,6 +111,12 @@ struct Ids {
 
   bool may_have(int32_t id) const {
     return least <= id && id <= most && (count > kFew || listed(id));
+  }
+
+  // Whether any of kIds consecutive ids is in the range.
+  bool may_have_any(const int32_t* ids) const {
+    const auto x = load<IdVector>(ids);
+    return !is_zero((Ints)((x >= least) & (x <= most)));
   }
 };
 
@@ -227,7 +236,9 @@ struct Block {
     j = std::max(j, x.least_start);
     if (rules.own.map && j < end) return seen_in_map(rules.own, x, j, end);
     if (rules.q_ids) {
+      while (j + kIds <= end && !x.ids.may_have_any(rules.kv_ids + j)) j += kIds;
       while (j < end && !x.ids.may_have(rules.kv_ids[j])) ++j;
+      while (j + kIds <= end && !x.ids.may_have_any(rules.kv_ids + end - kIds)) end -= kIds;
       while (j < end && !x.ids.may_have(rules.kv_ids[end - 1])) --end;
     }
     if (j >= end) return {Kind::kEmpty, j, 0};

@@ -64,12 +64,12 @@ struct ForwardBlock {
       apply(rules.own, block, lanes, seen, nonfinite, scores);
     }
     const bool grows =
-        by_rule ? online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nullptr, T{1}, scores)
+        by_rule ? online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nullptr, T{1}, exact, scores)
         : kind == Kind::kMixed
-            ? online_softmax_step<Steps::kMask>(rules, lanes, j, keys, nonfinite, factor, scores)
+            ? online_softmax_step<Steps::kMask>(rules, lanes, j, keys, nonfinite, factor, exact, scores)
         : modified
-            ? online_softmax_step<Steps::kModify>(rules, lanes, j, keys, nonfinite, factor, scores)
-            : online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nonfinite, factor, scores);
+            ? online_softmax_step<Steps::kModify>(rules, lanes, j, keys, nonfinite, factor, exact, scores)
+            : online_softmax_step<Steps::kScale>(rules, lanes, j, keys, nonfinite, factor, exact, scores);
     if (grows && !fresh) sums.rescale(lanes, shrink);
     sums.add(tile, at, keys, lanes, scores, fresh, exact);
     fresh = false;
@@ -79,16 +79,16 @@ struct ForwardBlock {
   // the running maximum of any query increased.
   template <Steps kSteps>
   JATTN_APART bool online_softmax_step(const Rules& rules, Lanes lanes, Index j, Index keys,
-                                       const T* nonfinite, T factor, T* scores) {
+                                       const T* nonfinite, T factor, bool exact, T* scores) {
     const Index t = lanes.size, end = lanes.end();
     bool grows = false;
     Index i = lanes.first;
     for (; i + kWide * L <= end; i += kWide * L, scores += kWide * L)
-      grows |= step_lanes<kSteps, kWide>(rules, i, t, j, keys, nonfinite, factor, scores);
+      grows |= step_lanes<kSteps, kWide>(rules, i, t, j, keys, nonfinite, factor, exact, scores);
     for (; i + 2 * L <= end; i += 2 * L, scores += 2 * L)
-      grows |= step_lanes<kSteps, 2>(rules, i, t, j, keys, nonfinite, factor, scores);
+      grows |= step_lanes<kSteps, 2>(rules, i, t, j, keys, nonfinite, factor, exact, scores);
     for (; i < end; i += L, scores += L)
-      grows |= step_lanes<kSteps, 1>(rules, i, t, j, keys, nonfinite, factor, scores);
+      grows |= step_lanes<kSteps, 1>(rules, i, t, j, keys, nonfinite, factor, exact, scores);
     return grows;
   }
 
@@ -96,7 +96,7 @@ struct ForwardBlock {
   // rows `t` apart.
   template <Steps kSteps, int N>
   bool step_lanes(const Rules& rules, Index first, Index t, Index j, Index keys, const T* nonfinite,
-                  T factor, T* scores) {
+                  T factor, bool exact, T* scores) {
     constexpr bool kModified = kSteps != Steps::kScale;
     const T left = kModified ? T{1} : factor;  // for what stands in `scores`
     Vector now[N], shift[N], total[N];
@@ -126,18 +126,26 @@ struct ForwardBlock {
       total[n] = load(sum + i) * shrunk;
       store(most + i, now[n]);
       store(shrink + i, shrunk);
-      for (int l = 0; l < L; ++l) grows |= now[n][l] != before[l];
+      grows |= !is_zero((Ints)(now[n] != before));
     }
-    for (Index s = 0; s < keys; ++s) {
+    const auto write = [&](Index s, auto count) {  // the weights of `count` keys from s on
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        T* here = scores + s * t + n * L;
-        Vector weights = exponential(load(here) * left - shift[n]);
-        total[n] += weights;
-        if (rules.threshold) weights = block.dropped(rules, weights, first + n * L, j + s);
-        store(here, weights);
+        T* here = scores + n * L;
+        Vector weights[Products::kKeys] = {};
+        for (int k = 0; k < count; ++k) {
+          weights[k] = exponential(load(here + (s + k) * t) * left - shift[n]);
+          total[n] += weights[k];
+          if (rules.threshold)
+            weights[k] = block.dropped(rules, weights[k], first + n * L, j + s + k);
+        }
+        Products::put_weights(weights, here, s, keys, t, exact);
       }
-    }
+    };
+    constexpr int kStep = Products::kKeys;
+    Index s = 0;
+    for (; s + kStep <= keys; s += kStep) write(s, std::integral_constant<int, kStep>{});
+    for (; s < Products::rows(keys); s += kStep) write(s, static_cast<int>(std::max<Index>(0, keys - s)));
     for (int n = 0; n < N; ++n) store(sum + first + n * L, total[n]);
     return grows;
   }

@@ -64,13 +64,16 @@ inline void narrow(const T* from, Index stride, Index count, Index size, Bfloat1
     }
 }
 
-// Interleaves two rows as one row of pairs.
-inline void store_pairs(__m256i x, __m256i y, Pair* to) {
+// Interleaves two rows of bfloat16, one after the other, as one row of pairs.
+inline __m512i interleaved(__m512i both) {
   alignas(64) static constexpr uint16_t kTurns[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), both));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), both);
+}
+inline __m512i paired(__m512 x, __m512 y) { return interleaved((__m512i)_mm512_cvtne2ps_pbh(y, x)); }
+inline void store_pairs(__m256i x, __m256i y, Pair* to) {
+  _mm512_storeu_si512(to, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1)));
 }
 
 // Writes rows [count, width] as pairs [rows / 2, width], padded with 0, and remainders to `rest`.
@@ -216,6 +219,21 @@ struct Pairs {
   static constexpr bool kScales = false;
   static Index room(Index keys) { return up(keys, kDepth) / 2 * 3; }
 
+  // Pairs of weights overwrite scores that have been read. If they are to be `exact`, pairs of their
+  // remainders follow them.
+  static constexpr int kKeys = 2;
+  static Index rows(Index keys) { return up(keys, kDepth); }
+  static void put_weights(const Vector* weights, T* scores, Index s, Index keys, Index t, bool exact) {
+    const __m512 x = (__m512)weights[0], y = (__m512)weights[1];
+    const __m512i pairs = paired(x, y);
+    Pair* to = reinterpret_cast<Pair*>(scores) + s / 2 * t;
+    _mm512_storeu_si512(to, pairs);
+    if (!exact) return;
+    const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
+    const __m512 second = (__m512)_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF0000));
+    _mm512_storeu_si512(to + rows(keys) * t, paired(x - first, y - second));
+  }
+
   // The configuration of a thread's matrix units while it uses them.
   struct Session {
 #if JATTN_MATRICES
@@ -296,15 +314,15 @@ struct Pairs {
       pair_product(keys, lanes.size, H_, tile.k + at * H_, H_, q, t_, to, lanes.size, false);
     }
     void clear() { std::fill(sums_, sums_ + V_ * t_, T{0}); }
-    void add(const Tile& tile, Index at, Index keys, Lanes lanes, T* weights, bool fresh, bool exact) {
-      const Index depth = up(keys, kDepth), t = lanes.size;
-      // Pairs overwrite weights that have been read; their remainders come after them.
-      Pair *pairs = reinterpret_cast<Pair*>(weights), *rest = exact ? pairs + depth * t : nullptr;
+    // `weights` as written by `put_weights`.
+    void add(const Tile& tile, Index at, Index keys, Lanes lanes, const T* weights, bool fresh,
+             bool exact) {
+      const Index depth = rows(keys), t = lanes.size;
+      const Pair* pairs = reinterpret_cast<const Pair*>(weights);
       const Bfloat16* v = tile.transposed + at;
       T* sums = sums_ + lanes.first;
-      pair_rows(weights, keys, t, pairs, depth, rest);
       pair_product(V_, t, depth, v, tile.stride, pairs, t, sums, t_, !fresh);
-      if (exact) pair_product(V_, t, depth, v, tile.stride, rest, t, sums, t_, true);
+      if (exact) pair_product(V_, t, depth, v, tile.stride, pairs + depth * t, t, sums, t_, true);
     }
     void rescale(Lanes lanes, const T* factors) {
       for (Index h = 0; h < V_; ++h)

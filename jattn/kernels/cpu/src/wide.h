@@ -10,6 +10,13 @@ struct Wide {
   static constexpr bool kScales = true;  // whether queries come multiplied with the scale
   static Index room(Index keys) { return keys; }  // numbers for the scores or weights of one query
 
+  // Weights of kKeys keys are written together, for `rows(keys)` keys in all: zeros for the last ones.
+  static constexpr int kKeys = 1;
+  static Index rows(Index keys) { return keys; }
+  static void put_weights(const Vector* weights, T* scores, Index s, Index, Index t, bool) {
+    store(scores + s * t, weights[0]);
+  }
+
   // The state of a thread while it computes products: none.
   struct Session {
     ~Session() {}
