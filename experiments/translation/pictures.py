@@ -158,7 +158,9 @@ def _draw_curves(
         ]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    )
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
