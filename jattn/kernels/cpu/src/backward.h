@@ -51,7 +51,7 @@ struct BackwardBlock {
   // For keys j .. end - 1.
   BackwardBlock(const Head& head, Index first, Index count, Index j, Index end, Index H, Index V,
                 Bench bench)
-      : block(head.rules, first, count, j, end),
+      : block(head.rules, first, count, Products::kFewestLanes, j, end),
         H(H),
         V(V),
         sums(block.width, kKeys, H, V, bench),
@@ -71,7 +71,7 @@ struct BackwardBlock {
   template <Of kOf>
   void visit(const Head& head, const Keys& seen, Index start, const Sums<Products>& run) {
     Piece pieces[3];
-    const int count = block.cut(head.rules, seen, 2 * kWorth, pieces);
+    const int count = block.cut(head.rules, seen, pieces);
     for (int n = 0; n < count; ++n) visit<kOf>(head, pieces[n], start, run);
   }
 

@@ -82,11 +82,6 @@ inline uint32_t mix(uint32_t x) {
 constexpr Index kSizes[] = {JATTN_TILES};
 constexpr Index kQueries = kSizes[0], kKeys = kSizes[1];  // of a tile
 constexpr Index kRun = kSizes[2];  // keys whose gradients are summed before they are written
-// Queries of half a block, if products can take it: whole vectors, and whole depths of pairs.
-constexpr Index kLeast = JATTN_SINGLE ? 32 : kLanes;
-constexpr Index kPart = kQueries % (2 * kLeast) == 0 ? kQueries / 2 : kQueries;
-constexpr Index kWorth = kPart < 32 ? 1 : 32;  // fewest keys saved for which a block is cut
-
 constexpr Index kIds = kBytes / sizeof(int32_t);
 typedef int32_t IdVector __attribute__((vector_size(kBytes)));
 
@@ -134,19 +129,22 @@ struct Block {
   Index first, count, width;  // width: count as whole vectors
   alignas(64) Int start[kQueries], stop[kQueries], ids[kQueries];
   alignas(64) uint32_t hashes[kQueries], last[kQueries];
-  Range whole, parts[2];  // parts: if there are two
+  Index part;  // the lanes of half a block, if products can take so few; else 0
+  Range whole, parts[2];
 
-  Block(const Rules& rules, Index first, Index count) : Block(rules, first, count, 0, rules.S) {}
+  Block(const Rules& rules, Index first, Index count, Index fewest)
+      : Block(rules, first, count, fewest, 0, rules.S) {}
 
-  // For keys j .. end - 1: the map is only read for these.
-  Block(const Rules& rules, Index first, Index count, Index j, Index end)
-      : first(first), count(count), width(up(count, kLanes)) {
+  // For keys j .. end - 1: the map is only read for these. Products take `fewest` lanes or more.
+  Block(const Rules& rules, Index first, Index count, Index fewest, Index j, Index end)
+      : first(first), count(count), width(up(count, kLanes)),
+        part(width % (2 * fewest) ? 0 : width / 2) {
     if (!rules.own.map) read_runs(rules);
     if (rules.threshold) hash(rules);
     whole = range(rules, {0, width}, j, end);
-    if (!in_parts() || whole.least_start >= whole.most_stop) return;
+    if (!part || whole.least_start >= whole.most_stop) return;
     for (Index p = 0; p < 2; ++p)
-      parts[p] = range(rules, {p * kPart, kPart}, whole.least_start, whole.most_stop);
+      parts[p] = range(rules, {p * part, part}, whole.least_start, whole.most_stop);
   }
 
   // The arguments of a rule for some lanes and keys.
@@ -155,8 +153,6 @@ struct Block {
     return {first + lanes.first, last - lanes.first, lanes.size, seen.j,       seen.count,
             own.t,               own.S,              own.operands, own.gradients};
   }
-
-  bool in_parts() const { return kPart < kQueries && width == kQueries; }
 
   void read_runs(const Rules& rules) {
     for (Index i = 0; i < width; ++i) {
@@ -250,14 +246,14 @@ struct Block {
     return {full ? Kind::kFull : Kind::kMixed, j, end - j};
   }
 
-  // Cuts the keys that the block sees into at most three pieces, if this saves its parts at least
-  // `least` keys in total: keys of one part, then keys of both, then keys of one part.
-  int cut(const Rules& rules, const Keys& seen, Index least, Piece* pieces) const {
+  // Cuts the keys that the block sees into at most three pieces, if this saves its parts at least as
+  // many keys as each has lanes: keys of one part, then keys of both, then keys of one part.
+  int cut(const Rules& rules, const Keys& seen, Piece* pieces) const {
     pieces[0] = {whole.lanes, seen};
-    if (!in_parts() || seen.kind != Kind::kMixed) return 1;
+    if (!part || seen.kind != Kind::kMixed) return 1;
     const Keys a = this->seen(rules, parts[0], seen.j, seen.count);
     const Keys b = this->seen(rules, parts[1], seen.j, seen.count);
-    if (2 * seen.count - a.count - b.count < least) return 1;
+    if (2 * seen.count - a.count - b.count < part) return 1;
     int count = 0;
     const auto add = [&](const Range& x, Index j, Index end) {
       const Keys keys = j < end ? this->seen(rules, x, j, end - j) : Keys{Kind::kEmpty, j, 0};

@@ -32,7 +32,7 @@ struct ForwardBlock {
   alignas(64) T sum[kQueries], shrink[kQueries];
 
   ForwardBlock(const Head& head, Index first, Index count, Index H, Index V, Bench& bench)
-      : block(head.rules, first, count),
+      : block(head.rules, first, count, Products::kFewestLanes),
         sums(head.q.from(first), count, block.width, H, V, head.scale, bench),
         factor(Products::kScales ? T{1} : head.scale) {
     std::fill(most, most + block.width, -kInfinity);
@@ -44,7 +44,7 @@ struct ForwardBlock {
   void visit(const Head& head, const Keys& seen, Index start, const typename Products::Tile& tile,
              bool exact, T* scores) {
     Piece pieces[3];
-    const int count = block.cut(head.rules, seen, kWorth, pieces);
+    const int count = block.cut(head.rules, seen, pieces);
     for (int n = 0; n < count; ++n) visit(head, pieces[n], start, tile, exact, scores);
   }
 

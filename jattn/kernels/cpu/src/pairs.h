@@ -217,6 +217,7 @@ JATTN_APART void pair_product(Index rows, Index columns, Index depth, const Bflo
 
 struct Pairs {
   static constexpr bool kScales = false;
+  static constexpr Index kFewestLanes = kDepth;  // products over queries have whole depths
   static Index room(Index keys) { return up(keys, kDepth) / 2 * 3; }
 
   // Pairs of weights overwrite scores that have been read. If they are to be `exact`, pairs of their

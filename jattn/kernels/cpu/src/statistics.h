@@ -39,7 +39,7 @@ struct StatisticsBlock {
 
   StatisticsBlock(const Head& head, const Asked& asked, Index first, Index count, Index H,
                   Bench& bench)
-      : block(head.rules, first, count),
+      : block(head.rules, first, count, kQueries),
         sums(head.q.from(first), count, block.width, H, 0, head.scale, bench),
         factor(Products::kScales ? T{1} : head.scale) {
     for (Index i = 0; i < block.width; ++i) {

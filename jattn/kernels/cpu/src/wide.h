@@ -8,6 +8,7 @@ namespace {
 
 struct Wide {
   static constexpr bool kScales = true;  // whether queries come multiplied with the scale
+  static constexpr Index kFewestLanes = kLanes;  // of a product
   static Index room(Index keys) { return keys; }  // numbers for the scores or weights of one query
 
   // Weights of kKeys keys are written together, for `rows(keys)` keys in all: zeros for the last ones.
