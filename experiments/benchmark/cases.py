@@ -30,6 +30,7 @@ class BenchmarkCase:
     documents: int = 8
     S: int | None = None
     plain: bool = False
+    dtype: str = "float32"
 
     @property
     def key_heads(self) -> int:
@@ -37,11 +38,14 @@ class BenchmarkCase:
         return self.K or self.N
 
     def inputs(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draws query `[B, T, N, H]`, key and value `[B, T or S, K, H]` in float32."""
+        """Draws query `[B, T, N, H]`, key and value `[B, T or S, K, H]`, rounded to `dtype`."""
         rng = np.random.default_rng(seed)
         kv_shape = (self.B, self.S or self.T, self.key_heads, self.H)
         shapes = [(self.B, self.T, self.N, self.H), kv_shape, kv_shape]
-        query, key, value = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        query, key, value = (
+            rng.standard_normal(shape, np.float32).astype(jnp.dtype(self.dtype), copy=False)
+            for shape in shapes
+        )
         return query, key, value
 
     def ids(self) -> np.ndarray:
@@ -100,9 +104,15 @@ class BenchmarkCase:
         """Returns the multiplications and additions in the products of the allowed pairs."""
         return self.allowed_pairs() * 2 * self.H * (2 + 5 * backward)
 
+    def sizes(self) -> str:
+        """Returns B, N, T, S, H and the pattern, as in tables."""
+        pattern = "" if self.pattern == "full" else f" {self.pattern}"
+        return f"{self.B}, {self.N}, {self.T}, {self.S or self.T}, {self.H}{pattern}"
+
     def bytes_held(self) -> int:
         """Returns the bytes of keys and values, which a step of decoding has to read once."""
-        return 2 * 4 * self.B * (self.S or self.T) * self.key_heads * self.H
+        size = jnp.dtype(self.dtype).itemsize
+        return 2 * size * self.B * (self.S or self.T) * self.key_heads * self.H
 
 
 CASES = (
@@ -123,6 +133,30 @@ CASES = (
     BenchmarkCase("query-arrays", 8, 8, 1, 64, S=4096, plain=True),
     BenchmarkCase("queries-arrays", 8, 8, 8, 64, S=4096, plain=True),
 )
+
+_STANDARD = {case.name: case for case in CASES}
+# Cases for the engines of `engines.py`, which have full and causal attention only.
+ENGINE_CASES = (
+    _STANDARD["short"],
+    _STANDARD["sentence"],
+    BenchmarkCase("full-256", 8, 8, 256, 64),
+    BenchmarkCase("causal-256", 8, 8, 256, 64, pattern="causal"),
+    BenchmarkCase("full-512", 4, 8, 512, 64),
+    BenchmarkCase("causal-512", 4, 8, 512, 64, pattern="causal"),
+    BenchmarkCase("full-1024", 1, 8, 1024, 64),
+    BenchmarkCase("causal-1024", 1, 8, 1024, 64, pattern="causal"),
+    _STANDARD["page"],
+    _STANDARD["page-causal"],
+    BenchmarkCase("wide-causal", 1, 8, 2048, 128, pattern="causal"),
+    _STANDARD["long-causal"],
+    _STANDARD["decode"],
+)
+NAMED = {case.name: case for case in (*CASES, *ENGINE_CASES)}
+
+
+def named(names: list[str] | None, default: tuple[BenchmarkCase, ...]) -> tuple[BenchmarkCase, ...]:
+    """Returns the cases of these names, or without names the default ones."""
+    return default if names is None else tuple(NAMED[name] for name in NAMED if name in names)
 
 
 def growing(lengths: tuple[int, ...]) -> tuple[BenchmarkCase, ...]:

@@ -9,18 +9,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jattn
 from experiments.benchmark.cases import BenchmarkCase
 
 
+def _from_jax(result: Any) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(result) if x.ndim]
+
+
 class Runnable(NamedTuple):
-    """A function to time, with the compile time and temporary memory of its program if known."""
+    """A function to time, with the compile time and temporary memory of its program if known.
+
+    `arrays` converts what `run` returns, the output or the gradients of query, key and value, to
+    float32 arrays `[B, T, N, H]`."""
 
     run: Callable[[], Any]  # returns when the result is ready
     compile_seconds: float = 0.0
     temporary_bytes: int | None = None
+    arrays: Callable[[Any], list[np.ndarray]] = _from_jax
 
 
 Peer = Callable[[BenchmarkCase, bool], Runnable | None]

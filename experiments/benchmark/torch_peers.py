@@ -20,8 +20,8 @@ from experiments.benchmark.rules import CAUSAL, BenchmarkRule
 
 
 def _runnable(case: BenchmarkCase, backward: bool, attend: Callable[..., Any]) -> Runnable:
-    tensors = [torch.from_numpy(x).transpose(1, 2).contiguous() for x in case.inputs()]
-    weights = torch.from_numpy(case.inputs(seed=1)[0]).transpose(1, 2).contiguous()
+    tensors = [_heads_first(x, case.dtype) for x in case.inputs()]
+    weights = _heads_first(case.inputs(seed=1)[0], case.dtype)
 
     def run() -> Any:
         if not backward:
@@ -31,9 +31,19 @@ def _runnable(case: BenchmarkCase, backward: bool, attend: Callable[..., Any]) -
         (attend(*leaves) * weights).sum().backward()
         return [x.grad for x in leaves]
 
+    def arrays(result: Any) -> list[np.ndarray]:
+        tensors = result if backward else [result]
+        return [x.float().transpose(1, 2).numpy() for x in tensors]
+
     start = time.perf_counter()
     run()
-    return Runnable(run, time.perf_counter() - start)
+    return Runnable(run, time.perf_counter() - start, arrays=arrays)
+
+
+def _heads_first(array: np.ndarray, dtype: str) -> Any:
+    # through float32, as torch does not read NumPy's arrays of bfloat16
+    tensor = torch.from_numpy(np.asarray(array, np.float32)).to(getattr(torch, dtype))
+    return tensor.transpose(1, 2).contiguous()
 
 
 def sdpa(case: BenchmarkCase, backward: bool) -> Runnable | None:
