@@ -1,4 +1,4 @@
-"""The GPU benchmark, on a CPU with tiny sizes: its floors and predictions."""
+"""The benchmarks of engines and of GPUs, on a CPU with tiny sizes: results, floors, predictions."""
 
 import json
 from typing import Any
@@ -7,22 +7,40 @@ import jax
 import pytest
 
 from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import device, timing
+from experiments.benchmark import cases, device, engines, peers, timing
 from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
 from experiments.benchmark.predictions import predicted
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_table_of_engines_says_which_are_wrong_or_absent(tmp_path, monkeypatch, capsys):
+    full, causal = (BenchmarkCase("", 1, 2, 16, 8, pattern=x) for x in ("full", "causal"))
+    wrong = lambda _, backward: peers.jax_nn(full, backward)  # noqa: E731
+    known = {"right": (peers.jax_nn, ["jax"]), "wrong": (wrong, []), "none": (wrong, ["absent"])}
+    monkeypatch.setattr(engines, "ENGINES", known)
+    monkeypatch.setattr(cases, "ENGINE_CASES", [causal])
+    options = ["--dtype", "bfloat16", "--seconds", "0", "--out", str(tmp_path)]
+    assert benchmark.main(["--peers", *options]) == 1
+    rows = [json.loads(line) for line in (tmp_path / "engines.jsonl").read_text().splitlines()]
+    assert [row["pass"] for row in rows] == ["forward", "forward+backward"]
+    for row in rows:
+        assert {*row["errors"]} == {"wrong"} and row["best"] == min(row["ratio"].values())
+    out, err = capsys.readouterr()
+    assert out.count("FAILED: wrong differs from jattn") == 2
+    assert "none is not installed" in err and "results that differ from jattn's: 2" in err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="competitors there are others")
 @pytest.mark.filterwarnings("ignore:.*torch.*")
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_command_measures_who_runs_and_says_why_others_do_not(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "TURN", 0.001)
     sizes = ["--tokens", "128", "--width", "32", "--lengths", "64", "--heads", "16"]
     names = ["--implementations", "native", "blockwise", "hopper", "cudnn"]
     options = ["--patterns", "documents", "--seconds", "0", "--out", str(tmp_path)]
-    settings = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with settings[0], settings[1], jax.enable_x64(False):
+    with jax.enable_x64(False):
         assert benchmark.main(["device", *names, *sizes, *options]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["pass"] for row in rows] == ["forward", "backward"]
@@ -46,17 +64,9 @@ def test_unknown_names_are_refused(capsys):
 
 def row(pattern: str, which: str, teraflops: float, **ratio: float) -> dict[str, Any]:
     """A row of results for heads of 128 at 16,384 tokens on an H200."""
-    return {
-        "case": f"{pattern}-16384-128",
-        "pattern": pattern,
-        "pass": which,
-        "T": 16384,
-        "H": 128,
-        "device": "NVIDIA H200",
-        "ours": "hopper",
-        "teraflops": {"hopper": teraflops},
-        "ratio": ratio,
-    }
+    sizes = {"T": 16384, "H": 128, "device": "NVIDIA H200", "ours": "hopper", "ratio": ratio}
+    case = {"case": f"{pattern}-16384-128", "pattern": pattern, "pass": which}
+    return sizes | case | {"teraflops": {"hopper": teraflops}}
 
 
 def test_the_least_figure_decides_on_a_floor():
@@ -90,15 +100,13 @@ def test_calls_are_repeated_until_launching_them_does_not_count(monkeypatch):
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("backward", [False, True])
 def test_predictions_are_those_of_the_measured_kernels(head, backward):
-    ranges = [
-        predicted(
-            "hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head, pattern=pattern), backward
-        )
-        for pattern in ("full", "causal", "documents")
-    ]
-    for least, most in ranges:  # pyright: ignore[reportGeneralTypeIssues]
+    def of(kernel: str, device: str, pattern: str = "full", head: int = head) -> Any:
+        case = BenchmarkCase("", 1, 1, 8, head, pattern=pattern)
+        return predicted(kernel, device, case, backward)
+
+    for pattern in ("full", "causal", "documents"):
+        least, most = of("hopper", "NVIDIA H200", pattern)
         assert 300 < least < most < 990
         assert not backward or most < 5 / 7 * 990  # 2 products are computed twice
-    assert predicted("hopper", "cpu", BenchmarkCase("", 1, 1, 8, head), backward) is None
-    assert predicted("ampere", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, head), backward) is None
-    assert predicted("hopper", "NVIDIA H200", BenchmarkCase("", 1, 1, 8, 48), backward) is None
+    assert of("hopper", "cpu") is of("ampere", "NVIDIA H200") is None
+    assert of("hopper", "NVIDIA H200", head=48) is None

@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark                      every case, forward and with gradients
     python -m experiments.benchmark --cases page long-window --peers jax.nn
+    python -m experiments.benchmark --peers              beside OpenVINO, ONNX Runtime and PyTorch
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
     python -m experiments.benchmark training             steps of the translation experiment
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, device, gym, peers, timing, training, tune
+from experiments.benchmark import cases, device, engines, gym, peers, timing, training, tune
 from experiments.benchmark.rules import RULES
 from experiments.offline import command as offline
 from experiments.runs import bounds
@@ -158,13 +159,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = [case.name for case in cases.CASES]
+    known = list(cases.NAMED)
     parser.add_argument("--cases", nargs="+", choices=known, metavar="CASE", help=", ".join(known))
     parser.add_argument(
         "--peers",
         nargs="*",
-        help="competitors of jattn; blockwise is jattn's own XLA path; default: all others",
+        help="competitors of jattn; blockwise is jattn's own XLA path; default: all others; "
+        "without a name: OpenVINO, ONNX Runtime and PyTorch, in a table of their own",
     )
+    parser.add_argument("--dtype", choices=engines.DTYPES, help="of --peers without a name")
     parser.add_argument("--pass", dest="which", choices=["forward", "backward", "both"])
     parser.add_argument("--growing", action="store_true", help="causal attention over T")
     rules = [rule.name for rule in RULES]
@@ -204,13 +207,15 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
     if arguments.gym:
         return gym.measure_all(arguments)
+    if arguments.peers == [] and not arguments.growing:
+        return engines.measure_all(arguments)
     try:
         competitors = available(arguments.peers)
     except ValueError as error:
         raise UserError(str(error)) from error
-    chosen = cases.growing(tuple(arguments.lengths)) if arguments.growing else cases.CASES
-    if arguments.cases:
-        chosen = tuple(case for case in chosen if case.name in arguments.cases)
+    chosen = cases.named(arguments.cases, cases.CASES)
+    if arguments.growing:
+        chosen = cases.growing(tuple(arguments.lengths))
     passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
     results = arguments.out / "results.jsonl"
     replace(results, "")
