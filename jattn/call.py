@@ -344,7 +344,7 @@ def _check_leaves(spec: Spec, shapes: Shapes, shards: int, *, cached: bool = Fal
             _check_axes(name, letters, np.shape(leaf), shapes, shards, cached)
     for mask in jax.tree.leaves(spec.mask, is_leaf=lambda x: isinstance(x, Blocks)):
         if isinstance(mask, Blocks):
-            mask.check_covers(shapes.T * shards, shapes.S * shards)
+            mask.check_block_counts(shapes.T * shards, shapes.S * shards)
 
 
 def _positions(name: str, letters: str, value: Any) -> tuple[Any, Any]:

@@ -113,9 +113,9 @@ class Span(NamedTuple):
     places: Indices
 
     @property
-    def consecutive(self) -> bool:
-        """Whether the positions are the default ones, and so consecutive. False for positions that
-        a user set, even to consecutive numbers."""
+    def has_default_positions(self) -> bool:
+        """Whether the positions are the default ones, the places, and so consecutive. False for
+        positions that a user set, even to the same numbers."""
         return self.positions is self.places
 
 
@@ -197,7 +197,7 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    of_positions = False  # whether the mask depends on positions and fields, but not on places
+    ignores_places = False  # True if a mask reads positions but no places; And, Or, Not keep False
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
@@ -274,7 +274,7 @@ class Mask:
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
-        _check_covers(self, T, S)
+        _check_axis_lengths(self, T, S)
         mask_batch, mask_heads = leading(self)
         B, N = _batch_shape(batch) or mask_batch, mask_heads if heads is None else heads
         check_size("heads", N, 0)
@@ -345,8 +345,8 @@ def as_mask(value: Any) -> Mask:
     """Converts a value to a mask.
 
     Masks are returned unchanged; a boolean array becomes `Dense`, a function `Predicate` and None
-    `Full`. A layer of `jattn.nn` keeps its mask inside an NNX module, `layer.mask`; that module
-    becomes the mask inside it. Raises TypeError for anything else.
+    `Full`. A layer of `jattn.nn` keeps its mask inside an NNX module, `layer.mask`; given that
+    module, `as_mask` returns the mask that it holds. Raises TypeError for anything else.
 
     >>> masks.as_mask(None), type(masks.as_mask(lambda b, h, q, kv: q >= kv)).__name__
     (Full(), 'Predicate')
@@ -395,8 +395,9 @@ def as_span(value: Indices | Span) -> Span:
     """Returns a `Span` unchanged; an array becomes both the positions and the places of a span."""
     if isinstance(value, Span):
         return value
-    positions = jnp.asarray(integers.of_formula("rows, columns", value))
-    return Span(positions, jnp.copy(positions))  # `consecutive` tests whether both are one array
+    positions = jnp.asarray(integers.wide_positions("rows, columns", value))
+    # A copy, so that `has_default_positions` is False: these indices need not be consecutive.
+    return Span(positions, jnp.copy(positions))
 
 
 def span(size: Size, positions: Indices | None = None) -> Span:
@@ -430,7 +431,7 @@ def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
         x = positions.get(name)
         if x is not None:
             check_array(name, x, letters, "integer", shape=(size,))
-            x = integers.of_formula(name, x)
+            x = integers.wide_positions(name, x)
         arrays.append(x)
     q, kv = arrays
     if all(x is None or integers.is_narrow(x) for x in arrays):
@@ -439,7 +440,7 @@ def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
     return q, kv
 
 
-def _check_covers(mask: Mask, T: int, S: int) -> None:
+def _check_axis_lengths(mask: Mask, T: int, S: int) -> None:
     """Raises ValueError unless axes T and S of the mask's arrays have the lengths T and S.
 
     JAX would not raise an error for indices beyond the array's end, but clamp them.
@@ -453,7 +454,7 @@ def _check_covers(mask: Mask, T: int, S: int) -> None:
                 name, shape = f"mask{jax.tree_util.keystr(path)}", list(leaf.shape)
                 raise ValueError(f"{name}: expected {axis_name} = {size}, got shape {shape}")
     for blocks in _parts_of(mask, Blocks):
-        blocks.check_covers(T, S)
+        blocks.check_block_counts(T, S)
 
 
 def _parts_of(mask: Any, kind: type[_M]) -> list[_M]:
@@ -556,7 +557,7 @@ class Full(Mask):
      [1 1 1]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     def evaluate(self, b, h, rows, columns):
         return jnp.ones((1, 1), bool)
@@ -577,7 +578,7 @@ class Empty(Mask):
      [0 0 0]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     def evaluate(self, b, h, rows, columns):
         return jnp.zeros((1, 1), bool)
@@ -598,7 +599,7 @@ def shifted(positions: Any, by: Any) -> Any:
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
     if not integers.is_narrow(positions):  # only direct calls of a mask use int64, not attention
         return positions + by
-    while by:  # JAX has no int64 by default: adds `by` in int32 steps, nearly always one
+    while by:  # JAX has no int64 by default, so `by` is added in int32 steps, nearly always in one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
         overflows = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
@@ -662,7 +663,7 @@ class Window(Mask):
      [0 1 1]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     left: Any = None
     right: Any = None
@@ -675,12 +676,12 @@ class Window(Mask):
         """The axis names of each side: none for a scalar, `N` for one distance per head."""
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
-    def _key_limits(self, q_of_first: Any, q_of_last: Any) -> tuple[Any, Any]:
-        """Returns where the window of a query at `q_of_first` begins, and where the window of a
-        query at `q_of_last` ends; None for an unbounded side."""
+    def _key_limits(self, query_for_start: Any, query_for_end: Any) -> tuple[Any, Any]:
+        """Returns where the window of the first query starts, and where the window of the second
+        ends, all as positions; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
-        first_key = None if left is None else shifted(q_of_first, -left)
-        return first_key, None if right is None else shifted(q_of_last, right)
+        first_key = None if left is None else shifted(query_for_start, -left)
+        return first_key, None if right is None else shifted(query_for_end, right)
 
     def evaluate(self, b, h, rows, columns):
         q, kv = rows.positions, columns.positions[None, :]
@@ -694,15 +695,15 @@ class Window(Mask):
 
     def bounds(self, tile):
         q_lo, q_hi, kv_lo, kv_hi = _position_limits(tile)
-        first_of_any, last_of_any = self._key_limits(q_lo, q_hi)  # the union of the windows
-        first_of_all, last_of_all = self._key_limits(q_hi, q_lo)  # their intersection
+        union_start, union_end = self._key_limits(q_lo, q_hi)  # the union of the windows
+        intersection_start, intersection_end = self._key_limits(q_hi, q_lo)  # their intersection
         maybe_any, surely_all = np.True_, np.True_
-        if first_of_any is not None:
-            maybe_any = maybe_any & (kv_hi >= first_of_any)
-            surely_all = surely_all & (kv_lo >= first_of_all)
-        if last_of_any is not None:
-            maybe_any = maybe_any & (kv_lo <= last_of_any)
-            surely_all = surely_all & (kv_hi <= last_of_all)
+        if union_start is not None:
+            maybe_any = maybe_any & (kv_hi >= union_start)
+            surely_all = surely_all & (kv_lo >= intersection_start)
+        if union_end is not None:
+            maybe_any = maybe_any & (kv_lo <= union_end)
+            surely_all = surely_all & (kv_hi <= intersection_end)
         return maybe_any, surely_all
 
 
@@ -720,7 +721,7 @@ class Causal(Mask):
      [1 1 1]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     def evaluate(self, b, h, rows, columns):
         return columns.positions[None, :] <= rows.positions[:, None]
@@ -742,12 +743,12 @@ class Prefix(Mask):
      [1 1 0]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     length: Any = array_field("*B")
 
     def __post_init__(self):
-        _check_lengths("Prefix", "length", self.length)
+        _check_integers("Prefix", "length", self.length)
         object.__setattr__(self, "length", integers.lengths("Prefix: length", self.length))
 
     def evaluate(self, b, h, rows, columns):
@@ -771,7 +772,7 @@ class Dilated(Mask):
      [1 0 1]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     step: int = static_field()
 
@@ -813,7 +814,7 @@ class Global(Mask):
      [1 0 0]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     n: int = static_field()
 
@@ -831,7 +832,7 @@ class Global(Mask):
         return _as_truth(maybe_any), _as_truth(surely_all)
 
 
-def _check_lengths(owner: str, name: str, value: Any) -> None:
+def _check_integers(owner: str, name: str, value: Any) -> None:
     """Raises TypeError unless the value is an integer or an integer array."""
     if is_integer(value):
         return
@@ -858,7 +859,7 @@ class Lengths(Mask):
         for name in ("q", "kv"):
             value = getattr(self, name)
             if value is not None:
-                _check_lengths("Lengths", name, value)
+                _check_integers("Lengths", name, value)
             if hasattr(value, "astype"):  # places are int32, so a greater length changes nothing
                 object.__setattr__(self, name, integers.clamped(value))
 
@@ -1107,7 +1108,7 @@ class Blocks(Mask):
         block = self.block if isinstance(self.block, tuple) else (self.block, self.block)
         return min(block[0], integers.MOST), min(block[1], integers.MOST)
 
-    def check_covers(self, T: int, S: int) -> None:
+    def check_block_counts(self, T: int, S: int) -> None:
         """Raises ValueError unless the layout has exactly the blocks of T × S."""
         wanted = [-(-T // self.sizes[0]), -(-S // self.sizes[1])]
         if list(self.layout.shape[-2:]) != wanted:
@@ -1153,8 +1154,8 @@ class Predicate(Mask):
     are passed whole, so the function may index them. It may also read other variables: each call of
     attention uses their current values. If all of these are numbers, strings, arrays, or functions
     that read only such values, the function is traced again only after one of them changed. If it
-    reads lists, dicts or attributes, each call traces it again, but compiles again only if the
-    traced program differs.
+    reads lists, dicts or attributes of objects, each call traces it again, but compiles again only
+    if the traced program differs.
 
     Empty and full tiles are found by interval arithmetic on the function's operations, as far as
     `functions.interval_rules` has rules for these. `bounds`, a function from a grid of n × m tiles
@@ -1166,7 +1167,7 @@ class Predicate(Mask):
         )
 
     `check_bounds` compares such bounds with the function. Attention ignores bounds that read lists,
-    dicts or attributes, as these may change before the call is differentiated.
+    dicts, or attributes of anything but `tile`: these may change before gradients are computed.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]
@@ -1174,7 +1175,7 @@ class Predicate(Mask):
      [1 0 1]]
     """
 
-    of_positions = True
+    ignores_places = True
 
     fn: Callable[..., Any] = static_field()
     operands: tuple[Any, ...] = ()
@@ -1221,7 +1222,7 @@ class Predicate(Mask):
 
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
-        over_keys = jax.vmap(functools.partial(self._scalar), (None, None, None, 0))
+        over_keys = jax.vmap(self._scalar, (None, None, None, 0))
         over_pairs = jax.vmap(over_keys, (None, None, 0, None))
         with _promotion(rows.positions.dtype):
             return over_pairs(b, h, rows.positions, columns.positions)
@@ -1231,8 +1232,7 @@ class Predicate(Mask):
         or this mask, if the user passed bounds."""
         if self.bounds_fn is not None:
             return self
-        q, _, kv, _ = _of_one_dtype(_position_limits(tile))
-
+        q, _, kv, _ = _as_one_dtype(_position_limits(tile))
         with _promotion(q.dtype):
             dtypes = np.int32, np.int32, q.dtype, kv.dtype
             return _AnalysedFunction(read(unseen(self._scalar), dtypes, self.operands))
@@ -1259,7 +1259,7 @@ class _AnalysedFunction:
 
     def bounds(self, tile: Tile) -> tuple[Truth, Truth]:
         """Returns `(maybe_any, surely_all)`, see `Mask.bounds`."""
-        q_lo, q_hi, kv_lo, kv_hi = _of_one_dtype(_position_limits(tile))
+        q_lo, q_hi, kv_lo, kv_hi = _as_one_dtype(_position_limits(tile))
         row_and_head = _index_interval(tile.b), _index_interval(tile.h)
         indices = (*row_and_head, Interval(q_lo, q_hi), Interval(kv_lo, kv_hi))
         with _promotion(q_lo.dtype):
@@ -1267,7 +1267,7 @@ class _AnalysedFunction:
         return truth.hi, truth.lo
 
 
-def _of_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
+def _as_one_dtype(limits: tuple[Any, ...]) -> list[Any]:
     """Returns limits of positions as int32 arrays, or all as int64 if one needs 64 bits."""
     limits = tuple(x if isinstance(x, jax.Array) else np.asarray(x) for x in limits)
     is_int32 = all(map(integers.fits, limits))
@@ -1334,8 +1334,9 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """Returns EMPTY, MIXED or FULL for each tile. The caller has selected array fields for one
     (b, h).
 
-    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, if there are many, bounds
-    and positions are static, and the mask contains functions but no arrays.
+    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, but only if all of these
+    hold: there are many; bounds and positions are static; the mask contains functions, but neither
+    arrays nor parts that depend on places.
     """
     analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)
@@ -1380,13 +1381,14 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # A Predicate is left in `analysed` only if a user wrote its bounds, which take the whole grid.
+    # Only Predicates with bounds of a user are left in `analysed`. These bounds expect a grid, with
+    # fields [n, 1] and [1, m], and cannot be called for single parts.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    # All pairs are evaluated for one (b, h): either both are static, or no function may read them
-    # (its arguments 0 and 1).
+    # All pairs are evaluated for one (b, h). This is valid if both are static, or if no function
+    # reads them (its arguments 0 and 1).
     if is_decided.all() or not (
         is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
     ):
@@ -1406,7 +1408,7 @@ def _functions_to_evaluate(mask: Mask) -> list[Predicate]:
     """Returns the predicates of a mask, or [] if the mask has arrays or depends on places."""
     is_leaf = lambda x: isinstance(x, Mask) and not isinstance(x, And | Or | Not)  # noqa: E731
     leaves = jax.tree.leaves(mask, is_leaf=is_leaf)
-    if jax.tree.leaves(mask) or not all(x.of_positions for x in leaves):
+    if jax.tree.leaves(mask) or not all(x.ignores_places for x in leaves):
         return []
     return [x for x in leaves if isinstance(x, Predicate)]
 
@@ -1437,7 +1439,7 @@ def tile_map(
     for name, size in (("T", T), ("S", S), ("block_q", block_q), ("block_kv", block_kv)):
         check_size(name, size, 0 if name in "TS" else 1)
     mask = as_mask(mask)
-    _check_covers(mask, T, S)
+    _check_axis_lengths(mask, T, S)
     _check_head(*leading(mask), b, h)
     q, kv = _checked_positions(T, S, positions)
     tile = Tile.grid(extents(T, block_q, q), extents(S, block_kv, kv), b, h)

@@ -226,7 +226,7 @@ def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
 def distance(rows: Any, columns: Any, dtype: Any) -> Float[Array, "t s"]:
     """Computes |q − kv| for the positions of two spans."""
     q, kv = rows.positions[:, None], columns.positions[None, :]
-    if rows.consecutive and columns.consecutive:
+    if rows.has_default_positions and columns.has_default_positions:
         return jnp.abs((q - kv).astype(dtype))
     difference = jnp.maximum(q, kv) - jnp.minimum(q, kv)
     # A distance of int32 positions may need 33 bits. After an overflow it is 2³² too small.
@@ -338,7 +338,7 @@ class RelativeBias(ScoreFunction):
 
     def evaluate(self, score, b, h, rows, columns):
         table = _in_dtype(self.table, score.dtype)
-        if rows.consecutive and columns.consecutive and score.size:
+        if rows.has_default_positions and columns.has_default_positions and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
         distance = _difference(columns.positions[None, :], rows.positions[:, None])
         return score + table[self.bucket(distance)]

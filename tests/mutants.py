@@ -115,7 +115,7 @@ MUTANTS: dict[str, Mutant] = {
         MASKS, "allowed = allowed & (kv >= first_key[:, None]⟦⇒ - 1⟧)", "masks"
     ),
     "window-one-less": mutant(MASKS, "allowed = allowed & (kv <⟦=⇒⟧ last_key[:, None])", "masks"),
-    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ first_of_any)", "masks"),
+    "window-bounds": mutant(MASKS, "maybe_any = maybe_any & (kv_hi >⟦=⇒⟧ union_start)", "masks"),
     "window-in-c": mutant(BUILT_IN, "masks.shifted(jnp.maximum(q, 0), ⟦-⇒1 - ⟧left)", "native"),
     "soft-cap-after-mask": mutant(
         TILE,

@@ -225,7 +225,7 @@ class WhereConsecutive(masks.Mask):
 
     def evaluate(self, b, h, rows, columns):
         shape = len(rows.positions), len(columns.positions)
-        return jnp.full(shape, rows.consecutive and columns.consecutive)
+        return jnp.full(shape, rows.has_default_positions and columns.has_default_positions)
 
 
 def test_positions_of_a_block_are_not_taken_for_consecutive_ones():

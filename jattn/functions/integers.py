@@ -125,7 +125,7 @@ def positions(name: str, x: Any) -> tuple[Any, Bool[Array, ""] | None]:
     return clamped(x), jnp.any(outside)
 
 
-def of_formula(name: str, x: Any) -> Any:
+def wide_positions(name: str, x: Any) -> Any:
     """Returns positions as int32, or as int64 if their dtype has more bits and they are traced.
 
     This is for functions of positions that cannot report traced positions outside int32.

@@ -100,7 +100,7 @@ def _moved_mask(mask: Mask, place: Place) -> Mask:
         case masks.Blocks() if place.q is not None:
             return _moved_blocks(mask, place)
     is_sliced = isinstance(mask, masks.Segments | masks.Dense | masks.Lengths | masks.Blocks)
-    return mask if is_sliced or mask.of_positions else _MovedMask(mask, place.origin)
+    return mask if is_sliced or mask.ignores_places else _MovedMask(mask, place.origin)
 
 
 def _depends(function: masks.Predicate | scores.Score, place: Place) -> bool:
