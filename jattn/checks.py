@@ -139,7 +139,7 @@ def check_function(name: str, value: Any) -> None:
 
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
     """Checks that a function, if it has a signature, takes the arguments `wanted` and operands."""
-    check_function(f"{owner}: fn", fn)
+    check_function(owner, fn)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some built-in functions have no signature

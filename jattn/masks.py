@@ -1187,7 +1187,7 @@ class Predicate(Mask):
         *operands: Any,
         bounds: Callable[[Tile], tuple[Truth, Truth]] | None = None,
     ):
-        check_rule("Predicate", fn, ("b", "h", "q_idx", "kv_idx"), operands)
+        check_rule("mask", fn, ("b", "h", "q_idx", "kv_idx"), operands)
         if bounds is not None:
             check_function("Predicate: bounds", bounds)
         check_operands("Predicate", operands)
@@ -1203,8 +1203,8 @@ class Predicate(Mask):
         """
         if isinstance(self.fn, TracedFunction):
             return self
-        with explained("Predicate", self.fn):
-            axisless_fn = without_named_axes("Predicate", self.fn, *_EXAMPLES, *self.operands)
+        with explained("mask", self.fn):
+            axisless_fn = without_named_axes("mask", self.fn, *_EXAMPLES, *self.operands)
         if axisless_fn is not self.fn:  # the function reads a named axis, as in `shard_map`
             return Predicate(axisless_fn, *self.operands, bounds=self.bounds_fn).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
@@ -1216,9 +1216,9 @@ class Predicate(Mask):
         return traced
 
     def _scalar(self, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Bool[Array, ""]:
-        with explained("Predicate", self.fn):
+        with explained("mask", self.fn):
             truth = self.fn(b, h, q, kv, *(operands or self.operands))
-        return check_returned("Predicate", self.fn, truth, "boolean")
+        return check_returned("mask", self.fn, truth, "boolean")
 
     def evaluate(self, b, h, rows, columns):
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)

@@ -412,7 +412,7 @@ class Score(ScoreFunction):
     operands: tuple[Any, ...] = ()
 
     def __init__(self, fn: Callable[..., Any], *operands: Any):
-        check_rule("Score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
+        check_rule("score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
         check_operands("Score", operands)
         vars(self).update(fn=fn, operands=operands)
 
@@ -427,8 +427,8 @@ class Score(ScoreFunction):
         if isinstance(self.fn, TracedFunction):
             return self
         cast = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
-        with explained("Score", self.fn):
-            axisless_fn = without_named_axes("Score", self.fn, *_examples(dtype), *cast)
+        with explained("score", self.fn):
+            axisless_fn = without_named_axes("score", self.fn, *_examples(dtype), *cast)
         if axisless_fn is not self.fn:  # the function reads a named axis, as in `shard_map`
             return Score(axisless_fn, *self.operands).traced(dtype)
         name, n_own = function_name(self.fn), len(cast)
@@ -439,9 +439,9 @@ class Score(ScoreFunction):
         return traced
 
     def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:
-        with explained("Score", self.fn):
+        with explained("score", self.fn):
             new_score = self.fn(score, b, h, q, kv, *(operands or self.operands))
-        return check_returned("Score", self.fn, new_score, "floating-point").astype(score.dtype)
+        return check_returned("score", self.fn, new_score, "floating-point").astype(score.dtype)
 
     def evaluate(self, score, b, h, rows, columns):
         over_keys = jax.vmap(self._scalar, (0, None, None, None, 0))

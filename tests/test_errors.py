@@ -173,28 +173,26 @@ TYPE_ERRORS: Table = {
     "mask | write masks.Causal(...)": lambda: {"mask": masks.Causal},
     "Lengths | kv | float": lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))},
     "Lengths | q | float": lambda: {"mask": masks.Lengths(q=2.5)},
-    "Predicate | bool | int32": lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
-    "Predicate | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)": (
+    "mask | boolean scalar | int32": lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
+    "mask | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)": (
         lambda: {"mask": lambda b, q, kv: q >= kv}
     ),
-    "Predicate | 2 operands | _in_window(b, h, q, kv, size)": (
+    "mask | 2 operands | _in_window(b, h, q, kv, size)": (
         lambda: {"mask": masks.Predicate(_in_window, 3, 4)}
     ),
-    "Predicate | <lambda> | `and` | &": (
-        lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3}
-    ),
-    "Predicate | <lambda> | jnp.asarray(table)[index]": (
+    "mask | <lambda> | `and` | &": (lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3}),
+    "mask | <lambda> | jnp.asarray(table)[index]": (
         lambda: {"mask": lambda b, h, q, kv: [True, False][kv]}
     ),
     "boolean scalar, got bool [3]": (
         lambda: {"mask": masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32))}
     ),
     "mask | str": lambda: {"mask": masks.Causal() & "padding"},
-    "Score | (score, b, h, q_idx, kv_idx) | <lambda>(s)": lambda: {"score": lambda s: s},
-    "Score | <lambda> | `if` | jnp.where": (
+    "score | (score, b, h, q_idx, kv_idx) | <lambda>(s)": lambda: {"score": lambda s: s},
+    "score | <lambda> | `if` | jnp.where": (
         lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s}
     ),
-    "Score | <lambda> | jax.numpy": lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
+    "score | <lambda> | jax.numpy": lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
     "score | write scores.SoftCap(...)": lambda: {"score": scores.SoftCap},
     "score | Bias": lambda: {"score": array(B, N, T, S)},
     "Bias | float | bool": lambda: {"score": scores.Bias(_trues(B, N, T, S))},
@@ -202,7 +200,7 @@ TYPE_ERRORS: Table = {
     "float scalar, got float32 [3]": (
         lambda: {"score": scores.Score(lambda s, b, h, q, kv, x: s + x, array(3))}
     ),
-    "Score | bool": lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)},
+    "score | float scalar | bool": lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)},
     "dropout_key | int": lambda: {"dropout_rate": 0.1, "dropout_key": 3},
     "q_positions | integer | float32": lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
     "kv_positions | integer | float32": (

@@ -73,7 +73,7 @@ def test_what_torch_has_and_jax_has_not(name):
         with pytest.raises(kind) as raised:
             run(score=score_of(change))
         said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
-        notes = [x for x in said if x.startswith("Score: ")]
+        notes = [x for x in said if x.startswith("score: ")]
         assert len(notes) == 1
         assert advice in notes[0]
         assert "pasted" in notes[0]
@@ -104,7 +104,7 @@ def test_masks_say_it_too():
     ):
         with pytest.raises(AttributeError) as raised:
             run()
-        assert any("Predicate: in pasted, write jnp.clip" in x for x in raised.value.__notes__)
+        assert any("mask: in pasted, write jnp.clip" in x for x in raised.value.__notes__)
 
 
 def test_other_errors_are_the_user_s():
