@@ -269,7 +269,7 @@ def additive_keys(
 def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
     """Computes x w. Tokens of x that are not finite, which may be masked, do not contribute to the
     gradient of w: their cotangents are 0, and 0 × NaN would be NaN."""
-    product = tile.product(x.reshape(-1, x.shape[-1]), w.T)
+    product = tile.dot_products(x.reshape(-1, x.shape[-1]), w.T)
     return product.reshape(*x.shape[:-1], w.shape[-1]).astype(x.dtype)
 
 

@@ -5,8 +5,8 @@ consists of the maximum m of the scores (at least the lowest finite number), the
 l = Σ exp(s − m) and the weighted sum a = Σ exp(s − m) v. Contributions combine into one, in any
 order and grouping (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). The
 contribution of no keys has l = 0, and is the identity. A finished part is a contribution after the
-division: out = a / l with the log-sum-exp lse = m + log l, or with m and log l as two numbers.
-These functions merge contributions or finished parts:
+division. It consists of out = a / l, and of either the log-sum-exp lse = m + log l or the two
+numbers m and log l. These functions merge contributions or finished parts:
 
 * `combine`: two contributions (m, l, a);
 * `join`: several finished parts (out, m, log l), stacked along an axis;
@@ -64,7 +64,7 @@ class Normalizer(NamedTuple):
         """The log of the softmax's denominator."""
         return self.maximum + self.log_total
 
-    def finite(self) -> "Normalizer":
+    def without_minus_infinity(self) -> "Normalizer":
         """Returns the normalizer with maximum 0 instead of −inf: −inf − (−inf) would be NaN."""
         return self._replace(maximum=jnp.where(self.maximum == -jnp.inf, 0, self.maximum))
 
@@ -79,8 +79,8 @@ def keep_rounding(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Compilers turn a multiplication and a later subtraction into one operation that does not round
     the product. The maximum that is subtracted, however, is a rounded score. So the greatest score
-    minus the maximum would not be 0 but the error of this rounding; at large logits it is so large
-    that its exponential is 0 or infinite. A `where` between multiplication and subtraction prevents
+    minus the maximum would not be 0 but the error of this rounding, and for large logits the error
+    is so large that its exponential is 0 or infinite. A `where` between the two operations prevents
     this on every platform. An `optimization_barrier` does not, as XLA for CPUs removes barriers
     before it fuses, nor does a `reduce_precision` to the dtype's own precision, as LLVM removes it.
     """
@@ -92,8 +92,8 @@ def weights(
 ) -> Float[Array, "t s"]:
     """Computes the softmax weights of a tile from the normalizers of its queries.
 
-    `maximum` must not be −inf; see `Normalizer.finite`. Masked pairs have weight 0 even if the
-    query's normalizer is NaN. `masked=False` is for tiles in which no pair is masked.
+    `maximum` must not be −inf; see `Normalizer.without_minus_infinity`. Masked pairs have weight 0
+    even if the query's normalizer is NaN. `masked=False` is for tiles in which no pair is masked.
     """
     exponentials = jnp.exp((scores - maximum[:, None]) - log_total[:, None])
     return jnp.where(scores == -jnp.inf, 0, exponentials) if masked else exponentials
@@ -179,7 +179,7 @@ def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
     return magnitude.astype(accumulation(values.dtype))
 
 
-def headroom(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
+def overflow_safe_factor(greatest: Float[Array, ""], terms: Size) -> Float[Array, ""]:
     """Returns a factor for values, so that a weighted sum of `terms` of them cannot overflow.
 
     `greatest` is the greatest absolute value. The factor is 1 if no sum can overflow anyway;
@@ -363,7 +363,7 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
     dtype = getattr(sink, "dtype", np.dtype(np.float32))
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    too_large = np.inf if dtype == np.float64 else 2.0**128  # which would become infinite
+    too_large = np.inf if dtype == np.float64 else 2.0**128  # infinite in float32
     if (is_number or is_known(sink)) and not np.all(np.asarray(sink, np.float64) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
     return jnp.broadcast_to(jnp.asarray(sink, dtype), (N,))

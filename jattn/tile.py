@@ -39,7 +39,7 @@ def finite(x: Array) -> Array:
 _MIN_MATMUL_SIZE = 16  # for smaller H, XLA may compile q kᵀ to elementwise operations
 
 
-def product(
+def dot_products(
     q: Float[Array, "t H"], k: Float[Array, "s H"], precision: Any = None
 ) -> Float[Array, "t s"]:
     """Computes q kᵀ, summed in float32 (float64 for float64).
@@ -64,9 +64,9 @@ def product(
     return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_SIZE else dot(q, k)
 
 
-def products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Float[Array, "t s"]:
+def pair_products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) -> Scores:
     """Computes q kᵀ, or the scores that `spec.pair` defines instead, such as additive ones."""
-    return product(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
+    return dot_products(q, k, spec.precision) if spec.pair is None else spec.pair.products(q, k)
 
 
 def weighted_values(
@@ -92,8 +92,8 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 def add_nan_of_values(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
     """Adds NaN to the results x of all queries if any value is not finite, for specs without mask.
 
-    Without a mask, every query attends to that value. If the spec has a mask, returns x unchanged,
-    as `scores` then adds NaN for the queries that attend to it.
+    Without a mask, every query attends to that value. With a mask, returns x unchanged: `scores`,
+    or the kernel, has then added NaN only for the queries that attend to the value.
     """
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
@@ -158,7 +158,7 @@ def scores(
     If `v` is given, a key whose value is not finite has the score NaN for queries that attend to
     it.
     """
-    score = products(spec, q, k)
+    score = pair_products(spec, q, k)
     if v is not None:
         score = score + nan_where_nonfinite(v)[None, :]
     return modify(spec, score, b, h, rows, columns)
@@ -282,7 +282,7 @@ def over_heads(
     return jax.tree.map(merge_heads, out_axes, results)
 
 
-def gather_gradients(
+def sum_shared_gradients(
     spec: Spec, K: int, d_query: Array, d_key: Array, d_value: Array, d_params: list[Array]
 ) -> tuple[list[Array], Array, Array, Array]:
     """Sums gradients computed per query head to the shapes of parameters, query, key and value.

@@ -60,10 +60,10 @@ class Residuals(NamedTuple):
     all_finite: Any
     weights: Tree
 
-    def finite(self) -> "Residuals":
+    def without_minus_infinity(self) -> "Residuals":
         """Returns the residuals in the form that derivatives read and programs keep: without −inf
         for a query without keys, at which `jax_debug_infs` would stop."""
-        return self._replace(normalizer=self.normalizer.finite())
+        return self._replace(normalizer=self.normalizer.without_minus_infinity())
 
 
 class AttentionResults(NamedTuple):
@@ -100,12 +100,12 @@ class PerQuery(NamedTuple):
 
     @classmethod
     def of(cls, query: Array, d_out: Array, normalizer: Normalizer, delta: Array) -> "PerQuery":
-        return cls(query, d_out, *normalizer.finite(), delta)
+        return cls(query, d_out, *normalizer.without_minus_infinity(), delta)
 
     def with_normalizer(self, normalizer: Normalizer) -> "PerQuery":
         """Replaces the normalizer by another of the same rows; the tangent stays that of the old
         one."""
-        maximum, log_total = normalizer.finite()
+        maximum, log_total = normalizer.without_minus_infinity()
         tangent = self.log_total - jax.lax.stop_gradient(self.log_total)
         return self._replace(maximum=maximum, log_total=log_total + tangent)
 
@@ -194,10 +194,10 @@ class DifferentiableAttention(NamedTuple):
             return self.value(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            spec, inputs = operands
-            residuals = self._residuals(spec, inputs)
+            residuals = self._residuals(*operands)
             out = residuals.rounded.astype(residuals.out.dtype)
-            d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
+            point = _Point(*operands, residuals.without_minus_infinity())
+            d_out, d_lse = self._jvp(point, tangents[1])
             return (out, residuals.normalizer), (d_out, _as_normalizer(d_lse))
 
         return with_derivative(value, rule)(spec, inputs)
@@ -213,9 +213,9 @@ class DifferentiableAttention(NamedTuple):
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
         def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
-            spec, inputs = operands
-            residuals = self._residuals(spec, inputs)
-            d_out, d_lse = self._jvp(_Point(spec, inputs, residuals.finite()), tangents[1])
+            residuals = self._residuals(*operands)
+            point = _Point(*operands, residuals.without_minus_infinity())
+            d_out, d_lse = self._jvp(point, tangents[1])
             d_rounded = d_out.astype(residuals.rounded.dtype)
             nothing = [None] * len(residuals.weights)
             return residuals, Residuals(d_out, d_rounded, _as_normalizer(d_lse), None, nothing)

@@ -59,7 +59,7 @@ class Schedule(NamedTuple):
     runs: list[list[TileRun]] | None
     tiles: list[tuple[int, bool, Any, Any]]
 
-    def of(self, i: Index) -> list[TileRun]:
+    def unrolled_runs(self, i: Index) -> list[TileRun]:
         """Returns the runs of block i if they are unrolled, else an empty list."""
         return [] if self.runs is None else self.runs[0 if len(self.runs) == 1 else i]
 
@@ -149,7 +149,7 @@ def where_true(xp: Any, condition: AnyArray) -> tuple[Any, Any]:
 
 def visit(schedule: Schedule, i: Index, step: Callable[[TileRun, Any], Any], state: Tree) -> Tree:
     """Folds `step(run, state)` over the runs that block i visits."""
-    state = functools.reduce(lambda state, run: step(run, state), schedule.of(i), state)
+    state = functools.reduce(lambda state, run: step(run, state), schedule.unrolled_runs(i), state)
     for width, masked, order, count in schedule.tiles:
         if not isinstance(count, np.ndarray) or count.any():
             run, columns = TileRun(0, width * schedule.block, masked), jnp.asarray(order)[i]
@@ -210,8 +210,8 @@ def map_blocks(
     return over_blocks(block, jnp.arange(n, dtype=jnp.int32))
 
 
-def join(x: Array) -> Array:
-    """Joins stacked blocks `[n, t, ...]` to `[T, ...]`."""
+def concatenate_blocks(x: Array) -> Array:
+    """Concatenates stacked blocks `[n, t, ...]` to `[T, ...]`."""
     return x.reshape(-1, *x.shape[2:])
 
 

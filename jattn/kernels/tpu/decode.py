@@ -285,7 +285,8 @@ class _Kernel(NamedTuple):
         exact: bool,
     ) -> Array:
         """Adds a block to the sums; returns whether all its weighted values are finite."""
-        headroom, (of_keys, of_values) = programs.headroom(self.layout.S), self.layout.axes
+        safe_factor = programs.overflow_safe_factor(self.layout.S)
+        of_keys, of_values = self.layout.axes
 
         def add_head(kv: Array, marks: Array) -> Array:
             q, k, v = query[kv], buffers.keys[slot, kv], buffers.values[slot, kv]
@@ -299,7 +300,7 @@ class _Kernel(NamedTuple):
             score = self._modified(leaves, kv, at, products, masked)
             maximum, total, weighted = (x[1 - slot, kv] for x in buffers.sums)
             weights, factor, maximum, total = programs.more_keys(score, maximum, total)
-            part = programs.dot(weights * headroom, v, (1, of_values), self.spec)
+            part = programs.dot(weights * safe_factor, v, (1, of_values), self.spec)
             values = maximum, total, weighted * factor + part
             for sums, value in zip(buffers.sums, values, strict=True):
                 sums[slot, kv] = value
@@ -324,8 +325,8 @@ class _Kernel(NamedTuple):
     def _finish(self, buffers: _Buffers, slot: Array, results: Ref) -> None:
         def finish_head(kv: Array, _: Array) -> int:
             maximum, total, weighted = (x[slot, kv] for x in buffers.sums)
-            headroom = programs.headroom(self.layout.S)
-            out, *columns = programs.all_keys(maximum, total, weighted, headroom)
+            safe_factor = programs.overflow_safe_factor(self.layout.S)
+            out, *columns = programs.all_keys(maximum, total, weighted, safe_factor)
             results[0][kv] = out
             for result, column in zip(results[1:], columns, strict=True):
                 result[kv] = operands.row(column)

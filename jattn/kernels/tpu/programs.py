@@ -286,7 +286,7 @@ def query_key_products(spec: Spec, q: Array, k: Array, v: Array) -> Float[Array,
     return dot(q, k, (1, 1), spec)
 
 
-def headroom(S: int) -> float:
+def overflow_safe_factor(S: int) -> float:
     """Returns a factor for weights with which no sum of S weighted values overflows if their mean
     does not."""
     return 2.0 ** -math.ceil(math.log2(2 * S))
@@ -308,12 +308,12 @@ def more_keys(
 
 
 def all_keys(
-    maximum: Array, total: Array, weighted: Array, headroom: float
+    maximum: Array, total: Array, weighted: Array, safe_factor: float
 ) -> tuple[Array, Array, Array]:
     """Returns the output `[R, V]`, the maximum `[R, 1]` and the log of the sum `[R, 1]`."""
     broken, dead = jnp.isnan(total), total == 0
     divisor = jnp.where(broken | dead, 1.0, total)
-    out = jnp.where(broken, jnp.nan, weighted / divisor * (1 / headroom))
+    out = jnp.where(broken, jnp.nan, weighted / divisor * (1 / safe_factor))
     top = jnp.where(dead, -jnp.inf, jnp.where(broken, jnp.nan, maximum))
     return out, top, jnp.log(divisor)
 

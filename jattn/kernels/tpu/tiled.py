@@ -90,7 +90,7 @@ def _forward(
     """Returns the output `[B, N, T, V]` in a dtype and, with `statistics`, the maximum and the log
     of the sum `[B, N, 1, T]`."""
     shapes, spec = call.shapes, call.spec
-    headroom = programs.headroom(shapes.S)
+    safe_factor = programs.overflow_safe_factor(shapes.S)
 
     def visit(masked: bool, run: Callable[..., Any], arrays: Any, state: Any) -> tuple[Array, ...]:
         (q, k, v), (maximum, total, weighted) = arrays, state
@@ -99,11 +99,11 @@ def _forward(
         score = jnp.broadcast_to(score, call.tiling)
         weights, factor, maximum, total = programs.more_keys(score, maximum, total)
         dropped = run(lambda tile, x: tile.drop(x), weights)
-        part = dot(dropped * headroom, finite(spec, v), (1, 0), spec)
+        part = dot(dropped * safe_factor, finite(spec, v), (1, 0), spec)
         return maximum, total, weighted * factor + part
 
     def finish(maximum: Array, total: Array, weighted: Array) -> list[Array]:
-        out, *columns = programs.all_keys(maximum, total, weighted, headroom)
+        out, *columns = programs.all_keys(maximum, total, weighted, safe_factor)
         return [out, *map(operands.row, columns if statistics else ())]
 
     B, N, T = shapes.B, shapes.N, shapes.T

@@ -4,7 +4,8 @@ In the forward pass, each block of queries visits its tiles of keys and combines
 the online softmax of `jattn.softmax`. The backward pass visits the tiles again and recomputes their
 weights from the queries, the keys and the normalizer (Rabe and Staats 2021; Dao et al. 2022,
 FlashAttention; gradients as in Dao et al., appendix B.2). `tile_schedule` determines which tiles
-are visited; tiles in which the mask allows no pair are skipped.
+are visited, and skips tiles in which the mask allows no pair. Consecutive tiles that are computed
+together are a *run*.
 
 On a CPU the heads are computed one after another: one tile of one head occupies all cores and stays
 in their caches. On other platforms all heads are computed at once. Short sequences use
@@ -90,7 +91,7 @@ class BlockwiseCall(NamedTuple):
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
         # With the strategy "single tile" the backward pass recomputes the normalizer from the keys
-        # of the call. For a part of the keys that would be wrong: the normalizer is of all keys.
+        # of the call. A part (`spec.partial`) has only some keys, but needs the normalizer of all.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"
@@ -123,9 +124,10 @@ class BlockwiseCall(NamedTuple):
     ) -> Tree:
         """Returns the results of `block(i)` for each i < n, stacked.
 
-        With the strategy "vmap", a step computes several blocks at once: as many as have at most
-        `tuning.scores_together` scores. `jax.vmap` makes all blocks of a step loop as often as the
-        block with the most tiles, so it is not used if a step has only one block.
+        With the strategy "vmap", a step computes several blocks at once: as many as divide n and
+        have at most `tuning.scores_together` scores. Under `jax.vmap` all blocks of a step loop as
+        often as the block with the most tiles. So steps of one block use a plain `lax.map`, in
+        which each block loops over its own tiles only.
         """
         batch_size = 1
         if self.strategy == "vmap":
@@ -163,9 +165,9 @@ class Values(NamedTuple):
         return jax.tree.map(lambda x: slicing.take(x, run.start, run.size), self)
 
 
-def products(head_tile: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
+def tile_products(head_tile: slicing.HeadTile, q: Array, k: Array, values: Values) -> Array:
     """Computes the products `[t, s]` of a tile: NaN for keys marked in `values.nonfinite`."""
-    result = tile.products(head_tile.spec, q, k)
+    result = tile.pair_products(head_tile.spec, q, k)
     return result if values.nonfinite is None else result + values.nonfinite[None, :]
 
 
@@ -176,7 +178,7 @@ def _forward_head(
     schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q
     values = Values.of(spec, v)
     # Large values are scaled down, so that their weighted sum cannot overflow.
-    factor = softmax.headroom(softmax.greatest(values.finite), len(v))
+    factor = softmax.overflow_safe_factor(softmax.greatest(values.finite), len(v))
     values = values._replace(finite=values.finite * factor)
     spec, q, _ = scaled(spec, q)
 
@@ -186,19 +188,19 @@ def _forward_head(
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
             k_j, v_j = slicing.take(k, run.start, run.size), values.slice_keys(run)
-            score, _ = head_tile.modified(products(head_tile, q_i, k_j, v_j), run.masked)
+            score, _ = head_tile.modified(tile_products(head_tile, q_i, k_j, v_j), run.masked)
             partial = softmax.contribution(
                 score, lambda w: dot(head_tile.drop(w), v_j.finite, spec), differentiable=False
             )
             return partial if state is None else softmax.combine(state, partial)
 
         # In an unrolled schedule the first run makes the state; a loop needs an initial state.
-        runs = schedule.of(i)
+        runs = schedule.unrolled_runs(i)
         initial = None if runs else softmax.empty(block_q, v.shape[1], values.finite.dtype)
         return softmax.finish_without_gradient(tile_schedule.visit(schedule, i, add_run, initial))
 
     blocks = call.map_blocks(schedule, len(q) // block_q, block)
-    out, (maximum, log_total) = jax.tree.map(tile_schedule.join, blocks)
+    out, (maximum, log_total) = jax.tree.map(tile_schedule.concatenate_blocks, blocks)
     # Without a mask, a value that is not finite makes the results of all queries NaN.
     return tile.add_nan_of_values(spec, v, out / factor), Normalizer(
         tile.add_nan_of_values(spec, v, maximum), log_total
@@ -262,7 +264,7 @@ class _BackwardHead(NamedTuple):
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)
         q, d_out, maximum, log_total, delta = (slicing.take(x, start, size) for x in arrays)
         k, values = slicing.take(self.k, run.start, run.size), self.values.slice_keys(run)
-        score, pull = head_tile.modified(products(head_tile, q, k, values), run.masked)
+        score, pull = head_tile.modified(tile_products(head_tile, q, k, values), run.masked)
         weights = softmax.weights(score, maximum, log_total, run.masked)
         d_weights = head_tile.drop(dot(d_out, values.finite.T, self.spec))
         d_products, d_params = pull(weights * (d_weights - delta[:, None]))
@@ -391,7 +393,7 @@ def _backward_blocks(
     d_query, d_params = call.map_blocks(by_query, len(q) // block_q, query_block)
     d_key, d_value = call.map_blocks(by_key, S // block_kv, key_block)
     d_params = slicing.join_leaves(d_params, parameters(spec), letters)
-    d_query, d_key, d_value = map(tile_schedule.join, (d_query, d_key, d_value))
+    d_query, d_key, d_value = map(tile_schedule.concatenate_blocks, (d_query, d_key, d_value))
     return _Gradients(d_query * scale, d_key.T, d_value.T, d_params)
 
 
@@ -439,8 +441,8 @@ def _band(spec: Spec, call: BlockwiseCall) -> tile_schedule.Band | None:
     queries. Returns None if the forward pass cannot use a band.
 
     After a forward pass along a band, the backward pass may have to recompute the normalizer, see
-    `_with_recomputed_normalizer`. A call with only a part of the keys (`spec.partial`) cannot do
-    this, because its normalizer is of all keys; so it uses no band.
+    `_with_recomputed_normalizer`. The backward pass of a part (`spec.partial`) is given the
+    normalizer of all keys, which cannot be recomputed from its keys; so a part uses no band.
     """
     if call.strategy != "loop" or spec.pair is not None or spec.partial:
         return None
@@ -590,7 +592,7 @@ def backward_vmap(
 
     out_axes = (1, 1, 1, [0] * len(parameters(spec)))
     gradients = tile.over_heads(compute_head, spec, per_query, (key, value), out_axes, over_batch)
-    return tile.gather_gradients(spec, key.shape[2], *gradients)
+    return tile.sum_shared_gradients(spec, key.shape[2], *gradients)
 
 
 def parameter_gradients(

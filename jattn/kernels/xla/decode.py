@@ -50,7 +50,7 @@ def _product(spec: Spec, q: Float[Array, "R H"], k: Float[Array, "s H"]) -> Floa
     A single query is multiplied as a vector: on CPUs XLA copies the operands of matrix products.
     """
     if len(q) > 1:
-        return tile.product(q, k, spec.precision)
+        return tile.dot_products(q, k, spec.precision)
     dtype = accumulation(q.dtype)
     return jnp.dot(k, q[0], precision=spec.precision, preferred_element_type=dtype)[None]
 

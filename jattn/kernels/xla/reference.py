@@ -25,7 +25,8 @@ def _one_head(
 ) -> tuple[Array, Normalizer]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
-    factor = softmax.headroom(softmax.greatest(tile.finite(v.astype(score.dtype))), v.shape[0])
+    greatest = softmax.greatest(tile.finite(v.astype(score.dtype)))
+    factor = softmax.overflow_safe_factor(greatest, v.shape[0])
 
     def weigh(weights: Array) -> Array:
         dropped = dropout.drop(spec, weights, b, h, rows, columns)

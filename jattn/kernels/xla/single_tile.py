@@ -40,7 +40,7 @@ def _scores(
     With `select` the mask selects scores, and a value that is not finite makes the queries that
     attend to it NaN; otherwise the mask is added.
     """
-    products = tile.product(q, k, head_tile.spec.precision)
+    products = tile.dot_products(q, k, head_tile.spec.precision)
     if select:
         products = products + tile.nan_where_nonfinite(v)[None, :]
     return head_tile.modified(products, True, select)
@@ -60,7 +60,7 @@ def _forward_head(
     head_tile = head_tile._replace(spec=spec)
     (values,) = _widened(select, v)
     greatest = softmax.greatest(values)
-    factor = softmax.headroom(greatest, len(v))
+    factor = softmax.overflow_safe_factor(greatest, len(v))
     values = values * factor
     score, _ = _scores(select, head_tile, q, k, v)
 
@@ -302,7 +302,7 @@ def _in_groups(
     total, results = lax.scan(
         lambda total, first: run(total, rows, first, spec, *operands), start, starts
     )
-    results = jax.tree.map(tile_schedule.join, results)
+    results = jax.tree.map(tile_schedule.concatenate_blocks, results)
     if rest:
         total, last = run(total, rest, jnp.int32(B - rest), spec, *operands)
         results = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), results, last)
@@ -392,7 +392,7 @@ def backward(
         def finish(results: Tree) -> Tree:
             *by_head, d_params = results
             d_query, d_key, d_value = _by_token(by_head)
-            return tile.gather_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
+            return tile.sum_shared_gradients(spec, key.shape[2], d_query, d_key, d_value, d_params)
 
         first, spec, *_ = operands
         spec = slicing.slice_batch(spec, first, size)

@@ -74,7 +74,7 @@ class _WeightHead:
     def map(self, block: Callable[[Index], Any]) -> Any:
         """Returns `block(i)` of all blocks of queries, joined along the queries."""
         stacked = tile_schedule.map_blocks(self.schedule, self.blocks, block)
-        return jax.tree.map(tile_schedule.join, stacked)
+        return jax.tree.map(tile_schedule.concatenate_blocks, stacked)
 
     def fold(self, block: Callable[[Index, Any], Any], total: Any) -> Any:
         """Folds `block(i, total)` over all blocks of queries."""
@@ -105,7 +105,7 @@ class _WeightHead:
             self.question.spec, self.b, self.h, i * self.rows, self.rows, run
         )
         q_i, k_j = self.take(self.q, i), slicing.take(self.k, run.start, run.size)
-        return place, *place.modified(tile.products(place.spec, q_i, k_j), run.masked)
+        return place, *place.modified(tile.pair_products(place.spec, q_i, k_j), run.masked)
 
     def tile(self, i: Index, run: tile_schedule.TileRun) -> _WeightTile:
         """Computes the tile of query block i and a run of keys."""

@@ -105,7 +105,7 @@ def _head_tangents(
 
             def score(params: list[Array], q: Array, k: Array) -> Array:
                 changed = head_tile._replace(spec=with_parameters(head_tile.spec, params))
-                return changed.modify(blockwise.products(changed, q, k, v_j), run.masked)
+                return changed.modify(blockwise.tile_products(changed, q, k, v_j), run.masked)
 
             primals = (parameters(head_tile.spec), block_inputs.query, k_j)
             s, ds = jax.jvp(score, primals, (d_params, block_inputs.tangent, dk_j))
@@ -125,7 +125,7 @@ def _head_tangents(
         d_out, d_lse = tangents[:, :-1], tangents[:, -1]
         return d_out - d_lse[:, None] * out, d_lse
 
-    d_out, d_lse = map(tile_schedule.join, order.map(block))
+    d_out, d_lse = map(tile_schedule.concatenate_blocks, order.map(block))
     return d_out, d_lse
 
 
