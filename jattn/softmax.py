@@ -363,7 +363,8 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
     dtype = getattr(sink, "dtype", np.dtype(np.float32))
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    too_large = np.inf if dtype == np.float64 else 2.0**128  # infinite in float32
+    # The least number that rounds to infinity, in float32 also for narrower dtypes.
+    too_large = np.inf if dtype == np.float64 else 2.0**128 - 2.0**103
     if (is_number or is_known(sink)) and not np.all(np.asarray(sink, np.float64) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
     return jnp.broadcast_to(jnp.asarray(sink, dtype), (N,))
