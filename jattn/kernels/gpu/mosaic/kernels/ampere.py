@@ -69,9 +69,9 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     shapes, (rows, columns), unit = problem.shapes, problem.tiling, problem.unit
     visits, parts = problem.visits(spec), problem.parts()
 
-    def kernel(item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
+    def kernel(read_item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, key, value, leaves, visits_ref), (queries, keys, values) = operands, scratch
-        part, b, h, i = item()
+        part, b, h, i = read_item()
         kv, row, first_turn = lax.div(h, np.int32(shapes.G)), i * rows, jnp.int32(0)
         block = pl.ds(row, rows)
         queries.fill(first_turn, query.at[b, h, block])
@@ -120,18 +120,18 @@ class _AmpereGradients(backward.GradientProgram):
         (resident, _), unit, first_turn = self.memory, self.problem.unit, jnp.int32(0)
         kept = self.part(self.place[2] * ROWS, ROWS, self.place[1])
         resident.fill(first_turn, *[x.at[kept] for x in self.resident])
-        rows = None if self.problem.by_key else RowStatistics.read(unit, self.rows, *self.place)
-        add_head = functools.partial(self.add_head, resident.wait(first_turn), rows)
+        statistics = self.kept_statistics(unit, *self.place)
+        add_head = functools.partial(self.add_head, resident.wait(first_turn), statistics)
         zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(self.results)
         _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, *zeros))
-        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), rows)
+        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), statistics)
         for result, gradient in zip(self.results, gradients, strict=True):
             put(unit, result.at[kept], gradient.astype(result.dtype))
 
-    def add_head(self, resident: Any, kept_rows: Any, g: Any, state: Tree) -> Any:
+    def add_head(self, resident: Any, kept_statistics: Any, g: Any, state: Tree) -> Any:
         """Adds all streamed tiles of query head g of the group to the state.
 
-        `resident` are the kept arrays in shared memory. `kept_rows` are the statistics of kept
+        `resident` are the kept arrays in shared memory. `kept_statistics` are those of kept
         queries, or None if keys are kept.
         """
         problem, (b, key_head, i), (_, stream) = self.problem, self.place, self.memory
@@ -147,11 +147,11 @@ class _AmpereGradients(backward.GradientProgram):
             fetch_next(turn + 1)
             index = self.tile_index(h, i * ROWS, x * problem.streamed)
             tile = problem.tile(self.leaves, index, constants)
-            read_rows = functools.partial(RowStatistics.read, problem.unit, self.rows, b, h, x)
-            rows = read_rows if kept_rows is None else kept_rows
+            block = problem.unit, self.statistics, b, h, x
+            statistics = kept_statistics or functools.partial(RowStatistics.read, *block)
             totals = dict(zip(self.which, totals, strict=True))
-            operands = {"masked": masked, "rows": rows, "resident": resident, "tile": tile}
-            return turn + 1, *add_gradients(problem, totals, arrays, **operands)
+            operands = {"masked": masked, "statistics": statistics, "resident": resident}
+            return turn + 1, *add_gradients(problem, totals, arrays, tile=tile, **operands)
 
         return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], visit, state)
 

@@ -14,9 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._types import Ref, Tree
+from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
+from jattn.kernels.gpu.mosaic.machine.registers import Unit
 from jattn.kernels.gpu.mosaic.machine.streams import heads_first
 from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
@@ -25,9 +26,9 @@ from jattn.spec import Spec
 
 
 class GradientProgram(NamedTuple):
-    """A program for block `at` (b, h, i), where h is a key head with `by_key`.
+    """A program for block `place` (b, h, i), where h is a key head with `by_key`.
 
-    `per_query` are query and d_out, `per_key` key and value, `rows` stacked `RowStatistics`.
+    `per_query` are query and d_out, `per_key` key and value, `statistics` stacked `RowStatistics`.
     `which` lists the gradients to compute: 0 of queries or keys, 1 of values. `memory` is the
     scratch of `launched`.
     """
@@ -38,7 +39,7 @@ class GradientProgram(NamedTuple):
     place: Any
     per_query: Tree
     per_key: Tree
-    rows: Ref
+    statistics: Ref
     leaves: list[Any]
     visits_ref: Tree
     results: Ref
@@ -85,6 +86,10 @@ class GradientProgram(NamedTuple):
         b = self.place[0]
         return (b, head, run) if self.problem.unit.by_warp else (b, run, head)
 
+    def kept_statistics(self, unit: Unit, *block: Index) -> RowStatistics | None:
+        """Reads the statistics of a block of kept queries; None if keys are kept."""
+        return None if self.problem.by_key else RowStatistics.read(unit, self.statistics, *block)
+
     def tile_index(self, h: Array, start: Array, other: Array) -> TileIndex:
         """The index of the tile that starts at a kept row and at a streamed one."""
         row, column = (other, start) if self.problem.by_key else (start, other)
@@ -101,21 +106,22 @@ def launched(
 ) -> list[Array]:
     """Runs programs of a `kind`, a class of `GradientProgram`, each with `warpgroups`.
 
-    `call` has the arguments of `mosaic_call.GradientKernels.run`. Statistics of rows are stacked in
-    blocks of `size`.
+    `call` has the arguments of `mosaic_call.GradientKernels.run`. Statistics are stacked in blocks
+    of `size` queries.
     """
-    problem, spec, (query, d_out, *rows), key, value, which = call
+    problem, spec, (query, d_out, *numbers), key, value, which = call
     shapes, by_key, visits = problem.shapes, problem.by_key, problem.visits(spec)
-    rows, is_large = RowStatistics.stacked(problem.factors, rows, size)
+    statistics, is_large = RowStatistics.stacked(problem.factors, numbers, size)
     if by_key:
         visits = visits.without_full(is_large)
 
-    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, memory: Ref) -> None:
-        kind(problem, which, visits, place()[1:], *operands, results=results, memory=memory).run()
+    def kernel(read_item: Any, operands: Ref, results: Ref, memory: Ref) -> None:
+        place = read_item()[1:]
+        kind(problem, which, visits, place, *operands, results=results, memory=memory).run()
 
     ordered = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
     per_query, per_key = ordered(query, d_out), ordered(key, value)
-    operands = per_query, per_key, rows, problem.refs.arrays, visits.arrays
+    operands = per_query, per_key, statistics, problem.refs.arrays, visits.arrays
     resident = per_key if by_key else per_query
     results = [(resident[i].shape, shapes.dtype) for i in which]
     order = Order.of(problem, visits, shapes.K if by_key else shapes.N)

@@ -119,13 +119,13 @@ class _ForwardMemory(NamedTuple):
 
 class _ForwardProgram(NamedTuple):
     """A program for some groups of 128 queries of a head, or for each of them and each part of the
-    keys (Dao et al. 2023, "Flash-Decoding"). `place()` reads (part, b, h, i) where it is used: no
-    role keeps it for another."""
+    keys (Dao et al. 2023, "Flash-Decoding"). `read_item()` reads (part, b, h, i) where it is used:
+    no role keeps it for another."""
 
     problem: GPUProblem
     visits: block_mask.BlockMask
     memory: _ForwardMemory
-    place: Callable[[], Any]
+    read_item: Callable[[], Any]
     parts: int
     operands: Tree
     results: Ref
@@ -135,17 +135,17 @@ class _ForwardProgram(NamedTuple):
         tensor_memory.by_role(self.problem.unit, self.problem.groups, *roles)
 
     def fold(self, visit: Any, state: Any) -> Any:
-        (part, *block), visits_ref = self.place(), self.operands[-1]
+        (part, *block), visits_ref = self.read_item(), self.operands[-1]
         return self.visits.fold(visits_ref, tuple(block), visit, state, part=(part, self.parts))
 
     def first_row(self, group: Index) -> Array:
         """The first query of a group."""
-        return self.place()[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
+        return self.read_item()[3] * self.problem.tiling.block_q + group * TENSOR_ROWS
 
     def copy(self) -> None:
         """Copies queries, and the tiles of keys and values, in one warp."""
         (query, key, value, leaves, _), memory = self.operands, self.memory
-        _, b, h, _ = self.place()
+        _, b, h, _ = self.read_item()
         kv, columns = lax.div(h, np.int32(self.problem.shapes.G)), self.problem.tiling.block_kv
         for group in range(self.problem.groups):
             part = query.at[b, pl.ds(self.first_row(group), TENSOR_ROWS), h]
@@ -215,7 +215,7 @@ class _ForwardProgram(NamedTuple):
     def compute(self, group: Index) -> None:
         """Computes the weights and results of a group, in a warpgroup."""
         (*_, leaves, _), memory, unit = self.operands, self.memory, self.problem.unit
-        (_, b, h, _), columns = self.place(), self.problem.tiling.block_kv
+        (_, b, h, _), columns = self.read_item(), self.problem.tiling.block_kv
         row, constants = self.first_row(group), self.problem.constants(leaves, b, h)
         # A single group has registers for what rows determine; dropout's hashes take long.
         scarce = self.problem.groups > 1 and not self.problem.drops
@@ -272,7 +272,7 @@ class _ForwardProgram(NamedTuple):
     def write_results(self, group: Index, row: Array, shift: Array, total: Array) -> None:
         """Writes output and normalizer of a group, whose first query is `row`; the output of a part
         of the keys in float32."""
-        (part, b, h, _), memory = self.place(), self.memory
+        (part, b, h, _), memory = self.read_item(), self.memory
         finish = functools.partial(finish_factor, self.problem.factors)
         factor, normalizer = mosaic_interpreter.run(finish, shift, total)
         numbers = [place.at[group] for place in memory.numbers]
@@ -303,8 +303,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     """Computes output `[B, T, N, V]` and normalizer `[B, T, N]`."""
     visits, parts, unit = problem.visits(spec), problem.parts(), problem.unit
 
-    def kernel(place: Callable[..., Any], operands: Ref, results: Ref, memory: Ref) -> None:
-        _ForwardProgram(problem, visits, memory, place, parts, operands, results).run()
+    def kernel(read_item: Callable[..., Any], operands: Ref, results: Ref, memory: Ref) -> None:
+        _ForwardProgram(problem, visits, memory, read_item, parts, operands, results).run()
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
     results, scratch = forward_results(problem.shapes, parts), _ForwardMemory.scratch(problem)

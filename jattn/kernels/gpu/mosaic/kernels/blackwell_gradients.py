@@ -28,7 +28,7 @@ from jattn import scores
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.gpu.mosaic.kernels import ampere, backward, mosaic_call
 from jattn.kernels.gpu.mosaic.machine import tensor_memory
-from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products, Unit
+from jattn.kernels.gpu.mosaic.machine.registers import TENSOR_ROWS, WIDTH, Products
 from jattn.kernels.gpu.mosaic.machine.streams import Stream
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import store, tiles_in_memory
@@ -134,8 +134,8 @@ def _streamed_arrays(problem: GPUProblem, places: int) -> tuple[Stream, ...]:
     shares, arrays = problem.shares, problem.streamed_scratch(places, problem.shares)
     copies = len(arrays) * shares
     if problem.by_key:
-        rows = mosaic().SMEM((places, shares, 3 * problem.share), "float32")
-        arrays, copies = [rows, *arrays], copies + 1
+        statistics = mosaic().SMEM((places, shares, 3 * problem.share), "float32")
+        arrays, copies = [statistics, *arrays], copies + 1
     if not arrays:
         return ()
     used = mosaic().Barrier(num_barriers=places, num_arrivals=_groups(problem))
@@ -171,10 +171,10 @@ class _BlackwellGradients(backward.GradientProgram):
             self.memory.first.fill(turn, first)
             indices = [self.share(h, x, number) for number in numbers]
             shares = [self.problem.streamed_parts(self.leaves, index) for index in indices]
-            blocks = pl.ds(x * len(numbers), len(numbers))
-            rows = [self.rows.at[self.place[0], h, blocks]] if self.problem.by_key else []
+            blocks = self.place[0], h, pl.ds(x * len(numbers), len(numbers))
+            statistics = [self.statistics.at[blocks]] if self.problem.by_key else []
             for ring in self.memory.arrays:
-                ring.fill(turn, *rows, *map(list, zip(*shares, strict=True)))
+                ring.fill(turn, *statistics, *map(list, zip(*shares, strict=True)))
             self.memory.second.fill(turn, second)
             return turn + 1
 
@@ -245,7 +245,7 @@ class _BlackwellGradients(backward.GradientProgram):
 
     def compute(self, group: Index) -> None:
         """Computes weights, the cotangents of scores and the results, in a warpgroup."""
-        rows = self.kept_rows(self.problem.unit)
+        kept = self.kept_statistics(self.problem.unit, *self.place)
         self.for_gradients(group, self.clear)
         tensor_memory.wait_for_stores(self.problem.unit)
 
@@ -256,7 +256,7 @@ class _BlackwellGradients(backward.GradientProgram):
                 numbers = self.shares_of(group)
                 share = functools.partial(self.share, h, x)
                 tiles = [self.problem.tile(self.leaves, share(i), constants) for i in numbers]
-                tiles, read = self.completed(turn, numbers, tiles, rows)
+                tiles, read = self.completed(turn, numbers, tiles, kept)
                 weighed = self.weigh(group, tiles, masked, read)
                 again = [x() for x in read]  # weights leave no registers for delta
                 for ring in self.memory.arrays:
@@ -273,11 +273,11 @@ class _BlackwellGradients(backward.GradientProgram):
         self.for_gradients(group, self.write_result)
 
     def completed(
-        self, turn: Index, numbers: Tree, tiles: Tree, kept_rows: Tree
+        self, turn: Index, numbers: Tree, tiles: Tree, kept_statistics: Tree
     ) -> tuple[list[RegisterTile], list[Any]]:
         """Returns a turn's tiles with their streamed arrays, and functions that read the statistics
-        of their rows, if these are not `kept_rows`."""
-        read: list[Any] = [lambda: kept_rows for _ in numbers]
+        of their queries: `kept_statistics`, or streamed ones."""
+        read: list[Any] = [lambda: kept_statistics for _ in numbers]
         for ring in self.memory.arrays:
             ring.wait(turn)
             for i, number in enumerate(numbers):
@@ -289,11 +289,6 @@ class _BlackwellGradients(backward.GradientProgram):
                 tiles[i] = tiles[i].completed(arrays)
         return tiles, read
 
-    def kept_rows(self, unit: Unit) -> RowStatistics | None:
-        """Reads the statistics of the queries that are kept; None if keys are kept."""
-        by_key = self.problem.by_key
-        return None if by_key else RowStatistics.read(unit, self.rows, *self.place)
-
     def weigh(self, group: Index, tiles: Tree, masked: bool, read: list[Any]) -> list[Any]:
         """Computes weights from the scores of a turn."""
         unit, scores = self.problem.unit, self.memory.scores
@@ -303,10 +298,10 @@ class _BlackwellGradients(backward.GradientProgram):
             mosaic().barrier_arrive(self.memory.weighed)
         first = Derivation(masked, self.problem.factors).weights_first
         weights, weighed = [], []
-        for tile, part, read_rows in zip(tiles, self.split(products), read, strict=True):
-            rows = read_rows()
-            rows = rows if self.problem.by_key else rows._replace(log_total=None)
-            dropped, *rest = tile.run_typed(first, part, rows)
+        for tile, part, read_statistics in zip(tiles, self.split(products), read, strict=True):
+            statistics = read_statistics()
+            statistics = statistics if self.problem.by_key else statistics._replace(log_total=None)
+            dropped, *rest = tile.run_typed(first, part, statistics)
             weights.append(dropped.value.astype(self.problem.shapes.dtype))
             weighed.append(rest)
         if _VALUES in self.which:
@@ -320,7 +315,7 @@ class _BlackwellGradients(backward.GradientProgram):
         group: Index,
         tiles: list[RegisterTile],
         masked: bool,
-        rows: list[RowStatistics],
+        statistics: list[RowStatistics],
         weighed: list[Any],
     ) -> None:
         """Computes the cotangents of a turn's scores, from those of weights."""
@@ -333,7 +328,7 @@ class _BlackwellGradients(backward.GradientProgram):
         then = Derivation(masked, self.problem.factors).d_products_then
         d_scores = [
             tile.run(then, *first, part, x).astype(self.problem.shapes.dtype)
-            for tile, part, first, x in zip(tiles, d_weights, weighed, rows, strict=True)
+            for tile, part, first, x in zip(tiles, d_weights, weighed, statistics, strict=True)
         ]
         tensor_memory.store(unit, self.narrow(pulled[1], group), _joined(d_scores))
         tensor_memory.wait_for_stores(unit)
@@ -386,11 +381,11 @@ class _BlackwellGradients(backward.GradientProgram):
         """Writes a gradient, in a layout without bank conflicts in shared memory."""
         place, unit = self.which.index(gradient), self.problem.unit._replace(splits_rows=True)
         problem, resident = self.problem._replace(unit=unit), self.memory.resident.at[place]
-        rows = self.kept_rows(unit)
+        statistics = self.kept_statistics(unit, *self.place)
         for start in range(0, problem.shapes.H, WIDTH):
             total = tensor_memory.load(unit, self.memory.sum_of(self.which, gradient, start, WIDTH))
             tensor_memory.wait_for_loads(unit)
-            (columns,) = finished(problem, {gradient: total}, rows)
+            (columns,) = finished(problem, {gradient: total}, statistics)
             resident[:, pl.ds(start, WIDTH)] = columns.astype(resident.dtype)
         store([(resident, self.results[place].at[*self.block])])
 

@@ -184,9 +184,9 @@ def _launch(
     groups of rows."""
     shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
 
-    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
+    def kernel(read_item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
         (query, pages, leaves, visits_ref), (queries, stream) = operands, scratch
-        part, b, h, _ = place()
+        part, b, h, _ = read_item()
         kv, first = lax.div(h, np.int32(shapes.G)), jnp.int32(0)
         queries.fill(first, query.at[b, h])
         constants, (q,) = problem.constants(leaves, b, h), queries.wait(first)

@@ -5,8 +5,8 @@ FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's
 it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
 two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
 products of one while the other computes its softmax. Barriers synchronize the two, and signal when
-a buffer is filled and when it is free again. A program numbers the tiles that it streams: tile
-number `turn` uses the buffer `turn % _BUFFERS`.
+a buffer is filled and when it is free again. A program numbers the tiles that it streams from 0:
+each uses the buffer `tile_number % _BUFFERS`.
 
 With a causal mask, blocks of queries visit different numbers of tiles. If registers suffice, the
 program is then persistent: the grid has only as many programs as run at once, and each computes
@@ -114,9 +114,10 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    see `launch_in_rounds`. `read_item(n)` returns (part, b, h, i), the same for every n. The
-    compiler cannot read them before n is known, so that they take up no registers until then.
-    `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
+    see `launch_in_rounds`. `read_item(n)` reads (part, b, h, i) from memory, the same for every n.
+    n only delays the read: the compiler cannot read before it knows n, so that the four numbers
+    take up no registers until then. `leaves` are the spec's arrays, and `visits_ref` the arrays of
+    `visits`, in global memory.
     """
 
     problem: GPUProblem
@@ -141,30 +142,30 @@ class _HopperForward(NamedTuple):
         copying warpgroup runs this."""
         self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
-    def copy_tiles(self, read_item: Callable[..., Any], turn: Array) -> Array:
-        """Copies the tiles of one work item, the first of which has the number `turn`, and returns
-        the number of the next tile."""
+    def copy_tiles(self, read_item: Callable[..., Any], tile_number: Array) -> Array:
+        """Copies the tiles of one work item. `tile_number` is the number of its first tile; returns
+        the number of the next item's."""
         rows, columns = self.problem.tiling
         part, b, h, i = read_item(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
 
-        def visit(j: Array, masked: bool, turn: Array) -> Array:
+        def visit(j: Array, masked: bool, tile_number: Array) -> Array:
             keys = pl.ds(j * columns, columns)
             index = TileIndex(b, h, i * rows, j * columns)
             spec_parts = self.problem.streamed_parts(self.leaves, index)
-            self.memory.streams[0].fill(turn, self.key.at[b, keys, kv], *spec_parts)
-            self.memory.streams[1].fill(turn, self.value.at[b, keys, kv])
-            return turn + 1
+            self.memory.streams[0].fill(tile_number, self.key.at[b, keys, kv], *spec_parts)
+            self.memory.streams[1].fill(tile_number, self.value.at[b, keys, kv])
+            return tile_number + 1
 
-        return self.fold((part, b, h, i), visit, turn)
+        return self.fold((part, b, h, i), visit, tile_number)
 
     def compute(self, group: Array) -> None:
         """Computes 64 queries of each work item. The computing warpgroup `group` runs this."""
         self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
-    def attend(self, group: Array, read_item: Callable[..., Any], turn: Array) -> Array:
-        """Computes the queries of this warpgroup in one work item. `turn` is the number of the
-        item's first tile; returns the number of the next tile."""
+    def attend(self, group: Array, read_item: Callable[..., Any], tile_number: Array) -> Array:
+        """Computes the queries of this warpgroup in one work item. `tile_number` is the number of
+        its first tile; returns the number of the next item's."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
         part, b, h, i = read_item(0)
@@ -172,31 +173,32 @@ class _HopperForward(NamedTuple):
         constants = problem.constants(self.leaves, b, h)
 
         def visit(j: Array, masked: bool, state: Tree) -> Tree:
-            turn, sums = state
-            # Addresses computed from `hidden_group` are not kept in registers between tiles.
-            hidden_group = hidden(group, turn) if _needs_most_registers(problem, masked) else group
-            # Read for each tile, so that the indices take up no registers between tiles.
-            _, b, h, i = read_item(turn)
+            tile_number, sums = state
+            # `hidden_group` equals `group`, but the compiler does not know that. So it computes
+            # addresses anew for each tile instead of keeping them in registers.
+            needs_most = _needs_most_registers(problem, masked)
+            hidden_group = hidden(group, tile_number) if needs_most else group
+            _, b, h, i = read_item(tile_number)  # again, to save registers between tiles
             index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
-            return turn + 1, self.add_tile(hidden_group, masked, read, turn, sums)
+            return tile_number + 1, self.add_tile(hidden_group, masked, read, tile_number, sums)
 
         # Warpgroup 1 starts, and ends, half a step after warpgroup 0, so that they alternate.
         pl.when(group == 1)(memory.alternate_warpgroups)
-        state = turn, initial(problem.unit, ROWS, problem.shapes.V)
-        turn, sums = self.fold((part, b, h, i), visit, state)
+        state = tile_number, initial(problem.unit, ROWS, problem.shapes.V)
+        tile_number, sums = self.fold((part, b, h, i), visit, state)
         pl.when(group == 0)(memory.alternate_warpgroups)
-        part, b, h, i = read_item(turn)
+        part, b, h, i = read_item(tile_number)
         block = part, b, h, pl.ds(i * rows + group * ROWS, ROWS)
         self.write_results(group, sums, block)
-        return turn
+        return tile_number
 
     def add_tile(
         self,
         group: Array,
         masked: bool,
         read: Callable[[], RegisterTile],
-        turn: Array,
+        tile_number: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
         """Returns the sums with one more tile. `read` reads the tile's parts of the arrays of masks
@@ -206,11 +208,11 @@ class _HopperForward(NamedTuple):
         early_tile = None if masked else read()
 
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
-            factors, started = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
-            (products,) = matrix_units.multiply(unit, factors, transposed=True, started=started)
+            pairs, alternate = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
+            (products,) = matrix_units.multiply(unit, pairs, transposed=True, on_started=alternate)
             return products, (early_tile or read()).completed(streamed)
 
-        products, tile = memory.streams[0].use(turn, multiply_keys)
+        products, tile = memory.streams[0].use(tile_number, multiply_keys)
         weights, sums = online(problem, masked, tile, products, sums)
         weights = weights.astype(problem.shapes.dtype)
         memory.alternate_warpgroups()  # now the other warpgroup computes its softmax
@@ -218,7 +220,7 @@ class _HopperForward(NamedTuple):
         def add_values(v: Ref) -> list[Array]:
             return matrix_units.multiply(unit, [(weights, v)], onto=[sums.weighted])
 
-        (weighted,) = memory.streams[1].use(turn, add_values)
+        (weighted,) = memory.streams[1].use(tile_number, add_values)
         return sums._replace(weighted=weighted)
 
     def write_results(self, group: Array, sums: softmax.Partial, block: Tree) -> None:
@@ -275,9 +277,9 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
-    """Returns whether a tile needs nearly all registers."""
-    several = masked or problem.special or bool(problem.refs.varying)
-    return several or problem.shapes.H > 128
+    """Returns whether a tile needs nearly all registers: for masks, exponentials of score functions
+    or arrays that it reads, or because heads are wide."""
+    return masked or problem.special or bool(problem.refs.varying) or problem.shapes.H > 128
 
 
 class _HopperGradients(backward.GradientProgram):
@@ -291,13 +293,13 @@ class _HopperGradients(backward.GradientProgram):
         """Copies all streamed tiles, in the copying warpgroup."""
         b, _, i = self.place
 
-        def visit(h: Array, x: Array, masked: bool, turn: Array) -> Array:
+        def visit(h: Array, x: Array, masked: bool, tile_number: Array) -> Array:
             first_kept = i * self.problem.groups * ROWS
             index = self.tile_index(h, first_kept, x * self.problem.streamed)
-            statistics = [self.rows.at[b, h, x]] if self.problem.by_key else []
+            statistics = [self.statistics.at[b, h, x]] if self.problem.by_key else []
             spec_parts = self.problem.streamed_parts(self.leaves, index)
-            self.memory.streams[0].fill(turn, *self.tiles(h, x), *statistics, *spec_parts)
-            return turn + 1
+            self.memory.streams[0].fill(tile_number, *self.tiles(h, x), *statistics, *spec_parts)
+            return tile_number + 1
 
         self.memory.drain(self.fold(visit, jnp.int32(0)))
 
@@ -310,25 +312,23 @@ class _HopperGradients(backward.GradientProgram):
         resident = [memory.load(n, group, self.resident[n].at[resident_index]) for n in range(2)]
         unit, by_key = problem.unit, problem.by_key
         # With `by_key` the statistics are streamed with the queries, see `add`.
-        statistics = (
-            None if by_key else RowStatistics.read(unit, self.rows, b, kept_head, kept_block)
-        )
+        statistics = self.kept_statistics(unit, b, kept_head, kept_block)
 
         def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
 
             def visit(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
-                turn, *totals = state
+                tile_number, *totals = state
                 index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 # A masked tile is passed as a function, to be read later: it needs more registers.
                 tile = read if masked else read()
                 needs_most = by_key or _needs_most_registers(problem, masked)
-                hidden_group = hidden(group, turn) if needs_most else group
+                hidden_group = hidden(group, tile_number) if needs_most else group
                 arrays = [array.at[hidden_group] for array in memory.resident]
                 totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, statistics, arrays, totals)
-                return turn + 1, *memory.streams[0].use(turn, add)
+                return tile_number + 1, *memory.streams[0].use(tile_number, add)
 
             return visit
 
@@ -351,14 +351,14 @@ class _HopperGradients(backward.GradientProgram):
         if statistics is None:
             statistics = functools.partial(RowStatistics.read, self.problem.unit, rest[0])
             rest = rest[1:]
-        operands = {"masked": masked, "rows": statistics, "resident": resident, "tile": tile}
+        operands = {"masked": masked, "statistics": statistics, "resident": resident, "tile": tile}
         return add_gradients(self.problem, totals, tiles, **operands, streamed_arrays=rest)
 
 
-def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:
+def _gradients(problem: GPUProblem, *inputs: Any) -> list[Array]:
     """Computes gradients, see `mosaic_call.GradientKernels.run`."""
     shapes, by_key, size = problem.shapes, problem.by_key, problem.streamed
-    groups, call = problem.groups, (problem, *call)
+    groups, call = problem.groups, (problem, *inputs)
     tiles = functools.partial(tiles_in_memory, width=shapes.H, dtype=shapes.dtype, least=size)
     resident = [tiles(groups, ROWS) for _ in range(2)]
     statistics = [mosaic().SMEM((_BUFFERS, 3 * size), jnp.float32)] if by_key else []
@@ -376,7 +376,8 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     scores of one tile in the registers of a warpgroup.
     """
     has_dropout = spec.dropout_rate > 0
-    # A window compares keys with two ends: combined with another mask, it needs many registers.
+    # A window compares each key with both ends of a range; combined with another mask, it needs
+    # many registers.
     is_window = isinstance(spec.mask, masks.Window)
     has_combined_window = _contains(spec.mask, masks.Window) and not is_window
     needs_many_registers = has_dropout or _scores_need_many_registers(spec) or has_combined_window
@@ -398,8 +399,9 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    A program has two computing warpgroups. It has only one if the copying warpgroup cannot pass its
-    registers to them and heads are wide: their tiles need more than a third of all registers.
+    A program has two computing warpgroups. It has only one if heads are wide and the copying
+    warpgroup cannot give its registers to the others: with wide heads, a computing warpgroup needs
+    more than a third of all registers.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 

@@ -99,10 +99,10 @@ class Order(NamedTuple):
 def launch(
     name: str, problem: GPUProblem, order: Order, kernel: Callable[..., Any], *rest: Tree
 ) -> list[Array]:
-    """Runs `kernel(item, operands, results, scratch)` in one program for each work item.
+    """Runs `kernel(read_item, operands, results, scratch)` in one program for each work item.
 
-    `item()` reads the work item (part, b, h, i). It is a function so that each warpgroup reads it
-    where it needs it: numbers that all warpgroups share take up registers in each of them. For
+    `read_item()` reads the work item (part, b, h, i). It is a function so that each warpgroup reads
+    where it needs the numbers: if all warpgroups share them, they take up registers in each. For
     `rest` see `_launch`.
     """
 
@@ -118,9 +118,10 @@ def launch_in_rounds(
 ) -> list[Array]:
     """Runs `kernel(fold_items, operands, results, scratch)` in programs with several work items.
 
-    `fold_items(function, state)` folds `function(item, state)` over the work items of a program.
-    `item(count)` reads (part, b, h, i) at that point of the program: a `count` that the compiler
-    does not know, such as the number of a tile, keeps it from reading earlier, see `later`.
+    `fold_items(function, state)` folds `function(read_item, state)` over the work items of a
+    program. `read_item(n)` reads (part, b, h, i) at that point of the program: an n that the
+    compiler does not know, such as the number of a tile, keeps it from reading earlier, see
+    `later`. n does not change the result.
 
     `rounds` are `Order.rounds`. If None, each program has one work item, and the device starts
     programs as others end. For `rest` see `_launch`.
@@ -136,15 +137,16 @@ def launch_in_rounds(
     def kernel_of_items(indices: Any, *refs: Any) -> None:
         longest_first, items_of_programs = indices
 
-        def fold_step(function: Callable[[Any, Any], Any], turn: Index, state: Tree) -> Any:
-            def flat_index(count: Any) -> Any:
-                return items_of_programs[lax.axis_index("program"), turn + later(count)]
+        def fold_step(function: Callable[[Any, Any], Any], i: Index, state: Tree) -> Any:
+            def flat_index(n: Any) -> Any:
+                return items_of_programs[lax.axis_index("program"), i + later(n)]
 
-            def item(count: Any) -> Any:
-                section, rest = _split(flat_index(count), order.grid[1] * order.grid[2])
+            def read_item(n: Any) -> Any:
+                section, rest = _split(flat_index(n), order.grid[1] * order.grid[2])
                 return order.place((section, *_split(rest, order.grid[2])), longest_first)
 
-            return lax.cond(flat_index(0) >= 0, lambda x: function(item, x), lambda x: x, state)
+            compute = functools.partial(function, read_item)
+            return lax.cond(flat_index(0) >= 0, compute, lambda x: x, state)
 
         def fold_items(function: Callable[[Any, Any], Any], state: Tree) -> Any:
             step = functools.partial(fold_step, function)

@@ -104,12 +104,12 @@ def _kernel(
 class _ParameterProgram(NamedTuple):
     """A program for one parameter, with references to its operands, and places in shared memory for
     tiles of queries and keys. `tensors` are query, d_out, key and value, with heads first for
-    products by warps; `rows` are stacked `RowStatistics`."""
+    products by warps; `statistics` are stacked `RowStatistics`."""
 
     problem: GPUProblem
     parameter: Parameter
     tensors: Any
-    rows: Any
+    statistics: Any
     leaves: list[Any]
     stream: Stream
 
@@ -178,8 +178,8 @@ class _ParameterProgram(NamedTuple):
         return of_tile(
             problem,
             masked=masked,
-            rows=functools.partial(
-                RowStatistics.read, problem.unit, self.rows, index.b, index.h, block
+            statistics=functools.partial(
+                RowStatistics.read, problem.unit, self.statistics, index.b, index.h, block
             ),
             resident=resident,
             streamed=other,
@@ -204,19 +204,19 @@ def _run(
     `of_place(program, *place)` returns the block of a program in `visits`, the index of tile x that
     it visits as a function of x, and the part of the array that it writes, along `axes` of a tile.
     """
-    (query, d_out, *rows), key, value = arrays
+    (query, d_out, *numbers), key, value = arrays
     sizes, unit = problem.refs.sizes, problem.unit
 
-    def kernel(place: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
-        tensors, rows, leaves, visits_ref = operands
-        _, *block = place()
-        program = _ParameterProgram(problem, parameter, tensors, rows, leaves, scratch[0])
+    def kernel(read_item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
+        tensors, statistics, leaves, visits_ref = operands
+        _, *block = read_item()
+        program = _ParameterProgram(problem, parameter, tensors, statistics, leaves, scratch[0])
         block, index, part = of_place(program, *block)
         zeros = jnp.zeros([sizes[x.upper()] for x in axes], jnp.float32)
         total = program.fold(visits, visits_ref, block, index, unit.to_layout(zeros, axes))
         put(unit, results[0].at[part], total)
 
-    rows, _ = RowStatistics.stacked(problem.factors, rows, sizes["T"])
+    statistics, _ = RowStatistics.stacked(problem.factors, numbers, sizes["T"])
     tensors = query, d_out, key, value
     tensors = heads_first(*tensors) if unit.by_warp else tensors
     width, dtype = problem.shapes.H, problem.shapes.dtype
@@ -224,7 +224,7 @@ def _run(
     places = 2 if 2 * tile_bytes <= _MOST_BYTES[unit.by_warp] else 1
     tiles = [tiles_in_memory(places, sizes[x], width, dtype) for x in "TTSS"]
     scratch = [Stream.scratch(unit, *tiles, *problem.streamed_scratch(places))]
-    operands = tensors, rows, problem.refs.arrays, visits.arrays
+    operands = tensors, statistics, problem.refs.arrays, visits.arrays
     return launch(_NAME, problem, order, kernel, operands, [(shape, jnp.float32)], scratch, 1)[0]
 
 

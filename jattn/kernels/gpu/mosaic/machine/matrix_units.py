@@ -18,15 +18,15 @@ def multiply(
     pairs: Any,
     transposed: bool = False,
     onto: Any = None,
-    started: Callable[[], None] = lambda: None,
+    on_started: Callable[[], None] = lambda: None,
 ) -> list[Array]:
     """Computes a · b or a · bᵀ of all pairs together, and adds them to the arrays in `onto`.
 
-    a is in shared memory or registers, b in shared memory. Without `onto`, `started()` runs before
-    the wait for the products.
+    a is in shared memory or registers, b in shared memory. Without `onto`, `on_started()` runs
+    before the wait for the products.
     """
     if unit.interpreted:
-        started()
+        on_started()
         pairs = [(a[...], b[...].T if transposed else b[...]) for a, b in pairs]
         products = [jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in pairs]
         return products if onto is None else [x + y for x, y in zip(onto, products, strict=True)]
@@ -44,7 +44,7 @@ def multiply(
 
     def fresh(*totals: Any) -> list[Array]:
         add_to(totals)
-        started()
+        on_started()
         return [total[...] for total in totals]
 
     shapes = [(a.shape[0], b.shape[1]) for a, b in pairs]

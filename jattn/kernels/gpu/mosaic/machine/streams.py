@@ -37,7 +37,8 @@ def least_rows(unit: Unit, width: int) -> int:
 
 
 class Stream(NamedTuple):
-    """Places in shared memory, filled and used in turn; each holds arrays that are copied together.
+    """Places in shared memory; each holds arrays that are copied together, such as one tile. Turn n
+    of a program fills and uses place n % places.
 
     `filled` has a barrier for each place; it is None if threads copy. If one warpgroup copies and
     others compute, these arrive at the barriers `free` when they have used a place; else it is

@@ -24,14 +24,14 @@ def later(count: Index) -> Array:
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
 
 
-def hidden(number: Index, turn: Array) -> Array:
-    """Returns the number of a warpgroup, or of its first row, hidden from the compiler by a turn.
+def hidden(number: Index, count: Array) -> Array:
+    """Returns the number of a warpgroup, or of its first row, hidden from the compiler by a count.
 
     Addresses that depend on it are then computed where they are used, not kept in registers. If
     tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
     shared memory, and spills it.
     """
-    return number + later(turn)
+    return number + later(count)
 
 
 def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:
@@ -52,7 +52,7 @@ class WarpgroupMemory(NamedTuple):
     resident: Tree
     filled: Ref
     streams: tuple[Stream, ...]
-    turns: Ref
+    alternation: Ref
 
     @classmethod
     def scratch(cls, groups: int, resident: Tree, *streams: Tree) -> "WarpgroupMemory":
@@ -65,8 +65,8 @@ class WarpgroupMemory(NamedTuple):
     def alternate_warpgroups(self) -> None:
         """Waits until the other computing warpgroup calls this too: one then computes products, the
         other its softmax, and after the next call the other way round. A single one continues."""
-        mosaic().barrier_arrive(self.turns)
-        mosaic().barrier_wait(self.turns)
+        mosaic().barrier_arrive(self.alternation)
+        mosaic().barrier_wait(self.alternation)
 
     def load(self, which: int, group: Index, source: Ref) -> Ref:
         """Copies one of the arrays that a warpgroup keeps, and returns it."""
@@ -75,10 +75,10 @@ class WarpgroupMemory(NamedTuple):
         gpu.barrier_wait(self.filled.at[barrier])
         return resident
 
-    def drain(self, turns: Array) -> None:
-        """Waits until everything that was streamed in all turns has been used."""
+    def drain(self, n_tiles: Array) -> None:
+        """Waits until all of the `n_tiles` tiles that each stream received have been used."""
         for stream in self.streams:
-            stream.drain(turns)
+            stream.drain(n_tiles)
 
 
 def store(pairs: Ref) -> None:

@@ -131,34 +131,34 @@ class Derivation(NamedTuple):
     """The derivatives of a tile, whose scores need the mask if `masked`.
 
     Its methods take `products` q kᵀ, the cotangents of weights, `d_weights` = d_out vᵀ, and the
-    statistics of the tile's queries, `rows`. "Dropped weights" are weights after dropout, which
-    sets some to 0 and does not scale the others. "Signed weights" are weights before dropout, with
-    a negative sign where dropout sets them to 0.
+    `statistics` of the tile's queries. "Dropped weights" are weights after dropout, which sets some
+    to 0 and does not scale the others. "Signed weights" are weights before dropout, with a negative
+    sign where dropout sets them to 0.
     """
 
     masked: bool
     factors: Factors
 
     def d_products(
-        self, tile: HeadTile, products: Array, d_weights: Array, rows: RowStatistics
+        self, tile: HeadTile, products: Array, d_weights: Array, statistics: RowStatistics
     ) -> tuple[Array, Array]:
         """Returns the cotangent of q kᵀ, without `factors.gradient`, and the dropped weights."""
         products = times(products, self.factors.product_factor)
         if is_unmodified(tile.spec):
-            weights = self._unmodified_weights(tile, products, rows)
+            weights = self._product_weights(tile, products, statistics)
             dropped = tile.drop_unscaled(weights)
-            return self._d_unmodified(tile, weights, dropped, d_weights, rows), dropped
+            return self._d_unmodified(tile, weights, dropped, d_weights, statistics), dropped
         score, pull = self._score_and_pull(tile, products)
-        weights = self._weights(score, rows)
+        weights = self._weights(score, statistics)
         dropped = tile.drop_unscaled(weights)
-        (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, rows))
+        (gradient,) = pull(_d_scores(tile.spec, weights, dropped, d_weights, statistics))
         if self.masked:  # at the end: weights and gradients of masked pairs may be NaN
             excluded = score == -jnp.inf
             dropped, gradient = jnp.where(excluded, 0, dropped), jnp.where(excluded, 0, gradient)
         return gradient, dropped
 
     def weights_first(
-        self, tile: HeadTile, products: Array, rows: RowStatistics
+        self, tile: HeadTile, products: Array, statistics: RowStatistics
     ) -> tuple[Array, Array, Any]:
         """Computes what depends on `products` only, before `d_weights` are computed.
 
@@ -167,51 +167,51 @@ class Derivation(NamedTuple):
         """
         products, pull = times(products, self.factors.product_factor), None
         if is_unmodified(tile.spec):
-            weights = self._unmodified_weights(tile, products, rows)
+            weights = self._product_weights(tile, products, statistics)
         else:
             score, pull = self._score_and_pull(tile, products)
-            weights = self._weights(score, rows)
+            weights = self._weights(score, statistics)
             weights = jnp.where(score == -jnp.inf, 0, weights) if self.masked else weights
         # The sign saves registers: it tells whether dropout keeps a weight.
         signed = jnp.where(tile.keeps(), weights, -weights) if tile.spec.dropout_rate else weights
         return _unsigned(tile, signed)[1], signed, pull
 
     def d_products_then(
-        self, tile: HeadTile, signed: Array, pull: Any, d_weights: Array, rows: RowStatistics
+        self, tile: HeadTile, signed: Array, pull: Any, d_weights: Array, statistics: RowStatistics
     ) -> Array:
         """Returns the cotangent of q kᵀ, without `factors.gradient`, from the results of
         `weights_first`."""
         weights, dropped = _unsigned(tile, signed)
         if not tile.spec.dropout_rate:
-            d_weights = d_weights + rows.minus_delta[:, None]
-        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
+            d_weights = d_weights + statistics.minus_delta[:, None]
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, statistics)
         if pull is not None:
             (gradient,) = pull(gradient)
         # The gradient of a masked pair, whose weight is 0, may be NaN.
         return jnp.where(weights == 0, 0, gradient) if self.masked else gradient
 
     def d_signed(
-        self, tile: HeadTile, signed: Array, d_weights: Array, rows: RowStatistics
+        self, tile: HeadTile, signed: Array, d_weights: Array, statistics: RowStatistics
     ) -> tuple[Array, Array]:
         """Computes the results of `d_products` from signed weights, if scores are unmodified."""
         weights, dropped = _unsigned(tile, signed)
-        return self._d_unmodified(tile, weights, dropped, d_weights, rows), dropped
+        return self._d_unmodified(tile, weights, dropped, d_weights, statistics), dropped
 
     def d_parameter(
         self,
         tile: HeadTile,
         products: Array,
         d_weights: Array,
-        rows: RowStatistics,
+        statistics: RowStatistics,
         parameter: Parameter,
     ) -> Array:
         """Returns a tile's term of the gradient of a parameter, without `score_factor` and
         `dropout_scale`."""
         products = times(products, self.factors.product_factor)
         score, slope = with_slope(tile, parameter.which, products, self.masked)
-        weights = self._weights(score, rows)
+        weights = self._weights(score, statistics)
         dropped = tile.drop_unscaled(weights)
-        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows) * slope
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, statistics) * slope
         if self.masked:  # masked pairs of a query whose weights are NaN
             gradient = jnp.where(score == -jnp.inf, 0, gradient)
         return jnp.sum(gradient, axis=tuple({0, 1} - set(parameter.axes)))
@@ -225,36 +225,41 @@ class Derivation(NamedTuple):
         """Returns whether the mask must be applied."""
         return self.masked and has_mask(tile.spec)
 
-    def _unmodified_weights(self, tile: HeadTile, products: Array, rows: RowStatistics) -> Array:
+    def _product_weights(self, tile: HeadTile, products: Array, statistics: RowStatistics) -> Array:
         """Returns the weights of scores that are products: 0 for masked pairs, also of a query
         whose other weights are NaN."""
-        weights = self._weights(products, rows)
+        weights = self._weights(products, statistics)
         return jnp.where(_allowed(tile), weights, 0) if self._masks(tile) else weights
 
     def _d_unmodified(
-        self, tile: HeadTile, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
+        self,
+        tile: HeadTile,
+        weights: Array,
+        dropped: Array,
+        d_weights: Array,
+        statistics: RowStatistics,
     ) -> Array:
         """Returns the cotangent of products that are scores: 0 for masked pairs."""
-        gradient = _d_scores(tile.spec, weights, dropped, d_weights, rows)
+        gradient = _d_scores(tile.spec, weights, dropped, d_weights, statistics)
         return jnp.where(weights == 0, 0, gradient) if self._masks(tile) else gradient
 
-    def _weights(self, score: Array, rows: RowStatistics) -> Array:
+    def _weights(self, score: Array, statistics: RowStatistics) -> Array:
         """Returns the weights of a tile. If it has no mask, the log of the total is part of the
         shift, or applied at the end."""
-        exponent = exponents(self.factors, score, rows.shift)
-        if self.masked and rows.log_total is not None:
-            exponent = exponent - rows.log_total[:, None]
+        exponent = exponents(self.factors, score, statistics.shift)
+        if self.masked and statistics.log_total is not None:
+            exponent = exponent - statistics.log_total[:, None]
         return jnp.exp2(exponent)
 
 
 def _d_scores(
-    spec: Tree, weights: Array, dropped: Array, d_weights: Array, rows: RowStatistics
+    spec: Tree, weights: Array, dropped: Array, d_weights: Array, statistics: RowStatistics
 ) -> Array:
     """Returns the cotangent of scores, dropped × d_weights − weights × delta / dropout_scale.
     Without dropout −delta is already part of `d_weights`: the product starts from it."""
     if not spec.dropout_rate:
         return weights * d_weights
-    return dropped * d_weights + weights * rows.minus_delta[:, None]
+    return dropped * d_weights + weights * statistics.minus_delta[:, None]
 
 
 def _allowed(tile: HeadTile) -> Any:
@@ -301,7 +306,7 @@ def of_tile(
     problem: GPUProblem,
     *,
     masked: bool,
-    rows: RowStatistics | Callable[[], RowStatistics],
+    statistics: RowStatistics | Callable[[], RowStatistics],
     resident: Ref,
     streamed: Ref,
     tile: RegisterTile | Callable[[], RegisterTile],
@@ -312,7 +317,7 @@ def of_tile(
 
     resident, streamed: query and d_out, and key and value, or the other way round; references to
         shared memory.
-    rows: the statistics of kept queries, or a function that reads the statistics of streamed ones.
+    statistics: those of kept queries, or a function that reads those of streamed queries.
     tile: the tile, or a function that reads it where it is needed, which takes longer but fewer
         registers.
     streamed_arrays: the tile's parts of the spec's arrays that were streamed.
@@ -322,12 +327,14 @@ def of_tile(
     unit, derivation = problem.unit, Derivation(masked, problem.factors)
     (products,), (d_weights,) = ([pair] for pair in zip(resident, streamed, strict=True))
     (products,) = matrix_units.multiply(unit, [products], transposed=True)
-    read = rows if callable(rows) else functools.partial(rows._replace, log_total=None)
+    read: Any = statistics
+    if isinstance(statistics, RowStatistics):
+        read = functools.partial(statistics._replace, log_total=None)
 
     def completed() -> RegisterTile:
         return (tile() if callable(tile) else tile).completed(streamed_arrays)
 
-    statistics, early = read(), None if callable(tile) else completed()
+    loaded, early = read(), None if callable(tile) else completed()
     # Registers are scarce while products are computed. So masks and dropout of unmodified scores
     # are computed between the two products, and other functions after them, where the tile and the
     # statistics may be read a second time.
@@ -335,25 +342,25 @@ def of_tile(
     if between:
         early = early or completed()
         signed = lambda *operands: derivation.weights_first(*operands)[1]  # noqa: E731
-        products = early.run(signed, products, statistics)
+        products = early.run(signed, products, loaded)
     drops, columns = problem.drops, problem.refs.sizes["S"]
-    onto = None if drops else [unit.spread(statistics.minus_delta, columns)]
+    onto = None if drops else [unit.spread(loaded.minus_delta, columns)]
     (d_weights,) = matrix_units.multiply(unit, [d_weights], transposed=True, onto=onto)
-    statistics = statistics if problem.unmodified else read()
+    loaded = loaded if problem.unmodified else read()
     derive = derive or (Derivation.d_signed if between else Derivation.d_products)
     function = functools.partial(derive, derivation)
-    return (early or completed()).run(function, products, d_weights, statistics)
+    return (early or completed()).run(function, products, d_weights, loaded)
 
 
 def finished(
-    problem: GPUProblem, totals: dict[int, Array], rows: RowStatistics | None
+    problem: GPUProblem, totals: dict[int, Array], statistics: RowStatistics | None
 ) -> list[Array]:
     """Returns the gradients from the totals of all tiles.
 
-    `rows` are the statistics of the kept queries, or None if keys are kept.
+    `statistics` are those of the kept queries, or None if keys are kept.
     """
     factor = problem.factors.gradient
-    if rows is None:
+    if statistics is None:
         dropout_scale = problem.factors.dropout_scale
         return [times(x, dropout_scale if which else factor) for which, x in totals.items()]
 
@@ -361,4 +368,4 @@ def finished(
         return total * times(jnp.exp2(-log_total), factor)[:, None]
 
     layout = RegisterLayout(functools.partial(problem.unit.to_layout, axes="ts"))
-    return [mosaic_interpreter.run(normalized, totals[0], rows.log_total, layout=layout)]
+    return [mosaic_interpreter.run(normalized, totals[0], statistics.log_total, layout=layout)]
