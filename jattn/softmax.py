@@ -363,7 +363,7 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
     dtype = getattr(sink, "dtype", np.dtype(np.float32))
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    # The least number that rounds to infinity, in float32 also for narrower dtypes.
+    # The least number that float32 rounds to infinity; numbers of narrower dtypes are smaller.
     too_large = np.inf if dtype == np.float64 else 2.0**128 - 2.0**103
     if (is_number or is_known(sink)) and not np.all(np.asarray(sink, np.float64) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")

@@ -75,7 +75,7 @@ class Tuning(NamedTuple):
     max_width: int = 1024  # the most keys in a run of tiles or a wide tile: bounds the memory
     # The longest schedule that is unrolled, in runs; longer ones take memory and time if they run
     # side by side.
-    max_written_out: int = 8
+    max_unrolled_runs: int = 8
     max_band: int = 256 * 1280  # the most scores of a block of queries in a band
     # The blocks of a band that run together: enough for the cores, few enough for their caches.
     band_blocks: int = 8

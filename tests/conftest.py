@@ -155,7 +155,7 @@ def _small_tiles(request):
         largest=16,
         in_turn=dtype not in ("bfloat16", "float16"),
     )
-    sizes = {"row": row, "max_width": 32, "max_written_out": 5}
+    sizes = {"row": row, "max_width": 32, "max_unrolled_runs": 5}
     with tuning.using(**sizes):
         yield
 

@@ -193,7 +193,7 @@ class DifferentiableAttention(NamedTuple):
         def value(spec: Spec, inputs: AttentionInputs) -> tuple[Array, Normalizer]:
             return self.value(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Tree, tangents: Tree) -> tuple[Tree, Tree]:
+        def rule(operands: tuple[Spec, Any], tangents: Tree) -> tuple[Tree, Tree]:
             residuals = self._residuals(*operands)
             out = residuals.rounded.astype(residuals.out.dtype)
             point = _Point(*operands, residuals.without_minus_infinity())
@@ -212,7 +212,7 @@ class DifferentiableAttention(NamedTuple):
         def value(spec: Spec, inputs: AttentionInputs) -> Residuals:
             return self.forward(with_parameters(spec, inputs.params), *inputs[1:])
 
-        def rule(operands: Tree, tangents: Any) -> tuple[Residuals, Residuals]:
+        def rule(operands: tuple[Spec, Any], tangents: Any) -> tuple[Residuals, Residuals]:
             residuals = self._residuals(*operands)
             point = _Point(*operands, residuals.without_minus_infinity())
             d_out, d_lse = self._jvp(point, tangents[1])

@@ -90,7 +90,7 @@ def schedule(
     """Returns the schedule of head (b, h).
 
     With `by_key` it lists, for each block of keys, the queries that it visits. With `unrolled`, up
-    to `tuning.max_written_out` runs of a static mask are unrolled, else only a single one. In all
+    to `tuning.max_unrolled_runs` runs of a static mask are unrolled, else only a single one. In all
     other cases the program loops over tiles.
     """
     tile_kinds, block = kinds(spec, T, S, tiling, b, h), tiling.block_kv
@@ -101,7 +101,7 @@ def schedule(
         runs = [_runs_of(row, block) for row in tile_kinds]
         if all(row == runs[0] for row in runs):
             runs = runs[:1]
-        if sum(map(len, runs)) <= (tuning.current().max_written_out if unrolled else 1):
+        if sum(map(len, runs)) <= (tuning.current().max_unrolled_runs if unrolled else 1):
             return Schedule(block, runs, [])
     if columns == 1:
         # To check whether the only tile is empty would take as long as to compute it.

@@ -33,15 +33,7 @@ from jattn.kernels.common.vjp import AttentionVJP, no_weights
 from jattn.kernels.protocol import Kernel
 from jattn.kernels.xla import single_tile
 from jattn.softmax import Normalizer
-from jattn.spec import (
-    Shapes,
-    Spec,
-    Tiling,
-    has_mask,
-    parameter_letters,
-    parameters,
-    scaled,
-)
+from jattn.spec import Shapes, Spec, Tiling, has_mask, parameter_letters, parameters, scaled
 from jattn.tuning import Sizes
 
 

@@ -20,13 +20,7 @@ from jattn import masks, softmax, tile, tuning
 from jattn._explicit import left_again
 from jattn._types import Index, Output, Shape, Tree, accumulation
 from jattn.cache import Cache, PagedCache
-from jattn.kernels.common import (
-    lowering,
-    partition,
-    reverse_mode,
-    slicing,
-    tile_schedule,
-)
+from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.protocol import Reader
 from jattn.kernels.xla import tangents

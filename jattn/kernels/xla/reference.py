@@ -46,9 +46,7 @@ def _over_heads(
         params, query, keys = inputs
         spec = with_parameters(spec, params)
         results = tile.over_heads(one_head, spec, (query,), keys, out_axes=out_axes)
-        return reverse_mode.varied_like(
-            results, (spec, inputs)
-        )  # without keys there is nothing to vary
+        return reverse_mode.varied_like(results, (spec, inputs))  # without keys they would not
 
     inputs = reverse_mode.varied_like((parameters(spec), query, keys), spec)
     return as_one_operation(formula)(spec, inputs)
