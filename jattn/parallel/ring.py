@@ -65,27 +65,26 @@ class Route(NamedTuple):
     def of(cls, spec: Spec, T: int, S: int, n: int, order: str) -> "Route":
         """Returns the route of a call with T queries and S keys in all, on n devices."""
         if spec.q_positions is not None or spec.kv_positions is not None:
-            return cls.through(np.ones((n, n), bool), slice(0, S // n))
-        sizes = (T, S, n, order)
-        return cls.through(
-            placement.needed(spec.mask, *sizes), placement.sent_keys(spec.mask, *sizes)
-        )
+            return cls.with_fewest_hops(np.ones((n, n), bool), slice(0, S // n))
+        arguments = spec.mask, T, S, n, order
+        return cls.with_fewest_hops(placement.needed(*arguments), placement.sent_keys(*arguments))
 
     @classmethod
-    def through(cls, needed: np.ndarray, sent_keys: slice) -> "Route":
+    def with_fewest_hops(cls, needed: np.ndarray, sent_keys: slice) -> "Route":
         """Returns the route with the fewest hops that takes each shard where it is needed."""
         n, shards = len(needed), np.arange(len(needed))
         # wanted[r, s]: device s + r needs shard s.
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # The distances from its own device at which a shard stops.
+        # The distances from their own devices at which shards stop.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
             sources = {int(s + start) % n for s in np.flatnonzero(wanted_from[stop])}
             last = hops[-1] if hops else None
-            # One group for hops over the same distance: the sources of any of these send in all.
+            # Successive hops over the same distance form one group. A device that sends in one of
+            # them sends in all of them.
             if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
                 hops[-1] = HopGroup(stop - start, last.times + 1, merged)
@@ -106,7 +105,7 @@ def travels(letters: str) -> bool:
     return "S" in axes and "T" not in axes
 
 
-def _local_key_axis(letters: str, leaf: Array) -> int | None:
+def _all_keys_axis(letters: str, leaf: Array) -> int | None:
     """Returns the S axis of an array that also has a T axis, such as a dense mask, or None.
 
     Such an array does not travel: on each device it has entries for the device's queries and all
@@ -156,7 +155,7 @@ class KVShard(NamedTuple):
         def slice_leaf(letters: str, leaf: Array) -> Array:
             if travels(letters):
                 return next(arrays)
-            axis = _local_key_axis(letters, leaf)
+            axis = _all_keys_axis(letters, leaf)
             return leaf if axis is None else slicing.take(leaf, global_start, size, axis)
 
         return jax.tree.map(slice_leaf, axis_names(spec), spec)
@@ -174,8 +173,9 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Arranges one value for each array, such as the letters of its axes, in the same way as
-        gradients. `letters` are the axes of the parameters; they tell which parameters travel."""
+        """Builds this structure from one value per array: the array's gradient, or something else
+        about it, such as the letters of its axes. `letters` are the axes of the parameters; they
+        tell which parameters travel."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]
         return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))
@@ -227,8 +227,8 @@ class Ring(NamedTuple):
     route: Route
     shard_size: int  # the number of keys of a shard
     implementation: str | None  # the kernel; None for any that can compute parts of the keys
-    rounds: int  # the number of rounds, each of an equal share of the key heads
-    round: Round = Round()  # the heads that go around in the current round
+    num_rounds: int  # in each, an equal share of the key heads goes around
+    round: Round = Round()  # the current round
     local_start: Index = 0  # the local index of the first key of the current range or chunk
 
     def key_ranges(self) -> Iterator[tuple["Ring", int, int]]:
@@ -267,7 +267,7 @@ class Ring(NamedTuple):
             state = rounds.repeat(count if size else 0, compute_chunk, state)
         return state
 
-    def shard(self, distance: Index) -> Array:
+    def shard_index(self, distance: Index) -> Array:
         """Returns the index of the shard that this device holds after all shards have moved
         `distance` devices."""
         return (self.axes.device_index - distance) % self.axes.devices
@@ -275,16 +275,16 @@ class Ring(NamedTuple):
     def global_start(self, distance: Index) -> Array:
         """Returns the global index of the first key that this device holds after all shards have
         moved `distance` devices."""
-        return self.shard(distance) * self.shard_size + self.local_start
+        return self.shard_index(distance) * self.shard_size + self.local_start
 
     def local_spec(self, spec: Spec, query: Array, kv: KVShard, distance: Index) -> Spec:
         """Returns the spec of this device's queries and of the keys `kv`, which have moved
         `distance` devices. Masks, score functions and dropout see the places of the whole call."""
         (B, T, N, _), S = query.shape, kv.key.shape[1]
-        axes, start, (share, shares) = self.axes, self.global_start(distance), self.round
-        b, h = axes.first_row_and_head(B, N * shares)
-        h = h if shares == 1 else h + share * N
-        shard_places = axes.places(self.shard_size, self.shard(distance))
+        axes, start, (number, num_rounds) = self.axes, self.global_start(distance), self.round
+        b, h = axes.first_row_and_head(B, N * num_rounds)
+        h = h if num_rounds == 1 else h + number * N
+        shard_places = axes.places(self.shard_size, self.shard_index(distance))
         place = Place(
             b,
             h,
@@ -295,18 +295,19 @@ class Ring(NamedTuple):
         )
         return dataclasses.replace(at_place(kv.slice_spec(spec, start), place), partial=True)
 
-    def if_needed(self, shard: Array, compute: Callable[..., Any], otherwise: Tree) -> Tree:
+    def if_needed(self, distance: Index, compute: Callable[..., Any], otherwise: Tree) -> Tree:
         """Returns `compute()`, or `otherwise` if none of this device's queries needs the shard."""
         if self.route.needed.all():
             return compute()
-        is_needed = jnp.asarray(self.route.needed)[self.axes.device_index, shard]
+        index = self.axes.device_index, self.shard_index(distance)
+        is_needed = jnp.asarray(self.route.needed)[index]
         return lax.cond(is_needed, compute, lambda: otherwise)
 
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
         """Returns the state `(out, normalizer, all_finite)` with a shard's contribution added."""
-        shard, shapes = self.shard(distance), Shapes.of(query, kv.value)
+        shapes = Shapes.of(query, kv.value)
 
         def compute() -> Tree:
             operands = (self.local_spec(spec, query, kv, distance), query, kv.key, kv.value)
@@ -315,7 +316,7 @@ class Ring(NamedTuple):
             )
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & all_finite
 
-        return self.if_needed(shard, compute, state)
+        return self.if_needed(distance, compute, state)
 
     def backward(
         self,
@@ -326,16 +327,14 @@ class Ring(NamedTuple):
         all_finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """Adds the gradients from a shard of keys to `so_far`.
-
-        `so_far.with_shard` must be 0: the shard's gradients replace it instead of being added.
-        """
-        shard, shapes = self.shard(distance), Shapes.of(per_query.query, kv.value)
+        """Returns `so_far` with the gradients from a shard of keys: added to its `local`, and in
+        place of its `with_shard`, which must be 0 (the result if no query needs the shard)."""
+        shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
         local_letters = Gradients.of(letters, _QUERY_LETTERS, "", "", letters).local
 
         def add(letters: str, total: Array, gradient: Array) -> Array:
-            axis = _local_key_axis(letters, total)
+            axis = _all_keys_axis(letters, total)
             if axis is None:
                 return total + gradient
             return slicing.add_at(total, gradient, self.global_start(distance), axis)
@@ -351,7 +350,7 @@ class Ring(NamedTuple):
             local = jax.tree.map(add, local_letters, so_far.local, gradients.local)
             return gradients._replace(local=local)
 
-        return self.if_needed(shard, compute, so_far)
+        return self.if_needed(distance, compute, so_far)
 
 
 def _over_shards(ring: Ring, kv: KVShard, compute: Callable[..., Tree], state: Tree) -> Tree:
@@ -425,8 +424,8 @@ def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> 
     """Computes `(out, normalizer, all_finite)` of this device's queries and all keys and heads."""
     inputs = spec, query, key, value
 
-    def compute(share: Index, total: Tree) -> Tree:
-        round = Round(share, ring.rounds)
+    def compute_round(number: Index, total: Tree) -> Tree:
+        round = Round(number, ring.num_rounds)
         round_spec, round_query = round.slice_spec(spec), round.slice_heads(query)
 
         def body(ring: Ring, kv: KVShard, state: Tree) -> Tree:
@@ -440,7 +439,7 @@ def _forward(ring: Ring, spec: Spec, query: Array, key: Array, value: Array) -> 
         result = round_ring.over_chunks(round_spec, round_query, key, value, body, state)
         return *jax.tree.map(round.put, total[:2], result[:2]), total[2] & result[2]
 
-    return rounds.repeat(ring.rounds, compute, _initial_state(ring, query, value, inputs))
+    return rounds.repeat(ring.num_rounds, compute_round, _initial_state(ring, query, value, inputs))
 
 
 def _backward(
@@ -451,8 +450,8 @@ def _backward(
     axis_letters = Gradients.of(letters, _QUERY_LETTERS, _KEY_LETTERS, _KEY_LETTERS, letters)
     vary = ring.axes.vary
 
-    def compute(share: Index, total: Gradients) -> Gradients:
-        round = Round(share, ring.rounds)
+    def compute_round(number: Index, total: Gradients) -> Gradients:
+        round = Round(number, ring.num_rounds)
         round_spec = round.slice_spec(spec)
         round_per_query = jax.tree.map(round.slice_heads, per_query)
         query, round_ring = round_per_query.query, ring._replace(round=round)
@@ -479,7 +478,7 @@ def _backward(
 
     total = Gradients.of(letters, per_query.query, key, value, parameters(spec))
     total = vary(jax.tree.map(jnp.zeros_like, total), per_query.query)
-    return rounds.repeat(ring.rounds, compute, total)
+    return rounds.repeat(ring.num_rounds, compute_round, total)
 
 
 def attend(

@@ -54,10 +54,10 @@ _HEADS = 2  # the axis of heads in arrays `[B, T, N, ...]` and `[B, S, K, ...]`
 
 
 class Round(NamedTuple):
-    """The heads that go around together: share number `share` of `shares` equal shares."""
+    """The heads that go around together: share `number` of `num_rounds` equal shares."""
 
-    share: Index = 0
-    shares: int = 1
+    number: Index = 0
+    num_rounds: int = 1
 
     @staticmethod
     def axis(letters: str, leaf: Array) -> int | None:
@@ -72,8 +72,8 @@ class Round(NamedTuple):
         start: list[Any] = [0] * x.ndim
         size = list(x.shape)
         if axis is not None:
-            size[axis] //= self.shares
-            start[axis] = self.share * size[axis]
+            size[axis] //= self.num_rounds
+            start[axis] = self.number * size[axis]
         if keys is not None:
             start[1], size[1] = keys
         if size == [*x.shape]:
@@ -90,7 +90,7 @@ class Round(NamedTuple):
 
     def put(self, total: Array, result: Array) -> Array:
         """Returns `total`, of all heads, with the result of this share written to it."""
-        start = self.share * result.shape[_HEADS]
+        start = self.number * result.shape[_HEADS]
         return lax.dynamic_update_slice_in_dim(total, result, start, _HEADS)
 
     def add(self, letters: str, total: Array, gradient: Array, first_key: Index = 0) -> Array:
@@ -99,7 +99,7 @@ class Round(NamedTuple):
         start: list[Any] = [0] * total.ndim
         heads, keys = (axis_of(letter, letters, total.ndim) for letter in "NS")
         if heads is not None and gradient.shape[heads] < total.shape[heads]:
-            start[heads] = self.share * gradient.shape[heads]
+            start[heads] = self.number * gradient.shape[heads]
         if keys is not None and gradient.shape[keys] < total.shape[keys]:
             start[keys] = first_key
         return slicing.add_block(total, gradient.astype(total.dtype), start)
