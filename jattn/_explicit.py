@@ -1,7 +1,7 @@
 """Support for meshes with explicit axes, such as `jax.make_mesh` makes by default.
 
 There the type of an array includes its sharding, and every operation must determine the sharding
-of its result. `left_to_xla` declares the shardings of a function's results only: within the
+of its result. `partitioned_by_xla` declares the shardings of a function's results only: within the
 function XLA's partitioner decides, as it does under other meshes.
 """
 
@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
+def partitioned_by_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Returns a decorator that leaves the sharding within a function of trees of arrays to XLA.
 
     `results` gives the sharding of the results: it takes the function's arguments and returns a
@@ -40,12 +40,12 @@ def left_to_xla(results: Callable[..., Any]) -> Callable[[_Function], _Function]
                 return function(*operands, **options)
             auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
             with jax.sharding.use_abstract_mesh(auto):
-                outputs = function(*left_again(operands), **options)
-            cuts = results(*operands, **options)
-            if callable(cuts):
-                cuts = jax.tree.map(cuts, outputs)
-            typed = lambda x, cut: jax.sharding.reshard(x, NamedSharding(mesh, cut))  # noqa: E731
-            return jax.tree.map(typed, outputs, cuts)
+                outputs = function(*in_context_mesh(operands), **options)
+            specs = results(*operands, **options)
+            if callable(specs):
+                specs = jax.tree.map(specs, outputs)
+            typed = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))  # noqa: E731
+            return jax.tree.map(typed, outputs, specs)
 
         return run  # pyright: ignore[reportReturnType]
 
@@ -194,8 +194,8 @@ def _mesh_of(operands: Any) -> AbstractMesh:
     return mesh
 
 
-def left_again(arrays: Any) -> Any:
-    """Returns a tree of arrays with the types that they had within `left_to_xla`.
+def in_context_mesh(arrays: Any) -> Any:
+    """Returns a tree of arrays with types of the context's mesh, as within `partitioned_by_xla`.
 
     JAX keeps residuals outside of a compiled program, and passes them to the backward pass with
     explicit shardings. Our own backward rules begin with this function.
@@ -221,7 +221,7 @@ def typed_like(arrays: Any, others: Any) -> Any:
     return jax.tree.map(resharded, arrays, others)
 
 
-def cuts_of(array: Any) -> tuple[Any, ...]:
+def sharding_of(array: Any) -> tuple[Any, ...]:
     """Returns the explicit mesh axes that shard each axis of an array: tuples of names, or None."""
     sharding = jax.typeof(array).sharding
     explicit = set(sharding.mesh.explicit_axes)
@@ -234,9 +234,9 @@ def cuts_of(array: Any) -> tuple[Any, ...]:
     return tuple(map(explicit_names, (*spec, *[None] * (array.ndim - len(spec)))))
 
 
-def as_operand(array: Any) -> PartitionSpec:
+def partition_spec_of(array: Any) -> PartitionSpec:
     """Returns the explicit sharding of an array as a `PartitionSpec`."""
-    return PartitionSpec(*cuts_of(array))
+    return PartitionSpec(*sharding_of(array))
 
 
 def joined(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
@@ -253,14 +253,14 @@ def joined(first: Iterable[Any], second: Iterable[Any]) -> PartitionSpec:
 def as_rows(array: Any, rows: Any) -> PartitionSpec:
     """Returns the sharding of an array after its rows are replaced by `rows` others: along rows
     only if the devices can share them evenly."""
-    first, *rest = cuts_of(array)
+    first, *rest = sharding_of(array)
     sizes = jax.typeof(array).sharding.mesh.shape
     if rows % math.prod(sizes[x] for x in first or ()):
         first = None
     return PartitionSpec(first, *rest)
 
 
-class Cuts(NamedTuple):
+class QuerySharding(NamedTuple):
     """The mesh axes that shard the axes of queries `[*B, T, N, H]`, and of results for them."""
 
     batch: tuple[Any, ...]
@@ -268,9 +268,9 @@ class Cuts(NamedTuple):
     N: Any
 
     @classmethod
-    def of(cls, query: Any) -> "Cuts":
+    def of(cls, query: Any) -> "QuerySharding":
         """Returns the axes that shard queries `[*B, T, N, H]`."""
-        *batch, T, N, _ = cuts_of(query)
+        *batch, T, N, _ = sharding_of(query)
         return cls(tuple(batch), T, N)
 
     @property

@@ -13,7 +13,7 @@ from jax._src.core import Literal, NamedAxisEffect, nonempty_axis_env
 
 from jattn._explicit import evaluated, value_of, with_results
 from jattn.checks import function_name
-from jattn.functions.programs import unseen
+from jattn.functions.programs import as_new_function
 
 
 def without_named_axes(
@@ -28,7 +28,7 @@ def without_named_axes(
     """
     if not nonempty_axis_env():
         return function
-    program = jax.make_jaxpr(unseen(function))(*examples)
+    program = jax.make_jaxpr(as_new_function(function))(*examples)
     if not _axes(program.jaxpr):
         return function
     # Trace again to inline the jitted functions within it.

@@ -17,7 +17,7 @@ import numpy as np
 
 from jattn._explicit import evaluated, without_constants, without_mesh
 from jattn._types import AnyArray, Index, Indices, Shape
-from jattn.functions.programs import unseen
+from jattn.functions.programs import as_new_function
 
 
 _T = TypeVar("_T")
@@ -271,7 +271,7 @@ def closure_converted(
     defined.
     """
     with without_mesh():  # `run` may be called where the mesh has other types
-        program, like = jax.make_jaxpr(unseen(function), return_shape=True)(*arguments)
+        program, like = jax.make_jaxpr(as_new_function(function), return_shape=True)(*arguments)
     jaxpr, structure = without_constants(program), jax.tree.structure(like)
 
     def run(arrays: Any, *arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
-from jattn._explicit import Cuts, left_to_xla
+from jattn._explicit import QuerySharding, partitioned_by_xla
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, Weights
 from jattn.cache import Cache
 from jattn.call import Call, compiled, make
@@ -145,19 +145,19 @@ def attention(
 def _shardings(call: Call, query: Array, *_: Any) -> Any:
     """Returns the shardings of out and normalizer on a mesh with explicit axes. They are sharded
     along batch, T and N as the queries are."""
-    cuts = Cuts.of(query)
-    return cuts.out, Normalizer(cuts.by_head, cuts.by_head)  # pyright: ignore[reportArgumentType]
+    sharding = QuerySharding.of(query)
+    return sharding.out, Normalizer(sharding.by_head, sharding.by_head)  # pyright: ignore[reportArgumentType]
 
 
 @compiled()
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
     """Returns `out`, or `(out, lse)` if the call returns lse."""
-    # The sink is applied outside of `left_to_xla`: arrays that are kept within it for the backward
-    # pass come back with explicit shardings, which only jattn's own derivative rules expect.
+    # The sink is applied outside of `partitioned_by_xla`: arrays that are kept within it for the
+    # backward pass come back with explicit shardings, which only jattn's own rules expect.
     return call.with_sink(*_attend(call, query, key, value))
 
 
-@left_to_xla(_shardings)
+@partitioned_by_xla(_shardings)
 def _attend(call: Call, query: Array, key: Array, value: Array) -> tuple[Output, Normalizer]:
     return call.unflattened(run(call.prepared(), *call.flattened(query, key, value)))
 
@@ -177,7 +177,7 @@ def attend_cache(call: Call, query: Array, cache: Cache) -> Any:
     return call.with_sink(*_attend_cache(call, query, cache))
 
 
-@left_to_xla(_shardings)
+@partitioned_by_xla(_shardings)
 def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Output, Normalizer]:
     prepared = call.prepared()
     if read_in_place := registry.reader(prepared, cache):
@@ -189,7 +189,7 @@ def _attend_cache(call: Call, query: Array, cache: Cache) -> tuple[Output, Norma
 
 
 @compiled("result")
-@left_to_xla(lambda _, query, *__, **___: Cuts.of(query).matrix)
+@partitioned_by_xla(lambda _, query, *__, **___: QuerySharding.of(query).matrix)
 def _matrix(
     call: Call, query: Array, key: Array | Cache, *, result: Literal["scores", "weights"]
 ) -> Array:

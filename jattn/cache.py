@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._explicit import as_operand, as_rows, cuts_of, left_to_xla, typed_like
+from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, sharding_of, typed_like
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn._types import Shape, Size, Tree
 from jattn.checks import check_array, check_dtype, check_size, check_sizes
@@ -191,7 +191,7 @@ def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R
 
 
 @jax.jit
-@left_to_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
+@partitioned_by_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
 def _select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
     """Selects batch rows of a cache, whose arrays all have a batch axis.
 
@@ -221,7 +221,7 @@ def _check_counts(counts: Any, limit: Any, limit_name: str) -> None:
 
 
 @jax.jit
-@left_to_xla(lambda buffer, *_: as_operand(buffer))
+@partitioned_by_xla(lambda buffer, *_: partition_spec_of(buffer))
 def write(
     buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
 ) -> Float[Array, "B K S H"]:
@@ -533,7 +533,7 @@ class PagedCache(Cache):
 
 
 @jax.jit
-@left_to_xla(lambda pool, *_: as_operand(pool))
+@partitioned_by_xla(lambda pool, *_: partition_spec_of(pool))
 def _write_pages(
     pool: Float[Array, "P K p H"],
     tokens: Float[Array, "B T K H"],
@@ -564,14 +564,16 @@ def _write_pages(
 
 
 @functools.partial(jax.jit, static_argnames="size")
-@left_to_xla(lambda *_, **__: PartitionSpec(None))
+@partitioned_by_xla(lambda *_, **__: PartitionSpec(None))
 def _count_pages(pages: Int[Array, "B M"], *, size: Size) -> Int[Array, " P"]:
     """Counts how often each page number below `size` occurs in the table."""
     return jnp.zeros(size, jnp.int32).at[pages].add(1, mode="drop")
 
 
 @jax.jit
-@left_to_xla(lambda pool, table: PartitionSpec(cuts_of(table)[0], cuts_of(pool)[1], None, None))
+@partitioned_by_xla(
+    lambda pool, table: PartitionSpec(sharding_of(table)[0], sharding_of(pool)[1], None, None)
+)
 def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
     """Gathers the pages of a table and concatenates the pages of each batch row: S = m · p."""
     pages = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)  # [B, K, m, p, H]
@@ -579,12 +581,12 @@ def _read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Floa
 
 
 def _allocation_shardings(holders: Array, table: Array, lengths: Array, *_: Any, **__: Any) -> Any:
-    by_row = as_operand(lengths)
-    return as_operand(table), (by_row, by_row), by_row
+    by_row = partition_spec_of(lengths)
+    return partition_spec_of(table), (by_row, by_row), by_row
 
 
 @functools.partial(jax.jit, static_argnames="page_size")
-@left_to_xla(_allocation_shardings)
+@partitioned_by_xla(_allocation_shardings)
 def _allocate(
     holders: Int[Array, " P"],
     table: Int[Array, "B M"],

@@ -284,11 +284,7 @@ def _check_axes(
     """
     declared = letters.split()
     has_queries = "T" in split_letters(letters)
-    sizes = {
-        "T": shapes.T,
-        "S": shapes.S * shards if has_queries else shapes.S,
-        "N": shapes.N,
-    }
+    sizes = {"T": shapes.T, "S": shapes.S * shards if has_queries else shapes.S, "N": shapes.N}
     trailing = [x for x in declared if "*" not in x]
     batch = shapes.batch if len(trailing) < len(declared) else ()
     broadcast_mark = "#" if "*#B" in declared else ""

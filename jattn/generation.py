@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._explicit import as_operand, cuts_of, left_to_xla
+from jattn._explicit import partition_spec_of, partitioned_by_xla, sharding_of
 from jattn._types import AnyArray, Tree
 from jattn.cache import Cache, RollingCache
 from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
@@ -194,12 +194,12 @@ def _token_by_token(
 def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> Generated:
     """Generates all tokens in one compiled program."""
 
-    def cuts(inputs: _Inputs) -> Generated:
-        rows = cuts_of(inputs.prompt)[0]
+    def shardings(inputs: _Inputs) -> Generated:
+        rows = sharding_of(inputs.prompt)[0]
         specs: Any = PartitionSpec(rows, None), PartitionSpec(rows)
         return Generated(*specs)
 
-    @left_to_xla(cuts)
+    @partitioned_by_xla(shardings)
     def run(inputs: _Inputs) -> Generated:
         model = nnx.merge(definition, inputs.variables)
 
@@ -217,12 +217,12 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begun(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> _State:
-    def cuts(inputs: _Inputs) -> Any:
+    def shardings(inputs: _Inputs) -> Any:
         """Shards every array whose first axis has the prompt's size B as the prompt is sharded."""
-        rows, B = cuts_of(inputs.prompt)[0], len(inputs.prompt)
+        rows, B = sharding_of(inputs.prompt)[0], len(inputs.prompt)
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == B])
 
-    @left_to_xla(cuts)
+    @partitioned_by_xla(shardings)
     def begin(inputs: _Inputs) -> _State:
         return _begin(nnx.merge(definition, inputs.variables), inputs, options)
 
@@ -237,7 +237,7 @@ def _advanced(
     state: _State,
     sampling: _Sampling | None,
 ) -> _State:
-    @left_to_xla(lambda state, *_: jax.tree.map(as_operand, state))
+    @partitioned_by_xla(lambda state, *_: jax.tree.map(partition_spec_of, state))
     def advance(state: _State, variables: Tree, sampling: _Sampling | None) -> _State:
         return _advance(nnx.merge(definition, variables), state, sampling, options)
 

@@ -61,7 +61,7 @@ from jattn.functions import dependence, integers, intervals, undecided
 from jattn.functions.integers import is_below, is_integer, is_known
 from jattn.functions.interval_rules import Interval
 from jattn.functions.nodes import Expression
-from jattn.functions.programs import TracedFunction, program_of, unseen
+from jattn.functions.programs import TracedFunction, as_new_function, program_of
 from jattn.functions.read import read
 from jattn.functions.snapshots import frozen, is_frozen
 
@@ -1235,7 +1235,7 @@ class Predicate(Mask):
         q, _, kv, _ = _as_one_dtype(_position_limits(tile))
         with _promotion(q.dtype):
             dtypes = np.int32, np.int32, q.dtype, kv.dtype
-            return _AnalysedFunction(read(unseen(self._scalar), dtypes, self.operands))
+            return _AnalysedFunction(read(as_new_function(self._scalar), dtypes, self.operands))
 
     def bounds(self, tile):
         if self.bounds_fn is None:

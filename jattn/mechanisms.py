@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jattn import softmax, tile
 from jattn._advised import advised
-from jattn._explicit import cuts_of, left_to_xla
+from jattn._explicit import partitioned_by_xla, sharding_of
 from jattn._types import Shape
 from jattn.attention import attention
 from jattn.call import of_shapes
@@ -265,7 +265,7 @@ def additive_keys(
 
 
 @jax.jit
-@left_to_xla(lambda x, _: PartitionSpec(*cuts_of(x)[:-1], None))
+@partitioned_by_xla(lambda x, _: PartitionSpec(*sharding_of(x)[:-1], None))
 def _project(x: Float[Array, "*B T D"], w: Float[Array, "D A"]) -> Float[Array, "*B T A"]:
     """Computes x w. Tokens of x that are not finite, which may be masked, do not contribute to the
     gradient of w: their cotangents are 0, and 0 × NaN would be NaN."""

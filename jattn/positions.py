@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn._explicit import cuts_of, joined, left_to_xla
+from jattn._explicit import joined, partitioned_by_xla, sharding_of
 from jattn._types import AnyArray, accumulation
 from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
 from jattn.functions import integers
@@ -329,7 +329,7 @@ def learned(
 
 
 @jax.jit
-@left_to_xla(lambda table, indices: joined(cuts_of(indices), cuts_of(table)[1:]))
+@partitioned_by_xla(lambda table, indices: joined(sharding_of(indices), sharding_of(table)[1:]))
 def _table_rows(table: Array, indices: Array) -> Array:
     """Returns the rows of a table at these indices; NaN for indices beyond it."""
     return table.at[indices].get(mode="fill", fill_value=jnp.nan)

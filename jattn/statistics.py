@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advised import advised
-from jattn._explicit import Cuts, cuts_of, joined, left_to_xla
+from jattn._explicit import QuerySharding, joined, partitioned_by_xla, sharding_of
 from jattn._types import AnyArray, Keys, LogSumExp, Queries, accumulation
 from jattn.call import Call, compiled, make, of_shapes
 from jattn.checks import check_array, check_number, check_size
@@ -156,16 +156,16 @@ def _shardings(
 ) -> Statistics:
     """Returns the shardings of the results on a mesh with explicit axes: that of the queries, and
     for `received` that of the keys."""
-    cuts = Cuts.of(query)
-    by_query: Any = cuts.by_head
-    received: Any = joined((*cuts.batch, cuts.N), cuts_of(key)[-3:-2])
+    query_sharding = QuerySharding.of(query)
+    by_query: Any = query_sharding.by_head
+    received: Any = joined((*query_sharding.batch, query_sharding.N), sharding_of(key)[-3:-2])
     shardings = Statistics(*[by_query] * 6, received=received)
     above = None if threshold is None else by_query
     return shardings._replace(on_keys=on_keys and by_query, above=above)
 
 
 @compiled("threshold")
-@left_to_xla(_shardings)
+@partitioned_by_xla(_shardings)
 def _statistics(
     call: Call, query: Array, key: Array, on_keys: Call | None, *, threshold: float | None
 ) -> Statistics:
@@ -199,7 +199,7 @@ def _by_platform(request: StatisticsRequest, query: Array, key: Array) -> Any:
 
 
 @compiled("n")
-@left_to_xla(lambda _, query, *__, **___: (Cuts.of(query).matrix,) * 2)
+@partitioned_by_xla(lambda _, query, *__, **___: (QuerySharding.of(query).matrix,) * 2)
 def _top(call: Call, query: Array, key: Array, *, n: int) -> tuple[Array, Array]:
     query, key = call.flattened(*jax.lax.stop_gradient((query, key)))
     spec, shapes = jax.tree.map(_constant, call.prepared().spec), call.shapes

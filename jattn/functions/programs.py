@@ -86,7 +86,7 @@ def program_of(
         traced = _trace_snapshot(name, snapshot, scalar, operands, *scalars)
         return traced, (*operands, *traced.shared_results(operands))
     with without_mesh():  # the program may run under a mesh with other axis types
-        program = jax.make_jaxpr(unseen(scalar))(*scalars, *operands)
+        program = jax.make_jaxpr(as_new_function(scalar))(*scalars, *operands)
         program = shared.inlined(program, *scalars, *operands)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
     operands = *operands, *(x for x in program.consts if is_bound(x))
@@ -110,14 +110,14 @@ def _trace_snapshot(
     if traced is None:
         operand_types = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
         with without_mesh():
-            program = jax.make_jaxpr(unseen(scalar))(*scalars, *operand_types)
+            program = jax.make_jaxpr(as_new_function(scalar))(*scalars, *operand_types)
             program = shared.inlined(program, *scalars, *operand_types)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
         traced = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
     return traced
 
 
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_new_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function as a new object, so that JAX traces it and uses no cached trace."""
 
     def call(*arguments: Any) -> Any:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn import dropout
-from jattn._explicit import cuts_of, joined
+from jattn._explicit import joined, sharding_of
 from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
 from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
@@ -89,7 +89,7 @@ def product(
     keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
     if keep_axes or _is_sharded(inputs) or _is_sharded(kernel):
         if out_sharding is None and not batch and jax.typeof(inputs).sharding.mesh.explicit_axes:
-            out_sharding = joined(cuts_of(inputs)[: len(rows)], cuts_of(kernel)[inner:])
+            out_sharding = joined(sharding_of(inputs)[: len(rows)], sharding_of(kernel)[inner:])
         options["out_sharding"] = out_sharding
         return lax.dot_general(inputs, kernel, dimension_numbers, **options)
     size = math.prod(kernel.shape[:inner])

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from jaxtyping import Array
 
-from jattn._explicit import left_again
+from jattn._explicit import in_context_mesh
 from jattn._types import Tree
 from jattn.kernels.common import cached_programs, partition, reverse_mode
 from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
@@ -289,7 +289,7 @@ def _jvp(operands: Tree, tangents: Tree, *, linear: _FlatRules | None, **how: An
 def _transpose(cotangents: Tree, *operands: Any, linear: _FlatRules, **_: Any) -> list[Any]:
     n = len(operands) - linear.last
     arguments = list(operands[:n]), [ad.instantiate_zeros(x) for x in cotangents]
-    results = linear.transpose(*left_again(arguments))
+    results = linear.transpose(*in_context_mesh(arguments))
     wanted = map(ad.is_undefined_primal, operands[n:])
     return [None] * n + [x if want else None for x, want in zip(results, wanted, strict=True)]
 

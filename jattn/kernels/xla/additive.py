@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jattn import tile, tuning
-from jattn._explicit import cuts_of, left_to_xla
+from jattn._explicit import partitioned_by_xla, sharding_of
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import accumulation
 from jattn.call import Call, compiled
@@ -57,11 +57,11 @@ def choose_tiling(T: int, S: int) -> Tiling:
 
 def _sharding(_: Call, query: Array, *__: Any, **___: Any) -> Any:
     """Returns the sharding of results on explicit meshes: that of the queries."""
-    return PartitionSpec(*cuts_of(query)[:-1], None)
+    return PartitionSpec(*sharding_of(query)[:-1], None)
 
 
 @compiled()
-@left_to_xla(_sharding)
+@partitioned_by_xla(_sharding)
 def weights(call: Call, query: Array, key: Array, w_score: Array) -> Array:
     """Computes the weights `[*B, T, S]` after softmax and dropout, from projected arrays."""
     spec, q, k = _prepared(call, w_score, query, key)
@@ -76,7 +76,7 @@ def _prepared(call: Call, w_score: Array, *arrays: Array) -> tuple[Any, ...]:
 
 
 @compiled("tiling")
-@left_to_xla(_sharding)
+@partitioned_by_xla(_sharding)
 def attend(
     call: Call, query: Array, key: Array, value: Array, w_score: Array, *, tiling: Tiling
 ) -> Array:

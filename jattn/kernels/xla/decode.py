@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jattn import masks, softmax, tile, tuning
-from jattn._explicit import left_again
+from jattn._explicit import in_context_mesh
 from jattn._types import Index, Output, Shape, Tree, accumulation
 from jattn.cache import Cache, PagedCache
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
@@ -237,7 +237,7 @@ def attend(
         return run(*operands), operands
 
     def backward(operands: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
-        (*differentiable, (spec, cache)), cotangents = left_again((operands, cotangents))
+        (*differentiable, (spec, cache)), cotangents = in_context_mesh((operands, cotangents))
         results, pull = jax.vjp(
             functools.partial(_attend_to_contents, spec, cache), *differentiable
         )

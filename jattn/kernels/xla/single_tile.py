@@ -318,12 +318,7 @@ def _group(size: Size, first: Array, spec: Spec, *operands: Array) -> Tree:
 
 
 def forward(
-    spec: Spec,
-    query: Array,
-    key: Array,
-    value: Array,
-    sizes: Sizes,
-    keep: bool,
+    spec: Spec, query: Array, key: Array, value: Array, sizes: Sizes, keep: bool
 ) -> tuple[Any, ...]:
     """Returns `out [B, T, N, V]`, the normalizer `[B, T, N]`, `all_finite` and, with `keep`, the
     weights `[B, N, T, S]`.

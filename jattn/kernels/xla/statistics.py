@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn import softmax, tile, tuning
-from jattn._explicit import left_again
+from jattn._explicit import in_context_mesh
 from jattn._pytree import select_head
 from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
@@ -326,7 +326,7 @@ def statistics(
         return results, (*operands, results[0])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (params, question, query, key, rows), cotangents = left_again((residuals, cotangents))
+        (params, question, query, key, rows), cotangents = in_context_mesh((residuals, cotangents))
         question = _with(question, params)
         d_params, d_query, d_key = _pulled_back(question, query, key, rows, cotangents[0])
         return d_params, None, d_query.astype(query.dtype), d_key.astype(key.dtype)
