@@ -197,7 +197,7 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    ignores_places = False  # True if a mask reads positions but no places; And, Or, Not keep False
+    ignores_places = False  # True if a mask does not read places; And, Or and Not keep False
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.

@@ -114,10 +114,10 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    see `launch_in_rounds`. `read_item(n)` reads (part, b, h, i) from memory, the same for every n.
-    n only delays the read: the compiler cannot read before it knows n, so that the four numbers
-    take up no registers until then. `leaves` are the spec's arrays, and `visits_ref` the arrays of
-    `visits`, in global memory.
+    see `launch_in_rounds`. `read_item(n)` reads (part, b, h, i) from memory. n does not change the
+    result, but delays the read until n is known, so that the four numbers take up no registers
+    before. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global
+    memory.
     """
 
     problem: GPUProblem
@@ -143,8 +143,8 @@ class _HopperForward(NamedTuple):
         self.memory.drain(self.fold_items(self.copy_tiles, jnp.int32(0)))
 
     def copy_tiles(self, read_item: Callable[..., Any], tile_number: Array) -> Array:
-        """Copies the tiles of one work item. `tile_number` is the number of its first tile; returns
-        the number of the next item's."""
+        """Copies the tiles of one work item, numbered from `tile_number` on. Returns the number of
+        the next tile."""
         rows, columns = self.problem.tiling
         part, b, h, i = read_item(0)
         kv = lax.div(h, np.int32(self.problem.shapes.G))
@@ -164,8 +164,8 @@ class _HopperForward(NamedTuple):
         self.fold_items(functools.partial(self.attend, group), jnp.int32(0))
 
     def attend(self, group: Array, read_item: Callable[..., Any], tile_number: Array) -> Array:
-        """Computes the queries of this warpgroup in one work item. `tile_number` is the number of
-        its first tile; returns the number of the next item's."""
+        """Computes the queries of this warpgroup in one work item, whose tiles are numbered from
+        `tile_number` on. Returns the number of the next tile."""
         problem, memory = self.problem, self.memory
         rows, columns = problem.tiling
         part, b, h, i = read_item(0)
@@ -178,7 +178,7 @@ class _HopperForward(NamedTuple):
             # addresses anew for each tile instead of keeping them in registers.
             needs_most = _needs_most_registers(problem, masked)
             hidden_group = hidden(group, tile_number) if needs_most else group
-            _, b, h, i = read_item(tile_number)  # again, to save registers between tiles
+            _, b, h, i = read_item(tile_number)  # read again, to take up no registers before
             index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
             return tile_number + 1, self.add_tile(hidden_group, masked, read, tile_number, sums)
@@ -321,7 +321,7 @@ class _HopperGradients(backward.GradientProgram):
                 tile_number, *totals = state
                 index = self.tile_index(h, start, x * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
-                # A masked tile is passed as a function, to be read later: it needs more registers.
+                # A masked tile needs more registers, so it is passed as a function and read later.
                 tile = read if masked else read()
                 needs_most = by_key or _needs_most_registers(problem, masked)
                 hidden_group = hidden(group, tile_number) if needs_most else group

@@ -25,7 +25,8 @@ def later(count: Index) -> Array:
 
 
 def hidden(number: Index, count: Array) -> Array:
-    """Returns the number of a warpgroup, or of its first row, hidden from the compiler by a count.
+    """Returns the number of a warpgroup, or of its first row, in a form that the compiler does not
+    know; for `count` see `later`.
 
     Addresses that depend on it are then computed where they are used, not kept in registers. If
     tensor cores arrive at a barrier whose address is known, ptxas even keeps the address of all
