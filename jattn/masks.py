@@ -114,8 +114,8 @@ class Span(NamedTuple):
 
     @property
     def has_default_positions(self) -> bool:
-        """Whether the positions are the default ones, the places, and so consecutive. False for
-        positions that a user set, even to the same numbers."""
+        """Whether the positions are the default: equal to the places, and therefore consecutive.
+        False for positions that a user set, even to the same numbers."""
         return self.positions is self.places
 
 
@@ -197,7 +197,7 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    ignores_places = False  # True if a mask does not read places; And, Or and Not keep False
+    ignores_places = False  # True if a leaf mask reads positions only
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
@@ -609,10 +609,10 @@ def shifted(positions: Any, by: Any) -> Any:
 
 
 def _shifted_by_array(positions: Any, by: Any) -> Any:
-    """Computes `shifted` for an array `by`. Three int32 steps can cross the whole range of
-    positions."""
+    """Computes `shifted` for an array `by`."""
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
+    # Three steps, each of which fits int32, cross the whole range of positions.
     for _ in range(1 if integers.is_narrow(by) else 3):
         summand = integers.clamped(by)
         moved = jnp.asarray(positions, jnp.int32) + summand
@@ -677,8 +677,8 @@ class Window(Mask):
         return {name: letters_by_head(getattr(self, name)) for name in ("left", "right")}
 
     def _key_limits(self, query_for_start: Any, query_for_end: Any) -> tuple[Any, Any]:
-        """Returns where the window of the first query starts, and where the window of the second
-        ends, all as positions; None for an unbounded side."""
+        """Returns the position where the window of `query_for_start` starts and the position where
+        the window of `query_for_end` ends; None for an unbounded side."""
         left, right = number(self.left), number(self.right)
         first_key = None if left is None else shifted(query_for_start, -left)
         return first_key, None if right is None else shifted(query_for_end, right)
@@ -1062,8 +1062,8 @@ def _check_bool(owner: str, name: str, value: Any) -> None:
         kind = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
             f"{owner}: {name} must be a boolean array (True = attend), got {kind}; for a "
-            f"tokenizer's [B, S] array of 0 and 1 write mask=masks.Padding(array), for values to "
-            f"add to the scores score=scores.Bias(array), and otherwise array != 0"
+            f"tokenizer's [B, S] array of 0 and 1, write mask=masks.Padding(array); for values to "
+            f"add to the scores, write score=scores.Bias(array); otherwise write array != 0"
         )
 
 
@@ -1381,8 +1381,8 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # Only Predicates with bounds of a user are left in `analysed`. These bounds expect a grid, with
-    # fields [n, 1] and [1, m], and cannot be called for single parts.
+    # The only Predicates left in `analysed` are those whose bounds the user passed. These expect a
+    # grid, with fields [n, 1] and [1, m], and cannot be called for single parts.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
@@ -1496,7 +1496,8 @@ def check_bounds(
 def _raise_wrong_bounds(
     kind: int, allowed: np.ndarray, head: tuple[int, int], start: tuple[int, int]
 ) -> None:
-    """Raises the error for a tile `allowed [t, s]` that bounds wrongly say is empty or full."""
+    """Raises the error for a tile that its bounds call empty or full although it is not; `allowed
+    [t, s]` is the mask of its pairs."""
     i, j = np.argwhere(allowed if kind == EMPTY else ~allowed)[0] + start
     claim, verb = ("no pair", "is") if kind == EMPTY else ("every pair", "is not")
     rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, allowed.shape, strict=True))

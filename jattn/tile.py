@@ -85,7 +85,7 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
     The mask is applied later and replaces masked scores by −inf, so that only queries that attend
     to the key get NaN.
     """
-    # v − v is NaN for NaN and infinities, else 0. To sum it is faster than to reduce `isfinite`.
+    # v − v is NaN for NaN and infinities, else 0. Summing it is faster than reducing `isfinite`.
     return jax.lax.stop_gradient(jnp.sum((v - v).astype(accumulation(v.dtype)), axis=-1))
 
 
@@ -136,8 +136,8 @@ def modify(
     if allowed is None:
         return score
     if not select:
-        # XLA fuses products and softmax with an addition between them, but not with a `where`. The
-        # barrier separates the addition from the `where` that computes the bias.
+        # XLA fuses products and softmax if an addition stands between them, but not if a `where`
+        # does. The barrier separates the addition from the `where` that computes the bias.
         bias = jnp.where(allowed, 0, -jnp.inf).astype(score.dtype)
         return score + jax.lax.optimization_barrier(bias)
     return jnp.where(allowed, score, -jnp.inf)
@@ -168,8 +168,8 @@ class _MappableArrays:
     """The arrays of a spec, with the axis N of query heads split into K × G: K key heads, each with
     a group of G query heads. Without grouping, K is N and there is no axis G.
 
-    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. So an
-    array keeps only the axes B, K and G that are mapped.
+    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. Of
+    the axes B, K and G, an array therefore keeps only those that are mapped; its other axes stay.
     """
 
     def __init__(self, spec: Any, groups: tuple[int, ...]):
@@ -256,9 +256,9 @@ def over_heads(
     def call(arrays: list[Any], b: Index, h: Index, *operands: Array) -> Any:
         return one_head(jax.tree.unflatten(spec_arrays.treedef, arrays), b, h, *operands)
 
-    # Heads are moved before tokens once, in advance: with the heads in the middle, XLA would copy
-    # the operands and the result of each product. If N = K, there is no axis G: even of size 1, it
-    # would keep XLA from fusing products and softmax.
+    # The axis of heads is moved in front of the axis of tokens here, once: with the heads behind
+    # tokens, XLA would copy the operands and the result of each product. If N = K, there is no axis
+    # G: even of size 1, it would keep XLA from fusing products and softmax.
     grouped = [jnp.moveaxis(x, 2, 1) for x in per_head]
     grouped = [x.reshape(B, K, *group, *x.shape[2:]) for x in grouped]
     by_key_head = [jnp.moveaxis(x, 2, 1) for x in shared]

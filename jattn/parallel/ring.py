@@ -77,7 +77,7 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # The distances from their own devices at which shards stop.
+        # The distances at which shards stop, counted from the own device of each.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
@@ -131,8 +131,8 @@ def _slice_keys(letters: str, leaf: Array, start: Index, size: int) -> Array:
 class KVShard(NamedTuple):
     """A shard of keys, or a chunk of one: the arrays that go around the ring.
 
-    The local index of a key is its index in its shard, the global index its index in all shards
-    together, one shard after another.
+    The local index of a key is its index in its shard; its global index is its index in the
+    concatenation of all shards.
     """
 
     key: Array
@@ -327,8 +327,9 @@ class Ring(NamedTuple):
         all_finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """Returns `so_far` with the gradients from a shard of keys: added to its `local`, and in
-        place of its `with_shard`, which must be 0 (the result if no query needs the shard)."""
+        """Returns the gradients from a shard of keys. `local` is that of `so_far` plus this shard's
+        contribution, `with_shard` is this shard's contribution alone. If no query needs the shard,
+        `so_far` is returned unchanged; so its `with_shard` must be 0."""
         shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
         local_letters = Gradients.of(letters, _QUERY_LETTERS, "", "", letters).local

@@ -116,9 +116,10 @@ class BlockwiseCall(NamedTuple):
     ) -> Tree:
         """Returns the results of `block(i)` for each i < n, stacked.
 
-        With the strategy "vmap", a step computes several blocks at once: as many as divide n and
-        have at most `tuning.scores_together` scores. Under `jax.vmap` all blocks of a step loop as
-        often as the block with the most tiles. So steps of one block use a plain `lax.map`, in
+        With the strategy "vmap", a step computes several blocks at once. Their number is the
+        largest divisor of n for which they have at most `tuning.scores_together` scores in all.
+        Under `jax.vmap`, every block of a step runs as many iterations as the one with the most
+        tiles. So steps of one block use a plain `lax.map`, in
         which each block loops over its own tiles only.
         """
         batch_size = 1
@@ -472,7 +473,7 @@ def _forward_band(
     def map_blocks(
         compute_tile: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap
     ) -> Any:
-        """Maps `compute_tile` over the blocks of a batch, as `single_tile.attempt` requires."""
+        """Maps `compute_tile` over the blocks of this step, in the way that `over_batch` says."""
         axes = (0, None, None, None, 0, 0, 0)  # of i, spec, b, h, q, k and v
         return over_batch(functools.partial(compute_block, compute_tile), axes)(*operands)
 

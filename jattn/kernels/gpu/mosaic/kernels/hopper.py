@@ -277,8 +277,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
-    """Returns whether a tile needs nearly all registers: for masks, exponentials of score functions
-    or arrays that it reads, or because heads are wide."""
+    """Returns whether a tile needs nearly all registers: if it is masked, if score functions
+    compute exponentials or the like, if it reads its own parts of arrays, or if heads are wide."""
     return masked or problem.special or bool(problem.refs.varying) or problem.shapes.H > 128
 
 
@@ -344,8 +344,9 @@ class _HopperGradients(backward.GradientProgram):
     ) -> list[Array]:
         """Adds a streamed tile to the totals.
 
-        `arrays` are references to shared memory. They are the tile's keys and values or, with
-        `by_key`, its queries, d_out and statistics, followed by its parts of the spec's arrays.
+        `arrays` are references to shared memory. First come the tile's keys and values or,
+        with `by_key`, its queries, d_out and statistics. In both cases its parts of the spec's
+        arrays follow.
         """
         tiles, rest = arrays[:2], arrays[2:]
         if statistics is None:
@@ -410,8 +411,8 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    """Returns the largest sizes of streamed tiles that fit the registers: the keys of a tile in
-    gradients of queries, and the queries of a tile in gradients of keys."""
+    """Returns the largest sizes of streamed tiles that fit the registers: the number of keys
+    in a tile when gradients of queries are computed, and of queries when those of keys are."""
     has_score_or_dense = spec.score is not None or (
         has_few_registers() and _contains(spec.mask, masks.Dense)
     )
