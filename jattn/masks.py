@@ -175,7 +175,7 @@ def _position_limits(tile: Tile) -> tuple[Any, Any, Any, Any]:
 
 
 def _difference_may_overflow(a: Any, b: Any) -> Any:
-    """Returns whether a − b may overflow int32, from a/2 − b/2, which cannot."""
+    """Returns whether a − b may overflow int32. It tests a/2 − b/2, which cannot overflow."""
     return abs((a >> 1) - (b >> 1)) >= 2**30 - 1
 
 
@@ -197,7 +197,7 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    ignores_places = False  # True if a leaf mask reads positions only
+    ignores_places = False  # True in masks that read no places; And, Or and Not do not set it
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
@@ -253,8 +253,8 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a mask is neither true nor false: combine masks with &, | and ~ instead of and, or "
-            "and not; to test whether a mask was passed, write `mask is None`"
+            "a mask is neither true nor false: combine masks with `&`, `|` and `~` instead of "
+            "`and`, `or` and `not`; to test whether a mask was passed, write `mask is None`"
         )
 
     def dense(
@@ -629,7 +629,7 @@ def _checked_distance(name: str, value: Any) -> Any:
     if value is None or is_integer(value):
         if value is not None and value < 0:
             raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-        # No two positions differ by 2³² or more: such a window is unbounded.
+        # A side of 2³² or more exceeds every difference of positions: it is the same as None.
         return value if value is None or value < 2**32 else None
     wanted = "None, an integer >= 0 or an integer array, scalar or [N]"
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
@@ -784,7 +784,8 @@ class Dilated(Mask):
         q, kv = rows.positions[:, None], columns.positions[None, :]
         if self.step >= 2**32:
             return q == kv
-        if self.step > _GREATEST:  # q − kv must be 0 or ±step: |q − kv| needs all bits of uint32
+        if self.step > _GREATEST:  # of its multiples, only 0 and ±step are differences
+            # A difference may need all 32 bits of uint32.
             distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
             return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step

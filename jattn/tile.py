@@ -92,8 +92,8 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 def add_nan_of_values(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
     """Adds NaN to the results x of all queries if any value is not finite, for specs without mask.
 
-    Without a mask, every query attends to that value. With a mask, returns x unchanged: `scores`,
-    or the kernel, has then added NaN only for the queries that attend to the value.
+    Without a mask, every query attends to that value. With a mask, returns x unchanged: NaN was
+    added to the scores already, by `scores` or by the kernel, for the queries that attend to it.
     """
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 
@@ -168,8 +168,8 @@ class _MappableArrays:
     """The arrays of a spec, with the axis N of query heads split into K × G: K key heads, each with
     a group of G query heads. Without grouping, K is N and there is no axis G.
 
-    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. Of
-    the axes B, K and G, an array therefore keeps only those that are mapped; its other axes stay.
+    Batch and head axes of size 1 are removed, as all batch rows or heads share such an array. So
+    if an array has an axis B, K or G, that axis is mapped. Axes such as T and S stay.
     """
 
     def __init__(self, spec: Any, groups: tuple[int, ...]):

@@ -70,7 +70,7 @@ class _Sharding(NamedTuple):
 
     def check(self, shapes: Shapes, implementation: str | None) -> None:
         """Raises ValueError if these whole sizes cannot be sharded like this, NotImplementedError
-        for an implementation that cannot compute a part of the keys, which "ring" requires."""
+        for an implementation that needs all keys at once, which "ring" does not have."""
         axes = self.axes
         placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":

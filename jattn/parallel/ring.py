@@ -77,7 +77,7 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # The distances at which shards stop, counted from the own device of each.
+        # How far from its own device a shard may stop.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
@@ -192,11 +192,13 @@ _PARTIAL_KERNELS = ("native", "blockwise")
 
 
 def check_implementation(name: str | None) -> None:
-    """Raises NotImplementedError for an implementation that cannot compute a part of the keys."""
+    """Raises NotImplementedError for an implementation that needs all keys at once."""
     registry.check_name(name)
     if name is not None and name not in _PARTIAL_KERNELS:
         possible = " and ".join(map(repr, _PARTIAL_KERNELS))
-        registry.refuse(name, f"it cannot compute a part of the keys; {possible} can")
+        registry.refuse(
+            name, f"it needs all keys at once, which a ring does not have; {possible} do not"
+        )
 
 
 def run_part(

@@ -118,9 +118,9 @@ class BlockwiseCall(NamedTuple):
 
         With the strategy "vmap", a step computes several blocks at once. Their number is the
         largest divisor of n for which they have at most `tuning.scores_together` scores in all.
-        Under `jax.vmap`, every block of a step runs as many iterations as the one with the most
-        tiles. So steps of one block use a plain `lax.map`, in
-        which each block loops over its own tiles only.
+        A step of several blocks uses `jax.vmap`, under which every block runs as many iterations
+        as the one with the most tiles. A step of one block uses a plain `lax.map`, in which the
+        block loops over its own tiles only.
         """
         batch_size = 1
         if self.strategy == "vmap":
@@ -269,9 +269,9 @@ def backward_head(
 ) -> _Gradients:
     """Computes the gradients of one head, one block of queries after another.
 
-    `per_query` has the fields of `PerQuery`. The gradients of keys and values are summed as
-    `[H, S]` and `[V, S]`, because a product whose left operand is transposed runs at a third of the
-    speed on CPUs.
+    `per_query` has the fields of `PerQuery`. Queries and d_out are transposed once for each
+    head, and the gradients of keys and values are summed as `[H, S]` and `[V, S]`. Summed as
+    `[S, H]`, each product would transpose a tile's matrix, at a third of the speed on CPUs.
     """
     q, d_out, *_ = per_query
     schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q

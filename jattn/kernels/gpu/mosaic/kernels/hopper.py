@@ -5,11 +5,11 @@ FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's
 it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
 two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
 products of one while the other computes its softmax. Barriers synchronize the two, and signal when
-a buffer is filled and when it is free again. A program numbers the tiles that it streams from 0:
-each uses the buffer `tile_number % _BUFFERS`.
+a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2
+and so on; each uses the buffer `tile_number % _BUFFERS`.
 
-With a causal mask, blocks of queries visit different numbers of tiles. If registers suffice, the
-program is then persistent: the grid has only as many programs as run at once, and each computes
+If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
+the program is persistent: the grid has only as many programs as run at once, and each computes
 several blocks of queries. The keys of the next block are copied while the last tiles of the
 previous one are computed.
 
@@ -116,7 +116,7 @@ class _HopperForward(NamedTuple):
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
     see `launch_in_rounds`. `read_item(n)` reads (part, b, h, i) from memory. n does not change the
     result, but delays the read until n is known, so that the four numbers take up no registers
-    before. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global
+    until then. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global
     memory.
     """
 
@@ -178,7 +178,7 @@ class _HopperForward(NamedTuple):
             # addresses anew for each tile instead of keeping them in registers.
             needs_most = _needs_most_registers(problem, masked)
             hidden_group = hidden(group, tile_number) if needs_most else group
-            _, b, h, i = read_item(tile_number)  # read again, to take up no registers before
+            _, b, h, i = read_item(tile_number)  # again: to keep them takes registers
             index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
             return tile_number + 1, self.add_tile(hidden_group, masked, read, tile_number, sums)
@@ -259,8 +259,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
         by_group(problem.groups, program.copy, program.compute)
 
     operands = query, key, value, problem.refs.arrays, visits.arrays
-    # In shared memory: queries (later the output) and the two numbers of the normalizer for each
-    # computing warpgroup, and streams of keys and of values.
+    # In shared memory: for each computing warpgroup its queries (later their output) and the two
+    # numbers of the normalizer of each query; and streams of keys and of values.
     groups, columns = problem.groups, problem.tiling.block_kv
     queries = tiles_in_memory(groups, ROWS, shapes.H, shapes.dtype)
     resident = queries, *[mosaic().SMEM((groups, ROWS), jnp.float32)] * 2
@@ -411,8 +411,8 @@ _FORWARD = mosaic_call.ForwardKernel(tiling=_tiling, products=Products.WARPGROUP
 
 
 def _streamed(spec: Spec, width: int) -> tuple[int, int]:
-    """Returns the largest sizes of streamed tiles that fit the registers: the number of keys
-    in a tile when gradients of queries are computed, and of queries when those of keys are."""
+    """Returns the largest sizes of streamed tiles that fit the registers: first the number of keys
+    in a tile, for gradients of queries; then the number of queries, for gradients of keys."""
     has_score_or_dense = spec.score is not None or (
         has_few_registers() and _contains(spec.mask, masks.Dense)
     )

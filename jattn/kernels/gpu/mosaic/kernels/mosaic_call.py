@@ -47,8 +47,8 @@ class GradientKernels(NamedTuple):
     """The kernels of one kind of GPU for gradients.
 
     rows: returns queries, or keys, of a program, for a head size.
-    streamed: returns, for a spec and a head size, the number of keys in a tile when gradients of
-        queries are computed, and of queries when those of keys are.
+    streamed: returns, for a spec and a head size, the number of keys in a tile, for gradients of
+        queries, and the number of queries in a tile, for gradients of keys.
     products: the threads or units that multiply.
     run: computes gradients from `(problem, spec, per_query, key, value, which)`: of the queries or,
         with `problem.by_key`, those of keys and values that `which` lists.
