@@ -255,12 +255,15 @@ def call(
     return run(*operands.arrays, *more_arrays, *operands.rule_arrays, **attributes)
 
 
-def forward(operands: KernelOperands, normalized: bool) -> Sequence[Array]:
-    """Returns the output and the two arrays of the normalizer, without rows unless `normalized`."""
+def forward(
+    operands: KernelOperands, normalized: bool, dtype: DTypeLike | None = None
+) -> Sequence[Array]:
+    """Returns the output, which the kernel rounds to `dtype`, and the two arrays of the normalizer,
+    without rows unless `normalized`."""
     (B, T, N, _), V = operands.arrays.query.shape, operands.arrays.value.shape[-1]
-    rows = (B if normalized else 0, T, N)
-    like = [jax.ShapeDtypeStruct(x, operands.dtype) for x in ((B, T, N, V), rows, rows)]
-    return call("forward", like, operands)
+    row = jax.ShapeDtypeStruct((B if normalized else 0, T, N), operands.dtype)
+    out = jax.ShapeDtypeStruct((B, T, N, V), dtype or operands.dtype)
+    return call("forward", [out, row, row], operands)
 
 
 def static_scale(spec: Spec, query: Array) -> tuple[Spec, Array]:
@@ -283,17 +286,21 @@ def _by_head(scale: Array) -> Array:
 def _forward(
     spec: Spec, query: Array, key: Array, value: Array, *, normalized: bool = True
 ) -> tuple[Array, Normalizer, Array]:
-    """Computes output and normalizer; without `normalized` the normalizer is zeros, at no cost."""
+    """Computes output and normalizer; without `normalized` the normalizer is zeros, at no cost.
+
+    Without it, the kernel rounds the output to the dtype of the queries, and so writes less; XLA
+    removes the conversions back and forth.
+    """
     spec, scaled = static_scale(spec, query)
     if decode.pays(spec, Shapes.of(query, value)):
         wide = scaled.astype(accumulation(query.dtype))
         out, normalizer = decode.attend(spec, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(spec, scaled, key, value)
-    out, *normalizer = forward(operands, normalized)
+    out, *normalizer = forward(operands, normalized, None if normalized else query.dtype)
     if not normalized:
         normalizer = [jnp.zeros(query.shape[:3], operands.dtype)] * 2
-    return out, Normalizer(*normalizer), jnp.zeros((), bool)
+    return out.astype(operands.dtype), Normalizer(*normalizer), jnp.zeros((), bool)
 
 
 def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Tree:

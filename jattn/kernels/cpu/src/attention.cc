@@ -61,7 +61,7 @@ void run_forward(ffi::ThreadPool pool, const Arrays& arrays, ffi::RemainingArgs 
                  Out most, Out log_sum, const Attributes& attributes) {
   Call call{arrays, attributes};
   find_rule(attributes, call, operands);
-  forward_all(pool, call, heads_of(out), heads_of(most, false), heads_of(log_sum, false),
+  forward_all(pool, call, outputs_of(out), heads_of(most, false), heads_of(log_sum, false),
               most->element_count() > 0);
 }
 

@@ -23,6 +23,7 @@ struct HeadsOf {
 template <typename E>
 using Heads = HeadsOf<Rows<E>>;
 using Inputs = HeadsOf<Input>;
+using Outputs = HeadsOf<Output>;
 
 template <typename E = const T>
 Heads<E> heads_of(const Buffer& x, bool vectors = true) {
@@ -36,6 +37,12 @@ Inputs inputs_of(const Buffer& x) {
   const Index size = axis(x, 1);
   return {{static_cast<const char*>(x.untyped_data()), size, size, x.element_type()},
           axis(x, 3), axis(x, 2)};
+}
+
+Outputs outputs_of(Out& x) {
+  const Index size = axis(*x, 1);
+  return {{static_cast<char*>(x->untyped_data()), size, size, x->element_type()},
+          axis(*x, 3), axis(*x, 2)};
 }
 
 // Results of a MiB or more do not stay in the caches until they are read.

@@ -14,7 +14,8 @@ constexpr T kSlack = 8;
 // The destinations of results. Weights are e^(score - most - log_sum): two numbers, as their sum would
 // have no digits left for the second if scores are large. They are written if `sums`.
 struct Results {
-  Rows<T> out, most, log_sum;
+  Output out;
+  Rows<T> most, log_sum;
   bool sums;
   Put how;
 };
@@ -167,7 +168,7 @@ struct ForwardBlock {
       if (to.sums) store(sum + i, dead ? Vector{} : logarithm(total));
     }
     for (Index i = 0; i < block.count; ++i)
-      put_row(to.out[block.first + i], sums.out + i * V, to.out.size, shrink[i], to.how);
+      to.out.put(block.first + i, sums.out + i * V, shrink[i], to.how);
     if (!to.sums) return;
     for (Index i = 0; i < block.count; ++i) {
       *to.most[block.first + i] = most[i];

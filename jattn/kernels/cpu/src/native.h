@@ -156,6 +156,31 @@ inline Vector widened(const E* from, Index count) {
   return widened(some);
 }
 
+#if JATTN_SINGLE
+// Rounds to 16 bits, halves to even.
+inline Shorts narrowed(Vector x, Bfloat16) {
+#if defined(__AVX512BF16__)
+  return (Shorts)_mm512_cvtneps_pbh((__m512)x);
+#else
+  const Words bits = (Words)x, rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  return __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, Shorts);
+#endif
+}
+inline Shorts narrowed(Vector x, Float16) {
+#if defined(__AVX512F__)
+  return (Shorts)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Words size = (Words)x & 0x7FFFFFFF, sign = (Words)x >> 16 & 0x8000;
+  const Words usual = (size + 0xFFF + ((size >> 13) & 1) - (112 << 23)) >> 13;
+  // Denormal numbers: adding 1/2 rounds to multiples of 2^-24.
+  const Words near = (Words)((Vector)size + 0.5f) - 0x3F000000;
+  const Words far = size > 0x7F800000 ? Words{} + 0x7E00 : Words{} + 0x7C00;
+  const Words found = size < 0x38800000 ? near : (size < 0x477FF000 ? usual : far);
+  return __builtin_convertvector(found | sign, Shorts);
+#endif
+}
+#endif
+
 // Copies rows, padding them with 0 to whole vectors; returns whether all numbers are finite.
 template <typename E>
 JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
@@ -250,6 +275,18 @@ inline void put(Rows<T> to, const T* x, Index count, Index width, T factor, Put 
   for (Index i = 0; i < count; ++i) put_row(to[i], x + i * width, to.size, factor, how);
 }
 
+#if JATTN_SINGLE
+template <typename E>
+inline void put_narrowed(E* to, const T* x, Index size, T factor) {
+  Index h = 0;
+  for (; h + kLanes <= size; h += kLanes) {
+    const Shorts row = narrowed(load(x + h) * factor, E{});
+    std::memcpy(to + h, &row, sizeof(row));
+  }
+  for (; h < size; ++h) to[h].bits = narrowed(all(x[h] * factor), E{})[0];
+}
+#endif
+
 #if defined(__clang__)
 inline Vector choose(Vector x, Vector y, Ints lanes) {
   Vector chosen;
@@ -323,6 +360,28 @@ struct Input {
     if (type == ffi::F16) return run(rows<Float16>());
 #endif
     return run(rows<T>());
+  }
+};
+
+// Rows of an array of results, whose numbers may have 16 bits.
+struct Output {
+  char* start;
+  Index stride, size;  // in numbers
+  ffi::DataType type;
+
+  template <typename E>
+  E* row(Index i) const {
+    return reinterpret_cast<E*>(start) + i * stride;
+  }
+  Output from(Index i) const {
+    return {start + i * stride * static_cast<Index>(ffi::ByteWidth(type)), stride, size, type};
+  }
+  void put(Index i, const T* x, T factor, Put how) const {
+#if JATTN_SINGLE
+    if (type == ffi::BF16) return put_narrowed(row<Bfloat16>(i), x, size, factor);
+    if (type == ffi::F16) return put_narrowed(row<Float16>(i), x, size, factor);
+#endif
+    put_row(row<T>(i), x, size, factor, how);
   }
 };
 

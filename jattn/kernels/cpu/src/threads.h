@@ -9,7 +9,7 @@
 
 namespace {
 
-void forward_all(ffi::ThreadPool& pool, const Call& call, Heads<T> out, Heads<T> most,
+void forward_all(ffi::ThreadPool& pool, const Call& call, Outputs out, Heads<T> most,
                  Heads<T> log_sum, bool sums) {
   const Index N = call.N, enough = 4 * std::max<Index>(1, pool.num_threads());
   auto pieces_of = [&](Index size) { return (call.t + size - 1) / size; };
