@@ -129,13 +129,13 @@ struct ForwardBlock {
       store(shrink + i, shrunk);
       grows |= !is_zero((Ints)(now[n] != before));
     }
-    const auto write = [&](Index s, auto count) {  // the weights of `count` keys from s on
+    const auto write = [&](auto is_exact, Index s, auto count) {  // of `count` keys from s on
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         T* here = scores + n * L;
         Vector weights[Products::kKeys] = {};
         for (int k = 0; k < count; ++k) {
-          weights[k] = exponential(load(here + (s + k) * t) * left - shift[n]);
+          weights[k] = exponential<is_exact>(load(here + (s + k) * t) * left - shift[n]);
           total[n] += weights[k];
           if (rules.threshold)
             weights[k] = block.dropped(rules, weights[k], first + n * L, j + s + k);
@@ -144,9 +144,15 @@ struct ForwardBlock {
       }
     };
     constexpr int kStep = Products::kKeys;
-    Index s = 0;
-    for (; s + kStep <= keys; s += kStep) write(s, std::integral_constant<int, kStep>{});
-    for (; s < Products::rows(keys); s += kStep) write(s, static_cast<int>(std::max<Index>(0, keys - s)));
+    const auto write_all = [&](auto is_exact) {
+      Index s = 0;
+      for (; s + kStep <= keys; s += kStep)
+        write(is_exact, s, std::integral_constant<int, kStep>{});
+      for (; s < Products::rows(keys); s += kStep)
+        write(is_exact, s, static_cast<int>(std::max<Index>(0, keys - s)));
+    };
+    if (Products::kRounds && !exact) write_all(std::bool_constant<!Products::kRounds>{});
+    else write_all(std::true_type{});
     for (int n = 0; n < N; ++n) store(sum + first + n * L, total[n]);
     return grows;
   }

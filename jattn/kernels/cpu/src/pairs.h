@@ -223,6 +223,7 @@ struct Pairs {
   // Pairs of weights overwrite scores that have been read. If they are to be `exact`, pairs of their
   // remainders follow them.
   static constexpr int kKeys = 2;
+  static constexpr bool kRounds = true;
   static Index rows(Index keys) { return up(keys, kDepth); }
   static void put_weights(const Vector* weights, T* scores, Index s, Index keys, Index t, bool exact) {
     const __m512 x = (__m512)weights[0], y = (__m512)weights[1];

@@ -13,6 +13,7 @@ struct Wide {
 
   // Weights of kKeys keys are written together, for `rows(keys)` keys in all: zeros for the last ones.
   static constexpr int kKeys = 1;
+  static constexpr bool kRounds = false;  // whether weights that need not be exact are rounded
   static Index rows(Index keys) { return keys; }
   static void put_weights(const Vector* weights, T* scores, Index s, Index, Index t, bool) {
     store(scores + s * t, weights[0]);
