@@ -784,8 +784,9 @@ class Dilated(Mask):
         q, kv = rows.positions[:, None], columns.positions[None, :]
         if self.step >= 2**32:
             return q == kv
-        if self.step > _GREATEST:  # of its multiples, only 0 and ±step are differences
-            # A difference may need all 32 bits of uint32.
+        if self.step > _GREATEST:
+            # Positions differ by less than 2³², so the only multiples between them are 0 and ±step.
+            # The distance may need all 32 bits.
             distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
             return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step
@@ -1388,8 +1389,8 @@ def _refined_bounds(
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))
     is_one_head = all(isinstance(x, int | np.integer) for x in (tile.b, tile.h))
-    # All pairs are evaluated for one (b, h). This is valid if both are static, or if no function
-    # reads them (its arguments 0 and 1).
+    # All pairs are evaluated for a single (b, h). This is valid if the tile has integers b and h,
+    # or if no function reads b or h, its first two arguments.
     if is_decided.all() or not (
         is_one_head or not any(dependence.reads(x._scalar, 4) & {0, 1} for x in functions)
     ):
@@ -1497,8 +1498,8 @@ def check_bounds(
 def _raise_wrong_bounds(
     kind: int, allowed: np.ndarray, head: tuple[int, int], start: tuple[int, int]
 ) -> None:
-    """Raises the error for a tile that its bounds call empty or full although it is not; `allowed
-    [t, s]` is the mask of its pairs."""
+    """Raises the error for a tile whose bounds wrongly say that it is empty or full; `allowed`
+    `[t, s]` is the mask of its pairs."""
     i, j = np.argwhere(allowed if kind == EMPTY else ~allowed)[0] + start
     claim, verb = ("no pair", "is") if kind == EMPTY else ("every pair", "is not")
     rows, columns = (f"{x}..{x + size - 1}" for x, size in zip(start, allowed.shape, strict=True))

@@ -9,8 +9,8 @@ products before and after the softmax, and the mapping of a one-head function ov
 
 A masked key has no influence, even if its key or value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities
-(`finite`). A query that does attend to such a key or value gets NaN through its scores: q · k is
-NaN itself, and for values `nan_where_nonfinite` is added to the scores. The mask then replaces the
+(`finite`). A query that does attend to such a key has the score q · k, NaN or infinite; for such a
+value, `nan_where_nonfinite` adds NaN to its scores. The mask then replaces the
 scores of masked pairs, NaN or not, by −inf.
 """
 

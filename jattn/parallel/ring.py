@@ -6,10 +6,11 @@ Blockwise Transformers"). In the backward pass the shards go around once more, t
 gradients. A device holds two shards at a time, so that its memory is linear in its own number of
 tokens, whatever the length of the sequence.
 
-Long shards go around in several rounds, each with a few of the heads, and in each round in chunks
-of keys, so that a device holds two chunks at a time. A shard travels only as far as the last device
-that needs it under the mask, and without the keys that no other device needs. A device skips a
-shard if the mask certainly excludes all pairs of its queries and the shard's keys.
+Long shards go around in several rounds, each with a few of the heads. In each round their keys go
+around in chunks, one after another, so that a device holds two chunks at a time. A shard travels
+only as far as the last device that needs it under the mask, and without the keys that no other
+device needs. A device skips a shard if the mask certainly excludes all pairs of its queries and the
+shard's keys.
 """
 
 import dataclasses
@@ -55,7 +56,8 @@ class HopGroup(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The hops of the shards: each shard makes the same hops, starting from its own device."""
+    """The hops of the shards. All shards follow the same sequence of hops, each from its own
+    device, but not all to its end: in each hop only the devices in `sources` send."""
 
     needed: np.ndarray  # [d, s] is true if device d needs shard s
     sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
@@ -77,7 +79,8 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # How far from its own device a shard may stop.
+        # The distances from its own device at which any shard is needed; hops lead from one to the
+        # next.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):
@@ -164,8 +167,8 @@ class KVShard(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that the backward pass sums.
 
-    Each of the two lists has an entry for every parameter: None if the parameter's gradient is in
-    the other list.
+    `local` and `with_shard` each end with a list that has an entry for every parameter: None if the
+    parameter's gradient is in the other list.
     """
 
     local: tuple[Any, list[Any]]  # of the queries, and of the parameters that stay on the device
@@ -196,9 +199,8 @@ def check_implementation(name: str | None) -> None:
     registry.check_name(name)
     if name is not None and name not in _PARTIAL_KERNELS:
         possible = " and ".join(map(repr, _PARTIAL_KERNELS))
-        registry.refuse(
-            name, f"it needs all keys at once, which a ring does not have; {possible} do not"
-        )
+        reason = "it needs all keys at once, but a device of a ring holds only some of them"
+        registry.refuse(name, f"{reason}; {possible} can compute with those")
 
 
 def run_part(

@@ -270,8 +270,9 @@ def backward_head(
     """Computes the gradients of one head, one block of queries after another.
 
     `per_query` has the fields of `PerQuery`. Queries and d_out are transposed once for each
-    head, and the gradients of keys and values are summed as `[H, S]` and `[V, S]`. Summed as
-    `[S, H]`, each product would transpose a tile's matrix, at a third of the speed on CPUs.
+    head, and the gradients of keys and values are summed as `[H, S]` and `[V, S]`. If these sums
+    were `[S, H]` and `[S, V]`, each product would have to transpose a tile's matrix `[t, s]`, and
+    run at a third of the speed on CPUs.
     """
     q, d_out, *_ = per_query
     schedule, block_q = call.schedule(spec, b, h), call.tiling.block_q

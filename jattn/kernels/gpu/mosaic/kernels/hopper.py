@@ -114,10 +114,10 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    see `launch_in_rounds`. `read_item(n)` reads (part, b, h, i) from memory. n does not change the
-    result, but delays the read until n is known, so that the four numbers take up no registers
-    until then. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global
-    memory.
+    see `launch_in_rounds`. `read_item(n)` reads the (part, b, h, i) of the current work item from
+    memory. n is not its number, but any number that the program computes: the compiler cannot read
+    the item before it knows n, so the four numbers take up no registers until then. `leaves` are
+    the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
     """
 
     problem: GPUProblem
@@ -278,7 +278,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers: if it is masked, if score functions
-    compute exponentials or the like, if it reads its own parts of arrays, or if heads are wide."""
+    compute exponentials or the like, if they or masks read another part of an array for each tile,
+    or if heads are wide."""
     return masked or problem.special or bool(problem.refs.varying) or problem.shapes.H > 128
 
 
@@ -427,8 +428,8 @@ def _streamed(spec: Spec, width: int) -> tuple[int, int]:
 def _scores_need_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile need more registers than its products leave free.
 
-    Without dropout, the free registers suffice if masks and score functions have few operations and
-    score functions read no array along T or S.
+    The free registers suffice if masks and score functions have few operations and score functions
+    read no array along T or S. Dropout, which needs registers too, is not considered.
     """
     # Users' functions, and formulas of many operations.
     long_formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score
