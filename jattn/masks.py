@@ -151,7 +151,10 @@ class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
 
     @classmethod
     def grid(cls, rows: Extent, columns: Extent, b: Any = None, h: Any = None) -> "Tile":
-        """Builds an n × m grid from n ranges of queries and m of keys; fields `[n]` and `[m]`."""
+        """Builds an n × m grid from n ranges of queries and m of keys.
+
+        The fields of `rows` are `[n]`, those of `columns` are `[m]`.
+        """
         as_n1, as_1m = np.s_[:, None], np.s_[None, :]
         tile = cls(
             rows._replace(lo=rows.lo[as_n1], hi=rows.hi[as_n1], start=rows.start[as_n1]),
@@ -597,7 +600,7 @@ def shifted(positions: Any, by: Any) -> Any:
     if not isinstance(positions, jax.Array):
         exact = np.asarray(positions, np.int64) + by
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
-    if not integers.is_narrow(positions):  # only direct calls of a mask use int64, not attention
+    if not integers.is_narrow(positions):  # attention has int32 positions; `dense` may have int64
         return positions + by
     while by:  # JAX has no int64 by default, so `by` is added in int32 steps, nearly always in one
         summand = min(max(by, -_GREATEST), _GREATEST)
@@ -785,8 +788,8 @@ class Dilated(Mask):
         if self.step >= 2**32:
             return q == kv
         if self.step > _GREATEST:
-            # Positions differ by less than 2³², so the only multiples between them are 0 and ±step.
-            # The distance may need all 32 bits.
+            # Two positions differ by less than 2³², so their difference is a multiple of step only
+            # if it is 0 or ±step. It may need all 32 bits.
             distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
             return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step

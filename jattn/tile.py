@@ -7,11 +7,11 @@ by the scale beforehand (`spec.scaled`, `native.static_scale`) and pass `modify`
 is 1, and the kernel in C++ implements the same order in its own code. This file also holds the two
 products before and after the softmax, and the mapping of a one-head function over heads and batch.
 
-A masked key has no influence, even if its key or value is NaN. Its weight 0 alone does not ensure
+A masked key has no influence, even if it or its value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities
-(`finite`). A query that does attend to such a key has the score q · k, NaN or infinite; for such a
-value, `nan_where_nonfinite` adds NaN to its scores. The mask then replaces the
-scores of masked pairs, NaN or not, by −inf.
+(`finite`). If a query does attend to a key with NaN or infinities, its score q · k is NaN or
+infinite anyway. If a key's value is not finite, `nan_where_nonfinite` adds NaN to the scores of
+that key. The mask then replaces the scores of masked pairs, NaN or not, by −inf.
 """
 
 import functools

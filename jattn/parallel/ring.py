@@ -56,8 +56,8 @@ class HopGroup(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The hops of the shards. All shards follow the same sequence of hops, each from its own
-    device, but not all to its end: in each hop only the devices in `sources` send."""
+    """The hops of the shards. All shards follow the same sequence of hops, each starting at its own
+    device. A shard may stop before the last hop: in each hop only the devices in `sources` send."""
 
     needed: np.ndarray  # [d, s] is true if device d needs shard s
     sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
@@ -79,8 +79,9 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # The distances from its own device at which any shard is needed; hops lead from one to the
-        # next.
+        # Distance 0, where every shard starts, and each distance at which at least one shard is
+        # needed, counted from that shard's own device. Each hop leads from one of these distances
+        # to the next.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):

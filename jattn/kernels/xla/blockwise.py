@@ -104,7 +104,7 @@ class BlockwiseCall(NamedTuple):
         """Returns the schedule of head (b, h), see `tile_schedule.schedule`.
 
         With the strategy "vmap", which GPUs and TPUs use, loops are not unrolled: the compilers for
-        these would run unrolled tiles concurrently, and keep the scores of all of them in memory.
+        GPUs and TPUs would run unrolled tiles concurrently, and keep the scores of all in memory.
         """
         unrolled = self.strategy != "vmap"
         return tile_schedule.schedule(
@@ -251,7 +251,8 @@ class _BackwardHead(NamedTuple):
         """Returns the cotangent of a tile's products, its weights after dropout, and the gradients
         of parameters; the tile has `size` queries from `start` on, and the keys of `run`.
 
-        With weights p and dp = drop(d_out vᵀ), the cotangent of the scores is p (dp − delta).
+        The cotangent of the scores is p (dp − delta), where p are the weights and dp is
+        drop(d_out vᵀ).
         """
         head_tile = slicing.HeadTile.at(self.spec, self.b, self.h, start, size, run)
         arrays = (self.q, self.d_out, self.maximum, self.log_total, self.delta)

@@ -115,9 +115,10 @@ class _HopperForward(NamedTuple):
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
     see `launch_in_rounds`. `read_item(n)` reads the (part, b, h, i) of the current work item from
-    memory. n is not its number, but any number that the program computes: the compiler cannot read
-    the item before it knows n, so the four numbers take up no registers until then. `leaves` are
-    the spec's arrays, and `visits_ref` the arrays of `visits`, in global memory.
+    memory. n does not change the result. If the program computes n, such as the number of a tile,
+    the compiler cannot move the read to before n is computed, so until then the four numbers take
+    up no registers. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in
+    global memory.
     """
 
     problem: GPUProblem
@@ -278,8 +279,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
 
 def _needs_most_registers(problem: GPUProblem, masked: bool) -> bool:
     """Returns whether a tile needs nearly all registers: if it is masked, if score functions
-    compute exponentials or the like, if they or masks read another part of an array for each tile,
-    or if heads are wide."""
+    compute exponentials or the like, if masks or score functions read a different part of an array
+    for each tile, or if heads are wide."""
     return masked or problem.special or bool(problem.refs.varying) or problem.shapes.H > 128
 
 
