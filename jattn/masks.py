@@ -136,7 +136,7 @@ class Extent(NamedTuple):
 
 
 class Tile(NamedTuple("_Box", [("rows", Extent), ("columns", Extent)])):
-    """A rectangle of queries × keys, the pair `(rows, columns)`, or a grid of n × m rectangles.
+    """The pair `(rows, columns)`: one rectangle of queries × keys, or a grid of n × m rectangles.
 
     In a grid the fields of `rows` are `[n, 1]` and those of `columns` `[1, m]`, so that operations
     on both broadcast to `[n, m]`. `b` and `h` are the batch row and the head; None means any.
@@ -422,7 +422,8 @@ def _batch_shape(batch: Any) -> Shape:
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
     """Checks and returns `q_positions` and `kv_positions`.
 
-    Positions that were not passed stay None, unless the others need int64: then both are int64.
+    If one of the two needs int64, both are returned as int64, with `arange` for one that was not
+    passed. Otherwise one that was not passed stays None.
     """
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
@@ -1339,9 +1340,9 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """Returns EMPTY, MIXED or FULL for each tile. The caller has selected array fields for one
     (b, h).
 
-    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, but only if all of these
-    hold: there are many; bounds and positions are static; the mask contains functions, but neither
-    arrays nor parts that depend on places.
+    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, but only if many tiles are
+    mixed, bounds and positions are static, and the mask contains functions but neither arrays nor
+    parts that depend on places.
     """
     analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)
@@ -1466,7 +1467,7 @@ def check_bounds(
 
     Use it for bounds written by hand, in a `Predicate` or in a mask class of your own: attention
     trusts them, and wrong bounds make it skip allowed keys or attend to masked ones. Tiles are
-    `[block_q, block_kv]`; the function evaluates one row of tiles at a time, T × S pairs in all,
+    `[block_q, block_kv]`. The mask is evaluated for one row of tiles at a time, T × S pairs in all,
     for each batch row and head. For the other arguments see `Mask.dense`.
 
     Raises ValueError for the first tile whose bounds are wrong, naming a pair in it.

@@ -79,9 +79,8 @@ class Route(NamedTuple):
         # wanted_from[r, s]: device s + r or a device further ahead needs shard s.
         wanted = np.stack([needed[(shards + r) % n, shards] for r in range(n)])
         wanted_from = np.logical_or.accumulate(wanted[::-1])[::-1]
-        # Distance 0, where every shard starts, and each distance at which at least one shard is
-        # needed, counted from that shard's own device. Each hop leads from one of these distances
-        # to the next.
+        # `stops` are distances from a shard's own device: 0, where every shard starts, and each
+        # distance at which at least one shard is needed. Each hop leads from one stop to the next.
         stops = [0, *(r for r in range(1, n) if wanted[r].any())]
         hops: list[HopGroup] = []
         for start, stop in itertools.pairwise(stops):

@@ -115,10 +115,10 @@ class _HopperForward(NamedTuple):
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
     see `launch_in_rounds`. `read_item(n)` reads the (part, b, h, i) of the current work item from
-    memory. n does not change the result. If the program computes n, such as the number of a tile,
-    the compiler cannot move the read to before n is computed, so until then the four numbers take
-    up no registers. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in
-    global memory.
+    memory. n does not change the result; it only delays the read. With an n that the kernel
+    computes, such as a tile number, rather than a constant, the compiler cannot read the item
+    before n is known. So until then (part, b, h, i) take up no registers. `leaves` are the spec's
+    arrays, and `visits_ref` the arrays of `visits`, in global memory.
     """
 
     problem: GPUProblem
