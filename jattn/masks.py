@@ -200,7 +200,7 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    ignores_places = False  # True in masks that read no places; And, Or and Not do not set it
+    ignores_places = False  # True in masks that read no places; for And, Or and Not, see parts
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
@@ -422,8 +422,8 @@ def _batch_shape(batch: Any) -> Shape:
 def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
     """Checks and returns `q_positions` and `kv_positions`.
 
-    If one of the two needs int64, both are returned as int64, with `arange` for one that was not
-    passed. Otherwise one that was not passed stays None.
+    If either needs int64, both are returned as int64, and `arange` replaces a missing one.
+    Otherwise a missing one stays None.
     """
     names = ("q_positions", "kv_positions")
     if unknown := positions.keys() - {*names}:
@@ -925,7 +925,7 @@ class _Ids(NamedTuple):
         return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in other_ids))
 
     def is_in_range(self, x: Any) -> Truth:
-        """Returns whether `lo <= x <= hi`, so that the tile may contain the id x."""
+        """Returns whether `lo <= x <= hi`. If so, the tile may contain the id x."""
         return (self.lo <= x) & (x <= self.hi)
 
     def may_share_an_id(self, other: "_Ids") -> Truth:
@@ -1340,9 +1340,9 @@ def kinds(mask: Mask, tile: Tile) -> Int[Array | np.ndarray, "n m"]:
     """Returns EMPTY, MIXED or FULL for each tile. The caller has selected array fields for one
     (b, h).
 
-    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, but only if many tiles are
-    mixed, bounds and positions are static, and the mask contains functions but neither arrays nor
-    parts that depend on places.
+    Bounds decide first. Then `_refined_bounds` examines the mixed tiles, under three conditions:
+    many tiles are mixed; bounds and positions are static; and the mask contains functions, but no
+    arrays and no parts that depend on places.
     """
     analysed = _map_functions(lambda x: x.analysed(tile), mask)
     maybe_any, surely_all = analysed.bounds(tile)

@@ -4,14 +4,14 @@
 pairs, other implementations call it tile by tile, and gradients of score functions are derivatives
 of it. Not everything happens in `modify`: some kernels multiply the queries by the scale beforehand
 (`spec.scaled`, `native.static_scale`) and pass `modify` a spec whose scale is 1, and the kernel in
-C++ implements the same order in its own code. This file also holds the two
-products before and after the softmax, and the mapping of a one-head function over heads and batch.
+C++ implements the same order in its own code. This file also holds the two products before and
+after the softmax, and the mapping of a one-head function over heads and batch.
 
 A masked key has no influence, even if it or its value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities
-(`finite`). But NaN and infinities must still reach the queries that do attend to them. Those in a
-key do, because the score q · k is computed without `finite`. For those in a row of v,
-`nan_where_nonfinite` adds NaN to the scores of that key. The mask then replaces the scores of
+(`finite`). But NaN and infinities must still reach the queries that attend to them. From a key they
+get there through the score q · k, which is computed without `finite`. From a value they do not, so
+NaN is added to the scores of its key (`nan_where_nonfinite`). The mask then replaces the scores of
 masked pairs, NaN or not, by −inf.
 """
 

@@ -109,10 +109,11 @@ def travels(letters: str) -> bool:
 
 
 def _all_keys_axis(letters: str, leaf: Array) -> int | None:
-    """Returns the S axis of an array that also has a T axis, such as a dense mask, or None.
+    """Returns the S axis of an array that also has a T axis, such as a dense mask; returns None for
+    other arrays, and if the S axis broadcasts.
 
     Such an array does not travel: on each device it has entries for the device's queries and all
-    keys. The result is None for other arrays, and if the S axis broadcasts.
+    keys.
     """
     axis = axis_of("S", letters, leaf.ndim)
     has_all_keys = axis is not None and not travels(letters) and leaf.shape[axis] > 1
@@ -402,7 +403,8 @@ def _all_shards_backward(
         # `Route.home` then takes them all home over the same distance.
         hop_from_all = hop._replace(sources=tuple(range(ring.axes.devices)))
         arrived = hop_from_all.send(total.with_shard, ring.axes)
-        # The sum starts from 0, not from `arrived`, so that it overlaps with the transfer.
+        # This device's contribution is computed first, and `arrived` is added to it afterwards, so
+        # that the computation overlaps with the transfer.
         total = total._replace(with_shard=so_far.with_shard)
         total = ring.backward(spec, per_query, kv, distance, all_finite, total)
         return total._replace(with_shard=jax.tree.map(jnp.add, arrived, total.with_shard))

@@ -114,11 +114,9 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    see `launch_in_rounds`. `read_item(n)` reads the (part, b, h, i) of the current work item from
-    memory. n does not change the result; it only delays the read. With an n that the kernel
-    computes, such as a tile number, rather than a constant, the compiler cannot read the item
-    before n is known. So until then (part, b, h, i) take up no registers. `leaves` are the spec's
-    arrays, and `visits_ref` the arrays of `visits`, in global memory.
+    and `read_item(n)` reads the (part, b, h, i) of the current work item; `launch_in_rounds` says
+    why n is passed. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in
+    global memory.
     """
 
     problem: GPUProblem
@@ -442,8 +440,8 @@ def _derivative_needs_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile and their derivative need more registers than the
     gradients of keys and of values leave free.
 
-    They do for a chain of more than two score functions, for T5's bias in calls with positions, and
-    for a user's function whose derivative depends on the score.
+    More are needed for a chain of more than two score functions, for T5's bias in calls with
+    positions, and for a user's function whose derivative depends on the score.
     """
     chain = scores.in_order(spec.score)
     has_positions = not hoisted.positions_are_places(spec)
