@@ -160,6 +160,26 @@ def test_keys_of_few_heads_are_shared_out(label, heads):
     assert_like_reference((170, 133, 12, 5, 3), heads, mask, {})
 
 
+@pytest.mark.default_tiles
+@pytest.mark.parametrize(("T", "V"), [(90, 64), (20, 20)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_blocks_are_cut_and_outputs_rounded(dtype, T, V):
+    """Blocks of two and four vectors, cut at the diagonal; denormal results."""
+    shapes = (2, T, 4, 48), (2, T, 4, 48), (2, T, 4, V)
+    q, k, v = normal_arrays(*shapes, dtype=dtype, seed=2)
+    scale = np.array([1, 1e-6, 1e4, 1e-3])[:, None]
+    v = jnp.asarray(np.float64(v) * scale, dtype)
+    call = functools.partial(jattn.attention, mask=masks.Causal())
+    out = call(q, k, v, implementation="native")
+    wide, _ = call(q, k, v, implementation="native", return_lse=True)
+    exact = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
+    want = np.asarray(call(*exact, implementation="reference").astype(dtype), np.float64)
+    limit = 8 * float(jnp.finfo(dtype).eps) * scale + 1e-7
+    assert (abs(np.float64(out) - want) <= limit).all()
+    if dtype != "bfloat16":  # whose weights are rounded too, without lse
+        np.testing.assert_array_equal(out, wide)
+
+
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_of_an_earlier_call_is_left(dtype):
