@@ -200,7 +200,8 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    ignores_places = False  # True in masks that read no places; for And, Or and Not, see parts
+    # True in masks that read no places. And, Or and Not leave it False: callers test their parts.
+    ignores_places = False
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
         """Returns the mask of queries `rows` and keys `columns`, broadcastable to `[t, s]`.
@@ -1215,7 +1216,7 @@ class Predicate(Mask):
             return Predicate(axisless_fn, *self.operands, bounds=self.bounds_fn).traced()
         name, bounds = function_name(self.fn), self.bounds_fn and frozen(self.bounds_fn)
         fn, operands = program_of(name, self.fn, self._scalar, self.operands, *_EXAMPLES)
-        traced = object.__new__(Predicate)  # the arguments of the function were already checked
+        traced = object.__new__(Predicate)  # __init__ would check the signature again
         # Bounds whose variables may change are dropped, as bounds only save time.
         bounds = bounds if bounds and is_frozen(bounds) else None
         vars(traced).update(fn=fn, operands=operands, bounds_fn=bounds)

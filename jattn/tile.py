@@ -10,9 +10,9 @@ after the softmax, and the mapping of a one-head function over heads and batch.
 A masked key has no influence, even if it or its value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities
 (`finite`). But NaN and infinities must still reach the queries that attend to them. From a key they
-get there through the score q · k, which is computed without `finite`. From a value they do not, so
-NaN is added to the scores of its key (`nan_where_nonfinite`). The mask then replaces the scores of
-masked pairs, NaN or not, by −inf.
+get there through the score q · k, which is computed without `finite`. In the weighted sum of
+values, `finite` removes them, so NaN is added to the scores of that value's key
+(`nan_where_nonfinite`). The mask then replaces the scores of masked pairs, NaN or not, by −inf.
 """
 
 import functools
@@ -215,7 +215,7 @@ def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[...,
 
     def mapped(*arguments: Any) -> Any:
         def map_with_axes(choose: Any, *trees: Any) -> Any:
-            """Returns the tree of `choose(axis, *leaves)`, for each axis in `in_axes`."""
+            """Calls `choose(axis, *leaves)` for each axis in `in_axes`; returns a tree."""
             return jax.tree.map(choose, in_axes, *trees, is_leaf=lambda x: x is None)
 
         def call_with_slices(slices: Any) -> Any:

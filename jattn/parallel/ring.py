@@ -332,9 +332,12 @@ class Ring(NamedTuple):
         all_finite: Array,
         so_far: Gradients,
     ) -> Gradients:
-        """Returns the gradients from a shard of keys. `local` is that of `so_far` plus this shard's
-        contribution, `with_shard` is this shard's contribution alone. If no query needs the shard,
-        `so_far` is returned unchanged; so its `with_shard` must be 0."""
+        """Returns the gradients from a shard of keys.
+
+        `local` is that of `so_far` plus what this shard contributes; `with_shard` is only what this
+        device contributes to the shard's gradients. If no query needs the shard, `so_far` is
+        returned unchanged; so its `with_shard` must be 0.
+        """
         shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
         local_letters = Gradients.of(letters, _QUERY_LETTERS, "", "", letters).local
@@ -513,7 +516,8 @@ def attend(
 
     def run_backward(residuals: Tree, cotangents: tuple[Array, Normalizer]) -> Tree:
         params, spec, query, key, value, out, normalizer, all_finite = residuals
-        # Callers use only the sum lse = maximum + log_total: log_total has the cotangent of lse.
+        # Callers use the normalizer only through lse = maximum + log_total. So the cotangent of
+        # log_total is that of lse, and the cotangent of maximum is not needed.
         d_out, (_, d_lse) = cotangents
         # The cotangent of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse

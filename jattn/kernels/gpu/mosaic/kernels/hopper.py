@@ -114,9 +114,9 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    and `read_item(n)` reads the (part, b, h, i) of the current work item; `launch_in_rounds` says
-    why n is passed. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in
-    global memory.
+    and `read_item(n)` reads the (part, b, h, i) of the current work item, whatever n is: n only
+    keeps the compiler from reading earlier, see `launch_in_rounds`. `leaves` are the spec's arrays,
+    and `visits_ref` the arrays of `visits`, in global memory.
     """
 
     problem: GPUProblem
@@ -177,7 +177,7 @@ class _HopperForward(NamedTuple):
             # addresses anew for each tile instead of keeping them in registers.
             needs_most = _needs_most_registers(problem, masked)
             hidden_group = hidden(group, tile_number) if needs_most else group
-            _, b, h, i = read_item(tile_number)  # again: to keep them takes registers
+            _, b, h, i = read_item(tile_number)  # again: kept, they take registers
             index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
             return tile_number + 1, self.add_tile(hidden_group, masked, read, tile_number, sums)
