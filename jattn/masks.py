@@ -200,7 +200,8 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    # True in masks that read no places. And, Or and Not leave it False: callers test their parts.
+    # True in masks that read no places. Combinations by &, | and ~ leave it False: callers test the
+    # masks that are combined.
     ignores_places = False
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
@@ -791,7 +792,7 @@ class Dilated(Mask):
             return q == kv
         if self.step > _GREATEST:
             # Two positions differ by less than 2³², so their difference is a multiple of step only
-            # if it is 0 or ±step. It may need all 32 bits.
+            # if it is 0 or ±step. The distance may exceed int32, so it is unsigned.
             distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
             return (distance == 0) | (distance == np.uint32(self.step))
         return q % self.step == kv % self.step
@@ -867,7 +868,7 @@ class Lengths(Mask):
             value = getattr(self, name)
             if value is not None:
                 _check_integers("Lengths", name, value)
-            if hasattr(value, "astype"):  # places are int32, so a greater length changes nothing
+            if hasattr(value, "astype"):  # clamping to int32 changes no result, as places are int32
                 object.__setattr__(self, name, integers.clamped(value))
 
     def evaluate(self, b, h, rows, columns):
@@ -1166,8 +1167,9 @@ class Predicate(Mask):
 
     Empty and full tiles are found by interval arithmetic on the function's operations, as far as
     `functions.interval_rules` has rules for these. `bounds`, a function from a grid of n × m tiles
-    (see `Tile`) to `(maybe_any, surely_all)`, replaces this analysis. It is called once, and both
-    results broadcast to `[n, m]`. For the function `kv_idx > q_idx + 200`:
+    (see `Tile`) to `(maybe_any, surely_all)`, replaces this analysis. It is called once for a grid,
+    not for each tile, and both results broadcast to `[n, m]`. For the function
+    `kv_idx > q_idx + 200`:
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200

@@ -9,9 +9,9 @@ after the softmax, and the mapping of a one-head function over heads and batch.
 
 A masked key has no influence, even if it or its value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities
-(`finite`). But NaN and infinities must still reach the queries that attend to them. From a key they
-get there through the score q · k, which is computed without `finite`. In the weighted sum of
-values, `finite` removes them, so NaN is added to the scores of that value's key
+(`finite`). But NaN and infinities must still reach the queries that attend to them. If a key has
+them, the score q · k passes them on, as it is computed without `finite`. If a value has them,
+`finite` removes them from the weighted sum; so NaN is added to the scores of its key
 (`nan_where_nonfinite`). The mask then replaces the scores of masked pairs, NaN or not, by −inf.
 """
 
@@ -286,7 +286,7 @@ def over_heads(
 def sum_shared_gradients(
     spec: Spec, K: int, d_query: Array, d_key: Array, d_value: Array, d_params: list[Array]
 ) -> tuple[list[Array], Array, Array, Array]:
-    """Sums gradients computed per query head to the shapes of parameters, query, key and value.
+    """Sums the gradients of parameters, keys and values over the query heads that share them.
 
     `d_key` and `d_value` are `[B, S, N, ...]` and become `[B, S, K, ...]`; the gradients of
     parameters are `[B, N, ...]`. Returns them in the order parameters, query, key, value.

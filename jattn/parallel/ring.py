@@ -86,8 +86,8 @@ class Route(NamedTuple):
         for start, stop in itertools.pairwise(stops):
             sources = {int(s + start) % n for s in np.flatnonzero(wanted_from[stop])}
             last = hops[-1] if hops else None
-            # Successive hops over the same distance form one group. A device that sends in one of
-            # them sends in all of them.
+            # Successive hops over the same distance form one group, whose sources are those of all
+            # its hops: a device that must send in one of them sends in all.
             if last and last.distance == stop - start:
                 merged = tuple(sorted({*last.sources, *sources}))
                 hops[-1] = HopGroup(stop - start, last.times + 1, merged)

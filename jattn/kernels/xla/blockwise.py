@@ -83,7 +83,7 @@ class BlockwiseCall(NamedTuple):
         shapes, sizes = Shapes.of(query, value), tuning.sizes(platform)
         T, S = shapes.T, shapes.S
         # With the strategy "single tile" the backward pass recomputes the normalizer from the keys
-        # of the call. A part (`spec.partial`) has only some keys, but needs the normalizer of all.
+        # of the call. A call with a part of the keys (`spec.partial`) needs the normalizer of all.
         if tiling is None and T * S <= sizes.max_untiled and not spec.partial:
             return cls(shapes, Tiling(T, S), "single tile")
         strategy = "loop" if sizes.in_turn else "vmap"

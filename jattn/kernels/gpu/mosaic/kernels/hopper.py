@@ -114,9 +114,10 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    and `read_item(n)` reads the (part, b, h, i) of the current work item, whatever n is: n only
-    keeps the compiler from reading earlier, see `launch_in_rounds`. `leaves` are the spec's arrays,
-    and `visits_ref` the arrays of `visits`, in global memory.
+    and `read_item(n)` reads the (part, b, h, i) of the current work item. n does not change the
+    result: a number that the compiler does not know, such as a tile's number, keeps it from moving
+    the read to an earlier point of the program. `leaves` are the spec's arrays, and `visits_ref`
+    the arrays of `visits`, in global memory.
     """
 
     problem: GPUProblem
@@ -177,7 +178,8 @@ class _HopperForward(NamedTuple):
             # addresses anew for each tile instead of keeping them in registers.
             needs_most = _needs_most_registers(problem, masked)
             hidden_group = hidden(group, tile_number) if needs_most else group
-            _, b, h, i = read_item(tile_number)  # again: kept, they take registers
+            # Read again for each tile, because keeping these numbers would take registers.
+            _, b, h, i = read_item(tile_number)
             index = TileIndex(b, h, i * rows + hidden_group * ROWS, j * columns)
             read = functools.partial(problem.tile, self.leaves, index, constants)
             return tile_number + 1, self.add_tile(hidden_group, masked, read, tile_number, sums)
@@ -400,9 +402,9 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    A program has two computing warpgroups. It has only one if heads are wide and the copying
-    warpgroup cannot give its registers to the others: with wide heads, a computing warpgroup needs
-    more than a third of all registers.
+    A program has two computing warpgroups, or only one if heads are wide and the copying warpgroup
+    cannot give its registers to the others. With wide heads, a computing warpgroup needs more than
+    a third of all registers.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
