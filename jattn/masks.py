@@ -200,8 +200,8 @@ class Mask:
     """
 
     __array_ufunc__ = None  # so that `array & mask` calls the mask's operator, not NumPy's
-    # True in masks that read no places. Combinations by &, | and ~ leave it False: callers test the
-    # masks that are combined.
+    # True in masks that read no places. `And`, `Or` and `Not` leave it False even if their operands
+    # read no places: callers look inside them and test the operands.
     ignores_places = False
 
     def evaluate(self, b: Index, h: Index, rows: Span, columns: Span) -> Allowed:
@@ -1390,8 +1390,9 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # The only Predicates left in `analysed` are those whose bounds the user passed. These expect a
-    # grid, with fields [n, 1] and [1, m], and cannot be called for single parts.
+    # The only Predicates left in `analysed` are those whose bounds the user passed. Such a
+    # function expects a grid, with fields [n, 1] and [1, m]; `bounds_of` would pass it a list of
+    # parts, with all fields of one shape [p].
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))

@@ -334,9 +334,9 @@ class Ring(NamedTuple):
     ) -> Gradients:
         """Returns the gradients from a shard of keys.
 
-        `local` is that of `so_far` plus what this shard contributes; `with_shard` is only what this
-        device contributes to the shard's gradients. If no query needs the shard, `so_far` is
-        returned unchanged; so its `with_shard` must be 0.
+        In the result, `local` is `so_far.local` plus the contribution of this shard, but `with_shard`
+        is this device's contribution alone, without `so_far.with_shard`. If no query needs the shard,
+        that contribution is 0 and `so_far` itself is returned; so `so_far.with_shard` must be 0.
         """
         shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)

@@ -436,8 +436,8 @@ def _band(spec: Spec, call: BlockwiseCall) -> tile_schedule.Band | None:
     queries. Returns None if the forward pass cannot use a band.
 
     After a forward pass along a band, the backward pass may have to recompute the normalizer, see
-    `_with_recomputed_normalizer`. The backward pass of a part (`spec.partial`) is given the
-    normalizer of all keys, which cannot be recomputed from its keys; so a part uses no band.
+    `_with_recomputed_normalizer`. A call with a part of the keys (`spec.partial`) cannot do
+    that, as its backward pass is given the normalizer of all keys; so it uses no band.
     """
     if call.strategy != "loop" or spec.pair is not None or spec.partial:
         return None

@@ -114,10 +114,11 @@ class _HopperForward(NamedTuple):
     the key tiles that the block visits.
 
     `fold_items(function, state)` folds `function(read_item, state)` over the program's work items,
-    and `read_item(n)` reads the (part, b, h, i) of the current work item. n does not change the
-    result: a number that the compiler does not know, such as a tile's number, keeps it from moving
-    the read to an earlier point of the program. `leaves` are the spec's arrays, and `visits_ref`
-    the arrays of `visits`, in global memory.
+    and `read_item(n)` reads the (part, b, h, i) of the current work item. The argument n does not
+    affect the result. It is there for the compiler: if n is a number that the compiler does not
+    know, such as a tile's number, the compiler cannot move the read to an earlier point of the
+    program. `leaves` are the spec's arrays, and `visits_ref` the arrays of `visits`, in global
+    memory.
     """
 
     problem: GPUProblem
@@ -202,8 +203,8 @@ class _HopperForward(NamedTuple):
         tile_number: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
-        """Returns the sums with one more tile. `read` reads the tile's parts of the arrays of masks
-        and score functions into registers, and returns the tile."""
+        """Returns the sums with one more tile. `read` loads into registers the slices of arrays of
+        masks and score functions that belong to the tile, and returns the tile."""
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         # A masked tile is read after the products: only then are enough registers free for it.
         early_tile = None if masked else read()
@@ -402,9 +403,9 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    A program has two computing warpgroups, or only one if heads are wide and the copying warpgroup
-    cannot give its registers to the others. With wide heads, a computing warpgroup needs more than
-    a third of all registers.
+    A program has two computing warpgroups. With the copying one they are three, and each has a
+    third of the registers unless the copying one can give its own away. With wide heads, a third is
+    not enough for a computing warpgroup; so if registers cannot be moved, a program has only one.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
