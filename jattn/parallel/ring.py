@@ -334,9 +334,10 @@ class Ring(NamedTuple):
     ) -> Gradients:
         """Returns the gradients from a shard of keys.
 
-        In the result, `local` is `so_far.local` plus the contribution of this shard, but `with_shard`
-        is this device's contribution alone, without `so_far.with_shard`. If no query needs the shard,
-        that contribution is 0 and `so_far` itself is returned; so `so_far.with_shard` must be 0.
+        In the result, `local` is `so_far.local` plus the contribution of this shard, but
+        `with_shard` is this device's contribution alone, without `so_far.with_shard`. If no query
+        needs the shard, that contribution is 0 and `so_far` itself is returned; so
+        `so_far.with_shard` must be 0.
         """
         shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)
