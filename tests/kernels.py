@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
@@ -14,7 +15,7 @@ from jattn.kernels.common import block_mask
 from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
 from tests.cases import CaseInputs
-from tests.conftest import quick_jit
+from tests.conftest import normal_arrays, quick_jit
 from tests.oracle import error
 
 
@@ -30,6 +31,17 @@ def made(shapes: Shapes, **options: Any) -> Call:
 def prepared(spec: Spec, shapes: Shapes) -> Spec:
     """Returns a spec as kernels take it."""
     return Call(spec, shapes).prepared().spec
+
+
+def exact_results(mask: Any, score: Any, *arrays: Any) -> Any:
+    """Out, lse and the gradients of the score's arrays, query, key and value, by the formula in
+    float64. The last of `arrays` is the cotangent of out."""
+    *qkv, d_out = (x.astype(jnp.float64) for x in arrays)
+    attend = functools.partial(
+        jattn.attention, mask=mask, return_lse=True, implementation="reference"
+    )
+    (out, lse), pull = jax.vjp(lambda x, *qkv: attend(*qkv, score=x), score, *qkv)
+    return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
@@ -57,14 +69,18 @@ def assert_dead_rows_are_empty(name: str, results: contract.CaseResults) -> None
     assert np.all(np.swapaxes(results.lse, -1, -2)[rows] == -np.inf)
 
 
-def _bounds_that_lie(tile: masks.Tile) -> tuple[Any, Any]:
-    first = np.asarray(tile.columns.start) < 128
-    rows = np.ones_like(np.asarray(tile.rows.start), bool)
-    return rows & first, rows & first
+def lying_mask(keys: int) -> masks.Predicate:
+    """A mask without pairs, whose bounds call tiles before this key full, and others empty.
 
+    Kernels that follow the tile map attend to the keys before it.
+    """
 
-# Kernels that follow the tile map attend to keys before 128, although the function allows none.
-LYING = masks.Predicate(lambda b, h, i, j: i < 0, bounds=_bounds_that_lie)
+    def lie(tile: masks.Tile) -> tuple[Any, Any]:
+        first = np.asarray(tile.columns.start) < keys
+        rows = np.ones_like(np.asarray(tile.rows.start), bool)
+        return rows & first, rows & first
+
+    return masks.Predicate(lambda b, h, i, j: i < 0, bounds=lie)
 
 
 def assert_parts(monkeypatch, implementation: str, dtype, expected: int, most: float) -> None:
@@ -74,8 +90,7 @@ def assert_parts(monkeypatch, implementation: str, dtype, expected: int, most: f
     """
     counted, parts = [], block_mask.parts
     monkeypatch.setattr(block_mask, "parts", lambda *x: counted.append(parts(*x)) or counted[-1])
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), dtype) for n in (2, 230, 230))
+    q, k, v = normal_arrays(*((2, n, 2, 8) for n in (2, 230, 230)), dtype=dtype)
     mask = masks.Lengths(kv=jnp.array([230, 17])) & masks.Window(left=200)
     call = functools.partial(
         jattn.attention, mask=mask, q_positions=jnp.array([200, 3]), return_lse=True

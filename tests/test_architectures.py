@@ -23,23 +23,21 @@ from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
+from tests.conftest import plain_jax
 from tests.test_translation import (
     TINY,
     Batch,
     Bench,
-    as_users_run_it,
     assert_equal,
     make_bench,
     padded,
-    plain_jax,
     png_files,
     trained,
     widened,
 )
 
 
-__all__ = ["as_users_run_it"]  # a fixture that every test here takes
-
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 MODULES = {"transformer": jattn.nn.Transformer, "rnnsearch": jattn.nn.RNNsearch}
 OTHERS = [name for name in ARCHITECTURES if name != TINY.architecture]
 

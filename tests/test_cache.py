@@ -18,7 +18,7 @@ import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests import oracle
-from tests.conftest import assert_trees_close, quick_jit
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -33,12 +33,10 @@ CACHES = {
 every_cache = pytest.mark.parametrize("kind", CACHES)
 
 
-def tokens(seed: int = 0, T: int = T) -> tuple[jax.Array, jax.Array, jax.Array]:
+def tokens(seed: int = 0, T: int = T) -> list[jax.Array]:
     """float32 `query [B, T, N, H]`, `key [B, T, K, H]`, `value [B, T, K, V]`."""
-    rng = np.random.default_rng(seed)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
-    query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-    return query, key, value
+    return normal_arrays(*shapes, dtype=jnp.float32, seed=seed)
 
 
 IDS = jnp.array([0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])  # by position
@@ -438,13 +436,12 @@ def test_implementations_agree_on_a_cache(implementation, kind):
 def test_long_caches_are_read_in_blocks(kind, lengths):
     """Few of the blocks, half of them, or all; the other slots are poisoned."""
     S, rows = 2048, 2
-    rng = np.random.default_rng(0)
     options = {"page_size": 64} if kind == "paged" else {}
     cls: Any = {"dense": DenseCache, "paged": PagedCache}[kind]
     cache = poisoned(cls.create(rows, S, 1, 4, **options), np.nan)
-    key, value = (jnp.asarray(rng.normal(size=(rows, S, 1, 4)), jnp.float32) for _ in range(2))
+    shapes = (rows, S, 1, 4), (rows, S, 1, 4), (rows, 1, 2, 4)
+    key, value, query = normal_arrays(*shapes, dtype=jnp.float32)
     cache = cache.append(key, value, np.arange(S) < np.array(lengths)[:, None])
-    query = jnp.asarray(rng.normal(size=(rows, 1, 2, 4)), jnp.float32)
     mask = masks.Causal() & masks.Window(left=1000)
     got = quick_jit(lambda query, cache: jattn.attention(query, cache, mask=mask))(query, cache)
     for b, length in enumerate(lengths):

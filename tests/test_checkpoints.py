@@ -30,26 +30,21 @@ from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.text import encode_pairs
 from experiments.translation.vocabulary import Vocabulary
+from tests.conftest import plain_jax
 from tests.test_translation import (
     Bench,
     Killed,
-    as_users_run_it,
     assert_equal,
     bench,
     cut_short,
     one_bit_flipped,
-    plain_jax,
     saved_run,
     small_tree,
     timeless,
 )
 
 
-assert as_users_run_it
-
-
-def tree_of(steps: int) -> training.TrainingState:
-    return small_tree(float(steps))
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 def a_run(directory: Path, *steps: int) -> TranslationRun:
@@ -59,7 +54,7 @@ def a_run(directory: Path, *steps: int) -> TranslationRun:
     )
     run.create()
     for step in steps:
-        run.save(tree_of(step), step)
+        run.save(small_tree(step), step)
     return run
 
 
@@ -68,8 +63,8 @@ def test_resuming_after_a_killed_save_prints_nothing(tmp_path, capfd, recwarn):
     left = run.directory / "checkpoints" / "2.orbax-checkpoint-tmp"
     left.mkdir()
     (left / "part").write_text("half")
-    run.restore(tree_of(0))
-    run.save(tree_of(2), 2)
+    run.restore(small_tree(0))
+    run.save(small_tree(2), 2)
     assert run.steps() == [1, 2] and not left.exists()
     assert capfd.readouterr() == ("", "") and not recwarn.list
 
@@ -120,8 +115,8 @@ def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(name, tmp_path):
     run = a_run(tmp_path / "run", 1, 2)
     shutil.copytree(run.directory / "checkpoints" / "2", run.directory / "checkpoints" / name)
     run = TranslationRun.open(run.directory)
-    assert run.steps() == [1, 2] and run.restore(tree_of(0))[1] == 2
-    run.save(tree_of(3), 3)
+    assert run.steps() == [1, 2] and run.restore(small_tree(0))[1] == 2
+    run.save(small_tree(3), 3)
     assert run.steps() == [1, 2, 3] and (run.directory / "checkpoints" / name).is_dir()
 
 
@@ -129,24 +124,21 @@ def test_a_checkpoint_with_a_pipe_in_it_is_not_whole(tmp_path):
     run = a_run(tmp_path / "run", 1, 2)
     os.mkfifo(run.directory / "checkpoints" / "2" / "pipe")
     with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
-        assert run.restore(tree_of(0))[1] == 1
+        assert run.restore(small_tree(0))[1] == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_parameters_that_are_no_numbers_are_not_used(value, tmp_path):
     run = a_run(tmp_path / "run", 1)
-    tree = tree_of(2)
+    tree = small_tree(2)
     tree.params["b"] = tree.params["b"] * value
     run.save(tree, 2)
     with pytest.raises(Failure, match=r"parameters are not finite, such as b$"):
-        run.parameters(tree_of(0).params)
+        run.parameters(small_tree(0).params)
 
 
-@contextlib.contextmanager
-def unwarned() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+def unwarned() -> warnings.catch_warnings:
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 def check_kills_in_saving(
@@ -155,18 +147,18 @@ def check_kills_in_saving(
     """After a kill at any moment, the last checkpoint but one or the last is whole, and saving
     works and deletes what the kill left."""
     restored, unfinished = set(), 0
-    for left in left_by_kills(run, lambda: run.save(tree_of(step), step), folder):
+    for left in left_by_kills(run, lambda: run.save(small_tree(step), step), folder):
         with unwarned():
             opened = TranslationRun.open(left.directory)
             if opened.has_checkpoint():
                 tree, last = opened.restore(small_tree())
-                assert_equal(tree, tree_of(last))
+                assert_equal(tree, small_tree(last))
                 restored.add(last)
             else:
                 restored.add(None)
             folder = opened.directory / "checkpoints"
             unfinished += len([*folder.glob("*tmp*")])
-            opened.save(tree_of(step), step)
+            opened.save(small_tree(step), step)
             assert opened.restore(small_tree())[1] == step
             assert all(path.name.isdecimal() for path in folder.iterdir())
     assert restored == good and unfinished
@@ -232,7 +224,7 @@ def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tm
         with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
             tree, step = run.restore(small_tree())
         assert step == 1
-        assert_equal(tree, tree_of(1))
+        assert_equal(tree, small_tree(1))
         file.write_bytes(content)
     assert run.restore(small_tree())[1] == 2
     for step in (1, 2):
@@ -273,7 +265,7 @@ def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
             with unwarned(), resigned(run, 1) if file in saved else contextlib.nullcontext():
                 opened = TranslationRun.open(run.directory)
                 assert opened.metrics() == [{"step": 1}]
-                assert_equal(opened.restore(small_tree())[0], tree_of(1))
+                assert_equal(opened.restore(small_tree())[0], small_tree(1))
         except (ValueError, OSError):
             refused = True
         assert not marker.exists()
@@ -476,22 +468,14 @@ def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
     run = saved_run(tmp_path / "run")
     for step in range(1, 6):
         run.report({"step": step, "validation_loss": float(step)})
-        run.save(small_tree(float(step)), step)
+        run.save(small_tree(step), step)
     assert run.steps() == [3, 4, 5]
     assert float(run.restore(small_tree())[0].params["a/kernel"][0, 0]) == 5
 
 
-def averaged(directory: Path, average: int, *scales: float) -> TranslationRun:
-    run = bench().run(directory, dataclasses.replace(TINY, averaged_checkpoints=average))
-    run.create()
-    for step, scale in enumerate(scales, start=1):
-        run.save(small_tree(scale), step)
-    return run
-
-
 def test_the_mean_is_taken_in_float64_of_the_last_checkpoints(tmp_path):
     scales = (7.0, 1e8, 1.0, -1e8, 3.0)  # which float32 would add up to 3 and not to 4
-    run = averaged(tmp_path / "run", 4, *scales)
+    run = saved_run(tmp_path / "run", *scales, averaged_checkpoints=4)
     assert run.steps() == [2, 3, 4, 5]
     params, steps = run.parameters(small_tree().params)
     assert steps == [2, 3, 4, 5]
@@ -501,13 +485,14 @@ def test_the_mean_is_taken_in_float64_of_the_last_checkpoints(tmp_path):
 
 
 def test_there_may_be_fewer_checkpoints_than_are_averaged(tmp_path):
-    params, steps = averaged(tmp_path / "run", 4, 1.0, 2.0).parameters(small_tree().params)
+    run = saved_run(tmp_path / "run", 1.0, 2.0, averaged_checkpoints=4)
+    params, steps = run.parameters(small_tree().params)
     assert steps == [1, 2] and float(params["a/kernel"][0, 0]) == 1.5
 
 
 @pytest.mark.parametrize("damage", [one_bit_flipped, cut_short, Path.unlink])
 def test_a_damaged_checkpoint_is_left_out_of_the_mean(tmp_path, damage):
-    run = averaged(tmp_path / "run", 3, 1.0, 2.0, 4.0)
+    run = saved_run(tmp_path / "run", 1.0, 2.0, 4.0, averaged_checkpoints=3)
     damage(next((run.directory / "checkpoints" / "2").rglob("d/*")))
     with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
         params, steps = run.parameters(small_tree().params)

@@ -16,10 +16,11 @@ from experiments.runs.console import Console, listening, progress, visible_contr
 from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
 from tests.commands import environment, run_python
-from tests.test_translation import as_users_run_it, bench, plain_jax
+from tests.conftest import plain_jax
+from tests.test_translation import assert_refused, bench
 
 
-assert as_users_run_it
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 class Said(NamedTuple):
@@ -179,10 +180,8 @@ def test_stdin_that_is_no_text_is_one_clear_line(wrong, monkeypatch, capsys):
 
 
 def test_an_argument_that_is_no_text_is_one_clear_line(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["translate", "--run", "nowhere", os.fsdecode(b"sch\xf6n")])
-    error = capsys.readouterr().err
-    assert "expected UTF-8 text, got" in error and error.count("\n") == 1
+    arguments = ["translate", "--run", "nowhere", os.fsdecode(b"sch\xf6n")]
+    assert_refused(arguments, "expected UTF-8 text, got", capsys)
 
 
 def test_words_are_utf8_whatever_the_platform_says():

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import dropout, masks, scores, tuning
+from jattn import masks, scores, tuning
 from jattn.scores import ScoreFunction
 from tests import oracle
 from tests.cases import (
@@ -33,6 +33,7 @@ from tests.cases import (
 )
 from tests.conftest import out_and_gradients, quick_jit, users_jit
 from tests.oracle import error
+from tests.test_dropout import decisions
 
 
 # Worst errors measured over all cases: 2.2e-15, 1.1e-6, 3.6e-3, 4.7e-4 (see `error`).
@@ -64,13 +65,8 @@ def random_key() -> jax.Array:
 @functools.cache
 def dropout_decisions(name: str) -> np.ndarray:
     """The library's decisions on dropout in a case, bool `[B, N, T, S]`, for the oracle."""
-    case = CASES[name]
-    rows, columns = jnp.arange(case.sizes.T), jnp.arange(case.sizes.S)
-    per_head = jax.vmap(
-        lambda b, h: dropout.keep(random_key(), case.rate, b, h, rows, columns), (None, 0)
-    )
-    every = jax.vmap(per_head, (0, None))
-    return np.asarray(every(jnp.arange(math.prod(case.sizes.batch)), jnp.arange(case.sizes.N)))
+    batch, T, S, N, *_ = CASES[name].sizes
+    return decisions(CASES[name].rate, math.prod(batch), N, T, S, random_key())
 
 
 def problem_of(case: CallCase, x: CaseInputs) -> oracle.OracleProblem:
@@ -244,22 +240,26 @@ def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
         assert noticed is ((name, label) not in HARMLESS), label
 
 
-def leaves_of(tree: Any) -> set[type]:
-    """The classes of the masks or score functions in an expression."""
-    parts = [part for part in vars(tree).values() if isinstance(part, (masks.Mask, ScoreFunction))]
-    return {type(tree)}.union(*map(leaves_of, parts))
+def leaves_of(value: Any) -> set[type]:
+    """The classes of the masks or score functions in an expression; none for another value."""
+    if not isinstance(value, (masks.Mask, ScoreFunction)):
+        return set()
+    return {type(value)}.union(*map(leaves_of, vars(value).values()))
+
+
+def public_rules() -> set[type]:
+    """The classes of all masks and of all score functions."""
+    bases = masks.Mask, ScoreFunction
+    values = *vars(masks).values(), *vars(scores).values()
+    return {x for x in values if isinstance(x, type) and issubclass(x, bases)} - {*bases}
 
 
 def test_the_table_has_every_mask_and_every_score_function():
     used: set[type] = {masks.Dense}
     for case in CASES.values():
         rules = case.rules(case.operands, case.parameters)
-        for rule in (rules["mask"], rules["score"]):
-            if isinstance(rule, (masks.Mask, ScoreFunction)):
-                used |= leaves_of(rule)
-    for module, base in ((masks, masks.Mask), (scores, ScoreFunction)):
-        public = {kind for kind in vars(module).values() if isinstance(kind, type)}
-        assert {kind for kind in public if issubclass(kind, base)} - {base} <= used
+        used |= leaves_of(rules["mask"]) | leaves_of(rules["score"])
+    assert public_rules() <= used
 
 
 @pytest.mark.one_in(2)

@@ -4,13 +4,11 @@ no races, and mistakes in their order are races."""
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-import jattn
 from jattn import masks, scores
 from jattn.call import make
 from jattn.kernels.common.derivatives import PerQuery
@@ -20,7 +18,7 @@ from jattn.spec import Shapes, Spec
 from tests import copies
 from tests import test_gpu_decode as gpu_decode
 from tests.copies import CopyingThreads, Race, Slot
-from tests.kernels import prepared
+from tests.kernels import exact_results, prepared
 from tests.test_hopper import assert_within
 
 
@@ -55,16 +53,6 @@ def everything(name: str) -> Any:
     per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
     d_parameters, *d_qkv = kernels.backward(spec, per_query, key, value, finite)
     return out, normalizer.lse.swapaxes(1, 2), *d_parameters, *d_qkv
-
-
-def reference(name: str) -> Any:
-    """Returns what `everything` does, by the formula in float64."""
-    *qkv, d_out = (x.astype(jnp.float64) for x in ARRAYS)
-    attend = functools.partial(
-        jattn.attention, mask=MASK, return_lse=True, implementation="reference"
-    )
-    (out, lse), pull = jax.vjp(lambda x, *qkv: attend(*qkv, score=x), SCORES[name], *qkv)
-    return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
 DECODE = "jattn_mosaic_decode"
@@ -105,7 +93,7 @@ def test_kernels_have_no_races(name):
         got = everything(name)
     kernels = PASSES if name == "none" else (*PASSES, D_PARAMETER)
     assert set(machine.waits) == {*kernels}
-    assert_within(got, reference(name))
+    assert_within(got, exact_results(MASK, SCORES[name], *ARRAYS))
 
 
 PARAMETERS = "along_queries", "along_both", "by_distance"  # by block, by tile, by diagonal
@@ -116,7 +104,7 @@ PARAMETERS = "along_queries", "along_both", "by_distance"  # by block, by tile, 
 def test_one_place_for_tiles_is_released(monkeypatch, name):
     monkeypatch.setitem(parameter_gradients._MOST_BYTES, True, 0)
     with copies.by_threads():
-        assert_within(everything(name), reference(name))
+        assert_within(everything(name), exact_results(MASK, SCORES[name], *ARRAYS))
         monkeypatch.setattr(streams.Stream, "release", lambda self: None)
         with pytest.raises(Race, match="other warps may still read"):
             everything(name)

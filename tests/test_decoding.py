@@ -18,9 +18,9 @@ from experiments.translation import __main__ as cli
 from experiments.translation import decoding, searches
 from experiments.translation.decoding import Search
 from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
-from tests.conftest import quick_jit
+from tests.conftest import plain_jax, quick_jit
 from tests.test_console import Terminal
-from tests.test_translation import assert_refused, bench, decided_params, padded, plain_jax
+from tests.test_translation import assert_refused, bench, decided_params, padded
 
 
 V = 6  # <pad>, <unk>, <bos>, <eos> and two words: of these three symbols and <eos> can be generated
@@ -496,12 +496,6 @@ def test_bad_options_are_named_before_anything_is_traced(kind, options, message)
 def test_a_search_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Search(**options)
-
-
-@pytest.fixture
-def as_users_run_it():
-    with plain_jax():
-        yield
 
 
 def sources(count: int) -> list[list[int]]:

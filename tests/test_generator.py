@@ -23,6 +23,7 @@ from jattn.spec import Shapes
 from tests.conftest import (
     assert_trees_close,
     attention_arrays,
+    normal_arrays,
     out_and_gradients,
     quick_jit,
     users_jit,
@@ -211,12 +212,9 @@ def test_dropout_positions_and_maps():
 @pytest.mark.parametrize("shared", ["none", "keys", "queries"])
 def test_under_shard_map(shared):
     mesh = jax.make_mesh((4, 2), ("rows", "spare"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rng = np.random.default_rng(2)
     size = {"q": 2 if shared == "queries" else 8, "k": 2 if shared == "keys" else 8}
-    q, k, v, d_out = (
-        jnp.asarray(rng.normal(size=(n, 90, N, 16)), jnp.float32)
-        for n in (size["q"], size["k"], size["k"], 8)
-    )
+    shapes = [(n, 90, N, 16) for n in (size["q"], size["k"], size["k"], 8)]
+    q, k, v, d_out = normal_arrays(*shapes, dtype="float32", seed=2)
     over = {n: P() if n == 2 else P("rows") for n in (2, 8)}
     specs = over[size["q"]], over[size["k"]], over[size["k"]], P()
 

@@ -17,15 +17,15 @@ from jattn import masks, scores, tuning
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from jattn.kernels.gpu.mosaic.kernels import ampere, decode, hopper
 from jattn.spec import Shapes
+from tests.arrays import assert_accurate
 from tests.conftest import quick_jit
-from tests.kernels import made
+from tests.kernels import lying_mask, made
 from tests.oracle import error
 from tests.test_cache import poisoned
 from tests.test_hopper import (
     _compiled_once,  # noqa: F401
     assert_within,
     each_kernel,
-    lying_bounds,
     pretend,
     translated,
 )
@@ -135,14 +135,9 @@ CALLS = [
 def decoded(call: DecodeCall, cache: Cache, implementation: str, **options: Any) -> Any:
     """Returns out and lse of the queries of the last tokens."""
     query = normal(B, call.T, N, H)
-    every = call.rules(call.T, cache.capacity, slice(None), jnp.bfloat16)
-
-    def attend(query: Any, cache: Any) -> Any:
-        return jattn.attention(
-            query, cache, implementation=implementation, return_lse=True, **(every | options)
-        )
-
-    return quick_jit(attend)(query, cache)
+    rules = call.rules(call.T, cache.capacity, slice(None), jnp.bfloat16) | options
+    attend = functools.partial(jattn.attention, implementation=implementation, return_lse=True)
+    return quick_jit(functools.partial(attend, **rules))(query, cache)
 
 
 def formula(call: DecodeCall) -> Any:
@@ -201,17 +196,15 @@ def test_slots_never_written_have_no_effect(kind):
 def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
     """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
     keys, values = (x[:, :128].at[:, 64:].set(jnp.nan) for x in (KEYS, VALUES))
-    lying = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lying_bounds(64))
     everything = masks.Predicate(lambda b, h, i, j: i >= 0)
     # Each mask replaces the call's causal mask.
     cases = (
-        (DenseCache.of(keys, values), lying),
+        (DenseCache.of(keys, values), lying_mask(64)),
         (DenseCache.of(keys[:, :64], values[:, :64]), everything),
     )
     call = DecodeCall("dense", 1, causal)
     lied, wanted = (decoded(call, cache, implementation, mask=mask) for cache, mask in cases)
-    for x, y in zip(lied, wanted, strict=True):
-        assert error(x, y) <= 1e-6
+    assert_accurate(lied, wanted, 1e-6)
     assert len(read_in_place) == 2
 
 
@@ -250,8 +243,7 @@ def test_gradients_are_those_of_arrays():
 
     derive = functools.partial(quick_jit, static_argnums=0)(jax.grad(loss, (1, 2)))
     operands = normal(B, 2, N, H), cache.keys
-    for x, y in zip(derive("hopper", *operands), derive("decode", *operands), strict=True):
-        assert error(x, y) <= 1e-2
+    assert_accurate(derive("hopper", *operands), derive("decode", *operands), 1e-2)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from jattn import masks, tuning
 from jattn.masks import Predicate
 from jattn.scores import Score
 from tests.conftest import quick_jit, users_jit
+from tests.test_masks import true_kinds
 
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -39,13 +40,6 @@ def in_jattn(rule: BenchmarkRule, T: int, *operands: Any) -> dict[str, Any]:
     if not rule.is_score:
         return {"mask": Predicate(function)}
     return {"score": Score(function, *operands), "mask": masks.Causal() if rule.causal else None}
-
-
-def kinds(allowed: np.ndarray, block: int) -> np.ndarray:
-    """EMPTY, MIXED or FULL for each tile, the last of which are smaller."""
-    starts = range(0, len(allowed), block)
-    tiles = [[allowed[i : i + block, j : j + block] for j in starts] for i in starts]
-    return np.array([[int(x.any()) + int(x.all()) for x in row] for row in tiles])
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -77,14 +71,15 @@ def test_tiles_are_as_exact_as_if_each_pair_were_evaluated(name, block):
     rule = BY_NAME[name]
     with tuning.using(min_exact_pairs=0, max_exact_pairs=2**26):
         tiles = masks.tile_map(in_jattn(rule, T)["mask"], T, T, block, block)
-    np.testing.assert_array_equal(tiles, kinds(in_numpy(rule, T), block))
+    np.testing.assert_array_equal(tiles, true_kinds(in_numpy(rule, T), block, block))
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_as_many_tiles_are_skipped_as_by_a_block_mask(name):
     """The sizes are those of users. Bounds alone skip as many, except where sequences meet."""
     rule, size, block = BY_NAME[name], 1024, 64
-    mask, empty = in_jattn(rule, size)["mask"], kinds(in_numpy(rule, size), block) == masks.EMPTY
+    mask = in_jattn(rule, size)["mask"]
+    empty = true_kinds(in_numpy(rule, size), block, block) == masks.EMPTY
     assert np.mean(empty) > 0.4
     tiles = masks.tile_map(mask, size, size, block, block)
     np.testing.assert_array_equal(tiles == masks.EMPTY, empty)
@@ -137,6 +132,6 @@ def test_the_command_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     assert benchmark.main(["--gym", "--peers", *options]) == 0
     (row,) = map(json.loads, (tmp_path / "gym.jsonl").read_text().splitlines())
     assert (row["name"], row["T"], row["flex"]) == ("tree", 256, None)
-    assert row["skipped"] == np.mean(kinds(in_numpy(rule, 256), 128) == masks.EMPTY)
+    assert row["skipped"] == np.mean(true_kinds(in_numpy(rule, 256), 128, 128) == masks.EMPTY)
     assert row["both_over_forward"] == pytest.approx(row["both"] / row["forward"])
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["tree", "256"]

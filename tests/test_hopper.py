@@ -45,7 +45,7 @@ from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import ON_CPU, out_and_gradients, quick_jit
-from tests.kernels import assert_accurate, assert_parts, made, prepared
+from tests.kernels import assert_accurate, assert_parts, lying_mask, made, prepared
 from tests.oracle import error
 from tests.test_contract import assert_same
 
@@ -320,25 +320,13 @@ def assert_forward(call: KernelCall, implementation: str, arrays: Any, **rules: 
     return got[0]
 
 
-def lying_bounds(keys: int) -> Any:
-    """Returns bounds that call tiles before this key full and others empty, whatever the mask."""
-
-    def lie(tile: Any) -> Any:
-        first = np.asarray(tile.columns.start) < keys
-        rows = np.ones_like(np.asarray(tile.rows.start), bool)
-        return rows & first, rows & first
-
-    return lie
-
-
 @pytest.mark.slow
 @each_kernel
 def test_the_tile_map_decides(implementation):
     """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
     call = CALLS["full"]
     q, k, v, *_ = operands(call)
-    mask = masks.Predicate(lambda b, h, i, j: i < 0, bounds=lying_bounds(128))
-    lied = forward(call, implementation, (q, k, v), mask=mask)
+    lied = forward(call, implementation, (q, k, v), mask=lying_mask(128))
     assert_within(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
@@ -882,10 +870,7 @@ def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
     expected = function(row, tile)
     turn = (lambda x: x.T) if transposed else (lambda x: x)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (row, tile)]
-
-    def run(row: Any, tile: Any) -> Any:
-        return mosaic_interpreter.run(function, row, tile, shapes=shapes, transposed=transposed)
-
+    run = functools.partial(mosaic_interpreter.run, function, shapes=shapes, transposed=transposed)
     arguments = row[:, 0], turn(tile)
     for x, y in zip(run(*arguments), expected, strict=True):
         np.testing.assert_allclose(turn(x), y, rtol=1e-6)

@@ -11,9 +11,9 @@ import pytest
 
 from experiments.translation import losses
 from experiments.translation.losses import Projection, cross_entropy
-from tests.test_translation import plain_jax
 
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 PLACES, D, V = 13, 5, 7
 
 
@@ -58,12 +58,6 @@ def loss_and_gradients(features, kernel, bias, labels, mask, smoothing=0.0) -> A
         )(features, kernel, bias)
 
     return run(*map(jnp.asarray, (features, kernel, bias)))
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    with plain_jax():
-        yield
 
 
 @pytest.fixture(autouse=True)

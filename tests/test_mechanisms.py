@@ -78,13 +78,8 @@ def assert_values_and_gradients(
     arrays = on_device(inputs)
     want = oracle(**inputs)
     d_out = np.random.default_rng(1).normal(size=want.shape)
-
-    @jax.jit
-    def both(arrays, d_out):
-        out, pull = jax.vjp(lambda arrays: function(**arrays), arrays)
-        return out, pull(d_out)[0]
-
-    got, gradients = both(arrays, jnp.asarray(d_out))
+    both = jax.jit(lambda *x: out_and_gradients(lambda arrays: function(**arrays), *x))
+    got, gradients = both((arrays,), jnp.asarray(d_out))
     assert got.dtype == jnp.float64
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
     for name, slope in slopes(oracle, inputs, d_out).items():

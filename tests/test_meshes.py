@@ -15,10 +15,10 @@ from experiments.translation.meshes import Placement
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TranslationRun
-from tests.test_translation import Bench, as_users_run_it, assert_equal, make_bench
+from tests.test_translation import Bench, assert_equal, make_bench
 
 
-assert as_users_run_it
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 TINY = PRESETS["tiny"]
 
 

@@ -22,11 +22,12 @@ from experiments.offline import calls, command, job, kept, machine_code, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
-from jattn import masks, scores
+from jattn import masks
 from jattn.kernels.gpu.mosaic.machine import versions
 from tests.cases import CASES, CallCase, CaseInputs, inputs
 from tests.commands import ROOT
 from tests.conftest import out_and_gradients
+from tests.test_contract import leaves_of, public_rules
 
 
 SAID = """\
@@ -468,30 +469,16 @@ def test_each_case_is_a_call_with_gradients(name):
     ]
 
 
-def nodes(value: Any) -> set[type]:
-    """The classes of a mask or a score function and of its parts."""
-    if not dataclasses.is_dataclass(value):
-        return set()
-    inner = (getattr(value, field.name) for field in dataclasses.fields(value))
-    return {type(value)}.union(*map(nodes, inner))
-
-
 def test_every_mask_and_every_score_function_is_there():
     seen: set[type] = set()
     for call in calls.CALLS.values():
         *_, parameters, operands, _ = call.arrays(64, "float32")
 
         def note(arrays: Any, call: calls.OfflineCall = call) -> None:
-            seen.update(*map(nodes, call.rules(arrays).values()))
+            seen.update(*map(leaves_of, call.rules(arrays).values()))
 
         jax.eval_shape(note, {**parameters, **operands})
-    known = {
-        x
-        for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction))
-        for x in vars(module).values()
-        if isinstance(x, type) and issubclass(x, base) and x is not base
-    }
-    assert known - seen <= {masks.Empty}
+    assert public_rules() - seen <= {masks.Empty}
 
 
 HEADS = (64, 128, 256, 80, 96)

@@ -368,16 +368,10 @@ def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
 
 def compiled(T: int, mask: Any, gradients: bool = False) -> Any:
     """A program for 8 devices; q, k and v are float32 `[1, T, 4, 8]`, `[1, T, 2, 8]` twice."""
-    mesh = mesh_of(x=8)
     shapes = [jax.ShapeDtypeStruct((1, T, heads, 8), jnp.float32) for heads in (4, 2, 2)]
-
-    def run(*qkv: Any) -> Any:
-        return parallel.attention(*qkv, mask=mask, mesh=mesh, axis_name="x")
-
-    if gradients:
-        forward = run
-        run = jax.grad(lambda *qkv: jnp.sum(forward(*qkv)), (0, 1, 2))
-    sharding = jax.NamedSharding(mesh, P(None, "x"))
+    attend = over(8, mask=mask)
+    run = jax.grad(lambda *qkv: jnp.sum(attend(*qkv)), (0, 1, 2)) if gradients else attend
+    sharding = jax.NamedSharding(mesh_of(x=8), P(None, "x"))
     return jax.jit(run, in_shardings=(sharding,) * 3).lower(*shapes).compile()
 
 

@@ -20,10 +20,9 @@ from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
 from tests.commands import environment
 from tests.test_runs import PIPES, python
-from tests.test_translation import as_users_run_it
 
 
-assert as_users_run_it
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 ALL_THREE = "expected --coordinator, --processes and --process, not"
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jattn
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.common.derivatives import PerQuery
@@ -21,9 +20,8 @@ from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
 from tests.barriers import Machine
 from tests.copies import Race
-from tests.kernels import prepared
-from tests.oracle import error
-from tests.test_hopper import LIMITS
+from tests.kernels import exact_results, prepared
+from tests.test_hopper import assert_within
 
 
 T, S = 300, 600
@@ -120,24 +118,13 @@ def right(case: KernelCase) -> FaultlessRun:
         return FaultlessRun(forward_results, backward(case, *forward_results), machine)
 
 
-def reference(head: int) -> Any:
-    """The output, lse and gradients by the formula in float64."""
-    *qkv, d_out = (x.astype(jnp.float64) for x in operands_of(head)[:4])
-    attend = functools.partial(
-        jattn.attention, mask=MASK, return_lse=True, implementation="reference"
-    )
-    (out, lse), pull = jax.vjp(lambda x, *qkv: attend(*qkv, score=x), SCORE, *qkv)
-    return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
-
-
 @each_case
 def test_kernels_have_no_races(case):
     """They compute right results for tiles of all kinds, and fill each buffer more than once."""
     (out, normalizer, _), gradients, machine = right(case)
     assert {*machine.did} == {*case.passes, PARAMETER}
     got = out, normalizer.lse.swapaxes(1, 2), *gradients
-    for x, y, limit in zip(got, reference(case.head), (*LIMITS[:2], *LIMITS[2:] * 4), strict=True):
-        assert error(x, y) <= limit
+    assert_within(got, exact_results(MASK, SCORE, *operands_of(case.head)[:4]))
     kinds = block_mask.kinds(operands_of(case.head)[-1], 384, 640, Tiling(128, 64))
     assert {*np.unique(kinds)} == {masks.EMPTY, masks.MIXED, masks.FULL}
     for kernel in case.passes:

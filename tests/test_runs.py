@@ -25,15 +25,15 @@ from experiments.runs import checkpoints, ending, files, locking
 from experiments.runs.files import Unwritten
 from experiments.translation import __main__ as cli
 from experiments.translation import runs
-from experiments.translation.presets import PRESETS
-from experiments.translation.runs import TextOrigin, TranslationRun
-from experiments.translation.vocabulary import Vocabulary
+from experiments.translation.runs import TranslationRun
 from tests.commands import environment, run_python
-from tests.test_checkpoints import _watching, a_run, left_by_kills, tree_of
-from tests.test_translation import as_users_run_it, assert_same_run, plain_jax, small_tree
+from tests.conftest import plain_jax
+from tests.test_checkpoints import _watching, a_run, left_by_kills
+from tests.test_translation import assert_refused, assert_same_run, small_tree
 
 
-assert as_users_run_it and _watching
+assert _watching
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
@@ -101,8 +101,7 @@ def test_a_lock_left_by_a_killed_process_blocks_nobody(tmp_path):
 def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
     for option in ("--resume", "--overwrite"):
         (tmp_path / "thesis.txt").touch()
-        assert cli.main(["train", "--run", str(tmp_path), "--preset", "tiny", option]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        assert_refused(["train", "--run", tmp_path, "--preset", "tiny", option], "error: ", capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -150,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before(tmp_path, capfd
         shutil.copytree(run.directory, left.directory)
         try:
             with full_after(size):
-                left.save(tree_of(4), 4)
+                left.save(small_tree(4), 4)
         except Unwritten as error:
             refused += 1
             expected = f"{left.directory}: checkpoint 4 could not be written: File too large"
@@ -242,7 +241,7 @@ def test_a_checkpoint_is_on_the_disk_before_its_digests(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(checkpoints, "replace", replace)
-    run.save(tree_of(1), 1)
+    run.save(small_tree(1), 1)
     assert run.last_whole_step() == 1
 
 
@@ -426,10 +425,9 @@ def test_nothing_in_a_run_leads_elsewhere(command, name, change, kind, tmp_path,
     change(directory / name, tmp_path / "elsewhere")
     unchanged = contents(tmp_path)
     first, *arguments = command.split()
-    assert cli.main([first, "--run", str(directory), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert f"{directory / name}: expected a file or a folder, got a {kind}" in error
-    assert error.count("\n") == 1 and contents(tmp_path) == unchanged
+    message = f"{directory / name}: expected a file or a folder, got a {kind}"
+    assert_refused([first, "--run", directory, *arguments], message, capsys)
+    assert contents(tmp_path) == unchanged
 
 
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
@@ -457,11 +455,9 @@ def test_a_run_begins_in_no_folder_that_leads_elsewhere(name, change, tmp_path):
         (tmp_path / "run" / each).touch()
     change(tmp_path / "run" / name, tmp_path / "elsewhere")
     unchanged = contents(tmp_path)
-    words = Vocabulary(("a",))
-    origin = TextOrigin(None, ("de", "en"), "0")
     with pytest.raises(ValueError, match=f"{name}: expected a file or a folder, got a "):
         with locking.locked(tmp_path / "run"):
-            TranslationRun(tmp_path / "run", PRESETS["tiny"], words, words, origin).create()
+            a_run(tmp_path / "run")
     assert (tmp_path / "elsewhere").exists() == ("elsewhere" in unchanged)
     assert contents(tmp_path).get("elsewhere") == unchanged.get("elsewhere")
 

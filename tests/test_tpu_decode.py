@@ -26,7 +26,7 @@ from tests import cases, oracle
 from tests.arrays import assert_equal
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of, place
-from tests.kernels import LYING
+from tests.kernels import lying_mask
 from tests.oracle import At, Modifier
 
 
@@ -296,7 +296,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
 def test_the_tile_map_decides(kind):
     """A tile that a map wrongly calls empty is not visited, and one it calls full is not masked."""
     cache, query = filled(kind).cache, normal(8, B, 1, 4, H)
-    lied, want = (attend(query, cache, mask=x) for x in (LYING, masks.Lengths(kv=128)))
+    lied, want = (attend(query, cache, mask=x) for x in (lying_mask(128), masks.Lengths(kv=128)))
     assert_equal([x[0] for x in lied], [x[0] for x in want])  # other rows are shorter than a block
 
 
@@ -345,10 +345,7 @@ def test_mapped(kind, mapped):
     if kind == "dense":
         other = jax.tree.map(lambda x: x[::-1], cache)
     caches = jax.tree.map(lambda *x: jnp.stack(x), cache, other) if mapped == "all" else cache
-
-    def call(query: Any, cache: Any) -> Any:
-        return jattn.attention(query, cache, mask=masks.Causal(), implementation="tpu")
-
+    call = functools.partial(jattn.attention, mask=masks.Causal(), implementation="tpu")
     got = quick_jit(jax.vmap(call, (0, axis)))(query, caches)
     for result, x, y in zip(got, query, (cache, other if mapped == "all" else cache), strict=True):
         np.testing.assert_allclose(result, attend(x, y, mask=masks.Causal())[0], atol=1e-6)
@@ -363,10 +360,7 @@ def test_on_several_devices():
     sharded = jax.tree.map(lambda x, spec: place(mesh, x, spec), cache, specs)
     got = attend(place(mesh, query, P("data", None, "model")), sharded, mask=masks.Causal())[0]
     np.testing.assert_allclose(got, want, atol=1e-6)
-
-    def call(query: Any, cache: Any) -> Any:
-        return jattn.attention(query, cache, mask=masks.Causal(), implementation="tpu")
-
+    call = functools.partial(jattn.attention, mask=masks.Causal(), implementation="tpu")
     by_row = jax.shard_map(call, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
     np.testing.assert_allclose(quick_jit(by_row)(query, cache), want, atol=1e-6)
 

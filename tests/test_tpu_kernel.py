@@ -15,10 +15,10 @@ from tests import test_contract as contract
 from tests.cases import CASES, inputs
 from tests.conftest import normal_arrays, out_and_gradients, quick_jit
 from tests.kernels import (
-    LYING,
     assert_accurate,
     assert_dead_rows_are_empty,
     largest,
+    lying_mask,
     poisoned,
     poisons_of,
 )
@@ -105,7 +105,7 @@ def test_the_tile_map_decides():
         return out_and_gradients(call, qkv, qkv[2])
 
     with tuning.using(tpu_tile=(128, 128)):
-        contract.assert_same(grouped(LYING), grouped(masks.Lengths(kv=128)))
+        contract.assert_same(grouped(lying_mask(128)), grouped(masks.Lengths(kv=128)))
 
 
 def test_nothing_grows_with_the_square_of_the_length_where_the_mask_is_traced():

@@ -41,30 +41,11 @@ from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 from tests.commands import environment, run_python
+from tests.conftest import plain_jax
 
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 TINY = PRESETS["tiny"]
-
-
-@contextlib.contextmanager
-def plain_jax():
-    """32 bits and JAX's own rules of promotion, as on the command line; compiles twice as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with (
-            jax.enable_x64(False),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    with plain_jax():
-        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +96,6 @@ def make_bench(config: Config = TINY) -> Bench:
 @functools.cache
 def bench() -> Bench:
     return make_bench()
-
-
-def copied(state: TrainingState) -> TrainingState:
-    """A state that survives the step it is given to."""
-    return jax.tree.map(lambda array: jnp.array(array, copy=True), state)
 
 
 def assert_equal(left, right) -> None:
@@ -416,8 +392,7 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     assert opened == run
     saved, step = opened.restore(jax.eval_shape(bench().init_state))
     assert step == TINY.checkpoint_every < TINY.steps
-    halfway = jax.tree.map(jnp.asarray, saved)
-    resumed, rest = trained(bench(), copied(halfway))
+    resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, saved))
     assert_equal(resumed, expected)
     assert rest == [record for record in records if record["step"] > step]
     opened.forget_metrics_after(step)
@@ -447,17 +422,18 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
 
 def small_tree(scale=1.0):
     return TrainingState(
-        params={"a/kernel": jnp.full((2, 3), scale), "b": jnp.ones((4,), jnp.bfloat16)},
+        params={"a/kernel": jnp.full((2, 3), float(scale)), "b": jnp.ones((4,), jnp.bfloat16)},
         opt_state=({"count": jnp.zeros((), jnp.int32)},),
         step=jnp.asarray(7, jnp.int32),
     )
 
 
-def saved_run(directory: Path, *steps: int) -> TranslationRun:
-    run = bench().run(directory)
+def saved_run(directory: Path, *scales: float, **changes: Any) -> TranslationRun:
+    """A run with a checkpoint of `small_tree` for each scale, after steps 1, 2 and so on."""
+    run = bench().run(directory, dataclasses.replace(TINY, **changes))
     run.create()
-    for step in steps:
-        run.save(small_tree(float(step)), step)
+    for step, scale in enumerate(scales, start=1):
+        run.save(small_tree(scale), step)
     return run
 
 
@@ -1102,10 +1078,10 @@ def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
+def assert_refused(arguments: Any, message: str, capsys: Any, main: Any = cli.main) -> None:
     """The command ends with status 2 and one line that contains the message."""
     try:
-        status = cli.main(arguments)
+        status = main(list(map(str, arguments)))
     except SystemExit as end:
         status = end.code
     error = capsys.readouterr().err
@@ -1114,8 +1090,7 @@ def assert_refused(arguments: list[str], message: str, capsys: Any) -> None:
 
 
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
-    directory, origin = tmp_path / "demo", TextOrigin(None, ("de", "en"), "0")
-    TranslationRun(directory, TINY, bench().source, bench().target, origin).create()
+    directory = saved_run(tmp_path / "demo").directory
     written = (directory / "config.json").stat().st_mtime_ns
     message = "exists already: expected another --run, --resume or --overwrite"
     assert_refused(["--preset", "tiny", "--run", str(directory)], message, capsys)

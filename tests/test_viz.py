@@ -17,6 +17,7 @@ import pytest
 import jattn
 from jattn import masks, scores, viz
 from jattn.viz.inputs import visible
+from tests.test_masks import true_kinds
 
 
 T, S, N, L = 3, 5, 2, 4
@@ -145,12 +146,7 @@ def test_a_mask_is_shown_pair_by_pair_and_tile_by_tile(positions):
     kv = np.arange(30)[None, :]
     allowed = (kv <= q) & (kv >= q - 20)
     np.testing.assert_array_equal(drawn(pairs), allowed)
-    kinds = np.array(
-        [
-            [part.any() + 0 + part.all() for part in np.split(strip, [8, 16, 24], axis=1)]
-            for strip in np.split(allowed, [2, 4, 6])
-        ]
-    )
+    kinds = true_kinds(allowed, 2, 8)
     np.testing.assert_array_equal(drawn(tiles), np.repeat(np.repeat(kinds, 2, 0), 8, 1)[:7, :30])
     assert f"{allowed.mean():.0%} of 7 × 30 pairs" == pairs.get_title()
     (legend,) = figure.legends
