@@ -1390,9 +1390,9 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # The only Predicates left in `analysed` are those whose bounds the user passed. Such a
-    # function expects a grid, with fields [n, 1] and [1, m]; `bounds_of` would pass it a list of
-    # parts, with all fields of one shape [p].
+    # A Predicate left in `analysed` has a bounds function that the user passed. That function expects
+    # a grid, with fields [n, 1] and [1, m], but `bounds_of` passes a list of p parts, with all fields
+    # [p]. So parts are tried only if no such Predicate is left.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))

@@ -348,7 +348,7 @@ def _backward_blocks(
     letters = parameter_letters(spec)
 
     def query_block(i: Index) -> tuple[Array, list[Array]]:
-        """Computes the gradients of a block of queries, and of parameters from these queries."""
+        """Computes the gradients of a block of queries, and what these add to those of parameters."""
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, d_params = state

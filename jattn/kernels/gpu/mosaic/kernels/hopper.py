@@ -203,8 +203,11 @@ class _HopperForward(NamedTuple):
         tile_number: Array,
         sums: softmax.Partial,
     ) -> softmax.Partial:
-        """Returns the sums with one more tile. `read` loads into registers the slices of arrays of
-        masks and score functions that belong to the tile, and returns the tile."""
+        """Returns the sums with one more tile.
+
+        `read` loads the tile's slices of the spec's arrays into registers, except the streamed ones,
+        and returns the tile.
+        """
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         # A masked tile is read after the products: only then are enough registers free for it.
         early_tile = None if masked else read()
@@ -403,9 +406,10 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    A program has two computing warpgroups. With the copying one they are three, and each has a
-    third of the registers unless the copying one can give its own away. With wide heads, a third is
-    not enough for a computing warpgroup; so if registers cannot be moved, a program has only one.
+    A program has a copying warpgroup and usually two computing ones. Where the copying one cannot
+    give its registers away (`has_few_registers`), each of the three has a third of them. For heads
+    wider than 128 that is too few to compute with, so there a program has only one computing
+    warpgroup.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
