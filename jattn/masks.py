@@ -618,7 +618,7 @@ def _shifted_by_array(positions: Any, by: Any) -> Any:
     """Computes `shifted` for an array `by`."""
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
-    # Three steps, each of which fits int32, cross the whole range of positions.
+    # Two int32 steps do not reach across all positions, three do.
     for _ in range(1 if integers.is_narrow(by) else 3):
         summand = integers.clamped(by)
         moved = jnp.asarray(positions, jnp.int32) + summand
@@ -1175,8 +1175,9 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares such bounds with the function. Attention ignores bounds that read lists,
-    dicts, or attributes of anything but `tile`: these may change before gradients are computed.
+    `check_bounds` compares such bounds with the function. Attention ignores bounds that read
+    variables that may change before gradients are computed, such as lists, dicts and objects with
+    attributes; arrays, numbers and modules are fine.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]
@@ -1390,9 +1391,9 @@ def _refined_bounds(
 
     is_decided = np.zeros(len(limits), bool)
     maybe_any, surely_all = ~is_decided, is_decided
-    # A Predicate left in `analysed` has a bounds function that the user passed. That function expects
-    # a grid, with fields [n, 1] and [1, m], but `bounds_of` passes a list of p parts, with all fields
-    # [p]. So parts are tried only if no such Predicate is left.
+    # A Predicate left in `analysed` has a bounds function that the user passed. That function
+    # expects a grid, with fields [n, 1] and [1, m], but `bounds_of` passes a list of p parts, with
+    # all fields [p]. So parts are tried only if no such Predicate is left.
     if not _parts_of(analysed, Predicate):
         maybe_any, surely_all, is_decided = undecided.by_parts(limits, bounds_of)
     b, h = (int(x) if isinstance(x, int | np.integer) else 0 for x in (tile.b, tile.h))

@@ -60,8 +60,8 @@ def dot_products(
         (q, k), (dq, dk) = primals, tangents
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
-    # XLA may fuse elementwise products with the later subtraction of the maximum, which skips
-    # a rounding.
+    # If H is small, XLA may compute the products elementwise and fuse them with the subtraction of
+    # the maximum that follows; then the products would not be rounded.
     return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_SIZE else dot(q, k)
 
 

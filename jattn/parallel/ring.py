@@ -201,7 +201,7 @@ def check_implementation(name: str | None) -> None:
     if name is not None and name not in _PARTIAL_KERNELS:
         possible = " and ".join(map(repr, _PARTIAL_KERNELS))
         reason = "it needs all keys at once, but a device of a ring holds only some of them"
-        registry.refuse(name, f"{reason}; {possible} can compute with those")
+        registry.refuse(name, f"{reason}; {possible} can compute with a part")
 
 
 def run_part(
@@ -334,10 +334,9 @@ class Ring(NamedTuple):
     ) -> Gradients:
         """Returns the gradients from a shard of keys.
 
-        In the result, `local` is `so_far.local` plus the contribution of this shard, but
-        `with_shard` is this device's contribution alone, without `so_far.with_shard`. If no query
-        needs the shard, that contribution is 0 and `so_far` itself is returned; so
-        `so_far.with_shard` must be 0.
+        `so_far.with_shard` must be 0. In the result, `local` is `so_far.local` plus this shard's
+        contribution, and `with_shard` is this device's contribution to the gradients that travel
+        with the shard. If no query needs the shard, `so_far` is returned unchanged.
         """
         shapes = Shapes.of(per_query.query, kv.value)
         letters = parameter_letters(spec)

@@ -348,7 +348,7 @@ def _backward_blocks(
     letters = parameter_letters(spec)
 
     def query_block(i: Index) -> tuple[Array, list[Array]]:
-        """Computes the gradients of a block of queries, and what these add to those of parameters."""
+        """Computes the gradients of a block of queries and its part of the gradients of parameters."""
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, d_params = state
@@ -475,7 +475,8 @@ def _forward_band(
     def map_blocks(
         compute_tile: Callable[..., Any], *operands: Tree, over_batch: Any = jax.vmap
     ) -> Any:
-        """Maps `compute_tile` over the blocks of this step, in the way that `over_batch` says."""
+        """Maps `compute_tile` over a batch of blocks, all at once (`jax.vmap`) or one after
+        another (`tile.map_in_sequence`)."""
         axes = (0, None, None, None, 0, 0, 0)  # of i, spec, b, h, q, k and v
         return over_batch(functools.partial(compute_block, compute_tile), axes)(*operands)
 

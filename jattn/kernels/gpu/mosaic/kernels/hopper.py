@@ -205,8 +205,8 @@ class _HopperForward(NamedTuple):
     ) -> softmax.Partial:
         """Returns the sums with one more tile.
 
-        `read` loads the tile's slices of the spec's arrays into registers, except the streamed ones,
-        and returns the tile.
+        `read` loads the tile's slices of the spec's arrays into registers, except the streamed
+        ones, and returns the tile.
         """
         problem, memory, unit = self.problem, self.memory, self.problem.unit
         # A masked tile is read after the products: only then are enough registers free for it.
@@ -406,10 +406,10 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 def _rows(width: int) -> int:
     """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
 
-    A program has a copying warpgroup and usually two computing ones. Where the copying one cannot
-    give its registers away (`has_few_registers`), each of the three has a third of them. For heads
-    wider than 128 that is too few to compute with, so there a program has only one computing
-    warpgroup.
+    A program has a copying warpgroup and usually two computing ones. If the copying one cannot give
+    registers to the others (`has_few_registers`), each of the three has a third of all registers.
+    That is too few to compute heads wider than 128, so in that case a program has only one
+    computing warpgroup.
     """
     return ROWS if has_few_registers() and width > 128 else 2 * ROWS
 
