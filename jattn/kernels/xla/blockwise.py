@@ -348,7 +348,7 @@ def _backward_blocks(
     letters = parameter_letters(spec)
 
     def query_block(i: Index) -> tuple[Array, list[Array]]:
-        """Computes the gradients of a block of queries and its part of the gradients of parameters."""
+        """Computes the gradients of a block of queries and its share of parameter gradients."""
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Tree:
             dq_i, d_params = state
