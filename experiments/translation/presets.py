@@ -165,24 +165,6 @@ def differences(saved: Config, requested: Config) -> list[str]:
 SETTINGS = tuple(field.name for field in dataclasses.fields(Config))
 
 
-_TUTORIAL = Config(
-    features=256,
-    num_heads=8,
-    feed_forward=512,
-    encoder_layers=3,
-    decoder_layers=3,
-    positions="learned",
-    embedding_init="glorot",
-    minimum_count=2,
-    rows_per_batch=128,
-    epochs=10,
-    beta2=0.999,
-    epsilon=1e-8,
-    report_every=10,
-    checkpoint_every=100,
-    averaged_checkpoints=3,
-)
-
 PRESETS = {
     "toy": Config(
         features=128,
@@ -222,7 +204,23 @@ PRESETS = {
         report_every=4,
         checkpoint_every=6,
     ),
-    "multi30k": _TUTORIAL,
+    "multi30k": Config(
+        features=256,
+        num_heads=8,
+        feed_forward=512,
+        encoder_layers=3,
+        decoder_layers=3,
+        positions="learned",
+        embedding_init="glorot",
+        minimum_count=2,
+        rows_per_batch=128,
+        epochs=10,
+        beta2=0.999,
+        epsilon=1e-8,
+        report_every=10,
+        checkpoint_every=100,
+        averaged_checkpoints=3,
+    ),
     "multi30k-bpe": Config(
         features=256,
         num_heads=8,
