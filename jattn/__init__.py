@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         simple_self_attention,
     )
     from jattn.softmax import merge, with_sink
+    from jattn.sparse import chosen_blocks, native_sparse_attention
     from jattn.statistics import statistics, top_weights
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "cache",
     "cached_attention",
     "causal_interaction",
+    "chosen_blocks",
     "compat",
     "explain",
     "generate",
@@ -55,6 +57,7 @@ __all__ = [
     "merge",
     "multiplicative",
     "multiplicative_attention",
+    "native_sparse_attention",
     "nn",
     "normalised_interaction",
     "parallel",
@@ -85,6 +88,7 @@ if not TYPE_CHECKING:  # a type checker sees the names above only
         "multiplicative multiplicative_attention normalised_interaction renormalised_causal "
         "self_attention simple_self_attention",
         "softmax": "merge with_sink",
+        "sparse": "chosen_blocks native_sparse_attention",
         "statistics": "statistics top_weights",
     }
     _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}

@@ -42,7 +42,7 @@ ROOMS = (
     ("kernels.registry",),
     ("attention",),
     ("decoding", "explanation"),
-    ("mechanisms", "build"),
+    ("mechanisms", "build", "sparse"),
     ("parallel", "statistics"),
     ("nn",),
     ("generation", "viz", "compat"),

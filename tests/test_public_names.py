@@ -182,6 +182,7 @@ def functions():
     assert_type(jattn.attention_weights(q, k, score=scores.SoftCap(2.0)), Array)
     assert_type(jattn.explain(q, k, v, mask=masks.Causal()), Explanation)
     assert_type(masks.Causal() & masks.Window(left=2), masks.Mask)
+    assert_type(jattn.chosen_blocks(q, k, 2, 2), masks.Blocks)
     assert_type(positions.rotary(q, jnp.arange(T)), Array)
     dense = cache.DenseCache.create(B, T, N, H)
     out, new_cache = jattn.cached_attention(q, k, v, dense, mask=masks.Causal())

@@ -299,6 +299,20 @@ FUNCTIONS: dict[str, SweptCall] = {
         **WIDTHS,
     ),
     "normalised_interaction": call(jattn.normalised_interaction, left=ROWS),
+    "chosen_blocks": call(
+        jattn.chosen_blocks,
+        block=Argument("block", 2),
+        count=Argument("size", 2),
+        causal=Argument("flag", False),
+    ),
+    "native_sparse_attention": call(
+        jattn.native_sparse_attention,
+        "query key value gates block count window compressed scale precision implementation",
+        gates=Argument("array", array(B, T, N, 3)),
+        block=Argument("block", 2),
+        count=Argument("size", 2),
+        compressed=Argument("thing?", None),
+    ),
     "renormalised_causal": call(jattn.renormalised_causal, weights=ROWS),
     "self_attention": call(
         jattn.self_attention,

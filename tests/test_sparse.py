@@ -1,0 +1,292 @@
+"""Sparse attention by content: choices of blocks, and attention through them, against loops."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks
+from tests import oracle
+from tests.conftest import attention_arrays, out_and_gradients, quick_jit
+
+
+B, T, S, N, K, H, V = 2, 13, 11, 6, 3, 5, 4
+G = N // K
+SIZES = (B, T, S, N, K, H, V)
+
+
+def choice(
+    q: Any,
+    k: Any,
+    block: tuple[int, int],
+    count: int,
+    causal: bool = False,
+    valid: Any = None,
+    positions: Any = None,
+) -> np.ndarray:
+    """The layout, block by block: `[B, N, T/block, S/block]`."""
+    q, k, (q_block, kv_block) = np.asarray(q), np.asarray(k), block
+    (rows, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
+    valid = np.ones((rows, keys), bool) if valid is None else np.asarray(valid)
+    positions = np.arange(queries) if positions is None else np.asarray(positions)
+    positions = np.broadcast_to(positions, (rows, queries))
+    n, m = math.ceil(queries / q_block), math.ceil(keys / kv_block)
+    layout = np.zeros((rows, heads, n, m), bool)
+    for b, h, i in np.ndindex(rows, heads, n):
+        members = slice(i * q_block, (i + 1) * q_block)
+        own_blocks = {int(p) // kv_block for p in positions[b, members]}
+        row = q[b, members, h][0] if causal else q[b, members, h].mean(axis=0)
+        rated = []
+        for j in range(m):
+            tokens = [s for s in range(keys) if s // kv_block == j and valid[b, s]]
+            if tokens and not (causal and j >= min(own_blocks)):
+                mean = k[b, tokens, h // (heads // kv_heads)].mean(axis=0)
+                rated.append((float(row @ mean), j))
+        first_choices = [j for j in own_blocks if j < m] if causal else []
+        best = [j for _, j in sorted(rated, reverse=True)]
+        for j in first_choices + best[: max(0, count - len(first_choices))]:
+            layout[b, h, i, j] = True
+    return layout
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 99])
+@pytest.mark.parametrize("block", [(1, 3), (3, 3), (4, 2), (2, 5), (50, 4), (3, 50)])
+def test_the_best_blocks_are_chosen(block, count, causal):
+    q, k, *_ = attention_arrays(SIZES)
+    mask = jattn.chosen_blocks(q, k, block, count, causal=causal)
+    assert mask.sizes == block
+    np.testing.assert_array_equal(mask.layout, choice(q, k, block, count, causal))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_grouped_heads_choose_by_their_own_keys(dtype):
+    q, k, *_ = attention_arrays(SIZES, dtype)
+    want = choice(np.asarray(q, np.float64), np.asarray(k, np.float64), (2, 2), 2)
+    layout = jattn.chosen_blocks(q, k, 2, 2).layout
+    np.testing.assert_array_equal(layout, want)
+    assert len({row.tobytes() for row in np.asarray(layout)[0]}) == N
+
+
+def test_padding_is_neither_averaged_nor_chosen():
+    q, k, *_ = attention_arrays(SIZES)
+    valid = np.arange(S) < np.array([[4], [9]])
+    poisoned = jnp.where(valid[..., None, None], k, jnp.nan)
+    for causal in (False, True):
+        want = choice(q, k, (1, 3), 2, causal, valid)
+        got = jattn.chosen_blocks(q, poisoned, (1, 3), 2, causal=causal, valid=valid)
+        np.testing.assert_array_equal(got.layout, want)
+    assert not jattn.chosen_blocks(q, k, 3, 2, valid=np.zeros((B, S), bool)).layout.any()
+
+
+def test_the_choice_of_a_query_knows_no_later_token():
+    q, k, *_ = attention_arrays((B, S, S, N, K, H, V))
+    for block in ((1, 2), (2, 2), (4, 2), (2, 4)):
+        before = np.asarray(jattn.chosen_blocks(q, k, block, 3, causal=True).dense(S, S))
+        for i in range(S):
+            later = (jnp.arange(S) > i)[:, None, None]
+            changed_q, changed_k = (jnp.where(later, x[:, ::-1] * -9, x) for x in (q, k))
+            after = jattn.chosen_blocks(changed_q, changed_k, block, 3, causal=True).dense(S, S)
+            np.testing.assert_array_equal(after[..., : i + 1, :], before[..., : i + 1, :])
+
+
+@pytest.mark.parametrize("positions", [np.array([7, 8, 10]), np.array([[2, 3, 4], [8, 9, 10]])])
+def test_decoding_chooses_as_whole_sequences_do(positions):
+    q, k, *_ = attention_arrays((B, 3, S, N, K, H, V))
+    for block in ((1, 2), (2, 4)):
+        got = quick_jit(
+            lambda q, k, p, block=block: jattn.chosen_blocks(
+                q, k, block, 2, causal=True, q_positions=p
+            )
+        )(q, k, jnp.asarray(positions, jnp.int8))
+        want = choice(q, k, block, 2, True, positions=positions)
+        np.testing.assert_array_equal(got.layout, want)
+
+
+def test_batch_axes():
+    q, k, *_ = attention_arrays(SIZES)
+    choose = functools.partial(jattn.chosen_blocks, block=(1, 3), count=2, causal=True)
+    want = choose(q, k).layout
+    np.testing.assert_array_equal(choose(q[0], k[0]).layout, want[0])
+    np.testing.assert_array_equal(choose(q[None], k[None]).layout, want[None])
+    np.testing.assert_array_equal(jax.vmap(choose)(q, k).layout, want)
+    by_row = np.arange(T) + np.array([[2], [0]])
+    got = choose(q[None], k[None], q_positions=by_row[None]).layout
+    np.testing.assert_array_equal(got[0], choice(q, k, (1, 3), 2, True, positions=by_row))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, S), (T, 0), (0, 0)])
+def test_no_queries_and_no_keys(queries, keys):
+    q, k, v, _ = attention_arrays((B, queries, keys, N, K, H, V))
+    for causal in (False, True):
+        mask = jattn.chosen_blocks(q, k, (2, 3), 2, causal=causal)
+        out = jattn.attention(q, k, v, mask=mask)
+        assert out.shape == (B, queries, N, V) and not out.any()
+
+
+def problem(q: Any, k: Any, v: Any, layout: np.ndarray, block: tuple[int, int]) -> Any:
+    """Causal attention to the blocks of a layout."""
+
+    def allowed(pair: oracle.At) -> bool:
+        first_choices = layout[pair.b, pair.h, pair.i // block[0], pair.j // block[1]]
+        return bool(first_choices) and pair.j <= pair.i
+
+    return oracle.OracleProblem(np.asarray(q), np.asarray(k), np.asarray(v), allowed=allowed)
+
+
+@pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
+@pytest.mark.parametrize(("block", "count"), [((1, 3), 2), ((4, 4), 1), ((2, 3), 3)])
+def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementation):
+    q, k, v, d_out = attention_arrays(SIZES)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        chosen = jattn.chosen_blocks(q, k, block, count, causal=True)
+        mask = masks.Causal() & chosen
+        return jattn.attention(q, k, v, mask=mask, implementation=implementation)
+
+    truth = problem(q, k, v, choice(q, k, block, count, True), block)
+    want = oracle.attend(truth).out
+    out, *got = quick_jit(lambda *x: out_and_gradients(attend, x[:3], x[3]))(q, k, v, d_out)
+    assert oracle.error(out, want) < 1e-14
+    slopes = oracle.gradients(truth, np.asarray(d_out), np.zeros((B, N, T)))
+    for x, y in zip(got, (slopes.q, slopes.k, slopes.v), strict=True):
+        assert oracle.error(x, y) < 1e-13
+    rematerialised = quick_jit(jax.grad(lambda q: (jax.checkpoint(attend)(q, k, v) * d_out).sum()))
+    assert oracle.error(rematerialised(q), slopes.q) < 1e-13
+    _, tangent = quick_jit(lambda q, t: jax.jvp(lambda q: attend(q, k, v), (q,), (t,)))(q, q)
+    np.testing.assert_allclose((tangent * d_out).sum(), (slopes.q * np.asarray(q)).sum())
+
+
+def test_all_blocks_are_plain_attention():
+    q, k, v, _ = attention_arrays(SIZES)
+    mask = jattn.chosen_blocks(q, k, 2, 99, causal=True)
+    assert mask.layout[..., 3, :4].all() and not mask.layout[..., 3, 4:].any()
+    for rule, chosen in ((masks.Causal(), mask), (None, jattn.chosen_blocks(q, k, 2, 99))):
+        both = chosen if rule is None else rule & chosen
+        want = jattn.attention(q, k, v, mask=rule)
+        np.testing.assert_allclose(jattn.attention(q, k, v, mask=both), want, rtol=0, atol=1e-14)
+
+
+# --- NSA ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """The three attentions of NSA in loops, each with the keys and values that it reads."""
+
+    compressed: oracle.OracleProblem
+    chosen: oracle.OracleProblem
+    window: oracle.OracleProblem
+
+    @property
+    def all(self) -> tuple[oracle.OracleProblem, ...]:
+        return self.compressed, self.chosen, self.window
+
+
+def by_block(x: Any, size: int) -> np.ndarray:
+    """The mean of each whole block of tokens."""
+    x = np.asarray(x)
+    return np.stack([x[:, j : j + size].mean(axis=1) for j in range(0, S - size + 1, size)], 1)
+
+
+def branches(q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window: int) -> Branches:
+    q_block, size = block
+    short = [by_block(x, size) for x in (k, v)]
+    ends = np.arange(len(short[0][0])) * size + size - 1
+    causal = lambda pair: pair.kv <= pair.q  # noqa: E731
+    near = lambda pair: pair.i - window < pair.j <= pair.i  # noqa: E731
+    q, k, v = map(np.asarray, (q, k, v))
+    compressed = oracle.OracleProblem(q, short[0], short[1], allowed=causal, kv_positions=ends)
+    weights = oracle.attend(compressed).weights
+    layout = np.zeros((B, N, math.ceil(T / q_block), math.ceil(S / size)), bool)
+    for b, h, i in np.ndindex(*layout.shape[:3]):
+        group = range(h // G * G, h // G * G + G)
+        first, last = i * q_block, min((i + 1) * q_block, T) - 1
+        own_blocks = set(range(first // size, last // size + 1))
+        rated = {j: float(weights[b, group, first, j].sum()) for j in range(len(ends))}
+        rated[S // size] = 0.0  # the last block is partial
+        rated |= {0: math.inf, min(own_blocks) - 1: math.inf}
+        own_blocks &= set(range(layout.shape[3]))
+        best = [j for j in rated if 0 <= j < min(layout.shape[3], first // size)]
+        best.sort(key=lambda j: -rated[j])
+        for j in [*own_blocks, *best[: max(0, count - len(own_blocks))]]:
+            layout[b, h, i, j] = True
+    return Branches(
+        compressed,
+        problem(q, k, v, layout, block),
+        oracle.OracleProblem(q, k, v, allowed=near),
+    )
+
+
+@pytest.mark.parametrize(("block", "count", "window"), [((1, 2), 4, 3), ((3, 3), 3, 1)])
+def test_native_sparse_attention(block, count, window):
+    q, k, v, d_out = attention_arrays(SIZES)
+    gates = jnp.asarray(np.random.default_rng(3).uniform(size=(B, T, N, 3)))
+    attend = functools.partial(
+        jattn.native_sparse_attention, block=block, count=count, window=window
+    )
+    truth = branches(q, k, v, block, count, window)
+    results = [oracle.attend(x).out for x in truth.all]
+    shares = np.moveaxis(np.asarray(gates)[..., None], -2, 0)
+    want = sum(share * out for share, out in zip(shares, results, strict=True))
+    out, *got = quick_jit(lambda *x: out_and_gradients(attend, x[:4], x[4]))(q, k, v, gates, d_out)
+    assert oracle.error(out, want) < 1e-14
+    slopes = [
+        oracle.gradients(x, np.asarray(d_out) * share, np.zeros((B, N, T)))
+        for x, share in zip(truth.all, shares, strict=True)
+    ]
+    size = block[1]
+    for name in "kv":  # the gradient of a mean is the same for all of its tokens
+        of_tokens = np.repeat(getattr(slopes[0], name), size, axis=1) / size
+        rest = [(0, 0), (0, S - of_tokens.shape[1]), (0, 0), (0, 0)]
+        slopes[0] = slopes[0]._replace(**{name: np.pad(of_tokens, rest)})
+    for name, x in zip("qkv", got, strict=False):
+        assert oracle.error(x, sum(getattr(slope, name) for slope in slopes)) < 1e-13
+    d_gates = np.stack([(np.asarray(d_out) * x).sum(-1) for x in results], -1)
+    assert oracle.error(got[3], d_gates) < 1e-13
+
+
+def test_native_sparse_attention_with_learned_compression():
+    q, k, v, _ = attention_arrays(SIZES)
+    gates = jnp.zeros((B, T, N, 3)).at[..., 0].set(1)
+    _, key, value, _ = attention_arrays((B, T, S // 2, N, K, H, V), seed=5)
+    attend = functools.partial(jattn.native_sparse_attention, block=2, count=3, window=2)
+    ends = jnp.arange(S // 2) * 2 + 1
+    want = jattn.attention(q, key, value, mask=masks.Causal(), kv_positions=ends)
+    got = attend(q, k, v, gates, compressed=(key, value))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
+    assert not got[:, 0].any()  # no block is complete yet
+    narrow = [x.astype(jnp.bfloat16) for x in (q, k, v, gates)]
+    assert attend(*narrow).dtype == jnp.bfloat16
+    assert attend(*(x[0] for x in (q, k, v, gates))).shape == (T, N, V)
+
+
+def test_errors_name_what_was_expected(unchecked):
+    q, k, v, _ = attention_arrays(SIZES)
+    wrong: Any = jattn.chosen_blocks
+    with pytest.raises(ValueError, match=r"key: expected \[\*B, S, K, H\] with .* got \[2, 11, 4"):
+        wrong(q, jnp.ones((B, S, 4, H)), 2, 2)
+    with pytest.raises(TypeError, match="key: expected the query's dtype float64, got float32"):
+        wrong(q, k.astype(jnp.float32), 2, 2)
+    with pytest.raises(ValueError, match="block must be an integer >= 1 or a pair"):
+        wrong(q, k, (2, 0), 2)
+    with pytest.raises(ValueError, match="count: expected count >= 1, got 0"):
+        wrong(q, k, 2, 0)
+    with pytest.raises(ValueError, match=r"valid: expected \[\*B, S\] = \[2, 11\], got \[2, 13\]"):
+        wrong(q, k, 2, 2, valid=np.ones((B, T), bool))
+    with pytest.raises(ValueError, match=r"q_positions: expected \[T\] or .* = \[2, 13\], got"):
+        wrong(q, k, 2, 2, q_positions=np.arange(S))
+    sparse: Any = functools.partial(jattn.native_sparse_attention, block=2, count=2, window=2)
+    gates = jnp.ones((B, T, N, 3))
+    with pytest.raises(ValueError, match=r"gates: expected \[\*B, T, N, 3\] = \[2, 13, 6, 3\]"):
+        sparse(q, k, v, gates[..., :2])
+    with pytest.raises(ValueError, match=r"compressed\[0\]: expected \[\*B, C, K, H\] = \[2, 5,"):
+        sparse(q, k, v, gates, compressed=(k, v))
+    with pytest.raises(TypeError, match="mask"):
+        sparse(q, k, v, gates, mask=masks.Causal())
