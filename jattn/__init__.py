@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jattn.softmax import merge, with_sink
     from jattn.sparse import chosen_blocks, native_sparse_attention
     from jattn.statistics import statistics, top_weights
+    from jattn.talking_heads import talking_heads_attention
 
 __all__ = [
     "additive_attention",
@@ -67,6 +68,7 @@ __all__ = [
     "self_attention",
     "simple_self_attention",
     "statistics",
+    "talking_heads_attention",
     "top_weights",
     "viz",
     "with_sink",
@@ -90,6 +92,7 @@ if not TYPE_CHECKING:  # a type checker sees the names above only
         "softmax": "merge with_sink",
         "sparse": "chosen_blocks native_sparse_attention",
         "statistics": "statistics top_weights",
+        "talking_heads": "talking_heads_attention",
     }
     _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 

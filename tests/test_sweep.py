@@ -314,6 +314,12 @@ FUNCTIONS: dict[str, SweptCall] = {
         compressed=Argument("thing?", None),
     ),
     "renormalised_causal": call(jattn.renormalised_causal, weights=ROWS),
+    "talking_heads_attention": call(
+        jattn.talking_heads_attention,
+        "query key value mix_logits mix_weights mask score scale precision",
+        mix_logits=Argument("array", array(N, N)),
+        mix_weights=Argument("array", array(N, N)),
+    ),
     "self_attention": call(
         jattn.self_attention,
         "x w_query w_key w_value mask scale dropout_rate dropout_key",

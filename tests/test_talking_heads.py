@@ -1,0 +1,189 @@
+"""Talking-heads attention against loops, with all gradients, and its memory."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores, talking_heads
+from tests.conftest import attention_arrays, out_and_gradients, quick_jit
+
+
+B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 4, 3
+SCALE = (1 / math.sqrt(H),) * N
+SIZES = (B, T, S, N, K, H, V)
+MIXTURES = np.random.default_rng(7).normal(size=(2, N, N))
+BY_HEAD = np.random.default_rng(8).random((B, N, T, S)) < 0.6
+SLOPES = np.linspace(0.1, 0.9, N)
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    monkeypatch.setattr(talking_heads.tile_schedule, "even", lambda size, _: min(size, 2))
+
+
+def oracle(
+    arrays: list[Any],
+    allowed: Any = lambda b, h, i, j: True,
+    bias: Any = lambda h, i, j: 0.0,
+    scale: Any = SCALE,
+) -> Any:
+    """Talking heads in loops; complex numbers give derivatives."""
+    query, key, value, mix_logits, mix_weights = arrays
+    kind = np.result_type(query, key, value, mix_logits, mix_weights)
+    out = np.zeros((*query.shape[:3], value.shape[-1]), kind)
+    for b, i in np.ndindex(*query.shape[:2]):
+        logits = np.zeros((N, S), kind)
+        for n, j in np.ndindex(N, S):
+            logits[n, j] = np.sum(query[b, i, n] * key[b, j, n // (N // K)]) * scale[n]
+        weights = np.zeros((N, S), kind)
+        for m in range(N):
+            keys = [j for j in range(S) if allowed(b, m, i, j)]
+            mixed = {j: sum(logits[n, j] * mix_logits[n, m] for n in range(N)) for j in keys}
+            mixed = {j: x + bias(m, i, j) for j, x in mixed.items()}
+            top = max((x.real for x in mixed.values()), default=0.0)
+            total = sum(np.exp(x - top) for x in mixed.values())
+            for j, x in mixed.items():
+                weights[m, j] = np.exp(x - top) / total
+        for n, j, m in np.ndindex(N, S, N):
+            out[b, i, n] += weights[m, j] * mix_weights[m, n] * value[b, j, n // (N // K)]
+    return out
+
+
+RULES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "none": ({}, lambda b, h, i, j: True, lambda h, i, j: 0.0),
+    "causal": (
+        {"mask": masks.Causal(), "q_positions": np.arange(T) - 1},
+        lambda b, h, i, j: j <= i - 1,
+        lambda h, i, j: 0.0,
+    ),
+    "function": (
+        {"mask": lambda b, h, q, kv: (q + kv + b * (h + 1)) % 3 > 0, "scale": jnp.asarray(SLOPES)},
+        lambda b, h, i, j: (i + j + b * (h + 1)) % 3 > 0,
+        lambda h, i, j: 0.0,
+    ),
+    "by head": (
+        {"mask": jnp.asarray(BY_HEAD), "score": scores.Alibi(jnp.asarray(SLOPES))},
+        lambda b, h, i, j: BY_HEAD[b, h, i, j],
+        lambda h, i, j: -SLOPES[h] * abs(i - j),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_values_and_gradients(rule):
+    options, allowed, bias = RULES[rule]
+    scale = np.asarray(options.get("scale", SCALE))
+    truth = functools.partial(oracle, allowed=allowed, bias=bias, scale=scale)
+    q, k, v, d_out = attention_arrays(SIZES)
+    arguments = (q, k, v, *map(jnp.asarray, MIXTURES))
+    attend = functools.partial(jattn.talking_heads_attention, **options)
+    out, *gradients = quick_jit(lambda x, d: out_and_gradients(attend, x, d))(arguments, d_out)
+    plain = [np.asarray(x) for x in arguments]
+    np.testing.assert_allclose(out, truth(plain), rtol=0, atol=1e-13)
+    rng = np.random.default_rng(1)
+    for n, gradient in enumerate(gradients):
+        direction = rng.normal(size=plain[n].shape)
+        moved = [x + 1e-100j * direction if n == m else x for m, x in enumerate(plain)]
+        slope = np.sum(np.asarray(d_out) * truth(moved).imag) / 1e-100
+        np.testing.assert_allclose(np.sum(direction * gradient), slope, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.3, np.linspace(0.1, 0.8, N)])
+def test_without_mixtures_it_is_attention(scale):
+    q, k, v, d_out = attention_arrays(SIZES)
+    score = scores.Alibi(jnp.asarray(SLOPES)) >> scores.SoftCap(2.0)
+    rules: Any = {"mask": masks.Causal(), "score": score}
+    rules["scale"] = jnp.asarray(scale) if isinstance(scale, np.ndarray) else scale
+    eye = jnp.eye(N)
+
+    def mixed(q: Any, k: Any, v: Any) -> Any:
+        return jattn.talking_heads_attention(q, k, v, eye, eye, **rules)
+
+    plain = functools.partial(jattn.attention, implementation="reference", **rules)
+    results = [
+        quick_jit(lambda *x, f=f: out_and_gradients(f, x[:3], x[3]))(q, k, v, d_out)
+        for f in (mixed, plain)
+    ]
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-13)
+
+
+def test_what_is_masked_does_not_exist():
+    q, k, v, d_out = attention_arrays(SIZES)
+    mixtures = [jnp.asarray(x) for x in MIXTURES]
+    mask = masks.Lengths(kv=jnp.array([4, 0]))
+    beyond = ~mask.dense(T, S)[:, 0, 0, :, None, None]
+    attend = functools.partial(jattn.talking_heads_attention, mask=mask)
+    both = quick_jit(lambda x, d: out_and_gradients(attend, x, d))
+    want = both((q, k, v, *mixtures), d_out)
+    assert not want[0][1].any() and want[0][0].all()
+    for poison in (jnp.nan, jnp.inf, 1e300):
+        poisoned: Any = (q, *(jnp.where(beyond, poison, x) for x in (k, v)), *mixtures)
+        for x, y in zip(both(poisoned, d_out), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    nan = jattn.talking_heads_attention(q, k, v.at[0, 0, 0, 0].set(jnp.nan), *mixtures)
+    assert jnp.isnan(nan[0]).all() and jnp.isfinite(nan[1]).all()
+    q, k, v, _ = attention_arrays((B, T, 0, N, K, H, V))
+    assert not jattn.talking_heads_attention(q, k, v, *mixtures).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes_and_batch_axes(dtype):
+    arrays: Any = attention_arrays(SIZES, dtype)[:3]
+    mixtures = [jnp.asarray(x, dtype) for x in MIXTURES]
+    out = jattn.talking_heads_attention(*arrays, *mixtures)
+    assert out.dtype == dtype
+    wide = [np.asarray(x, np.float64) for x in (*arrays, *mixtures)]
+    want = oracle(wide)
+    bound = 4 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=bound)
+    single = jattn.talking_heads_attention(*(x[1] for x in arrays), *mixtures)
+    np.testing.assert_allclose(single, out[1], rtol=0, atol=bound)
+    paired = jattn.talking_heads_attention(*(x[None] for x in arrays), *mixtures)
+    np.testing.assert_allclose(paired[0], out, rtol=0, atol=bound)
+    mapped = jax.vmap(lambda *x: jattn.talking_heads_attention(*x, *mixtures))(*arrays)
+    np.testing.assert_allclose(mapped, out, rtol=0, atol=bound)
+
+
+def test_second_derivatives():
+    q, k, v, d_out = attention_arrays(SIZES)
+    left, right = map(jnp.asarray, MIXTURES)
+
+    def loss(mix: Any) -> Any:
+        return (jattn.talking_heads_attention(q, k, v, mix, right) * d_out).sum()
+
+    gradient, step = jax.grad(loss), 1e-5 * jnp.asarray(MIXTURES[1])
+    _, forward = quick_jit(lambda x: jax.jvp(gradient, (x,), (step,)))(left)
+    want = (gradient(left + step) - gradient(left - step)) / 2
+    np.testing.assert_allclose(forward, want, rtol=1e-6, atol=1e-13)
+
+
+def test_memory_is_linear(monkeypatch):
+    monkeypatch.undo()
+    mixtures = jnp.eye(2, dtype=jnp.float32), jnp.eye(2, dtype=jnp.float32)
+
+    def temporaries(tokens: int) -> int:
+        arrays = [jax.ShapeDtypeStruct((1, tokens, 2, 8), jnp.float32)] * 3
+        attend: Any = jattn.talking_heads_attention
+        gradient = jax.grad(lambda *x: attend(*x, *mixtures).sum(), (0, 1))
+        analysis: Any = jax.jit(gradient).lower(*arrays).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(16_384) < 3 * temporaries(8192) < 8192**2 * 4
+
+
+def test_errors_name_what_was_expected(unchecked):
+    q, k, v, _ = attention_arrays(SIZES)
+    wrong: Any = jattn.talking_heads_attention
+    with pytest.raises(ValueError, match=r"mix_logits: expected \[N, N\] = \[6, 6\], got \[6, 5\]"):
+        wrong(q, k, v, jnp.ones((6, 5)), jnp.eye(6))
+    with pytest.raises(TypeError, match=r"mix_weights: expected a floating-point array \[N, N\]"):
+        wrong(q, k, v, jnp.eye(6), np.eye(6, dtype=int))
+    with pytest.raises(TypeError, match="dropout_rate"):
+        wrong(q, k, v, jnp.eye(6), jnp.eye(6), dropout_rate=0.5)
