@@ -450,6 +450,63 @@ def test_capture_names_every_attention_and_leaves_nothing_behind(small):
         assert not hasattr(module, "__captures__")
 
 
+def test_capture_in_a_context_sees_every_call_and_the_output(small):
+    model, source, target = small
+    want = nn.capture_weights(model, source, target)
+    jitted: Any = nnx.jit(lambda model, *ids: model(*ids))
+    for run in (model, functools.partial(jitted, model)):
+        with nn.capture_weights(model) as weights:
+            out = run(source, target)
+            assert not weights
+        assert weights.keys() == want.keys()
+        for name, array in weights.items():
+            np.testing.assert_allclose(array, want[name], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(out, model(source, target), rtol=0, atol=1e-6)
+    with nn.capture_weights(model.encode) as weights:
+        model.encode(source)
+        model.encode(source[:, :2])
+    name = "encoder/layers/0/self_attention"
+    assert {name: x.shape[-1] for name, x in weights.items()} == {
+        name: source.shape[1],
+        f"{name}[1]": 2,
+    }
+    with nn.capture_weights(model), pytest.raises(ValueError, match="being captured already"):
+        nn.capture_weights(model, source, target)
+    with pytest.raises(KeyError), nn.capture_weights(model) as weights:
+        raise KeyError
+    for _, module in nnx.iter_modules(model):
+        assert not hasattr(module, "__captures__")
+    with nn.capture_weights(model) as weights:
+        pass
+    assert weights == {}
+
+
+def test_outputs_of_heads_can_be_edited(small):
+    """The README of the translation experiment removes and replaces heads like this."""
+    unchanged, source, target = small
+
+    def logits(edit: Any, source: Any, change: Any = lambda attention: None) -> Any:
+        model: Any = nnx.clone(unchanged)
+        attention = model.decoder.layers[0].cross_attention
+        change(attention)
+        attend = attention.attend
+        attention.attend = lambda *arrays, **options: edit(attend(*arrays, **options))
+        return model(source, target)
+
+    def without_first_head(attention: Any) -> None:
+        attention.out.kernel[...] = attention.out.kernel[...].at[0].set(0)
+
+    plain, heads = unchanged(source, target), []
+    np.testing.assert_array_equal(logits(lambda x: heads.append(x) or x, source), plain)
+    ablated = logits(lambda x: x.at[:, :, 0].set(0), source)
+    want = logits(lambda x: x, source, without_first_head)
+    np.testing.assert_allclose(ablated, want, rtol=0, atol=1e-6)
+    assert np.abs(ablated - plain).max() > 1e-3
+    # The source reaches the only decoder layer by these heads alone.
+    patched = jax.jit(lambda x: logits(lambda _: heads[0], x))
+    np.testing.assert_allclose(patched(jnp.flip(source, 1)), plain, rtol=0, atol=1e-6)
+
+
 def test_second_call_of_a_module_is_numbered():
     class Twice(nnx.Module):
         def __init__(self):
@@ -1159,9 +1216,14 @@ def test_what_a_layer_keeps_stands_for_its_mask_and_score():
         for both in (layer_mask & masks.Window(left=1), masks.Window(left=1) & layer_mask):
             got = jattn.attention(q, q, q, mask=both, score=layer.score)
             np.testing.assert_allclose(got, want, atol=1e-6)
-        np.testing.assert_array_equal(
-            jattn.attention_weights(q, q, mask=layer.mask), jattn.attention_weights(q, q, mask=mask)
-        )
+        for call in (
+            jattn.attention,
+            lambda q, k, _, mask: jattn.attention_weights(q, k, mask=mask),
+        ):
+            of_mask = call(q, q, q, mask=mask)
+            np.testing.assert_array_equal(call(q, q, q, mask=layer.mask), of_mask)
+            jitted: Any = nnx.jit(lambda x, q, call=call: call(q, q, q, mask=x.mask))
+            np.testing.assert_array_equal(jitted(layer, q), of_mask)
         other = nn.MultiHeadAttention(2, 8, mask=layer_mask, score=score, rngs=nnx.Rngs(0))
         x = jax.random.normal(jax.random.key(1), (1, 5, 8))
         np.testing.assert_allclose(other(x), layer(x), atol=1e-6)

@@ -205,6 +205,8 @@ def layers():
     assert_type(layer.attend_memory(x, layer.project_memory(x)), Array)
     assert_type(nn.SingleHeads(layer)(x), Array)
     assert_type(nn.capture_weights(layer, x), dict[str, Array])
+    with nn.capture_weights(layer) as weights:
+        assert_type(weights, dict[str, Array])
     assert_type(nn.Encoder(1, D, N, 7, norm="pre", dropout_rate=0.0, rngs=rngs)(x), Array)
     decoder = nn.Decoder(1, D, N, 7, dropout_rate=0.0, rngs=rngs)
     assert_type(decoder(x, x, cross_mask=masks.Window(left=2)), Array)

@@ -1,7 +1,9 @@
-"""Captures the attention weights of a call of a model."""
+"""Captures the attention weights of calls of a model."""
 
-from collections.abc import Callable
-from typing import Any, ParamSpec
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, overload
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -39,9 +41,15 @@ class WeightsTap(Module):
         return weights
 
 
+@overload
 def capture_weights(
     model: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs
-) -> dict[str, Weights]:
+) -> dict[str, Weights]: ...
+@overload
+def capture_weights(model: Callable[..., Any]) -> AbstractContextManager[dict[str, Weights]]: ...
+def capture_weights(
+    model: Callable[_Arguments, Any], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> Any:
     """Returns the weights of every attention in one call of a module or of its method.
 
     The keys are the paths of the attention modules; a second call of the same module adds `[1]` to
@@ -49,24 +57,46 @@ def capture_weights(
     dropout. They are computed in addition; the model's own output is computed as usual. Under a
     transformation, call it inside, with the model as an argument of the transformed function.
 
+    Without arguments of a call, it is a context manager: the dict is filled when its block ends,
+    with the weights of all calls of the model in the block. So the model's output can be used too.
+
+    Raises TypeError if `model` is neither a module nor a method of one, and ValueError if its
+    weights are being captured already.
+
     >>> encoder = nn.Encoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
-    >>> weights = nn.capture_weights(encoder, jnp.ones((2, 5, 8)), deterministic=True)
+    >>> with nn.capture_weights(encoder) as weights:
+    ...     out = encoder(jnp.ones((2, 5, 8)), deterministic=True)
     >>> {name: x.shape for name, x in weights.items()}
     {'layers/0/self_attention': (2, 2, 5, 5)}
     """
     module = model if isinstance(model, nnx.Module) else getattr(model, "__self__", None)
     if not isinstance(module, nnx.Module):
         raise TypeError(f"model: expected an nnx.Module or a method of one, got {model!r}")
-    try:
-        _, captured = nnx.capture(model, AttentionWeights)(*args, **kwargs)
-    finally:
-        # nnx.capture leaves its attribute on the modules if the call raises.
-        for _, part in nnx.iter_modules(module):
-            if hasattr(part, "__captures__"):
-                delattr(part, "__captures__")
-    weights = {}
-    for path, variable in nnx.to_flat_state(captured):
-        name = "/".join(map(str, path[:-2]))
-        for call, value in enumerate(variable.get_value()):
-            weights[f"{name}[{call}]" if call else name] = value
+    if not args and not kwargs:
+        return _capturing(module)
+    with _capturing(module) as weights:
+        model(*args, **kwargs)
     return weights
+
+
+@contextlib.contextmanager
+def _capturing(module: nnx.Module) -> Iterator[dict[str, Weights]]:
+    """A context in which the taps of a module are open; it fills the dict at its end."""
+    taps: dict[Any, Any] = {
+        path: x for path, x in nnx.iter_modules(module) if isinstance(x, WeightsTap)
+    }
+    if any(tap.is_open for tap in taps.values()):
+        raise ValueError("model: expected weights that are not being captured already")
+    weights: dict[str, Weights] = {}
+    try:
+        for tap in taps.values():  # as `nnx.capture` does
+            tap.__captures__ = nnx.data((AttentionWeights({}),))
+        yield weights
+        for path, tap in taps.items():
+            name = "/".join(map(str, path[:-1]))
+            (captured,) = tap.__captures__
+            for call, value in enumerate(captured.get_value().get("weights", ())):
+                weights[f"{name}[{call}]" if call else name] = value
+    finally:
+        for tap in taps.values():
+            del tap.__captures__
