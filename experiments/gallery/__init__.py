@@ -1,0 +1,1 @@
+"""Known attention variants, each in one short file: checked, timed, drawn and trained."""

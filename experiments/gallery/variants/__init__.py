@@ -1,0 +1,21 @@
+"""The variants, in the order of the page: to add one, write its file and add its name here."""
+
+import importlib
+
+from experiments.gallery.variant import Variant
+
+
+GROUPS = {
+    "Scores": "alibi t5 soft_cap qk_norm cosine distance forgetting",
+    "Masks": "prefix_lm sliding_window dilated block_diffusion tree",
+    "Softmax, heads and keys": "off_by_one differential talking_heads latent persistent_memory",
+    "Pictures, proteins and graphs": (
+        "neighbourhood_1d neighbourhood_2d neighbourhood_3d swin pair_bias graphormer"
+    ),
+}
+NAMES = tuple(name for names in GROUPS.values() for name in names.split())
+
+
+def load(name: str) -> Variant:
+    """Returns the variant of the file `name`."""
+    return importlib.import_module(f"experiments.gallery.variants.{name}").VARIANT
