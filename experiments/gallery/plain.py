@@ -15,7 +15,7 @@ Allowed = Bool[Array | np.ndarray, "*N T S"]
 PerToken = Float[Array, "T N"]
 PerHead = Float[Array, " N"]
 
-HEADS, SIZE = 4, 64
+HEADS, SIZE = 2, 64
 
 
 def heads(

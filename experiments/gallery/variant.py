@@ -27,7 +27,7 @@ class Language:
         per_token: inputs that a layer computes from its own input, with one number per token and
             head, `[T, N]`.
         is_rotary: whether queries and keys are rotated by their positions.
-        q_heads: the query and key heads for each head of the values.
+        q_heads: the number of queries and keys of each head.
     """
 
     initial: Callable[[int, int], Arrays] = lambda N, H: {}

@@ -14,28 +14,28 @@ from jattn import cache, masks
 from jattn.nn import DecoderOnly, MultiHeadAttention
 
 
-def make(settings: LanguageSettings, vocabulary: int) -> DecoderOnly:
-    """Builds a new model with a vocabulary of `vocabulary` characters.
+def make(settings: LanguageSettings, vocabulary: int, **options: Any) -> DecoderOnly:
+    """Builds a new model with a vocabulary of `vocabulary` characters; `options` replace those of
+    `DecoderOnly`.
 
     Each position attends to itself and the `length` − 1 positions before it, in training and in
     generation, so a text of any length is generated with a cache of one window.
     """
     window = masks.Window(left=settings.length - 1)
-    return DecoderOnly(
-        vocabulary,
-        features=settings.features,
-        num_heads=settings.heads,
-        num_kv_heads=settings.kv_heads,
-        num_layers=settings.layers,
-        feed_forward=settings.feed_forward,
-        dropout_rate=settings.dropout_rate,
-        normalization="rms",
-        activation=nnx.silu,
-        gated=True,
-        use_bias=False,
-        self_attention=functools.partial(MultiHeadAttention, mask=window),
-        rngs=nnx.Rngs(params=settings.seed),
-    )
+    usual: dict[str, Any] = {
+        "features": settings.features,
+        "num_heads": settings.heads,
+        "num_kv_heads": settings.kv_heads,
+        "num_layers": settings.layers,
+        "feed_forward": settings.feed_forward,
+        "dropout_rate": settings.dropout_rate,
+        "normalization": "rms",
+        "activation": nnx.silu,
+        "gated": True,
+        "use_bias": False,
+        "self_attention": functools.partial(MultiHeadAttention, mask=window),
+    }
+    return DecoderOnly(vocabulary, rngs=nnx.Rngs(params=settings.seed), **{**usual, **options})
 
 
 def size(settings: LanguageSettings, vocabulary: int) -> int:

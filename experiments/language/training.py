@@ -45,9 +45,9 @@ def optimiser(settings: LanguageSettings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=decay))
 
 
-def init_state(run: LanguageRun) -> tuple[Any, LanguageState]:
-    """Returns the model's definition, and the state before the first step."""
-    model = models.make(run.settings, len(run.characters.alphabet))
+def init_state(run: LanguageRun, **options: Any) -> tuple[Any, LanguageState]:
+    """Returns the definition of a model with `options`, and the state before the first step."""
+    model = models.make(run.settings, len(run.characters.alphabet), **options)
     definition, variables = nnx.split(model)
     params = nnx.filter_state(variables, nnx.Param)
     return definition, LanguageState(variables, optimiser(run.settings).init(params))

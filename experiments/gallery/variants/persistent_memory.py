@@ -12,6 +12,7 @@ arXiv:1907.01470
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import jattn
@@ -32,7 +33,7 @@ def attention(q: plain.Queries, k: Array, v: Array, memory_k: plain.Keys, memory
 
 def dense(q: plain.Queries, k: Array, v: Array, memory_k: plain.Keys, memory_v: plain.Values):
     keys, values = jnp.concatenate([k, memory_k]), jnp.concatenate([v, memory_v])
-    allowed = jnp.pad(plain.causal(len(q)), ((0, 0), (0, len(memory_k))), constant_values=True)
+    allowed = np.pad(plain.causal(len(q)), ((0, 0), (0, len(memory_k))), constant_values=True)
     return plain.mean(plain.softmax(plain.scores(q, keys), allowed), values)
 
 
