@@ -22,6 +22,7 @@ PAGES = {
         ".github/CHANGELOG.md",
         ".github/CONTRIBUTING.md",
         "experiments/benchmark/README.md",
+        "experiments/gallery/README.md",
         "experiments/offline/README.md",
         "experiments/translation/README.md",
         "jattn/kernels/README.md",

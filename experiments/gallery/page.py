@@ -29,13 +29,16 @@ TITLE = "A gallery of attention"
 _TOKENS = 64
 _STYLE = """
 .table { overflow-x: auto; margin: 0 0 0.9rem; }
-table { border-collapse: collapse; font-size: 0.92rem; }
+table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2rem 0.7rem; text-align: right; border-bottom: 1px solid var(--edge); }
 th { font-weight: 600; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tbody th { font-weight: 400; color: var(--faint); padding-top: 0.8rem; }
 .paper { color: var(--faint); font-size: 0.92rem; overflow-wrap: anywhere; }
-@media (max-width: 40rem) { th, td { padding: 0.2rem 0.4rem; } }
+@media (max-width: 40rem) {
+  table { font-size: 0.85rem; }
+  th, td { padding: 0.2rem 0.35rem; }
+}
 """
 _ABOUT = (
     "Each variant of attention below is a few lines that call jattn. They were checked against the "
@@ -43,8 +46,8 @@ _ABOUT = (
     "agree. Both were compiled for this machine and timed in turn, in float32, with "
     f"{plain.HEADS} heads of {plain.SIZE} channels; other sizes are in the code.",
     "“Times as fast” is the time of the plain formula divided by jattn's. “Skipped” is the share "
-    "of tiles of 128 × 128 pairs that jattn does not compute, at the greatest length. Memory is "
-    "that of temporary arrays. The pictures show the weights of two heads for 64 random tokens.",
+    "of tiles of 128 × 128 pairs that jattn does not compute, at the greatest length. Memory (MB) "
+    "is that of temporary arrays. Pictures show the weights of two heads for 64 random tokens.",
 )
 
 
@@ -65,7 +68,7 @@ def written(measurements: Mapping[str, Measurement]) -> str:
 def _summary(measurements: Mapping[str, Measurement]) -> str:
     """Returns the table of all variants, which links to their sections."""
     lengths = [*next(iter(measurements.values())).forward]
-    headings = [f"at {T:,}" for T in lengths] + [f"∇ at {lengths[0]:,}"]
+    headings = [f"{T:,}" for T in lengths] + [f"{lengths[0]:,}\N{NO-BREAK SPACE}∇"]
     rows = []
     for group, names in GROUPS.items():
         measured = [name for name in names.split() if name in measurements]
@@ -76,12 +79,13 @@ def _summary(measurements: Mapping[str, Measurement]) -> str:
             times = [*x.forward.values(), x.backward]
             link = f'<a href="#{escape(name)}">{escape(load(name).title)}</a>'
             rows.append(_row([link, f"{x.skipped:.0%}", *map(ratio, times)]))
-    return _table(["", "skipped", *headings], rows, "times as fast as the plain formula")
+    label = "tiles skipped, and times as fast as the plain formula; ∇: with gradients"
+    return _table(["", "skipped", *headings], rows, label)
 
 
 def ratio(times: Times) -> str:
     """Formats how many times as fast jattn is."""
-    return f"{times.dense / times.jattn:.2g} ×"
+    return f"{times.dense / times.jattn:#.2g}".rstrip(".")
 
 
 def _section(name: str, variant: Variant, x: Measurement) -> str:
@@ -89,22 +93,20 @@ def _section(name: str, variant: Variant, x: Measurement) -> str:
     label = escape(name)
     return f"""<section id="{label}">
 <h2><a href="#{label}">{escape(variant.title)}</a></h2>
-{paragraphs(variant.blocks)}{_picture(variant)}{_times(x)}{_code(name)}
-<p class="paper">{marked(variant.paper)}</p>
-</section>
+{paragraphs(variant.blocks)}<p class="paper">{marked(variant.paper)}</p>
+{_picture(variant)}{_times(x)}{_code(name)}</section>
 """
 
 
 def _times(x: Measurement) -> str:
     """Returns the table of times and memory of a variant."""
-    passes = {f"{T:,} tokens": times for T, times in x.forward.items()}
-    passes[f"{next(iter(x.forward)):,} tokens, with gradients"] = x.backward
+    passes = {f"{T:,}": times for T, times in x.forward.items()}
+    passes[f"{next(iter(x.forward)):,}\N{NO-BREAK SPACE}∇"] = x.backward
     rows = []
     for label, times in passes.items():
-        milliseconds = f"{times.jattn:.3g} ms", f"{times.dense:.3g} ms", ratio(times)
-        memory = (f"{size / 1e6:.3g} MB" for size in (times.jattn_bytes, times.dense_bytes))
-        rows.append(_row([label, *milliseconds, *memory]))
-    headings = ["", "jattn", "plain", "as fast", "jattn's memory", "plain memory"]
+        memory = (f"{size / 1e6:,.2f}" for size in (times.jattn_bytes, times.dense_bytes))
+        rows.append(_row([label, f"{times.jattn:,.1f}", f"{times.dense:,.1f}", *memory]))
+    headings = ["tokens", "jattn, ms", "plain, ms", "jattn, MB", "plain, MB"]
     error = f"largest difference {x.error:.0e} of the maximum; {x.skipped:.0%} of tiles skipped"
     return _table(headings, rows, error)
 
@@ -136,7 +138,7 @@ def picture_of(variant: Variant) -> bytes:
     # Smaller products, so that the picture shows more than a few keys of each query.
     weights = np.asarray(variant.drawn_weights({**inputs, "q": inputs["q"] / 4}))
     figure = jattn.viz.grid(weights)
-    figure.set_size_inches(7.4, 3.4)
+    figure.set_size_inches(6.4, 3.35)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=144)
     return content.getvalue()

@@ -46,7 +46,7 @@ class VariantAttention(MultiHeadAttention):
 
     @property
     def language(self) -> Language:
-        """What the variant needs to be a language model."""
+        """The variant's needs to be a language model."""
         assert isinstance(self.variant.language, Language)
         return self.variant.language
 

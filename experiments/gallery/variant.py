@@ -20,7 +20,7 @@ Arrays = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Language:
-    """How a variant becomes a causal language model; see `training.VariantAttention`.
+    """The needs of a variant to be a causal language model; see `training.VariantAttention`.
 
     Attributes:
         initial: `initial(N, H)` returns the first values of the inputs that are learned parameters.

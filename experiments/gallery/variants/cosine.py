@@ -21,13 +21,17 @@ def inputs(key: Array, T: int) -> Arrays:
     return plain.heads(key, T, log_scale=(plain.HEADS,))
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, log_scale: plain.PerHead):
+def attention(
+    q: plain.Queries, k: plain.Keys, v: plain.Values, log_scale: plain.PerHead
+) -> plain.Output:
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     scale = jnp.minimum(jnp.exp(log_scale), 100.0)
     return jattn.attention(q, k, v, mask=masks.Causal(), scale=scale)
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, log_scale: plain.PerHead):
+def dense(
+    q: plain.Queries, k: plain.Keys, v: plain.Values, log_scale: plain.PerHead
+) -> plain.Output:
     lengths = [jnp.sqrt(jnp.einsum("tnh,tnh->nt", x, x)) for x in (q, k)]
     cosines = jnp.einsum("tnh,snh->nts", q, k) / lengths[0][:, :, None] / lengths[1][:, None]
     scaled = jnp.minimum(jnp.exp(log_scale), 100.0)[:, None, None] * cosines

@@ -1,8 +1,9 @@
 """Dilated sliding window (Longformer).
 
-With gaps of d − 1 tokens between its keys, a window of W keys reaches d W tokens back:
+With gaps of d − 1 tokens between its keys, a window of W keys reaches d W tokens back. Query i
+attends to key j if
 
-    "query" i "attends to key" j "if" 0 ≤ i − j ≤ d W "and" i − j "is a multiple of" d
+    i − j ∈ {0, d, 2 d, …, d W}
 
 Here d is 4, and d W is an eighth of the text.
 

@@ -18,13 +18,13 @@ from experiments.gallery.variant import Language, Variant, causal
 from jattn import masks, scores
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     lengths = jnp.sum(k * k, axis=-1) / jnp.sqrt(jnp.float32(k.shape[-1]))
     negative = scores.Score(lambda s, b, h, q, kv, lengths: 2 * s - lengths[kv, h], lengths)
     return jattn.attention(q, k, v, mask=masks.Causal(), score=negative)
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     squares = [jnp.einsum("tnh,tnh->nt", x, x) for x in (q, k)]
     distances = squares[0][:, :, None] + squares[1][:, None] - 2 * jnp.einsum("tnh,snh->nts", q, k)
     negative = -distances / jnp.sqrt(jnp.float32(q.shape[-1]))

@@ -3,7 +3,7 @@
 The tokens are the nodes of a graph, here a tree. Each head learns a number b for each distance, the
 number of edges of the shortest path, and a weight e for the mean feature x of these edges:
 
-    s_(ij) = q_i · k_j / √H + b_("distance"(i, j)) + e x_(ij)
+    s_(ij) = (q_i · k_j) / √H + b_("distance"(i, j)) + e x_(ij)
 
 Ying, Cai, Luo et al. 2021, Do Transformers Really Perform Badly for Graph Representation?
 arXiv:2106.05234
@@ -21,21 +21,24 @@ from jattn import scores
 
 
 def inputs(key: Array, T: int) -> Arrays:
-    paths = {"edges": np.ones(T, int), "features": np.arange(T) % 3}
     drawn = plain.heads(key, T, table=(plain.HEADS, 16), e=(plain.HEADS,))
-    return {**drawn, **{name: jnp.asarray(path_sums(x)) for name, x in paths.items()}}
+    return {**drawn, "paths": jnp.stack([path_sums(np.ones(T, int)), path_sums(np.arange(T) % 3)])}
 
 
-def attention(q, k, v, table: Array, e: plain.PerHead, edges: Array, features: Array):
-    def bias(s, b, h, q, kv, table, e, edges, features):
-        mean = features[q, kv] / jnp.maximum(edges[q, kv], 1)
-        return s + table[h, jnp.minimum(edges[q, kv], 15)] + e[h] * mean
+def attention(
+    q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array, e: plain.PerHead, paths: Array
+) -> plain.Output:
+    def bias(s, b, h, q, kv, table, e, paths):
+        edges, features = paths[0, q, kv], paths[1, q, kv]
+        return s + table[h, jnp.minimum(edges, 15)] + e[h] * features / jnp.maximum(edges, 1)
 
-    score = scores.Score(bias, table, e, edges, features)
-    return jattn.attention(q, k, v, score=score)
+    return jattn.attention(q, k, v, score=scores.Score(bias, table, e, paths))
 
 
-def dense(q, k, v, table: Array, e: plain.PerHead, edges: Array, features: Array):
+def dense(
+    q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array, e: plain.PerHead, paths: Array
+) -> plain.Output:
+    edges, features = paths
     means = e[:, None, None] * (features / jnp.where(edges == 0, 1, edges))
     return plain.mean(plain.softmax(plain.scores(q, k) + table[:, edges.clip(max=15)] + means), v)
 

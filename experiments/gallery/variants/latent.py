@@ -24,26 +24,25 @@ SCALE = (H + R) ** -0.5
 
 
 def inputs(key: Array, T: int) -> Arrays:
-    shapes = {"p": (T, N, R), "c": (T, 1, C), "r": (T, 1, R), "u": (N, C, H), "w": (N, C, H)}
-    drawn = plain.heads(key, T, N, H, **shapes)
-    return {"q": drawn["q"], **{x: drawn[x] * (0.1 if x in "uw" else 1) for x in shapes}}
+    drawn = plain.heads(key, T, p=(T, N, R), c=(T, 1, C), r=(T, 1, R), u=(N, C, H), w=(N, C, H))
+    return {x: drawn[x] * (0.1 if x in "uw" else 1) for x in "qpcruw"}
 
 
-def absorbed(q: plain.Queries, p: Array, c: Array, r: Array, u: Array):
+def absorbed(q: plain.Queries, p: Array, c: Array, r: Array, u: Array) -> tuple[Array, Array]:
     p, r = (positions.rotary(x, jnp.arange(len(q))) for x in (p, r))
     return jnp.append(jnp.einsum("tnh,nch->tnc", q, u), p, -1), jnp.append(c, r, -1)
 
 
-def attention(q: plain.Queries, p: Array, c: Array, r: Array, u: Array, w: Array):
+def attention(q: plain.Queries, p: Array, c: Array, r: Array, u: Array, w: Array) -> plain.Output:
     out = jattn.attention(*absorbed(q, p, c, r, u), c, mask=masks.Causal(), scale=SCALE)
     return jnp.einsum("tnc,nch->tnh", out, w)
 
 
-def weights(w: Array, **inputs: Array):
+def weights(w: Array, **inputs: Array) -> plain.Scores:
     return jattn.attention_weights(*absorbed(**inputs), mask=masks.Causal(), scale=SCALE)
 
 
-def dense(q: plain.Queries, p: Array, c: Array, r: Array, u: Array, w: Array):
+def dense(q: plain.Queries, p: Array, c: Array, r: Array, u: Array, w: Array) -> plain.Output:
     p, r = (plain.rotated(x, np.arange(len(q))) for x in (p, jnp.repeat(r, N, axis=1)))
     k, v = jnp.einsum("smc,nch->snh", c, u), jnp.einsum("smc,nch->snh", c, w)
     scores = plain.scores(jnp.append(q, p, -1), jnp.append(k, r, -1))

@@ -16,12 +16,12 @@ from experiments.gallery.variant import Language, Variant, causal
 from jattn import masks
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     out, lse = jattn.attention(q, k, v, mask=masks.Causal(), return_lse=True)
     return jattn.with_sink(out, lse, 0.0)[0]
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     exponentials = jnp.where(plain.causal(len(q)), jnp.exp(plain.scores(q, k)), 0)
     return plain.mean(exponentials / (1 + exponentials.sum(axis=-1, keepdims=True)), v)
 

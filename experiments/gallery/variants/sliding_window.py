@@ -2,9 +2,9 @@
 
 Each token attends to a window of tokens before it, and to the first four tokens of the text. These
 are the attention sinks: without them, a model that was trained on whole texts fails as soon as the
-first tokens leave the window.
+first tokens leave the window. Query i attends to key j if
 
-    "query" i "attends to key" j ≤ i "if" j ≥ i − W "or" j < 4
+    j ≤ i "and" (j ≥ i − W "or" j < 4)
 
 Here W is an eighth of the text.
 

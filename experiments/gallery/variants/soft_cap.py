@@ -20,11 +20,11 @@ from jattn import masks, scores
 CAP = 5.0
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     return jattn.attention(q, k, v, mask=masks.Causal(), score=scores.SoftCap(CAP))
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     capped = CAP * jnp.tanh(plain.scores(q, k) / CAP)
     return plain.mean(plain.softmax(capped, plain.causal(len(q))), v)
 

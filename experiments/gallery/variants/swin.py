@@ -3,7 +3,7 @@
 A picture of √T × √T tokens is cut into windows of 4 × 4, shifted by 2 rows and columns. A token
 attends to its window; each head learns a number for each difference of rows and columns:
 
-    s_(ij) = q_i · k_j / √H + b_(Δx, Δy)
+    s_(ij) = (q_i · k_j) / √H + b_(Δx, Δy)
 
 Liu, Lin, Cao et al. 2021, Swin Transformer: Hierarchical Vision Transformer using Shifted Windows.
 arXiv:2103.14030
@@ -32,7 +32,7 @@ def mask(T: int) -> masks.Mask:
     return masks.Predicate(same_window)
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array) -> plain.Output:
     side = round(len(q) ** 0.5)
 
     def bias(s, b, h, q, kv, table):
@@ -42,7 +42,7 @@ def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array):
     return jattn.attention(q, k, v, mask=mask(len(q)), score=scores.Score(bias, table))
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, table: Array) -> plain.Output:
     rolled = np.roll(np.arange(round(len(q) ** 0.5)), 2)  # the whole picture is rolled, then cut
     region = rolled // 4 * 3 + np.digitize(rolled, [len(rolled) - 4, len(rolled) - 2])
     same, differences = region[:, None] == region, np.subtract.outer(rolled, rolled)

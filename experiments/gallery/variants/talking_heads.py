@@ -2,7 +2,8 @@
 
 Heads mix their scores before the softmax, and their weights after it, by learned matrices P and R:
 
-    s_m = Σ_n P_(nm) Q_n K_n^T / √H, O_r = Σ_m R_(mr) "softmax"(s_m) V_r
+    S_m = Σ_n P_(nm) (Q_n K_n^T) / √H
+    O_r = Σ_m R_(mr) softmax(S_m) V_r
 
 A mixed score is one product of the joined queries and keys of all N heads, and each softmax weighs
 the values of all heads. So linear memory costs N times as many multiplications.
@@ -23,7 +24,7 @@ def inputs(key: Array, T: int) -> Arrays:
     return plain.heads(key, T, p=(plain.HEADS,) * 2, r=(plain.HEADS,) * 2)
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, p: Array, r: Array):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, p: Array, r: Array) -> plain.Output:
     T, N, H = q.shape
     queries = jnp.einsum("nm,tnh->tmnh", p, q).reshape(T, N, N * H)
     keys, values = k.reshape(T, 1, N * H), v.reshape(T, 1, -1)
@@ -31,7 +32,7 @@ def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, p: Array, r: Arr
     return jnp.einsum("mr,tmrv->trv", r, out.reshape(T, N, N, -1))
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, p: Array, r: Array):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, p: Array, r: Array) -> plain.Output:
     mixed = jnp.einsum("nm,nts->mts", p, plain.scores(q, k))
     weights = plain.softmax(mixed, plain.causal(len(q)))
     return plain.mean(jnp.einsum("mr,mts->rts", r, weights), v)

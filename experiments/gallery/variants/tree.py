@@ -1,9 +1,10 @@
 """Speculative decoding of a tree.
 
-A small model drafts a tree of continuations, which the large model checks in one call. The tokens
-are in depth-first order; each attends to its ancestors and itself, and its position is its depth:
+A small model drafts a tree of continuations, which the large model checks in one call. Each token
+attends to its ancestors and itself, and its position is its depth. In depth-first order the tokens
+below j are j + 1 … e_j − 1:
 
-    "query" i "attends to key" j "if" j ≤ i < "end of the subtree of" j
+    "query" i "attends to key" j "if" j ≤ i < e_j
 
 Miao, Oliaro, Zhang et al. 2024, SpecInfer: Accelerating Large Language Model Serving with
 Tree-based Speculative Inference and Verification. arXiv:2305.09781
@@ -24,13 +25,13 @@ def mask(T: int) -> masks.Mask:
     return masks.Predicate(lambda b, h, q, kv: (kv <= q) & (q < end[kv]))
 
 
-def attention(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def attention(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     depths = depths_and_ends(len(q))[0]
     q, k = (positions.rotary(x, depths) for x in (q, k))
     return jattn.attention(q, k, v, mask=mask(len(q)))
 
 
-def dense(q: plain.Queries, k: plain.Keys, v: plain.Values):
+def dense(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
     allowed = ancestors(len(q))
     q, k = (plain.rotated(x, np.sum(allowed, axis=1) - 1) for x in (q, k))
     return plain.mean(plain.softmax(plain.scores(q, k), allowed), v)

@@ -1,0 +1,218 @@
+"""The gallery: each variant against its dense formula, the page, the command, and training."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.gallery import __main__ as cli
+from experiments.gallery import measuring, neighbours, page, training, variants
+from experiments.gallery.measuring import Measurement, Times
+from experiments.gallery.variant import Language
+from experiments.gallery.variants import GROUPS, NAMES, load
+from experiments.language.settings import LanguageSettings
+from experiments.runs.ending import Failure
+from jattn import masks, nn
+from tests.test_walkthrough import Reader
+
+
+pytestmark = [pytest.mark.usefixtures("as_users_run_it"), pytest.mark.default_tiles]
+FOLDER = Path(variants.__file__).parent
+T = 64
+TRAINABLE = [name for name in NAMES if isinstance(load(name).language, Language)]
+
+
+@functools.cache
+def inputs_of(name):
+    return load(name).inputs(jax.random.key(0), T)
+
+
+def check(variant, inputs):
+    """Compares output and gradients with the dense formula."""
+    cotangent = measuring.cotangent_for(variant, inputs)
+    both = (variant.attention, variant.dense)
+    return measuring.largest_error(*(measuring.results(f, inputs, cotangent) for f in both))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_is_its_dense_formula(name):
+    variant, inputs = load(name), inputs_of(name)
+    assert check(variant, inputs) < 2e-5
+    floats = [x for x in inputs.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    gradients = measuring.results(
+        variant.dense, inputs, measuring.cotangent_for(variant, inputs)
+    ).values()
+    assert len(gradients) == 1 + len(floats)
+    assert all(float(jnp.max(jnp.abs(x))) > 1e-3 for x in gradients), "no input is idle"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_allowed_pairs(name):
+    variant, inputs = load(name), inputs_of(name)
+    weights = np.asarray(variant.drawn_weights(inputs))
+    assert weights.shape[1] == T and np.isfinite(weights).all()
+    weights = weights[:, :, :T]  # without learned keys
+    if variant.mask is not None:
+        allowed = np.asarray(variant.mask(T).dense(T, T))
+        assert 0 < allowed.mean() < 1
+        assert not weights[:, ~allowed].any()
+        assert (np.abs(weights).sum(0) > 0)[allowed].mean() > 0.9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_short_and_names_formula_and_paper(name):
+    lines = (FOLDER / f"{name}.py").read_text("utf-8").splitlines()
+    assert len([line for line in lines if line]) <= 40
+    variant = load(name)
+    assert variant.title and variant.blocks
+    assert any(word in variant.paper for word in ("arXiv:", "doi:", "www."))
+    assert any(year in variant.paper for year in map(str, range(2017, 2027)))
+
+
+def test_every_file_has_its_place():
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__"} == set(NAMES)
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_a_wrong_variant_is_noticed():
+    inputs = inputs_of("alibi")
+    later = dataclasses.replace(load("alibi"), attention=load("soft_cap").attention)
+    with pytest.raises(Failure, match=r"the output differs from the dense formula by .* of its"):
+        check(later, inputs)
+
+    def wrong_gradient(q, **others):
+        return load("alibi").attention(2 * q - jax.lax.stop_gradient(q), **others)
+
+    with pytest.raises(Failure, match="the gradient of q differs"):
+        check(dataclasses.replace(load("alibi"), attention=wrong_gradient), inputs)
+    nan = {name: jnp.full_like(x, jnp.nan) for name, x in inputs.items()}
+    with pytest.raises(Failure):
+        check(load("alibi"), nan)
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "dilation"), [(3, 1, 1), (4, 3, 1), (3, 2, 2), (5, 5, 2)]
+)
+def test_neighbourhoods_are_natten_s(window, stride, dilation):
+    """Counts keys, and compares the mask with the list of nearest keys, on a grid of odd sizes."""
+    shape = (11, 13)
+    options = {"window": window, "stride": stride, "dilation": dilation}
+    allowed = neighbours.allowed(shape, **options)
+    assert (allowed.sum(axis=1) == window**2).all()
+    size = 11 * 13
+    assert np.array_equal(neighbours.mask(shape, **options).dense(size, size), allowed)
+
+
+def test_neighbourhood_by_hand():
+    """Window 3 and stride 2 over 5 tokens: leaders are 1, 3 and 4, and windows stay inside."""
+    rows = ["11100", "11100", "00111", "00111", "00111"]
+    by_hand = np.array([[character == "1" for character in row] for row in rows])
+    assert np.array_equal(neighbours.allowed((5,), window=3, stride=2), by_hand)
+
+
+TIMES = Times(jattn=2.0, dense=5.0, jattn_bytes=30_000, dense_bytes=1_000_000)
+MEASURED = Measurement(1e-6, 0.25, {64: TIMES, 128: TIMES}, TIMES)
+
+
+def test_the_page():
+    text = page.written(dict.fromkeys(("alibi", "swin", "latent"), MEASURED))
+    read = Reader(text)
+    assert not read.open and not set(read.tags) & {"script", "iframe", "object", "link"}
+    assert read.names == ["alibi", "swin", "latent"]
+    assert read.tags.count("img") == 3
+    words = " ".join(read.text.split())
+    for shown in ("Scores", "25%", "2.5", "0.03", "scores.Alibi", "arXiv:2103.14030", "def dense"):
+        assert shown in words
+    assert "Masks" not in words  # none of these is in that group
+    assert "<mfrac>" in text
+
+
+def test_the_command_checks_times_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LENGTHS", (64, 256))
+    assert cli.main(["sliding_window", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    (row,) = (line for line in said.splitlines() if line.startswith("sliding_window"))
+    assert row.split()[2] == "25%"  # of 2 × 2 tiles of 128 × 128, the upper right one
+    assert "<h2>" in (tmp_path / "sliding_window.html").read_text("utf-8")
+
+
+def test_the_command_reports_differences(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LENGTHS", (64,))
+    wrong = dataclasses.replace(load("alibi"), attention=load("soft_cap").attention)
+    monkeypatch.setattr(cli, "load", lambda name: wrong)
+    assert cli.main(["alibi", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "FAILED: the output differs" in said.out + said.err
+    assert "these differ from their dense formulas: alibi" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["alibbi"], "no variant 'alibbi'; nearest: alibi"),
+        (["xyz"], "no variant 'xyz'; there are alibi, t5"),
+        (["--trian"], "nearest: --train"),
+        (["--train"], "expected one variant, got 0"),
+        (["swin", "--train"], "swin is no causal language model: pixels attend to later ones"),
+        (["alibi", "--minutes", "0"], "expected at least 0.001, got 0"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words, message, capsys):
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr().err
+    assert status == 2 and message in said and said.count("\n") == 1
+
+
+def test_help_names_the_variants(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said.split() for name in NAMES)
+    assert all(group in said for group in GROUPS)
+
+
+@pytest.mark.parametrize("name", ["softmax", *TRAINABLE])
+def test_layers_are_causal_and_train(name):
+    """Changes of later tokens leave earlier outputs unchanged; all parameters have gradients."""
+    variant = training.SOFTMAX if name == "softmax" else load(name)
+    layer = training.VariantAttention(2, 16, variant=variant, use_bias=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 12, 16))
+    changed = layer(x.at[:, 8:].add(1.0))
+    np.testing.assert_allclose(changed[:, :8], layer(x)[:, :8], atol=1e-6)
+    assert float(jnp.max(jnp.abs((changed - layer(x))[:, 8:]))) > 1e-2
+    gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    largest = [float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradients)]
+    assert min(largest) > 0
+    one_row = jnp.stack([layer(row[None])[0] for row in x])
+    np.testing.assert_allclose(one_row, layer(x), atol=1e-5)
+
+
+def test_the_softmax_layer_is_multi_head_attention():
+    options = {"use_bias": False, "rngs": nnx.Rngs(0)}
+    layer = training.VariantAttention(2, 16, variant=training.SOFTMAX, **options)
+    usual = nn.MultiHeadAttention(2, 16, mask=masks.Causal(), rotary=True, **options)
+    for part in ("query", "key", "value", "out"):
+        setattr(usual, part, getattr(layer, part))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+    np.testing.assert_allclose(layer(x), usual(x), atol=1e-6)
+
+
+def test_training_draws_both_losses(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "_TRIAL_STEPS", 2)
+    monkeypatch.setattr(training.text, "read", lambda path: "the dog sleeps .\n" * 40)
+    sizes = {"features": 16, "layers": 1, "heads": 2, "feed_forward": 10, "length": 16, "rows": 3}
+    settings = LanguageSettings(kv_heads=1, warmup=2, **sizes)
+    path = training.compare("forgetting", load("forgetting"), tmp_path, 1e-6, settings)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "2 steps with forgetting" in said and "2 steps with softmax" in said
+    assert (tmp_path / "softmax" / "metrics.jsonl").exists()
