@@ -18,6 +18,7 @@ from experiments.gallery.variants import GROUPS, NAMES, load
 from experiments.language.settings import LanguageSettings
 from experiments.runs.ending import Failure
 from jattn import masks, nn
+from tests import browser as browsers
 from tests.test_walkthrough import Reader
 
 
@@ -130,6 +131,25 @@ def test_the_page():
         assert shown in words
     assert "Masks" not in words  # none of these is in that group
     assert "<mfrac>" in text
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_the_page_fits_the_window(tmp_path, width, dark):
+    if browsers.installed() is None:
+        pytest.skip("no browser to open pages with: the system's package chromium has one")
+    path = tmp_path / "index.html"
+    path.write_text(page.written({"differential": MEASURED}), encoding="utf-8")
+    browser = browsers.Browser()
+    try:
+        browser.show(width, 900, dark=dark, phone=width < 500)
+        browser.open(path, ready="true")
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        wide = "[...document.querySelectorAll('.table, .formula')].some"
+        assert not browser.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)")
+        loaded = [x for x in browser.requests if not x.startswith("data:image/png;")]
+        assert not browser.complaints and loaded == [path.resolve().as_uri()]
+    finally:
+        browser.close()
 
 
 def test_the_command_checks_times_and_writes(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,8 @@
 Each head has two queries and two keys, and subtracts λ times the second softmax from the first, so
 that weights on unimportant tokens cancel:
 
-    O = (W_1 − λ W_2) V, W_n = softmax((Q_n K_n^T) / √H)
+    O = (W_1 − λ W_2) V
+    W_n = softmax((Q_n K_n^T) / √H)
     λ = e^(a · b) − e^(c · d) + λ_0
 
 The paper also normalises the output of each head.
