@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jattn.decoding import cached_attention
     from jattn.explanation import explain
     from jattn.generation import generate
+    from jattn.linear import LinearState, RandomFeatures, linear_attention
     from jattn.mechanisms import (
         additive_attention,
         additive_keys,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from jattn.talking_heads import talking_heads_attention
 
 __all__ = [
+    "LinearState",
+    "RandomFeatures",
     "additive_attention",
     "additive_keys",
     "attention",
@@ -54,6 +57,7 @@ __all__ = [
     "explain",
     "generate",
     "interaction",
+    "linear_attention",
     "masks",
     "merge",
     "multiplicative",
@@ -86,6 +90,7 @@ if not TYPE_CHECKING:  # a type checker sees the names above only
         "decoding": "cached_attention",
         "explanation": "explain",
         "generation": "generate",
+        "linear": "LinearState RandomFeatures linear_attention",
         "mechanisms": "additive_attention additive_keys causal_interaction interaction "
         "multiplicative multiplicative_attention normalised_interaction renormalised_causal "
         "self_attention simple_self_attention",

@@ -42,7 +42,7 @@ ROOMS = (
     ("kernels.registry",),
     ("attention",),
     ("decoding", "explanation"),
-    ("mechanisms", "build", "sparse", "talking_heads"),
+    ("mechanisms", "linear", "build", "sparse", "talking_heads"),
     ("parallel", "statistics"),
     ("nn",),
     ("generation", "viz", "compat"),

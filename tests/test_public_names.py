@@ -17,14 +17,14 @@ from flax import nnx
 from jax import Array
 
 import jattn
-from jattn import cache, compat, masks, mechanisms, nn, parallel, positions, scores, viz
+from jattn import cache, compat, linear, masks, mechanisms, nn, parallel, positions, scores, viz
 from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
 from jattn.options import Options
 
 
-MODULES = [jattn, cache, compat, masks, mechanisms, nn, parallel, positions, scores, viz]
+MODULES = [jattn, cache, compat, linear, masks, mechanisms, nn, parallel, positions, scores, viz]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 

@@ -1,0 +1,435 @@
+"""Linear attention against float64 loops over pairs, with all gradients, and its running state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jattn
+from jattn import tuning
+from tests.arrays import assert_accurate, assert_equal
+from tests.conftest import normal_arrays, quick_jit
+from tests.test_mechanisms import assert_values_and_gradients
+
+
+B, S, N, K, H, V = 2, 11, 4, 2, 3, 5
+CHUNK = 4
+IDS = np.array([[7, 7, 7, 2, 2, 2, 2, 2, 9, 9, 7], [1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3]])
+VALID = np.array([[0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0]], bool)
+DECAYS = {"none": None, "head": (K,), "token": (B, S, K), "feature": (B, S, K, H)}
+linear = quick_jit(
+    jattn.linear_attention,
+    static_argnames=("feature_map", "causal", "normalize", "return_state", "chunk"),
+)
+
+
+def elu_plus_one(x: Any) -> Any:
+    return np.where(x.real > 0, x + 1, np.exp(x))
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def by_feature(log_decay: Any) -> Any:
+    """Log decays of any kind as `[B, S, K, H]`."""
+    if log_decay is None:
+        return np.zeros((B, S, K, H))
+    shape = {1: (1, 1, K, 1), 3: (B, S, K, 1), 4: (B, S, K, H)}[np.ndim(log_decay)]
+    return np.broadcast_to(np.reshape(log_decay, shape), (B, S, K, H))
+
+
+def documents(ids: Any, valid: Any) -> np.ndarray:
+    """Numbers the documents of each row; a document begins where the id of a valid token differs
+    from that of the valid token before it."""
+    numbers = np.zeros(valid.shape, int)
+    for b, row in enumerate(valid):
+        document, latest = 0, None
+        for i in np.flatnonzero(row):
+            document += latest is not None and ids[b, i] != latest
+            latest, numbers[b, i] = ids[b, i], document
+    return numbers
+
+
+def loops(
+    query, key, value, log_decay=None, *, phi=elu_plus_one, causal=True, normalize=True,
+    ids=None, valid=None, by_token=True,
+):  # fmt: skip
+    """[B, T, N, V], pair by pair."""
+    rows, T, heads, _ = query.shape
+    keys, group = key.shape[1], heads // key.shape[2]
+    logs = by_feature(log_decay)
+    valid = np.ones((rows, keys), bool) if valid is None else valid
+    document = documents(np.zeros_like(valid) if ids is None else ids, valid)
+    kind = np.result_type(query, key, value, logs)
+    out = np.zeros((rows, T, heads, value.shape[-1]), kind)
+    for b, i, n in np.ndindex(rows, T, heads):
+        total = 0
+        if by_token and not valid[b, i]:
+            continue
+        for j in np.flatnonzero(valid[b]):
+            if (causal and j > i) or (ids is not None and document[b, i] != document[b, j]):
+                continue
+            between = [
+                logs[b, x, n // group] for x in range(j + 1, i + 1) if valid[b, x] and causal
+            ]
+            decay = np.exp(np.sum(between, axis=0))
+            weight = np.sum(phi(query[b, i, n]) * phi(key[b, j, n // group]) * decay)
+            out[b, i, n] += weight * value[b, j, n // group]
+            total += weight
+        if normalize and total != 0:
+            out[b, i, n] /= total
+    return out
+
+
+def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, V)}
+    inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    if DECAYS[decay] is not None:
+        inputs["log_decay"] = -rng.exponential(size=DECAYS[decay])
+    return inputs
+
+
+def on_device(inputs: dict[str, Any], dtype: Any = "float64") -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_values_and_gradients(decay, normalize):
+    phi = elu_plus_one if normalize else identity
+    feature_map = None if normalize else identity
+    call = functools.partial(
+        jattn.linear_attention, feature_map=feature_map, normalize=normalize, chunk=CHUNK
+    )
+    oracle = functools.partial(loops, phi=phi, normalize=normalize)
+    assert_values_and_gradients(call, oracle, numbers(decay))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", ["none", "head", "feature"])
+def test_documents_and_padding(decay, causal):
+    if decay != "none" and not causal:
+        pytest.skip("decays are causal")
+    rules: dict[str, Any] = {"valid": VALID, "causal": causal}
+    call = functools.partial(jattn.linear_attention, segments=IDS, chunk=CHUNK, **rules)
+    assert_values_and_gradients(call, functools.partial(loops, ids=IDS, **rules), numbers(decay))
+
+
+@pytest.mark.parametrize("segments", [None, IDS])
+@pytest.mark.parametrize("decay", ["none", "feature"])
+def test_padding_has_no_influence(decay, segments):
+    inputs = on_device(numbers(decay))
+    poisoned = {name: x.at[~VALID].set(jnp.nan) for name, x in inputs.items()}
+
+    @quick_jit
+    def results(inputs: Any) -> Any:
+        def total(inputs: Any) -> Any:
+            out, state = jattn.linear_attention(
+                **inputs, segments=segments, valid=VALID, return_state=True, chunk=CHUNK
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(state.values), (out, state)
+
+        return jax.value_and_grad(total, has_aux=True)(inputs)
+
+    (_, clean), gradients = results(inputs)
+    (_, got), poisoned_gradients = results(poisoned)
+    assert_equal((got, poisoned_gradients), (clean, gradients))
+    assert not np.any(got[0][~VALID])
+    for gradient in gradients.values():
+        assert not np.any(gradient[~VALID])
+        assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("valid", [None, VALID])
+def test_other_queries_than_keys(valid):
+    call = functools.partial(jattn.linear_attention, causal=False, valid=valid)
+    oracle = functools.partial(loops, causal=False, valid=valid, by_token=False)
+    assert_values_and_gradients(call, oracle, numbers(T=6))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_keys(causal):
+    query, key, value = normal_arrays((B, 0 if causal else 3, N, H), (B, 0, K, H), (B, 0, K, V))
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return jattn.linear_attention(query, key, value, causal=causal, return_state=True)
+
+    (out, state), pull = jax.vjp(attend, query, key, value)
+    assert_equal(out, np.zeros((*query.shape[:-1], V)))
+    assert_equal(state, jattn.LinearState.create(K, H, V, batch=(B,), dtype=jnp.float64))
+    for gradient in pull((jnp.ones_like(out), jax.tree.map(cotangent, state))):
+        assert not np.any(gradient)
+
+
+def cotangent(x: Any) -> Any:
+    return np.ones(x.shape, x.dtype if x.dtype.kind == "f" else jax.dtypes.float0)
+
+
+def test_no_weight_has_no_gradient():
+    """Also none of the state before the first token, whose sums are 0."""
+    inputs = on_device(numbers("feature"))
+    state = jattn.LinearState.create(K, H, V, batch=(B,), dtype=jnp.float64)
+
+    def total(values: Any, inputs: Any) -> Any:
+        earlier = jattn.LinearState(values, state.keys, state.segment)
+        valid = np.zeros((B, S), bool)
+        return jnp.sum(jattn.linear_attention(**inputs, state=earlier, valid=valid))
+
+    value, gradients = jax.value_and_grad(total, argnums=(0, 1))(state.values, inputs)
+    assert value == 0
+    for gradient in jax.tree.leaves(gradients):
+        assert not np.any(gradient)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_parts_in_order_equal_the_whole(decay):
+    rng = np.random.default_rng(len(decay))
+    inputs = on_device(numbers(decay))
+    whole, last = linear(**inputs, segments=IDS, valid=VALID, return_state=True, chunk=CHUNK)
+    for _ in range(3):
+        cuts = np.sort(rng.choice(S + 1, 3))  # parts may be empty
+        state, outs = None, []
+        for start, end in zip([0, *cuts], [*cuts, S], strict=True):
+            part = {name: x if x.ndim == 1 else x[:, start:end] for name, x in inputs.items()}
+            rules = {"segments": IDS[:, start:end], "valid": VALID[:, start:end]}
+            out, state = linear(**part, **rules, state=state, return_state=True, chunk=CHUNK)
+            outs.append(out)
+        assert_accurate((jnp.concatenate(outs, 1), state), (whole, last), 1e-13)
+
+
+def test_one_token_at_a_time_in_a_scan():
+    inputs = on_device(numbers("token"), "float32")
+    whole, last = linear(**inputs, return_state=True)
+
+    def step(state: Any, token: Any) -> Any:
+        out, state = jattn.linear_attention(**token, state=state, return_state=True)
+        return state, out
+
+    tokens = {name: jnp.swapaxes(x, 0, 1)[:, :, None] for name, x in inputs.items()}
+    state, outs = jax.lax.scan(step, jattn.LinearState.create(K, H, V, batch=(B,)), tokens)
+    assert_accurate((jnp.swapaxes(outs[:, :, 0], 0, 1), state), (whole, last), 1e-6)
+
+
+def test_a_state_of_keys_for_all_queries():
+    inputs = on_device(numbers())
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    _, state = jattn.linear_attention(
+        query, key[:, :4], value[:, :4], causal=False, return_state=True
+    )
+    got = jattn.linear_attention(query, key[:, 4:], value[:, 4:], causal=False, state=state)
+    assert_accurate(got, loops(**numbers(), causal=False), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_sums_of_narrow_numbers_are_wide(decay, dtype):
+    inputs = {
+        name: np.asarray(x, "float64") for name, x in on_device(numbers(decay), dtype).items()
+    }
+    out, state = linear(**on_device(inputs, dtype), return_state=True)
+    assert out.dtype == dtype
+    assert state.values.dtype == state.keys.dtype == jnp.float32
+    assert_accurate(out, loops(**inputs), {"bfloat16": 4e-3, "float16": 5e-4}.get(dtype, 1e-6))
+
+
+@pytest.mark.parametrize("decay", ["token", "feature"])
+def test_decays_of_all_sizes_keep_their_digits(decay):
+    """A sum over a chunk with logs of −5,000 has no digits left for a log of −0.01."""
+    inputs = numbers(decay)
+    sizes = [-np.inf, -5e3, -80.0, -0.01, -1e-4, 0.0]
+    inputs["log_decay"] = np.random.default_rng(5).choice(sizes, DECAYS[decay])
+    inputs = {name: np.float64(np.float32(x)) for name, x in inputs.items()}
+    arrays = on_device(inputs, "float32")
+    want = loops(**inputs)
+    assert np.abs(want - loops(**{**inputs, "log_decay": np.zeros((B, S, K))})).max() > 0.1
+    for chunk in (1, 2, 16):
+        assert_accurate(linear(**arrays, chunk=chunk), want, 1e-6)
+    gradients = jax.grad(lambda x: jnp.sum(jnp.sin(jattn.linear_attention(**x, chunk=16))))(arrays)
+    for gradient in gradients.values():
+        assert np.all(np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8, 32])
+def test_the_chunk_changes_rounding_only(chunk):
+    inputs = numbers("feature")
+    with tuning.using(linear_chunk=2):
+        got = jattn.linear_attention(**on_device(inputs), chunk=chunk)
+    assert_accurate(got, loops(**inputs), 1e-13)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_any_batch(batch):
+    key, value = normal_arrays((*batch, S, K, H), (*batch, S, K, V))
+    ids = np.broadcast_to(IDS[0], (*batch, S))
+    out, state = jattn.linear_attention(key, key, value, segments=ids, return_state=True)
+    assert state.values.shape == (*batch, K, H, V)
+    for place in np.ndindex(batch):
+        want = jattn.linear_attention(
+            key[place][None], key[place][None], value[place][None], segments=IDS[:1]
+        )
+        assert_accurate(out[place], want[0], 1e-14)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_transformations(decay):
+    inputs = on_device(numbers(decay))
+    shared = {name: x for name, x in inputs.items() if x.ndim == 1}
+    rows = {name: x[:, None] for name, x in inputs.items() if x.ndim > 1}
+    attend = functools.partial(jattn.linear_attention, chunk=CHUNK)
+    want = loops(**numbers(decay))
+    by_row = quick_jit(jax.vmap(lambda rows: attend(**rows, **shared)))(rows)
+    assert_accurate(by_row[:, 0], want, 1e-13)
+    assert_accurate(jax.checkpoint(lambda x: attend(**x))(inputs), want, 1e-13)
+    total = quick_jit(lambda x: jnp.sum(jnp.sin(attend(**x))))
+    check_grads(total, (inputs,), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
+
+
+def test_memory_of_gradients_is_linear():
+    def temporaries(T: int) -> int:
+        x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+        loss = lambda q, k, v, g: jnp.sum(jattn.linear_attention(q, k, v, log_decay=g) ** 2)  # noqa: E731
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x, x, x, x)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    sizes = {T: temporaries(T) for T in (1024, 4096)}
+    assert sizes[4096] < 4.5 * sizes[1024]
+    assert sizes[4096] < 30 * 4096 * 2 * 16 * 4  # a few arrays of the inputs' size, not T states
+
+
+def test_the_feature_map_is_what_it_is_now():
+    inputs, factor = on_device(numbers()), [1.0]
+
+    @jax.custom_vjp
+    def tripled(x: Any) -> Any:
+        return x**2 * factor[0] + 1
+
+    tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (3 * ct * x,))
+    phi = lambda x: x**2 * factor[0] + 1  # noqa: E731
+    for factor[0] in (1.0, 3.0):
+        got = jattn.linear_attention(**inputs, feature_map=tripled)
+        assert_accurate(got, loops(**numbers(), phi=phi), 1e-13)
+    factor[0] = 1.0
+    gradients = [
+        jax.grad(lambda q, f=f: jnp.sum(jnp.sin(jattn.linear_attention(
+            q, inputs["key"], inputs["value"], feature_map=f))))(inputs["query"])
+        for f in (tripled, phi)
+    ]  # fmt: skip
+    assert_accurate(gradients[0], 1.5 * gradients[1], 1e-13)
+
+
+def test_parameters_of_a_feature_map_have_gradients():
+    inputs, (weight,) = on_device(numbers()), normal_arrays((7, H))
+
+    def total(weight: Any) -> Any:
+        features = lambda x: jnp.exp(jnp.einsum("...h,fh->...f", x, weight))  # noqa: E731
+        return jnp.sum(jnp.sin(jattn.linear_attention(**inputs, feature_map=features)))
+
+    check_grads(total, (weight,), order=1, modes=("rev",), atol=1e-6, rtol=1e-6)
+
+
+def test_random_features_are_unbiased_and_orthogonal():
+    q, k = normal_arrays((H,), (H,), seed=3)
+    keys = jax.random.split(jax.random.key(0), 4000)
+
+    def estimate(key: Any) -> Any:
+        features = jattn.RandomFeatures.create(key, 5, H, dtype=jnp.float64)
+        return jnp.sum(features(q) * features(k))
+
+    estimates = np.asarray(quick_jit(jax.vmap(estimate))(keys))
+    error = estimates.mean() - np.exp(np.sum(np.asarray(q * k)) / np.sqrt(H))
+    assert abs(error) < 4 * estimates.std() / np.sqrt(len(keys))
+    rows = jattn.RandomFeatures.create(keys[0], 2 * H, H, dtype=jnp.float64).projection
+    products = np.asarray(rows[:H] @ rows[:H].T)
+    assert_accurate(products, np.diag(np.diag(products)), 1e-13)
+    assert np.ptp(np.diag(products)) > 0.1  # the lengths are random
+
+
+def test_random_features_approximate_attention():
+    inputs = on_device(numbers(T=6), "float32")
+    exact = jattn.attention(**inputs)
+
+    def error(F: int) -> float:
+        errors = []
+        for seed in range(8):
+            features = jattn.RandomFeatures.create(jax.random.key(seed), F, H)
+            got = linear_of_features(features, inputs)
+            errors.append(np.mean((np.asarray(got) - np.asarray(exact)) ** 2))
+        return float(np.sqrt(np.mean(errors)))
+
+    few, many = error(64), error(4096)
+    assert many < few / 4
+    assert many < 0.05
+
+
+@quick_jit
+def linear_of_features(features: Any, inputs: Any) -> Any:
+    return jattn.linear_attention(**inputs, feature_map=features, causal=False)
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def state_of(*batch: int, F: int = H, dtype: Any = jnp.float32) -> jattn.LinearState:
+    return jattn.LinearState.create(K, F, V, batch=batch, dtype=dtype)
+
+
+MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "query | [*B, T, N, H] | [4, 3]": (ValueError, {"query": array(N, H)}),
+    "key | int32": (TypeError, {"key": array(B, S, K, H, dtype=jnp.int32)}),
+    "value | float32 | bfloat16": (TypeError, {"value": array(B, S, K, V, dtype=jnp.bfloat16)}),
+    "key | H = 3 | [2, 11, 2, 4]": (ValueError, {"key": array(B, S, K, 4)}),
+    "value | S = 11 | [2, 9, 2, 5]": (ValueError, {"value": array(B, 9, K, V)}),
+    "key | *B = [2] | [3, 11, 2, 3]": (ValueError, {"key": array(3, S, K, H)}),
+    "key | N = 4 | K = 3": (
+        ValueError, {"key": array(B, S, 3, H), "value": array(B, S, 3, V)}),
+    "key | S = T = 6 | causal | S = 11": (ValueError, {"query": array(B, 6, N, H)}),
+    "key | S = T = 6 | segments": (
+        ValueError, {"query": array(B, 6, N, H), "causal": False, "segments": IDS}),
+    "segments | [*B, S] = [2, 11] | [11]": (ValueError, {"segments": IDS[0]}),
+    "segments | integer | float32": (TypeError, {"segments": array(B, S)}),
+    "valid | boolean | int": (TypeError, {"valid": IDS}),
+    "log_decay | [*B, S, K, F] | [2, 11]": (ValueError, {"log_decay": -array(B, S)}),
+    "log_decay | at most 0 | 1.0": (ValueError, {"log_decay": array(K)}),
+    "log_decay | causal=False": (ValueError, {"log_decay": -array(K), "causal": False}),
+    "state | LinearState | tuple": (TypeError, {"state": ()}),
+    "state.values | [2, 2, 3, 5] | [2, 2, 7, 5]": (ValueError, {"state": state_of(B, F=7)}),
+    "state.values | float32 | float64": (
+        TypeError, {"state": state_of(B, dtype=jnp.float64)}),
+    "chunk | power of two | 12": (ValueError, {"chunk": 12}),
+    "chunk | integer": (TypeError, {"chunk": 2.0}),
+    "causal | True or False": (TypeError, {"causal": 1}),
+    "normalize | True or False": (TypeError, {"normalize": None}),
+    "return_state | True or False": (TypeError, {"return_state": None}),
+    "feature_map | function": (TypeError, {"feature_map": "elu"}),
+    "feature_map | [2, 11, 4, 'F'] | [2, 11, 4]": (
+        ValueError, {"feature_map": lambda x: x.sum(-1)[:, :, :]}),
+    "feature_map(query) | floating-point | int32": (
+        TypeError, {"feature_map": lambda x: x.astype(jnp.int32)}),
+    "no argument 'mask'": (TypeError, {"mask": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", MISTAKES)
+def test_mistakes(says, unchecked):
+    kind, changes = MISTAKES[says]
+    right = {"query": array(B, S, N, H), "key": array(B, S, K, H), "value": array(B, S, K, V)}
+    with pytest.raises(kind) as raised:
+        jattn.linear_attention(**{**right, **changes})
+    for part in says.split(" | "):
+        assert part in str(raised.value)
+
+
+def test_mistakes_about_random_features(unchecked):
+    with pytest.raises(TypeError, match="key: expected a JAX random key"):
+        jattn.RandomFeatures.create(jnp.float32(0), 4, H)
+    with pytest.raises(ValueError, match="num_features: expected num_features >= 1, got 0"):
+        jattn.RandomFeatures.create(jax.random.key(0), 0, H)
+    with pytest.raises(ValueError, match=r"x: expected \[..., H = 3\], got \[2, 4\]"):
+        jattn.RandomFeatures.create(jax.random.key(0), 4, H)(jnp.ones((2, 4)))
