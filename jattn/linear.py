@@ -44,7 +44,7 @@ Decays = Float[AnyArray, " K"] | Float[AnyArray, "*B S K"] | Float[AnyArray, "*B
 
 @pytree_dataclass
 class LinearState:
-    """What linear attention keeps of earlier tokens: sums whose size does not grow with them.
+    """The state of linear attention after some tokens: sums whose size does not grow with them.
 
     `values [*B, K, F, V]` is the decayed sum of φ(key) ⊗ value, `keys [*B, K, F]` that of φ(key),
     in float32 (float64 for float64), and `segment [*B]` the id of the last token's document.

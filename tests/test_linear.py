@@ -16,10 +16,10 @@ from tests.conftest import normal_arrays, quick_jit
 from tests.test_mechanisms import assert_values_and_gradients
 
 
-B, S, N, K, H, V = 2, 11, 4, 2, 3, 5
+B, S, N, K, H, V = 2, 7, 4, 2, 3, 5
 CHUNK = 4
-IDS = np.array([[7, 7, 7, 2, 2, 2, 2, 2, 9, 9, 7], [1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3]])
-VALID = np.array([[0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0]], bool)
+IDS = np.array([[7, 7, 2, 2, 9, 9, 7], [1, 1, 1, 1, 1, 3, 3]])
+VALID = np.array([[0, 1, 1, 0, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0]], bool)
 DECAYS = {"none": None, "head": (K,), "token": (B, S, K), "feature": (B, S, K, H)}
 linear = quick_jit(
     jattn.linear_attention,
@@ -86,7 +86,7 @@ def loops(
     return out
 
 
-def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, np.ndarray]:
+def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, V)}
     inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -95,7 +95,7 @@ def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, np.ndar
     return inputs
 
 
-def on_device(inputs: dict[str, Any], dtype: Any = "float64") -> dict[str, jax.Array]:
+def on_device(inputs: dict[str, Any], dtype: Any = "float64") -> dict[str, Any]:
     return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
 
 
@@ -111,11 +111,10 @@ def test_values_and_gradients(decay, normalize):
     assert_values_and_gradients(call, oracle, numbers(decay))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("decay", ["none", "head", "feature"])
+@pytest.mark.parametrize(
+    ("decay", "causal"), [("none", True), ("none", False), ("head", True), ("feature", True)]
+)
 def test_documents_and_padding(decay, causal):
-    if decay != "none" and not causal:
-        pytest.skip("decays are causal")
     rules: dict[str, Any] = {"valid": VALID, "causal": causal}
     call = functools.partial(jattn.linear_attention, segments=IDS, chunk=CHUNK, **rules)
     assert_values_and_gradients(call, functools.partial(loops, ids=IDS, **rules), numbers(decay))
@@ -352,18 +351,19 @@ def test_random_features_are_unbiased_and_orthogonal():
 
 def test_random_features_approximate_attention():
     inputs = on_device(numbers(T=6), "float32")
+    inputs |= {name: 0.5 * inputs[name] for name in ("query", "key")}  # the error grows with scores
     exact = jattn.attention(**inputs)
 
     def error(F: int) -> float:
         errors = []
-        for seed in range(8):
+        for seed in range(4):
             features = jattn.RandomFeatures.create(jax.random.key(seed), F, H)
             got = linear_of_features(features, inputs)
             errors.append(np.mean((np.asarray(got) - np.asarray(exact)) ** 2))
         return float(np.sqrt(np.mean(errors)))
 
-    few, many = error(64), error(4096)
-    assert many < few / 4
+    few, many = error(12), error(1200)
+    assert many < few / 5
     assert many < 0.05
 
 
@@ -384,18 +384,18 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "query | [*B, T, N, H] | [4, 3]": (ValueError, {"query": array(N, H)}),
     "key | int32": (TypeError, {"key": array(B, S, K, H, dtype=jnp.int32)}),
     "value | float32 | bfloat16": (TypeError, {"value": array(B, S, K, V, dtype=jnp.bfloat16)}),
-    "key | H = 3 | [2, 11, 2, 4]": (ValueError, {"key": array(B, S, K, 4)}),
-    "value | S = 11 | [2, 9, 2, 5]": (ValueError, {"value": array(B, 9, K, V)}),
-    "key | *B = [2] | [3, 11, 2, 3]": (ValueError, {"key": array(3, S, K, H)}),
+    "key | H = 3 | [2, 7, 2, 4]": (ValueError, {"key": array(B, S, K, 4)}),
+    "value | S = 7 | [2, 9, 2, 5]": (ValueError, {"value": array(B, 9, K, V)}),
+    "key | *B = [2] | [3, 7, 2, 3]": (ValueError, {"key": array(3, S, K, H)}),
     "key | N = 4 | K = 3": (
         ValueError, {"key": array(B, S, 3, H), "value": array(B, S, 3, V)}),
-    "key | S = T = 6 | causal | S = 11": (ValueError, {"query": array(B, 6, N, H)}),
+    "key | S = T = 6 | causal | S = 7": (ValueError, {"query": array(B, 6, N, H)}),
     "key | S = T = 6 | segments": (
         ValueError, {"query": array(B, 6, N, H), "causal": False, "segments": IDS}),
-    "segments | [*B, S] = [2, 11] | [11]": (ValueError, {"segments": IDS[0]}),
+    "segments | [*B, S] = [2, 7] | [7]": (ValueError, {"segments": IDS[0]}),
     "segments | integer | float32": (TypeError, {"segments": array(B, S)}),
     "valid | boolean | int": (TypeError, {"valid": IDS}),
-    "log_decay | [*B, S, K, F] | [2, 11]": (ValueError, {"log_decay": -array(B, S)}),
+    "log_decay | [*B, S, K, F] | [2, 7]": (ValueError, {"log_decay": -array(B, S)}),
     "log_decay | at most 0 | 1.0": (ValueError, {"log_decay": array(K)}),
     "log_decay | causal=False": (ValueError, {"log_decay": -array(K), "causal": False}),
     "state | LinearState | tuple": (TypeError, {"state": ()}),
@@ -408,7 +408,7 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "normalize | True or False": (TypeError, {"normalize": None}),
     "return_state | True or False": (TypeError, {"return_state": None}),
     "feature_map | function": (TypeError, {"feature_map": "elu"}),
-    "feature_map | [2, 11, 4, 'F'] | [2, 11, 4]": (
+    "feature_map | [2, 7, 4, 'F'] | [2, 7, 4]": (
         ValueError, {"feature_map": lambda x: x.sum(-1)[:, :, :]}),
     "feature_map(query) | floating-point | int32": (
         TypeError, {"feature_map": lambda x: x.astype(jnp.int32)}),
