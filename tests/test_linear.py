@@ -228,7 +228,7 @@ def test_a_state_of_keys_for_all_queries():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_sums_of_narrow_numbers_are_wide(decay, dtype):
-    inputs = {
+    inputs: dict[str, Any] = {
         name: np.asarray(x, "float64") for name, x in on_device(numbers(decay), dtype).items()
     }
     out, state = linear(**on_device(inputs, dtype), return_state=True)
