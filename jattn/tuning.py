@@ -86,8 +86,8 @@ class Tuning(NamedTuple):
     # The keys scored at a time in additive attention: t × 16 × A floats live at once.
     additive_keys: int = 16
     additive_pairs: int = 512  # the pairs scored at a time there, if less as queries are few
-    # The tokens of a chunk of linear attention. On CPUs 32 and 64 are within a third of the fastest
-    # for all kinds of decays, forward and backward.
+    # The tokens of a chunk of linear attention: within a third of the fastest at 1,024 tokens on a
+    # CPU, for all kinds of decays, forward and backward. Longer sequences have to be measured.
     linear_chunk: int = 64
     decode_block: int = 512  # the most keys of a cache that are read together
     # In the C++ of the kernel for CPUs: the queries of a tile, the keys of a tile, and the keys
