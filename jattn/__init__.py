@@ -1,12 +1,13 @@
 """Attention for JAX: any mask, any score function, differentiable, exact.
 
-The main function is `attention`; `masks` and `scores` define the values of its options.
+The main function is `attention`; `masks`, `scores` and `normalizers` define the values of its
+options.
 All examples in the documentation begin with these lines, with queries `[B, T, N, H]` and with keys
 and values `[B, S, K, H]`:
 
 >>> import jax, jax.numpy as jnp, numpy as np, jattn
 >>> from flax import nnx
->>> from jattn import masks, nn, scores
+>>> from jattn import masks, nn, normalizers, scores
 >>> q = jax.random.normal(jax.random.key(0), (2, 5, 4, 8))
 >>> k, v = jax.random.normal(jax.random.key(1), (2, 2, 7, 2, 8))
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from jattn import cache, compat, masks, nn, parallel, positions, scores, viz
+    from jattn import cache, compat, masks, nn, normalizers, parallel, positions, scores, viz
     from jattn.attention import attention, attention_scores, attention_weights
     from jattn.decoding import cached_attention
     from jattn.explanation import explain
@@ -65,6 +66,7 @@ __all__ = [
     "native_sparse_attention",
     "nn",
     "normalised_interaction",
+    "normalizers",
     "parallel",
     "positions",
     "renormalised_causal",

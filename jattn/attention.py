@@ -20,6 +20,7 @@ from jattn.kernels import registry
 from jattn.kernels.common import vjp
 from jattn.kernels.xla import decode, reference, tangents
 from jattn.masks import MaskLike
+from jattn.normalizers import NormalizerLike
 from jattn.options import Options, ScoreOptions, WeightOptions
 from jattn.scores import ScoreLike
 from jattn.softmax import Normalizer, with_sink_in_weights
@@ -63,6 +64,7 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
     precision: Any = None,
+    normalizer: NormalizerLike = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -92,6 +94,8 @@ def attention(
             ones by 1/(1 − rate).
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: the precision of matrix products, as in `jax.lax.Precision`.
+        normalizer: a normalizer of `jattn.normalizers`, in place of the softmax; or a function of a
+            score that returns its weight.
         implementation: a name that `explain` lists: the call runs that implementation, or raises an
             error. None selects the first implementation that supports the call on the platform for
             which the program is lowered. In calls on a cache with few queries, None selects
@@ -135,6 +139,7 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         precision=precision,
+        normalizer=normalizer,
     )
     registry.check_name(implementation, cached=isinstance(key, Cache))
     if isinstance(key, Cache):

@@ -43,8 +43,9 @@ from jattn.checks import (
 from jattn.functions import integers
 from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
+from jattn.normalizers import Identity, PointwiseNormalizer, SoftmaxPlusOne, as_normalizer
 from jattn.options import WeightOptions
-from jattn.scores import Score, as_score
+from jattn.scores import Score, Then, as_score
 from jattn.softmax import Normalizer, join_sink, sink_by_head
 from jattn.spec import Shaped, Shapes, Spec, parameters, with_parameters
 
@@ -163,6 +164,14 @@ def of_shapes(
     dropout_key = options.get("dropout_key")
     rate = _check_dropout(options.get("dropout_rate", 0.0), dropout_key)
     precision, sink = options.get("precision"), options.get("sink")
+    normalizer = as_normalizer(options.get("normalizer"))
+    if isinstance(normalizer, SoftmaxPlusOne):
+        if sink is not None:
+            raise ValueError("sink: expected None with SoftmaxPlusOne, which is a sink of 0")
+        normalizer, sink = None, 0.0
+    if normalizer is not None:
+        normalizer = normalizer.for_keys(shapes.S)
+        _check_softmax(normalizer, return_lse=lse, sink=sink)
     check_precision("precision", precision)
     spec = Spec(
         mask=as_mask(options.get("mask")),
@@ -173,8 +182,12 @@ def of_shapes(
         dropout_key=dropout_key if rate else None,
         dropout_rate=rate,
         precision=precision,
+        normalizer=normalizer,
     )
     _check_leaves(spec, shapes, shards)
+    if isinstance(normalizer, PointwiseNormalizer):
+        score = normalizer if spec.score is None else Then(spec.score, normalizer)
+        spec = dataclasses.replace(spec, score=score, normalizer=Identity())
     spec, transient = _with_traced_functions(spec, shapes)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     overflowed = _either(q_outside, kv_outside)
@@ -248,6 +261,16 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
         if array is not None:
             check_like(name, array, query)
     return Shapes(tuple(batch), T, S, N, K, H, V, query.dtype)
+
+
+def _check_softmax(normalizer: Any, **softmax_options: Any) -> None:
+    """Raises ValueError for options that only a softmax has."""
+    for name, value in softmax_options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name}: expected no {name} with the normalizer {type(normalizer).__name__}, as "
+                "only a softmax has a log-sum-exp and sinks"
+            )
 
 
 def _check_dropout(rate: Any, key: Any) -> float:

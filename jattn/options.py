@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jattn._types import AnyArray, Positions
 from jattn.masks import MaskLike
+from jattn.normalizers import NormalizerLike
 from jattn.scores import ScoreLike
 
 
@@ -30,6 +31,7 @@ class ScoreOptions(Rules, Positions, total=False):
 class RulesAndSink(Rules, total=False):
     """The options of `parallel.cached_attention`."""
 
+    normalizer: NormalizerLike
     sink: float | Float[AnyArray, "..."] | None
 
 

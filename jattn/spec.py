@@ -19,6 +19,7 @@ from jattn._pytree import (
 )
 from jattn._types import Shape, Size, accumulation
 from jattn.masks import Full, Mask
+from jattn.normalizers import Identity, NormalizerFunction
 from jattn.scores import ScoreFunction
 
 
@@ -61,7 +62,9 @@ class Spec:
 
         dropout(softmax(mask(score(q kᵀ × scale)))) v
 
-    with `pair.products(q, k)` in place of q kᵀ if there is a pair score.
+    with `pair.products(q, k)` in place of q kᵀ if there is a pair score, and `normalizer` in place
+    of the softmax if it is not None. A pointwise normalizer is the last function of `score`, and
+    `normalizer` is then the `Identity`: the scores are the weights.
     """
 
     mask: Mask
@@ -72,6 +75,7 @@ class Spec:
     dropout_key: Any = None
     dropout_rate: float = static_field(default=0.0)
     precision: Any = static_field(default=None)
+    normalizer: NormalizerFunction | None = None
     lse: bool = static_field(default=False)  # whether the call returns the lse too
     pair: Any = None  # a PairScore
     origin: Origin | None = None  # None: the call is not part of a larger one
@@ -131,9 +135,16 @@ def has_mask(spec: Spec) -> bool:
     return not isinstance(spec.mask, Full)
 
 
-def _differentiable_fields(spec: Spec) -> tuple[Any, Any, Any]:
-    """Returns the fields of a spec whose float arrays are parameters."""
-    return spec.score, spec.scale, spec.pair
+def scores_are_weights(spec: Spec) -> bool:
+    """Returns whether the weights are the scores, see `Spec`. Masked scores are then 0."""
+    return isinstance(spec.normalizer, Identity)
+
+
+_DIFFERENTIABLE = ("score", "scale", "normalizer", "pair")  # fields whose arrays are parameters
+
+
+def _differentiable_fields(spec: Spec) -> list[Any]:
+    return [getattr(spec, name) for name in _DIFFERENTIABLE]
 
 
 def _is_param(leaf: Any) -> bool:
@@ -141,8 +152,8 @@ def _is_param(leaf: Any) -> bool:
 
 
 def parameters(spec: Spec) -> list[Any]:
-    """Returns the differentiable arrays of a spec: the float arrays of its score function and pair
-    score, and its scale if that is an array."""
+    """Returns the differentiable arrays of a spec: the float arrays of its score function,
+    pair score and normalizer, and its scale if that is an array."""
     return [leaf for leaf in jax.tree.leaves(_differentiable_fields(spec)) if _is_param(leaf)]
 
 
@@ -158,8 +169,8 @@ def with_parameters(spec: Spec, values: list[Any]) -> Spec:
     leaves, treedef = jax.tree.flatten(_differentiable_fields(spec))
     remaining = iter(values)
     replaced = [next(remaining) if _is_param(x) else x for x in leaves]
-    score, scale, pair = jax.tree.unflatten(treedef, replaced)
-    return dataclasses.replace(spec, score=score, scale=scale, pair=pair)
+    fields = dict(zip(_DIFFERENTIABLE, jax.tree.unflatten(treedef, replaced), strict=True))
+    return dataclasses.replace(spec, **fields)
 
 
 def scaled(spec: Spec, query: Array) -> tuple[Spec, Array, float]:

@@ -29,7 +29,7 @@ from jattn._types import Index, Scores, Size, accumulation
 from jattn.masks import Span, span
 from jattn.scores import in_order
 from jattn.softmax import keep_rounding
-from jattn.spec import Spec, has_mask, parameter_letters, parameters
+from jattn.spec import Spec, has_mask, parameter_letters, parameters, scores_are_weights
 
 
 def finite(x: Array) -> Array:
@@ -141,7 +141,7 @@ def modify(
         # does. The barrier separates the addition from the `where` that computes the bias.
         bias = jnp.where(allowed, 0, -jnp.inf).astype(score.dtype)
         return score + jax.lax.optimization_barrier(bias)
-    return jnp.where(allowed, score, -jnp.inf)
+    return jnp.where(allowed, score, 0 if scores_are_weights(spec) else -jnp.inf)
 
 
 def scores(

@@ -79,6 +79,8 @@ class Tuning(NamedTuple):
     max_band: int = 256 * 1280  # the most scores of a block of queries in a band
     # The blocks of a band that run together: enough for the cores, few enough for their caches.
     band_blocks: int = 8
+    # About the number of scores that are computed together with a normalizer other than softmax.
+    row_scores: int = 2**21
     scores_together: int = 2**24  # computed together where heads do not run sequentially
     # About the number of queries and of keys in a tile of additive attention; shorter inputs are
     # one tile.

@@ -36,6 +36,12 @@ class Reader:
     read: Callable[[str, Spec, Array, Cache], CacheResults]
 
 
+def softmax_only(call: Call) -> str | None:
+    """Returns why a kernel that computes only the softmax cannot compute a call."""
+    normalizer = call.spec.normalizer
+    return None if normalizer is None else f"normalizer: has only the softmax, got {normalizer!r}"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way of computing attention. Calls are passed to its functions in prepared form.
@@ -58,6 +64,8 @@ class Kernel:
         functions then raise `CompilationFailed`, and a call that names no kernel gets the next one.
     reader: reads a cache in place. Without a reader, or if `unreadable` returns a reason, the
         kernel receives keys and values as arrays.
+    normalizers: returns why the kernel cannot compute the call's normalizer. By default only the
+        softmax is supported. The registry calls it before `supports`.
     """
 
     supports: Callable[[Call], str | None]
@@ -67,6 +75,7 @@ class Kernel:
     compilation_failure: Callable[[Call], str | None] = lambda call: None
     unselected: Callable[[Shapes], str | None] = lambda shapes: None
     reader: Reader | None = None
+    normalizers: Callable[[Call], str | None] = softmax_only
 
 
 @pytree_dataclass

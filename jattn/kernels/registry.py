@@ -111,7 +111,7 @@ def _unsupported(row: Row, call: Call) -> str | None:
             f"expected integers T and S, got the symbols T = {shapes.T}, S = {shapes.S} of an "
             'exported program; write implementation=None or "reference"'
         )
-    return row.kernel.supports(call)
+    return row.kernel.normalizers(call) or row.kernel.supports(call)
 
 
 def reasons(call: Call, platform: str) -> dict[str, str | None]:
@@ -151,7 +151,7 @@ def _candidates(call: Call) -> Iterator[str]:
     """Yields the names of kernels that support a call, in the order of `KERNELS`, up to the first
     kernel for all platforms, after which no other is needed."""
     for name, row in KERNELS.items():
-        if row.asked_when_lowered or not (row.kernel.too_small(call) or row.kernel.supports(call)):
+        if row.asked_when_lowered or not (row.kernel.too_small(call) or _unsupported(row, call)):
             yield name
             if row.platforms is None:
                 return
@@ -197,7 +197,7 @@ def _first_available(
         row = KERNELS[name]
         reason = _wrong_platform(row, platform, named=named)
         reason = reason or row.kernel.unavailable(shapes, named)
-        reason = reason or (row.kernel.supports(device_call) if device_call else None)
+        reason = reason or (_unsupported(row, device_call) if device_call else None)
         reason = reason or (None if named else row.kernel.unselected(shapes))
         if named:
             refuse(name, reason)

@@ -88,7 +88,8 @@ class PerQuery(NamedTuple):
     """The arrays along the queries that a backward pass receives, each `[B, T, N, ...]`.
 
     With s the scores and p = exp((s − maximum) − log_total) the weights before dropout, the
-    cotangent of s is p (drop(d_out vᵀ) − delta), where delta = rowsum(d_out · out) − d_lse.
+    cotangent of s is p (drop(d_out vᵀ) − delta), where delta = rowsum(d_out · out) − d_lse. With
+    another normalizer than the softmax, delta is 0.
     `maximum` and `log_total` are those of the `Normalizer`, with 0 in place of −inf.
     """
 
@@ -166,6 +167,8 @@ class _Point(NamedTuple):
     def per_query(self, cotangents: AttentionResults) -> PerQuery:
         """Returns the arrays along queries for a backward pass."""
         delta = row_dots(cotangents.out, self.residuals.out) - cotangents.lse
+        if self.spec.normalizer is not None:
+            delta = jnp.zeros_like(delta)
         return PerQuery(self.inputs.query, cotangents.out, *self.residuals.normalizer, delta)
 
     def spec_with_parameters(self) -> Spec:

@@ -14,6 +14,8 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     most = tuning.current().few_queries
     if shapes.T > most:
         return f"expected at most {most} queries at a time, got {shapes.T}"
+    if spec.normalizer is not None:
+        return f"normalizer: has only the softmax, got {spec.normalizer!r}"
     if spec.dropout_rate:
         return "dropout is for training"
     return None

@@ -94,7 +94,7 @@ class HeadTile(NamedTuple):
         return dropout.keeps(self.spec, self.b, self.h, self.rows, self.columns)
 
 
-def _axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
+def token_axes(letters: str, leaf: Array) -> list[tuple[int, str]]:
     """Returns the axes along T and S of an array of one head, with their names; axes of size 1,
     which broadcast, are omitted."""
     by_head = [x for x in split_letters(letters) if x not in ("*B", "N")]
@@ -106,7 +106,7 @@ def slice_tile(spec: Spec, row: Index, rows: int, column: Index, columns: int) -
     `columns` keys, from key `column` on."""
 
     def sliced(letters: str, leaf: Any) -> Array:
-        for axis, letter in _axes(letters, leaf):
+        for axis, letter in token_axes(letters, leaf):
             start, size = (row, rows) if letter == "T" else (column, columns)
             leaf = take(leaf, start, size, axis)
         return leaf
@@ -256,7 +256,7 @@ def add_leaves(
 
     def add(total: Array, gradient: Array, letters: str) -> Array:
         start: list[Any] = [0] * total.ndim
-        for axis, letter in _axes(letters, gradient):
+        for axis, letter in token_axes(letters, gradient):
             start[axis] = starts[letter]
         return add_block(total, gradient, start)
 
@@ -270,7 +270,7 @@ def join_leaves(stacked: list[Array], leaves: list[Array], letters: list[str]) -
     """
 
     def join(stacked: Array, leaf: Array, letters: str) -> Array:
-        by_query = [axis for axis, letter in _axes(letters, leaf) if letter == "T"]
+        by_query = [axis for axis, letter in token_axes(letters, leaf) if letter == "T"]
         if by_query:
             return jnp.moveaxis(stacked, 0, by_query[0]).reshape(leaf.shape)
         return stacked.sum(axis=0)

@@ -31,7 +31,7 @@ from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.common.vjp import AttentionVJP, no_weights
 from jattn.kernels.protocol import Kernel
-from jattn.kernels.xla import single_tile
+from jattn.kernels.xla import normalized, single_tile
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, has_mask, parameter_letters, parameters, scaled
 from jattn.tuning import Sizes
@@ -614,6 +614,9 @@ def _forward(
     value: Array,
     keep_weights: bool = False,
 ) -> tuple[Any, ...]:
+    if spec.normalizer is not None:
+        weights = (no_weights(query, key, value),) if keep_weights else ()
+        return *normalized.forward(platform, spec, query, key, value), *weights
     call = BlockwiseCall.of(platform, spec, query, value, tiling)
     if call.strategy == "single tile":
         sizes = tuning.sizes(platform)
@@ -663,6 +666,8 @@ def _backward(
     value: Array,
     *forward_results: Array,
 ) -> tuple[Any, Array, Array, Array]:
+    if spec.normalizer is not None:
+        return normalized.backward(platform, spec, per_query, key, value)
     call = BlockwiseCall.of(platform, spec, per_query[0], value, tiling)
     if call.strategy == "single tile":
         sizes = tuning.sizes(platform)
@@ -685,4 +690,4 @@ def functions(platform: str, tiling: Tiling | None = None) -> AttentionVJP:
 
 
 # This kernel computes every call, so `supports` always returns None: no reason to refuse the call.
-KERNEL = Kernel(supports=lambda call: None, functions=functions)
+KERNEL = Kernel(supports=lambda call: None, functions=functions, normalizers=lambda call: None)

@@ -14,8 +14,9 @@ from jaxtyping import Array
 
 from jattn import dropout, softmax, tile
 from jattn._types import Index, Output, Tree, Weights
-from jattn.kernels.common import reverse_mode
+from jattn.kernels.common import reverse_mode, slicing
 from jattn.kernels.common.one_operation import as_one_operation
+from jattn.kernels.xla import normalized
 from jattn.softmax import Normalizer
 from jattn.spec import Spec, parameters, with_parameters
 
@@ -24,6 +25,9 @@ def _one_head(
     spec: Spec, b: Index, h: Index, q: Array, k: Array, v: Array
 ) -> tuple[Array, Normalizer]:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
+    if spec.normalizer is not None:
+        out = normalized.weighted_rows(slicing.HeadTile(spec, b, h, rows, columns), q, k, v)
+        return out.astype(q.dtype), normalized.no_normalizer(out[:, 0])
     score = tile.scores(spec, q, k, b, h, rows, columns, v)
     greatest = softmax.greatest(tile.finite(v.astype(score.dtype)))
     factor = softmax.overflow_safe_factor(greatest, v.shape[0])
@@ -71,6 +75,9 @@ def scores(spec: Spec, query: Array, key: Array) -> Weights:
 def _one_head_weights(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Array:
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns)
+    if spec.normalizer is not None:
+        weights = spec.normalizer.weights(score, b, h, rows, columns)
+        return dropout.drop(spec, weights, b, h, rows, columns)
     part = softmax.contribution(score, lambda weights: weights)
     return dropout.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
 

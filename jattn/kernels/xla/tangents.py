@@ -27,7 +27,7 @@ from jattn._pytree import pytree_dataclass, select_head
 from jattn._types import Index, Output, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
 from jattn.kernels.common.derivatives import DerivativeFunctions, PerQuery, TangentInputs
-from jattn.kernels.xla import blockwise
+from jattn.kernels.xla import blockwise, normalized
 from jattn.kernels.xla.blockwise import BlockwiseCall, Values, dot, take_head, write_head
 from jattn.spec import Spec, Tiling, parameters, scaled, with_parameters
 
@@ -141,6 +141,8 @@ def _tangent(
 
     `keys` are the key, its tangent, the value and its tangent.
     """
+    if spec.normalizer is not None:
+        return normalized.tangent(platform, spec, d_params, inputs, *keys)
     query, tangent, *converted = _to_accumulation(inputs.query, inputs.tangent, *keys)
     keys = tuple(converted)
     inputs = inputs._replace(query=query, tangent=tangent)
@@ -204,6 +206,8 @@ def _backward(
     tiling: Tiling | None, platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array
 ) -> Any:
     """Computes `DerivativeFunctions.backward` by `blockwise`, also if heads are single tiles."""
+    if spec.normalizer is not None:
+        return normalized.backward(platform, spec, per_query, key, value)
     query, key, value = _to_accumulation(per_query[0], key, value)
     per_query = per_query._replace(query=query)
     call = BlockwiseCall.of(platform, spec, query, value, tiling)

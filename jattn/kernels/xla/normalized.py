@@ -1,0 +1,176 @@
+"""Attention with a normalizer other than the softmax, for any normalizer, by blocks of queries.
+
+A block of queries has the scores of all its keys at once, so that a normalizer sees whole rows, and
+memory is linear in T and S. Derivatives of all modes and orders are JAX's own; the backward pass
+computes each block again (`jax.checkpoint`).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jattn import masks, tile, tuning
+from jattn._pytree import axis_names
+from jattn._types import Index, accumulation
+from jattn.kernels.common import slicing, tile_schedule
+from jattn.kernels.common.derivatives import PerQuery, TangentInputs
+from jattn.kernels.common.tile_schedule import TileRun
+from jattn.softmax import Normalizer
+from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
+
+
+def weighted_rows(
+    head_tile: slicing.HeadTile, q: Float[Array, "t H"], k: Float[Array, "S H"], v: Any
+) -> Float[Array, "t V"]:
+    """Computes the output of t queries of one head from all keys that they may attend to.
+
+    A query that attends to a value that is not finite gets NaN, whatever the weight.
+    """
+    spec, b, h, rows, columns = head_tile
+    score = head_tile.modify(tile.pair_products(spec, q, k), True)
+    weights = head_tile.drop(spec.normalizer.weights(score, b, h, rows, columns))
+    out = tile.weighted_values(weights, v, spec.precision)
+    allowed = jnp.broadcast_to(spec.mask.evaluate(b, h, rows, columns), score.shape)
+    nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))
+    return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
+
+
+def no_normalizer(zeros: Array) -> Normalizer:
+    """Returns zeros in place of the normalizer of a softmax."""
+    return Normalizer(jnp.zeros_like(zeros), jnp.zeros_like(zeros))
+
+
+class _Blocks(NamedTuple):
+    """Consecutive blocks of queries, each with the same number of consecutive keys.
+
+    first: the number of the first block.
+    starts: the first key of each block.
+    width: the number of keys of a block.
+    """
+
+    first: int
+    starts: np.ndarray
+    width: int
+
+
+_MAX_RUNS = 4  # runs of blocks with a number of keys of their own; each is compiled separately
+
+
+def _runs(spec: Spec, T: int, S: int, tiling: Tiling) -> list[_Blocks]:
+    """Returns the blocks of queries with the keys between the first and last that they may see."""
+    n = -(-T // tiling.block_q)
+    if jax.tree.leaves((spec.mask, spec.q_positions, spec.kv_positions)):
+        return [_Blocks(0, np.zeros(n, np.int32), S)]
+    visited = np.asarray(tile_schedule.kinds(spec, T, S, tiling)) != masks.EMPTY
+    some = visited.any(axis=1)
+    first = np.where(some, visited.argmax(axis=1), 0) * tiling.block_kv
+    stop = np.where(some, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0) * tiling.block_kv
+    runs = []
+    for blocks in np.array_split(np.arange(n), min(n, _MAX_RUNS)):
+        low, high = first[blocks], np.minimum(stop[blocks], S)
+        width = int(min(S, max(1, (high - low).max())))
+        starts = np.minimum(low, S - width).astype(np.int32)
+        runs.append(_Blocks(int(blocks[0]), starts, width))
+    return runs
+
+
+def _tiling(shapes: Shapes, platform: str) -> Tiling:
+    """Returns blocks of queries whose scores of all heads that run at once have about
+    `tuning.row_scores` entries."""
+    heads = shapes.N * (1 if tuning.sizes(platform).in_turn else shapes.B)
+    rows = max(1, tuning.current().row_scores // max(1, heads * shapes.S))
+    block_q = tile_schedule.even(shapes.T, max(8, rows))
+    return Tiling(block_q, min(shapes.S, 128))
+
+
+def _by_block(letters: str, leaf: Array, n: int) -> Array | None:
+    """Returns an array of one head with its axis T split into n leading blocks; None without T."""
+    for axis, letter in slicing.token_axes(letters, leaf):
+        if letter == "T":
+            split = leaf.reshape(*leaf.shape[:axis], n, -1, *leaf.shape[axis + 1 :])
+            return jnp.moveaxis(split, axis, 0)
+    return None
+
+
+def _one_head(
+    runs: Sequence[_Blocks], block_q: int, spec: Spec, b: Index, h: Index, *qkv: Array
+) -> Array:
+    """Computes the output `[T, V]` of one head; spec and queries are padded to whole blocks."""
+    q, k, v = qkv
+    n = -(-len(q) // block_q)
+    leaves, structure = jax.tree.flatten(spec)
+    names = jax.tree.leaves(axis_names(spec))
+    split = [_by_block(x, leaf, n) for x, leaf in zip(names, leaves, strict=True)]
+    queries = slicing.pad_to(q, n * block_q).reshape(n, block_q, -1)
+
+    def run(blocks: _Blocks) -> Array:
+        @jax.checkpoint
+        def block(operands: Any) -> Array:
+            i, start, q, split = operands
+            own = [x if y is None else y for x, y in zip(leaves, split, strict=True)]
+            keys = TileRun(start, blocks.width, True)
+            head_tile = slicing.HeadTile.at(
+                jax.tree.unflatten(structure, own), b, h, i * block_q, block_q, keys
+            )
+            return weighted_rows(
+                head_tile, q, *(slicing.take(x, start, blocks.width) for x in (k, v))
+            )
+
+        these = slice(blocks.first, blocks.first + len(blocks.starts))
+        i = jnp.arange(these.start, these.stop, dtype=jnp.int32)
+        own = jax.tree.map(lambda x: x[these], (queries, split))
+        return lax.map(block, (i, jnp.asarray(blocks.starts), *own))
+
+    return jnp.concatenate([tile_schedule.concatenate_blocks(run(x)) for x in runs])[: len(q)]
+
+
+def attend(platform: str, spec: Spec, query: Array, key: Array, value: Array) -> Array:
+    """Computes `out [B, T, N, V]` in the accumulation dtype."""
+    shapes = Shapes.of(query, value)
+    tiling = _tiling(shapes, platform)
+    T = -(-shapes.T // tiling.block_q) * tiling.block_q
+    padded = slicing.pad_spec(spec, shapes.T, shapes.S, T, shapes.S)
+    runs = _runs(padded, T, shapes.S, tiling)
+    one_head = functools.partial(_one_head, runs, tiling.block_q)
+    over_batch = tile.map_in_sequence if tuning.sizes(platform).in_turn else jax.vmap
+    operands = (query, key, value)
+    dtype = accumulation(query.dtype)
+    if spec.pair is None:
+        operands = tuple(x.astype(dtype) for x in operands)
+    return tile.over_heads(one_head, padded, operands[:1], operands[1:], 1, over_batch)
+
+
+def _with(spec: Spec, platform: str, params: list[Array], *qkv: Array) -> Array:
+    return attend(platform, with_parameters(spec, params), *qkv)
+
+
+def forward(platform: str, spec: Spec, *qkv: Array) -> tuple[Array, Normalizer, Array]:
+    """Computes the results of the forward function of an `AttentionVJP`."""
+    out = attend(platform, spec, *qkv)
+    return out, no_normalizer(out[..., 0]), jnp.zeros((), bool)
+
+
+def backward(
+    platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array
+) -> tuple[Any, Array, Array, Array]:
+    """Computes the gradients of parameters, query, key and value."""
+    operands = [x.astype(accumulation(x.dtype)) for x in (per_query.query, key, value)]
+    _, pull = jax.vjp(functools.partial(_with, spec, platform), parameters(spec), *operands)
+    return pull(per_query.d_out)
+
+
+def tangent(
+    platform: str, spec: Spec, d_params: list[Array], inputs: TangentInputs, *keys: Array
+) -> tuple[Array, Array]:
+    """Computes the tangents `[B, T, N, V]` of out, and zeros for those of lse."""
+    arrays = (inputs.query, inputs.tangent, *keys)
+    q, dq, k, dk, v, dv = (x.astype(accumulation(x.dtype)) for x in arrays)
+    function = functools.partial(_with, spec, platform)
+    _, d_out = jax.jvp(function, (parameters(spec), q, k, v), (d_params, dq, dk, dv))
+    return d_out, jnp.zeros(d_out.shape[:-1], d_out.dtype)

@@ -1,0 +1,531 @@
+"""Normalizers: functions from the scores of a query to its weights. The default is the softmax.
+
+There are two kinds. The weight of a *pointwise* normalizer depends on the score of its pair only,
+so that kernels compute it tile by tile, as a last score function (`PointwiseNormalizer`). Any other
+normalizer needs all scores of a query (`NormalizerFunction.weights`).
+
+A masked pair has the weight 0. A query whose keys are all masked has the output 0. Like masks and
+score functions, normalizers are frozen pytrees: numbers are part of the structure, and float arrays
+are differentiable parameters.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn._pytree import (
+    StaticFloat,
+    letters_by_head,
+    number,
+    pytree_dataclass,
+    static_field,
+)
+from jattn._types import Index, Scores, Size
+from jattn.checks import (
+    check_choice,
+    check_number,
+    check_operands,
+    check_rule,
+    check_size,
+    function_name,
+    shown,
+)
+from jattn.scores import Score, ScoreFunction, as_score
+
+
+__all__ = [
+    "Entmax",
+    "Exp",
+    "Identity",
+    "NormalizerFunction",
+    "Pointwise",
+    "PointwiseNormalizer",
+    "Relu",
+    "Running",
+    "Sigmoid",
+    "Softmax",
+    "SoftmaxPlusOne",
+    "Sparsemax",
+    "StickBreaking",
+    "TopK",
+]
+__dir__ = __all__.copy
+
+
+class NormalizerFunction:
+    """The base class of normalizers.
+
+    >>> out = jattn.attention(q, k, v, normalizer=normalizers.Sparsemax())
+    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Sparsemax())
+    >>> w.sum(-1).round(5).max().item(), (w == 0).any().item()
+    (1.0, True)
+    """
+
+    def weights(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
+        """Returns the weights `[t, S]` of the scores `[t, S]` of all keys of t queries.
+
+        The score of a masked pair is −inf, and its weight must be 0. The arguments after `score`
+        are those of `ScoreFunction.evaluate`.
+        """
+        raise NotImplementedError
+
+    def for_keys(self, count: Size) -> "NormalizerFunction":
+        """Returns the normalizer for a call with `count` keys, for one that depends on it."""
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("a normalizer is neither true nor false; write `normalizer is None`")
+
+
+class PointwiseNormalizer(NormalizerFunction):
+    """The base class of normalizers whose weights depend on the score of their pair only."""
+
+    def evaluate(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
+        """Maps scores to weights, with the arguments of `ScoreFunction.evaluate`."""
+        raise NotImplementedError
+
+    def weights(self, score, b, h, rows, columns):
+        # A derivative at a masked score may be NaN, and 0 × NaN would reach the gradients.
+        masked = score == -jnp.inf
+        weights = self.evaluate(jnp.where(masked, 0, score), b, h, rows, columns)
+        return jnp.where(masked, 0, weights)
+
+
+def as_normalizer(value: Any) -> NormalizerFunction | None:
+    """Converts a value to a normalizer; None stands for the softmax.
+
+    Normalizers are returned unchanged, except that a `Softmax` becomes None. A function becomes a
+    `Pointwise`. Raises TypeError for anything else.
+    """
+    if value is None or isinstance(value, Softmax):
+        return None
+    if isinstance(value, NormalizerFunction):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return Pointwise(value)
+    hint = ""
+    if isinstance(value, type) and issubclass(value, NormalizerFunction):
+        hint = f"; write {value.__name__}(...), an instance"
+    raise TypeError(
+        "normalizer: expected a jattn normalizer, a function of a score or None, got "
+        f"{shown(value)}{hint}"
+    )
+
+
+NormalizerLike = NormalizerFunction | Callable[..., Any] | None
+"""Values accepted as `normalizer`; see `as_normalizer`."""
+
+
+# --- pointwise ----------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Identity(PointwiseNormalizer):
+    """The scores as weights: linear attention, `out = (q kᵀ × scale) v`.
+
+    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Identity())
+    >>> bool((w == jattn.attention_scores(q, k)).all())
+    True
+    """
+
+    def evaluate(self, score, b, h, rows, columns):
+        return score
+
+
+@pytree_dataclass
+class Sigmoid(PointwiseNormalizer):
+    """The weights sigmoid(score + bias) (Ramapuram et al. 2024, "Theory, analysis, and best
+    practices for sigmoid self-attention").
+
+    `bias` is a number, or a float array: a scalar or `[N]`. By default it is −log S for S keys, the
+    masked ones included, so that the weights of a query first sum to about 1. Calls on a cache need
+    a given bias, because a cache has more slots than keys.
+
+    >>> w = jattn.attention_weights(0 * q, k, normalizer=normalizers.Sigmoid())
+    >>> w[0, 0, 0, 0].round(3).item()
+    0.125
+    """
+
+    bias: Any = None
+
+    def __post_init__(self):
+        if self.bias is not None:
+            check_number("Sigmoid: bias", self.bias, per_head=True)
+
+    def axis_names_by_value(self) -> dict[str, str]:
+        """The axis names of `bias`: none for a scalar, `N` for one number per head."""
+        return {} if self.bias is None else {"bias": letters_by_head(self.bias)}
+
+    def for_keys(self, count):
+        if self.bias is not None:
+            return self
+        return Sigmoid(-math.log(max(1, _known_count("Sigmoid: bias", count))))
+
+    def evaluate(self, score, b, h, rows, columns):
+        bias = number(self.bias)
+        return jax.nn.sigmoid(
+            score + (bias if isinstance(bias, float) else bias.astype(score.dtype))
+        )
+
+
+@pytree_dataclass
+class Relu(PointwiseNormalizer):
+    """The weights max(score, 0)^power / S^count_power, for S keys, the masked ones included.
+
+    `power` and `count_power` are numbers, power at least 1. Wortsman et al. 2023, "Replacing
+    softmax with ReLU in vision transformers", for count_power 1; So et al. 2021, "Primer", for
+    power 2. Calls on a cache need count_power 0, because a cache has more slots than keys.
+
+    >>> jattn.attention(q, k, v, normalizer=normalizers.Relu(2, count_power=1)).shape
+    (2, 5, 4, 8)
+    """
+
+    power: Any = 1
+    count_power: Any = 0
+    divisor: Any = dataclasses.field(default=1.0, init=False, repr=False)
+
+    def __post_init__(self):
+        for name in ("power", "count_power"):
+            check_number(f"Relu: {name}", getattr(self, name))
+        if not self.power >= 1:
+            raise ValueError(f"Relu: power: expected a number of at least 1, got {self.power!r}")
+
+    def for_keys(self, count):
+        if not self.count_power:
+            return self
+        by_count = object.__new__(Relu)
+        divisor = StaticFloat(max(1, _known_count("Relu: count_power", count)) ** self.count_power)
+        vars(by_count).update(power=self.power, count_power=self.count_power, divisor=divisor)
+        return by_count
+
+    def evaluate(self, score, b, h, rows, columns):
+        power, positive = number(self.power), jnp.maximum(score, 0)
+        powered = positive if power == 1 else positive**power
+        return powered if self.divisor == 1 else powered / number(self.divisor)
+
+
+@pytree_dataclass
+class Exp(PointwiseNormalizer):
+    """The weights exp(score): a softmax without the division.
+
+    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Exp())
+    >>> bool(jnp.allclose(jnp.log(w), jattn.attention_scores(q, k), atol=1e-5))
+    True
+    """
+
+    def evaluate(self, score, b, h, rows, columns):
+        return jnp.exp(score)
+
+
+def Pointwise(fn: Callable[..., Any], *operands: Any) -> PointwiseNormalizer:
+    """Returns the normalizer with the weights `fn(score, *operands)`, for scalars.
+
+    Operands are passed whole; the float ones are differentiable parameters. What else the function
+    reads counts as in `scores.Score`. A function may replace a normalizer:
+
+    >>> jattn.attention(q, k, v, normalizer=jax.nn.softplus).shape
+    (2, 5, 4, 8)
+
+    Raises TypeError if `fn` does not take these arguments.
+    """
+    check_rule("normalizer", fn, ("score",), operands)
+    check_operands("Pointwise", operands)
+
+    def weight(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *operands: Any) -> Any:
+        return fn(score, *operands)
+
+    weight.__name__ = function_name(fn)
+    return _ByScore(Score(weight, *operands))
+
+
+@pytree_dataclass
+class _ByScore(PointwiseNormalizer):
+    """The pointwise normalizer whose weights are the values of a score function."""
+
+    score: ScoreFunction
+
+    def evaluate(self, score, b, h, rows, columns):
+        return self.score.evaluate(score, b, h, rows, columns)
+
+
+def _known_count(name: str, count: Size) -> int:
+    if not isinstance(count, int):
+        raise ValueError(f"{name}: expected a number in a call with symbolic S = {count}")
+    return count
+
+
+# --- whole rows ---------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Softmax(NormalizerFunction):
+    """The softmax, which `normalizer=None` stands for.
+
+    >>> bool((jattn.attention(q, k, v, normalizer=normalizers.Softmax()) == out).all())
+    True
+    """
+
+    def weights(self, score, b, h, rows, columns):
+        allowed = score > -jnp.inf
+        greatest = _greatest(score)
+        weights = jnp.exp(jnp.where(allowed | jnp.isnan(score), score, greatest) - greatest)
+        weights = jnp.where(allowed | jnp.isnan(score), weights, 0)
+        total = weights.sum(axis=-1, keepdims=True)
+        return weights / jnp.where(total == 0, 1, total)
+
+
+@pytree_dataclass
+class SoftmaxPlusOne(NormalizerFunction):
+    """The weights exp(score) / (1 + Σ exp(score)) (Miller 2023, "Attention is off by one").
+
+    It is the softmax with a sink of 0: `attention(..., sink=0.0)`.
+
+    >>> w = jattn.attention_weights(0 * q, k, normalizer=normalizers.SoftmaxPlusOne())
+    >>> w[0, 0, 0, 0].round(3).item()
+    0.125
+    """
+
+
+@pytree_dataclass
+class Entmax(NormalizerFunction):
+    """The weights [(α − 1) score − τ]₊^{1/(α − 1)}, with the τ of each query for which they sum to
+    1 (Peters et al. 2019, "Sparse sequence-to-sequence models").
+
+    α is a number above 1. Near 1 the weights are those of the softmax; the greater α is, the fewer
+    keys have a weight above 0. α = 2 is `Sparsemax`. τ is computed by Newton's method for α up to
+    2, which ends at the exact τ up to rounding, and else by bisection. Gradients are those of the
+    implicit function: only keys with a weight above 0 count.
+
+    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Entmax(1.5))
+    >>> w.sum(-1).round(5).min().item()
+    1.0
+    """
+
+    alpha: Any = 1.5
+
+    def __post_init__(self):
+        check_number("Entmax: alpha", self.alpha)
+        if not isinstance(self.alpha, int | float) or not 1 < self.alpha < math.inf:
+            raise ValueError(f"Entmax: alpha: expected a number above 1, got {self.alpha!r}")
+
+    def weights(self, score, b, h, rows, columns):
+        return _entmax(float(number(self.alpha)), score)
+
+
+@pytree_dataclass
+class Sparsemax(NormalizerFunction):
+    """The weights max(score − τ, 0), with the τ of each query for which they sum to 1 (Martins and
+    Astudillo 2016, "From softmax to sparsemax").
+
+    >>> w = jattn.attention_weights(9 * q, k, normalizer=normalizers.Sparsemax())
+    >>> (w > 0).sum(-1).max().item() < 7
+    True
+    """
+
+    def weights(self, score, b, h, rows, columns):
+        return _entmax(2.0, score)
+
+
+@pytree_dataclass
+class TopK(NormalizerFunction):
+    """The softmax over the k greatest scores of each query.
+
+    Of scores that equal the k-th greatest all count. Gradients flow through the scores that count.
+
+    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.TopK(3))
+    >>> (w > 0).sum(-1).max().item()
+    3
+    """
+
+    k: int = static_field()
+
+    def __post_init__(self):
+        check_size("TopK: k", self.k)
+
+    def weights(self, score, b, h, rows, columns):
+        if self.k < score.shape[-1]:
+            least = jax.lax.stop_gradient(jax.lax.top_k(score, self.k)[0][..., -1:])
+            score = jnp.where(score < least, -jnp.inf, score)
+        return Softmax().weights(score, b, h, rows, columns)
+
+
+@pytree_dataclass
+class Running(NormalizerFunction):
+    """A normalizer of scores that are combined with the terms of all later keys.
+
+    For an associative operation ∘, key j of a query has the weight that `normalizer` computes from
+
+        score_j ∘ term_{j+1} ∘ term_{j+2} ∘ … ∘ term_S      over the allowed keys
+
+    in the order in which the keys are stored.
+
+    term: a score function, or a function of its arguments: maps a score to the term of its pair.
+    score: likewise maps a score to the number with which the terms are combined; by default the
+        score itself.
+    normalizer: the normalizer of the combined scores.
+    combine: the operation: "add", "multiply", "maximum" or "minimum".
+
+    The forgetting transformer (Lin et al. 2025) adds the logs of the forget gates between a key and
+    the query:
+
+    >>> log_gates = jax.nn.log_sigmoid(jnp.ones((2, 4, 7)))
+    >>> term = scores.Score(lambda score, b, h, q, kv, gates: gates[b, h, kv], log_gates)
+    >>> fox = normalizers.Running(term)
+    >>> jattn.attention(q, k, v, mask=masks.Causal(), normalizer=fox).shape
+    (2, 5, 4, 8)
+    """
+
+    term: Any
+    score: Any = None
+    normalizer: Any = Softmax()
+    combine: str = static_field(default="add")
+
+    def __post_init__(self):
+        check_choice("Running: combine", self.combine, tuple(_OPERATIONS))
+        if self.term is None:
+            raise TypeError("Running: term: expected a score function, got None")
+        converted = as_score(self.term), as_score(self.score), as_normalizer(self.normalizer)
+        term, score, normalizer = converted
+        vars(self).update(term=term, score=score, normalizer=normalizer or Softmax())
+        if isinstance(normalizer, SoftmaxPlusOne):
+            raise ValueError("Running: normalizer: expected one without a sink, got SoftmaxPlusOne")
+
+    def for_keys(self, count):
+        return dataclasses.replace(self, normalizer=self.normalizer.for_keys(count))
+
+    def weights(self, score, b, h, rows, columns):
+        allowed, at = score > -jnp.inf, (b, h, rows, columns)
+        allowed = allowed | jnp.isnan(score)
+        zeroed = jnp.where(allowed, score, 0)
+        combine, identity = _OPERATIONS[self.combine]
+        first = zeroed if self.score is None else self.score.evaluate(zeroed, *at)
+        later = _later(
+            combine, identity, jnp.where(allowed, self.term.evaluate(zeroed, *at), identity)
+        )
+        return self.normalizer.weights(jnp.where(allowed, combine(first, later), -jnp.inf), *at)
+
+
+_OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], float]] = {
+    "add": (jnp.add, 0.0),
+    "multiply": (jnp.multiply, 1.0),
+    "maximum": (jnp.maximum, -math.inf),
+    "minimum": (jnp.minimum, math.inf),
+}
+"""The operations of `Running`, each with its identity."""
+
+
+def _later(combine: Callable[[Any, Any], Any], identity: float, terms: Scores) -> Scores:
+    """Combines, for each key of `[t, S]`, the terms of all later keys."""
+    if combine is jnp.add:
+        inclusive = jax.lax.cumsum(terms, axis=1, reverse=True)
+    else:
+        inclusive = jax.lax.associative_scan(combine, terms, reverse=True, axis=1)
+    return jnp.pad(
+        inclusive[:, 1:], ((0, 0), (0, min(1, terms.shape[1]))), constant_values=identity
+    )
+
+
+@pytree_dataclass
+class StickBreaking(NormalizerFunction):
+    """The weights β_j Π_{k>j} (1 − β_k) with β = sigmoid(score), over the allowed keys (Tan et al.
+    2024, "Scaling stick-breaking attention").
+
+    The last key takes its share β of a stick of length 1, the key before it its share of the rest,
+    and so on. Keys count in the order in which they are stored; use it with `masks.Causal`. It is
+    `Running` with sums of log(1 − β) and the normalizer `Exp`.
+
+    >>> w = jattn.attention_weights(0 * q, k, normalizer=normalizers.StickBreaking())
+    >>> print(w[0, 0, 0, -3:])
+    [0.125 0.25  0.5  ]
+    """
+
+    def weights(self, score, b, h, rows, columns):
+        allowed = (score > -jnp.inf) | jnp.isnan(score)
+        zeroed = jnp.where(allowed, score, 0)
+        rest = _later(jnp.add, 0.0, jnp.where(allowed, jax.nn.log_sigmoid(-zeroed), 0))
+        return jnp.where(allowed, jnp.exp(jax.nn.log_sigmoid(zeroed) + rest), 0)
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def _greatest(score: Scores) -> Float[Array, "t 1"]:
+    """Returns the greatest score of each query, 0 without keys."""
+    greatest = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True, initial=-jnp.inf))
+    return jnp.where(greatest == -jnp.inf, 0, greatest)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _entmax(alpha: float, score: Scores) -> Scores:
+    """Computes the weights of `Entmax`.
+
+    With z = (α − 1)(score − greatest), p = 1/(α − 1) and the total f(τ) = Σ (z − τ)₊^p, f(−1) is at
+    least 1 and f(0) = 0. For p ≥ 1, f is convex, so that Newton's method from −1 never passes the
+    solution. Scores with z ≤ −1 have no influence.
+    """
+    power = 1 / (alpha - 1)
+    z = jnp.maximum((alpha - 1) * (score - _greatest(score)), -1)
+    start = jnp.full((*z.shape[:-1], 1), -1, z.dtype)
+    if alpha <= 2:
+        threshold = _newton(z, power, start)
+    else:
+        threshold = _bisection(z, power, start)
+    weights = jnp.maximum(z - threshold, 0) ** power
+    has_keys = jnp.any((score > -jnp.inf) | jnp.isnan(score), axis=-1, keepdims=True)
+    weights = jnp.where(has_keys, weights, 0)
+    # The sum is 1 up to the rounding of τ, which the power may amplify.
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / jnp.where(has_keys, total, 1)
+
+
+_MAX_STEPS = 100  # a bound: Newton's method takes about 10, bisection one for each bit
+
+
+def _newton(z: Scores, power: float, start: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
+    """Solves Σ (z − τ)₊^power = 1 by Newton's method, until no τ grows."""
+
+    def step(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        threshold, _, n = state
+        above = jnp.maximum(z - threshold, 0)
+        slopes = jnp.where(above > 0, above ** (power - 1), 0)
+        total = jnp.sum(slopes * above, axis=-1, keepdims=True)
+        slope = power * jnp.sum(slopes, axis=-1, keepdims=True)
+        following = threshold + (total - 1) / jnp.where(slope > 0, slope, 1)
+        following = jnp.clip(following, threshold, 0)
+        return following, jnp.any(following > threshold), n + 1
+
+    running = (start, jnp.array(True), 0)
+    return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, running)[0]
+
+
+def _bisection(z: Scores, power: float, start: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
+    """Solves Σ (z − τ)₊^power = 1 by bisection, to the last bit."""
+
+    def step(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low + high) / 2
+        total = jnp.sum(jnp.maximum(z - middle, 0) ** power, axis=-1, keepdims=True)
+        return jnp.where(total >= 1, middle, low), jnp.where(total >= 1, high, middle)
+
+    steps = jnp.finfo(z.dtype).nmant + 8
+    return jax.lax.fori_loop(0, steps, step, (start, jnp.zeros_like(start)))[0]
+
+
+@_entmax.defjvp
+def _entmax_jvp(alpha: float, primals: Any, tangents: Any) -> tuple[Scores, Scores]:
+    """By the implicit function theorem, dw = u (ds − Σ u ds / Σ u), with u = w^(2 − α) for keys
+    with a weight above 0 and u = 0 for all others."""
+    (score,), (d_score,) = primals, tangents
+    weights = _entmax(alpha, score)
+    counts = weights != 0  # NaN counts
+    shares = jnp.where(counts, jnp.where(counts, weights, 1) ** (2 - alpha), 0)
+    total = shares.sum(axis=-1, keepdims=True)
+    d_score = jnp.where(counts, d_score, 0)
+    mean = jnp.sum(shares * d_score, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total)
+    return weights, shares * (d_score - mean)
