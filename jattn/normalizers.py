@@ -205,8 +205,11 @@ class Relu(PointwiseNormalizer):
         return by_count
 
     def evaluate(self, score, b, h, rows, columns):
-        power, positive = number(self.power), jnp.maximum(score, 0)
-        powered = positive if power == 1 else positive**power
+        # By selection: the derivative at 0 is 0, also the second one of a power between 1 and 2,
+        # and NaN remains.
+        negative = score <= 0
+        power, powered = number(self.power), jnp.where(negative, 1, score)
+        powered = jnp.where(negative, 0, powered if power == 1 else powered**power)
         return powered if self.divisor == 1 else powered / number(self.divisor)
 
 
@@ -392,7 +395,8 @@ class Running(NormalizerFunction):
             raise TypeError("Running: term: expected a score function, got None")
         converted = as_score(self.term), as_score(self.score), as_normalizer(self.normalizer)
         term, score, normalizer = converted
-        vars(self).update(term=term, score=score, normalizer=normalizer or Softmax())
+        softmax = Softmax() if normalizer is None else normalizer
+        vars(self).update(term=term, score=score, normalizer=softmax)
         if isinstance(normalizer, SoftmaxPlusOne):
             raise ValueError("Running: normalizer: expected one without a sink, got SoftmaxPlusOne")
 
@@ -471,11 +475,7 @@ def _entmax(alpha: float, score: Scores) -> Scores:
     """
     power = 1 / (alpha - 1)
     z = jnp.maximum((alpha - 1) * (score - _greatest(score)), -1)
-    start = jnp.full((*z.shape[:-1], 1), -1, z.dtype)
-    if alpha <= 2:
-        threshold = _newton(z, power, start)
-    else:
-        threshold = _bisection(z, power, start)
+    threshold = _newton(z, power) if alpha <= 2 else _bisection(z, power)
     weights = jnp.maximum(z - threshold, 0) ** power
     has_keys = jnp.any((score > -jnp.inf) | jnp.isnan(score), axis=-1, keepdims=True)
     weights = jnp.where(has_keys, weights, 0)
@@ -487,7 +487,7 @@ def _entmax(alpha: float, score: Scores) -> Scores:
 _MAX_STEPS = 100  # a bound: Newton's method takes about 10, bisection one for each bit
 
 
-def _newton(z: Scores, power: float, start: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
+def _newton(z: Scores, power: float) -> Float[Array, "t 1"]:
     """Solves Σ (z − τ)₊^power = 1 by Newton's method, until no τ grows."""
 
     def step(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
@@ -500,21 +500,27 @@ def _newton(z: Scores, power: float, start: Float[Array, "t 1"]) -> Float[Array,
         following = jnp.clip(following, threshold, 0)
         return following, jnp.any(following > threshold), n + 1
 
-    running = (start, jnp.array(True), 0)
+    running = (jnp.full((*z.shape[:-1], 1), -1, z.dtype), jnp.array(True), 0)
     return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, running)[0]
 
 
-def _bisection(z: Scores, power: float, start: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
-    """Solves Σ (z − τ)₊^power = 1 by bisection, to the last bit."""
+def _bisection(z: Scores, power: float) -> Float[Array, "t 1"]:
+    """Solves Σ (z − τ)₊^power = 1 by bisection, to the last bit.
+
+    The unknown is the greatest weight (−τ)^power, which is 1/S at least. For a power below 1, τ may
+    be so close to 0 that bisection of τ would take hundreds of steps.
+    """
 
     def step(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) / 2
-        total = jnp.sum(jnp.maximum(z - middle, 0) ** power, axis=-1, keepdims=True)
-        return jnp.where(total >= 1, middle, low), jnp.where(total >= 1, high, middle)
+        total = jnp.sum(jnp.maximum(z + middle ** (1 / power), 0) ** power, axis=-1, keepdims=True)
+        return jnp.where(total >= 1, low, middle), jnp.where(total >= 1, middle, high)
 
     steps = jnp.finfo(z.dtype).nmant + 8
-    return jax.lax.fori_loop(0, steps, step, (start, jnp.zeros_like(start)))[0]
+    zeros = jnp.zeros((*z.shape[:-1], 1), z.dtype)
+    _, greatest_weight = jax.lax.fori_loop(0, steps, step, (zeros, zeros + 1))
+    return -(greatest_weight ** (1 / power))
 
 
 @_entmax.defjvp

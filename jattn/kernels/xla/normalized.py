@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 
 from jattn import masks, tile, tuning
 from jattn._pytree import axis_names
-from jattn._types import Index, accumulation
+from jattn._types import Index, Scores, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.derivatives import PerQuery, TangentInputs
 from jattn.kernels.common.tile_schedule import TileRun
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
+from jattn.spec import Shapes, Spec, Tiling, parameters, scores_are_weights, with_parameters
 
 
 def weighted_rows(
@@ -34,11 +34,20 @@ def weighted_rows(
     """
     spec, b, h, rows, columns = head_tile
     score = head_tile.modify(tile.pair_products(spec, q, k), True)
-    weights = head_tile.drop(spec.normalizer.weights(score, b, h, rows, columns))
-    out = tile.weighted_values(weights, v, spec.precision)
+    weights = head_tile.drop(weights_of_scores(spec, score, b, h, rows, columns))
     allowed = jnp.broadcast_to(spec.mask.evaluate(b, h, rows, columns), score.shape)
+    # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
+    out = tile.weighted_values(jnp.where(allowed, weights, 0), v, spec.precision)
     nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))
     return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
+
+
+def weights_of_scores(
+    spec: Spec, score: Scores, b: Index, h: Index, rows: Any, columns: Any
+) -> Scores:
+    """Computes the weights before dropout from the scores `[t, S]` that `tile.modify` returns."""
+    normalizer: Any = spec.normalizer
+    return score if scores_are_weights(spec) else normalizer.weights(score, b, h, rows, columns)
 
 
 def no_normalizer(zeros: Array) -> Normalizer:
