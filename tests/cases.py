@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, normalizers, scores
 from jattn.kernels import registry
-from tests import oracle
-from tests.oracle import At, Modifier
+from tests import oracle, row_normalizers
+from tests.oracle import At, Modifier, OracleNormalizer
 
 
 Arrays = Mapping[str, Any]
@@ -79,6 +79,15 @@ class ScoreRule:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class NormalizerRule:
+    """A normalizer as the library builds it and as a rule; `parameters` have gradients."""
+
+    build: Callable[[Arrays], Any]
+    definition: Callable[[Arrays], OracleNormalizer]
+    parameters: Arrays = dataclasses.field(default_factory=dict)
+
+
 def _joined(first: Arrays, second: Arrays) -> Arrays:
     assert not set(first) & set(second), "two rules of a case name their arrays alike"
     return {**first, **second}
@@ -108,6 +117,7 @@ class CallCase:
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
     rate: float = 0.0
+    normalizer: NormalizerRule | None = None
 
     @property
     def operands(self) -> Arrays:
@@ -116,8 +126,9 @@ class CallCase:
 
     @property
     def parameters(self) -> Arrays:
-        """Float arrays of the score functions, in float64."""
-        return {} if self.score is None else self.score.parameters
+        """Float arrays of the score functions and of the normalizer, in float64."""
+        rules = [x.parameters for x in (self.score, self.normalizer) if x is not None]
+        return functools.reduce(_joined, rules, {})
 
     def problem(
         self, inputs: "CaseInputs", keep: oracle.Keep = lambda pair: True
@@ -129,6 +140,7 @@ class CallCase:
             parameters={n: np.asarray(x, np.float64) for n, x in inputs.parameters.items()},
             allowed=lambda pair: mask is None or bool(mask.allowed(inputs.operands, pair)),
             modifier=(lambda p: Modifier()) if score is None else score.modifier,
+            normalizer=None if self.normalizer is None else self.normalizer.definition,
             scale=self.scale,
             q_positions=self.q_positions,
             kv_positions=self.kv_positions,
@@ -137,8 +149,10 @@ class CallCase:
         )
 
     def rules(self, operands: Arrays, parameters: Arrays) -> dict[str, Any]:
-        """The keyword arguments mask, score, scale and positions of a call."""
-        return {
+        """The keyword arguments mask, score, scale, positions and normalizer of a call."""
+        normalizer = self.normalizer
+        named = {} if normalizer is None else {"normalizer": normalizer.build(parameters)}
+        return named | {
             "mask": None if self.mask is None else self.mask.build(operands),
             "score": None if self.score is None else self.score.build(parameters),
             "scale": parameters.get("scale", self.scale),
@@ -147,9 +161,19 @@ class CallCase:
         }
 
     def attend(self, q, k, v, parameters: Arrays, operands: Arrays, **options):
-        """Returns `(out, lse)` of `jattn.attention` on this case, unless options say otherwise."""
+        """Returns `(out, lse)` of `jattn.attention` on this case, unless options say otherwise.
+
+        With a normalizer, lse is 0.
+        """
         options = {"return_lse": True, "dropout_rate": self.rate, **options}
-        return jattn.attention(q, k, v, **self.rules(operands, parameters), **options)
+        lse = options["return_lse"]
+        if self.normalizer is not None:
+            options["return_lse"] = False
+        result = jattn.attention(q, k, v, **self.rules(operands, parameters), **options)
+        if self.normalizer is None or not lse:
+            return result
+        dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+        return result, jnp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype)
 
 
 class CaseInputs(NamedTuple):
@@ -552,6 +576,107 @@ FUNCTION_WITH_OPERANDS = ScoreRule(
 )
 
 
+# --- normalizers --------------------------------------------------------------------------------
+
+
+def _fixed(normalizer: Any, definition: OracleNormalizer) -> NormalizerRule:
+    """A normalizer without parameters."""
+    return NormalizerRule(lambda p: normalizer, lambda p: definition)
+
+
+def learned_sigmoid(bias: Any) -> NormalizerRule:
+    """A sigmoid with a learned bias: one number, or one for each head."""
+
+    def definition(p: Arrays) -> OracleNormalizer:
+        index = functools.partial(_head_index, p["sigmoid_bias"])
+        bias = lambda pair: p["sigmoid_bias"][index(pair)]  # noqa: E731
+        return row_normalizers.sigmoid(bias, {"sigmoid_bias": index})
+
+    return NormalizerRule(
+        lambda p: normalizers.Sigmoid(p["sigmoid_bias"]),
+        definition,
+        {"sigmoid_bias": np.array(bias)},
+    )
+
+
+def _mixed(score: Any, bend: Any, slope: Any) -> Any:
+    bend, slope = bend.astype(score.dtype), slope.astype(score.dtype)
+    return bend * jnp.tanh(score) + slope * score
+
+
+MIXED = NormalizerRule(
+    lambda p: normalizers.Pointwise(_mixed, p["bend"], p["slope"]),
+    lambda p: row_normalizers.pointwise(
+        Modifier(
+            value=lambda s, pair: p["bend"] * np.tanh(s) + p["slope"] * s,
+            by_score=lambda s, pair: p["bend"] / np.cosh(s) ** 2 + p["slope"],
+            by_parameter={
+                "bend": lambda s, pair: ((), np.tanh(s)),
+                "slope": lambda s, pair: ((), s),
+            },
+        )
+    ),
+    {"bend": np.array(0.75), "slope": np.array(-0.25)},
+)
+
+
+def _log_gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, log_gates: Any) -> Any:
+    return log_gates[b, h, kv_idx].astype(score.dtype)
+
+
+FORGETTING = NormalizerRule(
+    lambda p: normalizers.Running(scores.Score(_log_gate, p["log_gates"])),
+    lambda p: row_normalizers.running(
+        Modifier(
+            value=lambda s, pair: p["log_gates"][pair.b, pair.h, pair.kv] + 0 * s,
+            by_score=lambda s, pair: 0.0,
+            by_parameter={"log_gates": lambda s, pair: ((pair.b, pair.h, pair.kv), 1.0)},
+        ),
+        Modifier(),
+        row_normalizers.softmax(),
+        "add",
+    ),
+    {"log_gates": -np.abs(_normal(15, 2, 6, 7))},
+)
+
+
+def running(
+    combine: str, shape: tuple[int, ...], normalizer: Any, definition: OracleNormalizer
+) -> NormalizerRule:
+    """Terms of a bias, which has axes T and S; scores bent by a learned number."""
+    terms, first = bias(shape, (2,) * (len(shape) - 3)), learned_soft_cap(3.0)
+    return NormalizerRule(
+        lambda p: normalizers.Running(terms.build(p), first.build(p), normalizer, combine),
+        lambda p: row_normalizers.running(
+            terms.modifier(p), first.modifier(p), definition, combine
+        ),
+        _joined(terms.parameters, first.parameters),
+    )
+
+
+IDENTITY = _fixed(normalizers.Identity(), row_normalizers.pointwise(Modifier()))
+EXP = _fixed(normalizers.Exp(), row_normalizers.exp())
+RELU = _fixed(normalizers.Relu(), row_normalizers.relu(1))
+SPARSEMAX = _fixed(normalizers.Sparsemax(), row_normalizers.sparsemax())
+TOP_3 = _fixed(normalizers.TopK(3), row_normalizers.top_k(3))
+HALF_SIGMOID = row_normalizers.sigmoid(lambda pair: 0.5)
+STICK_BREAKING = _fixed(normalizers.StickBreaking(), row_normalizers.stick_breaking())
+
+
+def squared_relu(S: int) -> NormalizerRule:
+    return _fixed(normalizers.Relu(2, count_power=1), row_normalizers.relu(2, S))
+
+
+def sigmoid(S: int) -> NormalizerRule:
+    """A sigmoid with the default bias."""
+    bias = row_normalizers.sigmoid(lambda pair: -math.log(S))
+    return _fixed(normalizers.Sigmoid(), bias)
+
+
+def entmax(alpha: float) -> NormalizerRule:
+    return _fixed(normalizers.Entmax(alpha), row_normalizers.entmax(alpha))
+
+
 # --- the table ----------------------------------------------------------------------------------
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625, 0.75, -0.25)
@@ -795,6 +920,129 @@ DROPOUT = [
     CallCase("dropout_shifted", mask=CAUSAL, rate=0.3, q_positions=np.arange(5) + 2),
 ]
 
-_ROWS = [*SHAPES, *MASKS, *COMBINED, *SCORES, *POSITIONS, *TILES, *DROPOUT]
+# One case of each normalizer, and then further ones.
+NORMALIZERS = [
+    CallCase(
+        "identity", CaseSizes(batch=()), window(2, 1), soft_cap(3.0), rate=0.2, normalizer=IDENTITY
+    ),
+    CallCase("sigmoid", mask=lengths(kv=[3, 0]), normalizer=learned_sigmoid(SLOPES)),
+    CallCase(
+        "relu",
+        mask=segments([1, 1, 2, 2, 3], [3, 3, 2, 1, 1, 1, 1]),
+        score=bias((1, 6, 5, 1)),
+        normalizer=squared_relu(7),
+    ),
+    CallCase("exp", CaseSizes(T=7, S=5), PREDICATE, soft_cap(2.0), normalizer=EXP),
+    CallCase("pointwise", mask=dense((2, 6, 5, 7), 9, dead=LAST_ROW), normalizer=MIXED),
+    CallCase(
+        "softmax",
+        mask=CAUSAL,
+        normalizer=_fixed(normalizers.Softmax(), row_normalizers.softmax()),
+    ),
+    CallCase(
+        "softmax_plus_one",
+        mask=lengths(kv=[3, 0]),
+        score=soft_cap(2.0),
+        normalizer=_fixed(normalizers.SoftmaxPlusOne(), row_normalizers.softmax(plus_one=True)),
+    ),
+    CallCase(
+        "sparsemax",
+        mask=lengths(q=[5, 1], kv=[2, 7]),
+        score=learned_temperature((2.0, 3.0, 4.0, 5.0, 6.0, 8.0)),
+        rate=0.2,
+        normalizer=SPARSEMAX,
+    ),
+    CallCase(
+        "entmax",
+        mask=dense((2, 6, 5, 7), 10, dead=LAST_ROW),
+        score=bias((2, 6, 5, 7)),
+        scale=0.1,
+        normalizer=entmax(1.5),
+    ),
+    CallCase(
+        "top_k",
+        CaseSizes(batch=(2, 3), T=2, S=5, N=4, K=2, H=5, V=3),
+        CAUSAL | prefix(4),
+        normalizer=TOP_3,
+    ),
+    CallCase(
+        "stick_breaking",
+        SELF,
+        CAUSAL & segments([[0, 0, 0, 1, 1, 2, 2], [5, 5, 4, 4, 4, 4, 4]]),
+        alibi(SLOPES),
+        scale=0.2,
+        normalizer=STICK_BREAKING,
+    ),
+    CallCase("forgetting", mask=CAUSAL & lengths(kv=[7, 3]), normalizer=FORGETTING),
+    CallCase("sigmoid_shifted", mask=CAUSAL, normalizer=sigmoid(7), q_positions=np.arange(5) + 2),
+    CallCase("relu_plain", normalizer=RELU),
+    CallCase(
+        "sparsemax_decode",
+        CaseSizes(T=1),
+        CAUSAL,
+        q_positions=np.array([6]),
+        scale=0.1,
+        normalizer=SPARSEMAX,
+    ),
+    CallCase("entmax_mild", CaseSizes(T=3, S=11), normalizer=entmax(1.2)),
+    CallCase("entmax_sharp", mask=PREDICATE_WITH_OPERANDS, scale=0.1, normalizer=entmax(2.5)),
+    CallCase("top_k_dropout", mask=lengths(kv=[5, 2]), rate=0.3, normalizer=TOP_3),
+    CallCase("stick_breaking_no_mask", CaseSizes(S=3), normalizer=STICK_BREAKING),
+    CallCase(
+        "running_product",
+        mask=lengths(kv=[6, 0]),
+        normalizer=running("multiply", (2, 6, 5, 7), normalizers.Sigmoid(0.5), HALF_SIGMOID),
+    ),
+    CallCase(
+        "running_maximum",
+        mask=window(3, 2),
+        normalizer=running("maximum", (1, 6, 5, 7), normalizers.Exp(), row_normalizers.exp()),
+    ),
+    CallCase(
+        "running_minimum",
+        mask=CAUSAL,
+        normalizer=running(
+            "minimum", (1, 1, 5, 7), normalizers.Sparsemax(), row_normalizers.sparsemax()
+        ),
+    ),
+    CallCase(
+        "tiles_sigmoid", LONG, CAUSAL & window(21, None), alibi(SLOPES[:2]), normalizer=sigmoid(53)
+    ),
+    CallCase(
+        "tiles_entmax",
+        LONG,
+        lengths(kv=41) | prefix(3),
+        bias((2, 37, 53), batch=()),
+        scale=0.3,
+        rate=0.2,
+        normalizer=entmax(1.5),
+    ),
+    CallCase(
+        "tiles_top_k",
+        LONG,
+        dense((1, 37, 53), 8, dead=np.s_[:, 16:33]),
+        soft_cap(5.0),
+        q_positions=np.arange(37) + 16,
+        normalizer=TOP_3,
+    ),
+    CallCase(
+        "tiles_stick_breaking",
+        LONG,
+        window(9, 3),
+        q_positions=np.arange(37) + 16,
+        normalizer=STICK_BREAKING,
+    ),
+    CallCase(
+        "tiles_running",
+        LONG,
+        CAUSAL & ~dilated(5),
+        normalizer=running("add", (1, 37, 53), normalizers.Softmax(), row_normalizers.softmax()),
+    ),
+]
+
+_ROWS = [*SHAPES, *MASKS, *COMBINED, *SCORES, *POSITIONS, *TILES, *DROPOUT, *NORMALIZERS]
 CASES: dict[str, CallCase] = {case.name: case for case in _ROWS}
 assert len(CASES) == len(_ROWS), "two cases of one name"
+
+SOFTMAX_CASES = {name: case for name, case in CASES.items() if case.normalizer is None}
+"""The cases of kernels that compute only the softmax."""

@@ -69,6 +69,23 @@ class Modifier:
         )
 
 
+ParameterTerms = list[tuple[str, tuple[Any, ...], Any]]
+"""Terms of gradients of parameters: a parameter's name, the index of its element, and a number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleNormalizer:
+    """A normalizer and its derivative in closed form.
+
+    `weights` maps the scores `[n]` of a query's allowed keys, in order, to their weights. `pull`
+    maps scores, weights and cotangents of weights to cotangents of the scores, and terms of the
+    gradients of parameters. Both receive the pair of each key as well.
+    """
+
+    weights: Callable[[np.ndarray, list[At]], np.ndarray]
+    pull: Callable[[np.ndarray, np.ndarray, np.ndarray, list[At]], tuple[Any, ParameterTerms]]
+
+
 @dataclasses.dataclass(frozen=True)
 class OracleProblem:
     """One call of attention: arrays in the library's layout, masks and scores as plain functions.
@@ -83,6 +100,7 @@ class OracleProblem:
     parameters: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     allowed: Allowed = lambda pair: True
     modifier: Callable[[Mapping[str, np.ndarray]], Modifier] = lambda parameters: Modifier()
+    normalizer: Callable[[Mapping[str, np.ndarray]], OracleNormalizer] | None = None
     scale: float | None = None
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
@@ -118,7 +136,8 @@ class OracleProblem:
 class OracleForward(NamedTuple):
     """Results `[*B, T, N, V]`, `[*B, N, T]`, and `[*B, N, T, S]` for weights and scores.
 
-    Weights are after dropout; scores are −inf where masked.
+    Weights are after dropout; scores are −inf where masked. With a normalizer other than the
+    softmax, lse is 0.
     """
 
     out: np.ndarray
@@ -167,6 +186,40 @@ def _softmax_row(scores: dict[int, Any]) -> tuple[dict[int, Any], Any]:
     return {j: x.item() / total for j, x in exponentials.items()}, top + np.log(total).item()
 
 
+def _weights_of_row(
+    problem: OracleProblem, scores: dict[int, Any], places: dict[int, At]
+) -> tuple[dict[int, Any], Any]:
+    """Returns the weights of a query's keys by its normalizer, and lse."""
+    if problem.normalizer is None:
+        return _softmax_row(scores)
+    if not scores:
+        return {}, 0.0
+    weights: Any = problem.normalizer(problem.parameters).weights(
+        np.array(list(scores.values())), list(places.values())
+    )
+    return dict(zip(scores, weights.tolist(), strict=True)), 0.0
+
+
+def _pull_row(
+    problem: OracleProblem,
+    scores: dict[int, Any],
+    places: dict[int, At],
+    dp: dict[int, Any],
+    d_lse: float,
+) -> tuple[dict[int, Any], dict[int, Any], ParameterTerms]:
+    """Returns a query's weights, the cotangents of its scores, and terms of parameters."""
+    p, _ = _weights_of_row(problem, scores, places)
+    if problem.normalizer is None:
+        mean = _sum([p[j] * dp[j] for j in places])
+        return p, {j: p[j] * (dp[j] - mean + d_lse) for j in places}, []
+    if not places:
+        return {}, {}, []
+    arrays = (np.array([row[j] for j in places]) for row in (scores, p, dp))
+    pull = problem.normalizer(problem.parameters).pull
+    ds, terms = pull(*arrays, list(places.values()))
+    return p, dict(zip(places, ds.tolist(), strict=True)), terms
+
+
 def _rows(problem: OracleProblem):
     """Yields for each query: its indices and kv head, then pairs, raw scores, scores by key."""
     flat, queries, keys, heads, kv_heads, *_ = problem.sizes
@@ -203,7 +256,7 @@ def attend(problem: OracleProblem) -> OracleForward:
     masked = np.full((flat, heads, queries, keys), -np.inf, kind)
     v = _flat(problem.v).tolist()
     for (b, h, i, g), places, _, scores in _rows(problem):
-        row, lse[b, h, i] = _softmax_row(scores)
+        row, lse[b, h, i] = _weights_of_row(problem, scores, places)
         for j, pair in places.items():
             masked[b, h, i, j] = scores[j]
             weights[b, h, i, j] = row[j] * problem.dropout_factor(pair)
@@ -231,21 +284,19 @@ def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> O
     d_l = d_lse.reshape(flat, heads, queries)
     modifier = problem.modifier(problem.parameters)
     for (b, h, i, g), places, raw, scores in _rows(problem):
-        p, _ = _softmax_row(scores)
-        dp = {}
+        factor = {j: problem.dropout_factor(pair) for j, pair in places.items()}
+        dp = {j: factor[j] * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist()) for j in places}
+        p, ds, terms = _pull_row(problem, scores, places, dp, d_l[b, h, i])
+        for name, index, term in terms:
+            d_parameters[name][index] += term
         for j, pair in places.items():
-            factor = problem.dropout_factor(pair)
-            dp[j] = factor * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist())
-            dv[b, j, g] += p[j] * factor * d_o[b, i, h]
-        mean = _sum([p[j] * dp[j] for j in places])
-        for j, pair in places.items():
-            ds = p[j] * (dp[j] - mean + d_l[b, h, i])
-            d_raw = ds * modifier.by_score(raw[j], pair) * problem.factor
+            dv[b, j, g] += p[j] * factor[j] * d_o[b, i, h]
+            d_raw = ds[j] * modifier.by_score(raw[j], pair) * problem.factor
             dq[b, i, h] += d_raw * k[b, j, g]
             dk[b, j, g] += d_raw * q[b, i, h]
             for name, rule in modifier.by_parameter.items():
                 index, slope = rule(raw[j], pair)
-                d_parameters[name][index] += ds * slope
+                d_parameters[name][index] += ds[j] * slope
     shapes = problem.q.shape, problem.k.shape, problem.v.shape
     return OracleGradients(
         dq.reshape(shapes[0]), dk.reshape(shapes[1]), dv.reshape(shapes[2]), d_parameters
@@ -339,25 +390,53 @@ def plain(
 
     raw = (q @ np.swapaxes(k, -1, -2)) * factor
     scores = np.where(allowed, modifier.value(raw, pair), np.asarray(-np.inf, dtype))
-    p, lse = _softmax(scores)
-    out = rounded(p * factors) @ v
-
     dp = (d_o @ np.swapaxes(v, -1, -2)) * factors
+    if problem.normalizer is None:
+        p, lse = _softmax(scores)
+        out = rounded(p * factors) @ v
+        means = (p * dp).sum(axis=-1), (d_o * rounded(out)).sum(axis=-1)
+        by_row = np.asarray(d_lse, dtype).reshape(flat, heads, queries)
+        pulled = [(p * (dp + (by_row - mean)[..., None]), []) for mean in means]
+    else:
+        p, *ds_and_terms = _normalized(problem.normalizer(parameters), scores, dp, pair)
+        lse, pulled = np.zeros(p.shape[:-1], dtype), [ds_and_terms]
+        out = rounded(p * factors) @ v
+
     backwards = []
-    for mean in ((p * dp).sum(axis=-1), (d_o * rounded(out)).sum(axis=-1)):
-        by_row = np.asarray(d_lse, dtype).reshape(flat, heads, queries) - mean
-        ds = p * (dp + by_row[..., None])
+    for ds, terms in pulled:
         d_raw = rounded(ds * modifier.by_score(raw, pair) * factor)
         dk, dv = np.swapaxes(d_raw, -1, -2) @ q, np.swapaxes(rounded(p * factors), -1, -2) @ d_o
+        d_parameters = _parameter_gradients(modifier, parameters, raw, ds, pair)
+        for name, index, term in terms:
+            d_parameters[name][index] += term
         backwards.append(
             OracleGradients(
                 np.swapaxes(d_raw @ k, 1, 2).reshape(problem.q.shape),
                 _by_kv_head(dk, kv_heads).reshape(problem.k.shape),
                 _by_kv_head(dv, kv_heads).reshape(problem.v.shape),
-                _parameter_gradients(modifier, parameters, raw, ds, pair),
+                d_parameters,
             )
         )
     return _unflat(problem, out, lse, p * factors, scores), backwards
+
+
+def _normalized(
+    normalizer: OracleNormalizer, scores: np.ndarray, dp: np.ndarray, pair: At
+) -> tuple[np.ndarray, np.ndarray, ParameterTerms]:
+    """Weights, cotangents of the scores, and terms of parameters, in the dtype of the scores."""
+    p, ds, all_terms = np.zeros_like(scores), np.zeros_like(scores), []
+    places = At(*(np.broadcast_to(x, scores.shape) for x in pair))
+    for row in np.ndindex(scores.shape[:-1]):
+        allowed = scores[row] > -np.inf
+        if not allowed.any():
+            continue
+        pairs = [At(*(int(x[(*row, j)]) for x in places)) for j in np.flatnonzero(allowed)]
+        p[row][allowed] = weights = normalizer.weights(scores[row][allowed], pairs)
+        ds[row][allowed], terms = normalizer.pull(
+            scores[row][allowed], weights, dp[row][allowed], pairs
+        )
+        all_terms += terms
+    return p, ds, all_terms
 
 
 def _softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
