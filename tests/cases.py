@@ -643,8 +643,9 @@ FORGETTING = NormalizerRule(
 def running(
     combine: str, shape: tuple[int, ...], normalizer: Any, definition: OracleNormalizer
 ) -> NormalizerRule:
-    """Terms of a bias, which has axes T and S; scores bent by a learned number."""
-    terms, first = bias(shape, (2,) * (len(shape) - 3)), learned_soft_cap(3.0)
+    """Terms of score and bias, which has axes T and S; scores bent by a learned number."""
+    terms = bias(shape, (2,) * (len(shape) - 3)) >> soft_cap(1.25)
+    first = learned_soft_cap(3.0)
     return NormalizerRule(
         lambda p: normalizers.Running(terms.build(p), first.build(p), normalizer, combine),
         lambda p: row_normalizers.running(
@@ -996,6 +997,7 @@ NORMALIZERS = [
     CallCase(
         "running_maximum",
         mask=window(3, 2),
+        scale=0.1,
         normalizer=running("maximum", (1, 6, 5, 7), normalizers.Exp(), row_normalizers.exp()),
     ),
     CallCase(
@@ -1036,6 +1038,7 @@ NORMALIZERS = [
         "tiles_running",
         LONG,
         CAUSAL & ~dilated(5),
+        scale=0.2,
         normalizer=running("add", (1, 37, 53), normalizers.Softmax(), row_normalizers.softmax()),
     ),
 ]
@@ -1043,6 +1046,8 @@ NORMALIZERS = [
 _ROWS = [*SHAPES, *MASKS, *COMBINED, *SCORES, *POSITIONS, *TILES, *DROPOUT, *NORMALIZERS]
 CASES: dict[str, CallCase] = {case.name: case for case in _ROWS}
 assert len(CASES) == len(_ROWS), "two cases of one name"
+
+ONE_OF_EACH_NORMALIZER = tuple(case.name for case in NORMALIZERS[:12])
 
 SOFTMAX_CASES = {name: case for name, case in CASES.items() if case.normalizer is None}
 """The cases of kernels that compute only the softmax."""

@@ -214,9 +214,8 @@ def _pull_row(
         return p, {j: p[j] * (dp[j] - mean + d_lse) for j in places}, []
     if not places:
         return {}, {}, []
-    arrays = (np.array([row[j] for j in places]) for row in (scores, p, dp))
-    pull = problem.normalizer(problem.parameters).pull
-    ds, terms = pull(*arrays, list(places.values()))
+    s, w, dw = (np.array([row[j] for j in places]) for row in (scores, p, dp))
+    ds, terms = problem.normalizer(problem.parameters).pull(s, w, dw, list(places.values()))
     return p, dict(zip(places, ds.tolist(), strict=True)), terms
 
 

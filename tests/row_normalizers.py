@@ -85,11 +85,11 @@ def sparsemax() -> OracleNormalizer:
     """max(s − τ, 0), where τ comes from the scores in decreasing order."""
 
     def weights(scores: Row, pairs: list[At]) -> Row:
-        decreasing = scores[np.argsort(-scores.real, kind="stable")]
+        decreasing: Row = scores[np.argsort(-scores.real, kind="stable")]
         sums = np.cumsum(decreasing)
         counts = np.arange(1, len(scores) + 1, dtype=scores.real.dtype)
         support = int(np.sum(1 + counts * decreasing.real > sums.real))
-        threshold = (sums[support - 1] - 1) / counts[support - 1]
+        threshold: Row = (sums[support - 1] - 1) / counts[support - 1]
         return np.where(scores.real > threshold.real, scores - threshold, 0)
 
     return OracleNormalizer(weights, _pull_entmax(2.0))

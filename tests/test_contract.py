@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tuning
+from jattn import masks, normalizers, scores, tuning
+from jattn.normalizers import NormalizerFunction, PointwiseNormalizer
 from jattn.scores import ScoreFunction
 from tests import oracle
 from tests.cases import (
@@ -26,6 +27,7 @@ from tests.cases import (
     DTYPES,
     GENERAL,
     IMPLEMENTATIONS,
+    ONE_OF_EACH_NORMALIZER,
     CallCase,
     CaseInputs,
     CaseSizes,
@@ -240,25 +242,30 @@ def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
         assert noticed is ((name, label) not in HARMLESS), label
 
 
+BASES = masks.Mask, ScoreFunction, NormalizerFunction
+
+
 def leaves_of(value: Any) -> set[type]:
-    """The classes of the masks or score functions in an expression; none for another value."""
-    if not isinstance(value, (masks.Mask, ScoreFunction)):
+    """The classes of the masks, score functions or normalizers in an expression; none for
+    another value."""
+    if not isinstance(value, BASES):
         return set()
     return {type(value)}.union(*map(leaves_of, vars(value).values()))
 
 
 def public_rules() -> set[type]:
-    """The classes of all masks and of all score functions."""
-    bases = masks.Mask, ScoreFunction
-    values = *vars(masks).values(), *vars(scores).values()
-    return {x for x in values if isinstance(x, type) and issubclass(x, bases)} - {*bases}
+    """The classes of all masks, of all score functions and of all normalizers."""
+    modules = masks, scores, normalizers
+    values = [value for module in modules for value in vars(module).values()]
+    rules = {x for x in values if isinstance(x, type) and issubclass(x, BASES)}
+    return rules - {*BASES, PointwiseNormalizer}
 
 
-def test_the_table_has_every_mask_and_every_score_function():
+def test_the_table_has_every_mask_every_score_function_and_every_normalizer():
     used: set[type] = {masks.Dense}
     for case in CASES.values():
         rules = case.rules(case.operands, case.parameters)
-        used |= leaves_of(rules["mask"]) | leaves_of(rules["score"])
+        used = used.union(*map(leaves_of, rules.values()))
     assert public_rules() <= used
 
 
@@ -279,7 +286,8 @@ def test_the_oracle_agrees_with_another_library(name):
 
 
 def _marks(implementation: str, name: str, dtype: str) -> Any:
-    """A third of the cases before a commit, half of these in float64, where mistakes show most.
+    """A third of the cases before a commit, half of these in float64, where mistakes show most, and
+    one case of each normalizer.
 
     Another third is slow, and the last slow for the kernel in C++. Other dtypes differ by their
     rounding, and by the strategy of blockwise. The formula changes less often.
@@ -290,7 +298,8 @@ def _marks(implementation: str, name: str, dtype: str) -> Any:
         quick = usual and place % 12 == 0
         often = (optimised and name in VARIED) or (usual and place % 12 == 6)
     else:
-        quick = (usual and place % 3 == 0) or (optimised and name in VARIED)
+        chosen = place % 3 == 0 or name in ONE_OF_EACH_NORMALIZER
+        quick = (usual and chosen) or (optimised and name in VARIED)
         often = optimised or (usual and place % 3 == 1)
     return () if quick else pytest.mark.slow if often else pytest.mark.exhaustive
 
@@ -340,7 +349,9 @@ def test_weights_and_scores(name):
     @quick_jit
     def both(x: CaseInputs) -> Any:
         rules = case.rules(x.operands, x.parameters)
-        return jattn.attention_weights(x.q, x.k, **rules), jattn.attention_scores(x.q, x.k, **rules)
+        weights = jattn.attention_weights(x.q, x.k, **rules)
+        rules.pop("normalizer", None)
+        return weights, jattn.attention_scores(x.q, x.k, **rules)
 
     weights, logits = both(on_device(x))
     assert error(weights, want.weights) <= 1e-14
