@@ -138,7 +138,7 @@ def _forget_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def _small_tiles(request):
-    """Splits a few dozen queries and keys into several tiles, by the strategy that belongs to the test's dtype.
+    """Splits a few dozen tokens into tiles, by the strategy that belongs to the test's dtype.
 
     Strategies: head by head, all heads at once, or short sequences as single tiles. Tests marked
     `default_tiles` get the tiles that users get.

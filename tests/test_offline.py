@@ -22,7 +22,7 @@ from experiments.offline import calls, command, job, kept, machine_code, targets
 from experiments.offline.job import Job
 from experiments.offline.machine_code import Instruction
 from experiments.runs.ending import Failure, UserError
-from jattn import masks
+from jattn import masks, scores
 from jattn.kernels.gpu.mosaic.machine import versions
 from tests.cases import CASES, CallCase, CaseInputs, inputs
 from tests.commands import ROOT
@@ -478,7 +478,7 @@ def test_every_mask_and_every_score_function_is_there():
             seen.update(*map(leaves_of, call.rules(arrays).values()))
 
         jax.eval_shape(note, {**parameters, **operands})
-    assert public_rules() - seen <= {masks.Empty}
+    assert public_rules(masks, scores) - seen <= {masks.Empty}
 
 
 HEADS = (64, 128, 256, 80, 96)

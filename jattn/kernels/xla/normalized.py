@@ -38,7 +38,7 @@ def weighted_rows(
     allowed = jnp.broadcast_to(spec.mask.evaluate(b, h, rows, columns), score.shape)
     # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
     out = tile.weighted_values(jnp.where(allowed, weights, 0), v, spec.precision)
-    nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))
+    nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))[None, :]
     return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
 
 
