@@ -85,8 +85,8 @@ def sparsemax() -> OracleNormalizer:
     """max(s − τ, 0), where τ comes from the scores in decreasing order."""
 
     def weights(scores: Row, pairs: list[At]) -> Row:
-        decreasing: Row = scores[np.argsort(-scores.real, kind="stable")]
-        sums = np.cumsum(decreasing)
+        decreasing = scores[np.argsort(-scores.real, kind="stable")]
+        sums: Row = np.cumsum(decreasing)
         counts = np.arange(1, len(scores) + 1, dtype=scores.real.dtype)
         support = int(np.sum(1 + counts * decreasing.real > sums.real))
         threshold: Row = (sums[support - 1] - 1) / counts[support - 1]
