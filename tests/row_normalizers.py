@@ -20,6 +20,11 @@ def _array(values: list[Any], like: Row) -> Row:
     return np.array(values, like.dtype)
 
 
+def logistic(x: Any) -> Any:
+    """1 / (1 + exp(−x)) without overflow."""
+    return 1 / (1 + np.exp(-x)) if x.real > 0 else np.exp(x) / (1 + np.exp(x))
+
+
 def parameter_terms(
     modifier: Modifier, scores: Row, cotangents: Any, pairs: list[At]
 ) -> ParameterTerms:
@@ -53,7 +58,7 @@ def softmax(plus_one: bool = False) -> OracleNormalizer:
     """exp(s) / Σ exp(s), with 1 added to the sum if `plus_one`."""
 
     def weights(scores: Row, pairs: list[At]) -> Row:
-        top = scores.real.max()
+        top = max(scores.real.max(), 0) if plus_one else scores.real.max()
         exponentials = np.exp(scores - top)
         return exponentials / (np.sum(exponentials) + (np.exp(-top) if plus_one else 0))
 
@@ -85,6 +90,7 @@ def sparsemax() -> OracleNormalizer:
     """max(s − τ, 0), where τ comes from the scores in decreasing order."""
 
     def weights(scores: Row, pairs: list[At]) -> Row:
+        scores = scores - scores.real.max()  # as 1 + 10³⁰ is 10³⁰
         decreasing = scores[np.argsort(-scores.real, kind="stable")]
         sums: Row = np.cumsum(decreasing)
         counts = np.arange(1, len(scores) + 1, dtype=scores.real.dtype)
@@ -121,20 +127,17 @@ def entmax(alpha: float) -> OracleNormalizer:
 def stick_breaking() -> OracleNormalizer:
     """β_j Π_{k>j} (1 − β_k) with β = 1 / (1 + exp(−s)), by products from the last key on."""
 
-    def shares(scores: Row) -> Row:
-        return 1 / (1 + np.exp(-scores))
-
     def weights(scores: Row, pairs: list[At]) -> Row:
         result, rest = np.zeros_like(scores), scores.dtype.type(1)
         for j in reversed(range(len(scores))):
-            result[j] = rest * shares(scores)[j]
-            rest = rest * (1 / (1 + np.exp(scores[j])))
+            result[j] = rest * logistic(scores[j])
+            rest = rest * logistic(-scores[j])
         return result
 
     def pull(scores: Row, w: Row, dw: Row, pairs: list[At]) -> Any:
         ds, before = np.zeros_like(scores), scores.dtype.type(0)
-        for j, share in enumerate(shares(scores)):
-            ds[j] = dw[j] * w[j] * (1 - share) - share * before
+        for j, score in enumerate(scores):
+            ds[j] = dw[j] * w[j] * logistic(-score) - logistic(score) * before
             before = before + dw[j] * w[j]
         return ds, []
 
@@ -202,10 +205,10 @@ def sigmoid(bias: Callable[[At], Any], by_parameter: Any = None) -> OracleNormal
     """1 / (1 + exp(−s − bias)); `by_parameter` gives the index of a pair's bias, by name."""
 
     def value(score: Any, pair: At) -> Any:
-        return 1 / (1 + np.exp(-score - bias(pair)))
+        return logistic(score + bias(pair))
 
     def slope(score: Any, pair: At) -> Any:
-        return value(score, pair) * (1 - value(score, pair))
+        return logistic(score + bias(pair)) * logistic(-score - bias(pair))
 
     def rule(index: Callable[[At], tuple[Any, ...]]) -> Any:
         return lambda score, pair: (index(pair), slope(score, pair))
