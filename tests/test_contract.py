@@ -595,7 +595,7 @@ def test_weights_keep_their_digits(implementation):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", [*VARIED, "sigmoid", "sparsemax", "forgetting"])
 @pytest.mark.parametrize("how", ["eager", "checkpoint"])
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_eager_and_checkpoint_change_nothing(implementation, how, name):
@@ -632,7 +632,9 @@ MAPPED = [
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
+@pytest.mark.parametrize(
+    "name", ["chain", "places_and_positions", "dropout_masked", "sigmoid", "entmax", "forgetting"]
+)
 @pytest.mark.parametrize("fields", MAPPED)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_vmap_is_a_loop(implementation, name, fields):
@@ -750,7 +752,13 @@ def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.one_in(2)
 @every_implementation
-@pytest.mark.parametrize("name", ["chain", "bias_dead_rows", "relative_bias", "dropout_masked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("chain", "bias_dead_rows", "relative_bias", "dropout_masked"),
+        *("sigmoid", "entmax", "top_k_dropout", "stick_breaking", "forgetting"),
+    ],
+)
 def test_forward_mode_and_second_order(implementation, name):
     case = CASES[name]
     x = inputs(case)

@@ -43,7 +43,7 @@ from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.masks import Span
 from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
-from tests.cases import CASES, inputs
+from tests.cases import CASES, SOFTMAX_CASES, inputs
 from tests.conftest import ON_CPU, out_and_gradients, quick_jit
 from tests.kernels import assert_accurate, assert_parts, lying_mask, made, prepared
 from tests.oracle import error
@@ -295,7 +295,7 @@ def test_values_and_gradients(name, implementation):
 
 
 OFTEN = "lengths_both", "soft_cap_learned", "places_and_positions", "decode_function"
-OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in CASES if x not in OFTEN]
+OTHERS = [pytest.param(x, marks=pytest.mark.exhaustive) for x in SOFTMAX_CASES if x not in OFTEN]
 
 
 @pytest.mark.one_in(6)

@@ -16,7 +16,7 @@ import pytest
 
 from jattn.kernels import registry
 from tests import test_contract as contract
-from tests.cases import CASES, inputs
+from tests.cases import CASES, SOFTMAX_CASES, inputs
 from tests.conftest import ON_CPU, out_and_gradients, quick_jit
 from tests.kernels import (
     CEILINGS,
@@ -30,7 +30,7 @@ from tests.oracle import error
 
 PLATFORM = "cpu" if ON_CPU else {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 KERNELS = [name for name, row in registry.KERNELS.items() if PLATFORM in (row.platforms or ())]
-NAMES = ("chain", "lengths_both") if ON_CPU else tuple(CASES)
+NAMES = ("chain", "lengths_both") if ON_CPU else tuple(SOFTMAX_CASES)
 DTYPES = ("float32", "bfloat16", "float16")
 
 pytestmark = pytest.mark.default_tiles
