@@ -172,6 +172,8 @@ def axis_names(tree: Any) -> Any:
 
     A class whose letters depend on the value has a method `axis_names_by_value`.
     """
+    if type(tree) is tuple:
+        return tuple(axis_names(item) for item in tree)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return jax.tree.map(lambda _: "", tree)
     copy = object.__new__(type(tree))

@@ -170,7 +170,7 @@ def of_shapes(
             raise ValueError("sink: expected None with SoftmaxPlusOne, which is a sink of 0")
         normalizer, sink = None, 0.0
     if normalizer is not None:
-        normalizer = normalizer.for_keys(shapes.S)
+        normalizer = normalizer.for_keys(shapes.S * shards)
         _check_softmax(normalizer, return_lse=lse, sink=sink)
     check_precision("precision", precision)
     spec = Spec(
@@ -218,6 +218,9 @@ def _cache_arguments(
         # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
         options["mask"] = cache.mask() & mask
+    normalizer = as_normalizer(options.get("normalizer"))
+    if normalizer is not None:
+        options["normalizer"] = normalizer.for_keys(None)
     options["kv_positions"] = cache.kv_positions
     if options.get("q_positions") is None:
         options["q_positions"] = cache.last_positions(shapes.T)

@@ -75,8 +75,11 @@ class NormalizerFunction:
         """
         raise NotImplementedError
 
-    def for_keys(self, count: Size) -> "NormalizerFunction":
-        """Returns the normalizer for a call with `count` keys, for one that depends on it."""
+    def for_keys(self, count: Size | None) -> "NormalizerFunction":
+        """Returns the normalizer for a call with `count` keys, for one that depends on it.
+
+        In calls on a cache `count` is None, and a normalizer that depends on it raises ValueError.
+        """
         return self
 
     def __bool__(self) -> bool:
@@ -165,7 +168,7 @@ class Sigmoid(PointwiseNormalizer):
     def for_keys(self, count):
         if self.bias is not None:
             return self
-        return Sigmoid(-math.log(max(1, _known_count("Sigmoid: bias", count))))
+        return Sigmoid(-math.log(_known_count("Sigmoid: bias", "a bias", count)))
 
     def evaluate(self, score, b, h, rows, columns):
         bias = number(self.bias)
@@ -200,7 +203,8 @@ class Relu(PointwiseNormalizer):
         if not self.count_power:
             return self
         by_count = object.__new__(Relu)
-        divisor = StaticFloat(max(1, _known_count("Relu: count_power", count)) ** self.count_power)
+        known = _known_count("Relu: count_power", "count_power 0", count)
+        divisor = StaticFloat(known**self.count_power)
         vars(by_count).update(power=self.power, count_power=self.count_power, divisor=divisor)
         return by_count
 
@@ -257,10 +261,15 @@ class _ByScore(PointwiseNormalizer):
         return self.score.evaluate(score, b, h, rows, columns)
 
 
-def _known_count(name: str, count: Size) -> int:
+def _known_count(name: str, expected: str, count: Size | None) -> int:
+    """Returns the number of keys, at least 1; raises ValueError if it is not known."""
+    if count is None:
+        raise ValueError(
+            f"{name}: expected {expected} in a call on a cache, which has more slots than keys"
+        )
     if not isinstance(count, int):
-        raise ValueError(f"{name}: expected a number in a call with symbolic S = {count}")
-    return count
+        raise ValueError(f"{name}: expected {expected} in a call with symbolic S = {count}")
+    return max(1, count)
 
 
 # --- whole rows ---------------------------------------------------------------------------------
@@ -293,6 +302,11 @@ class SoftmaxPlusOne(NormalizerFunction):
     >>> w[0, 0, 0, 0].round(3).item()
     0.125
     """
+
+    def weights(self, score, b, h, rows, columns):
+        greatest = jnp.maximum(_greatest(score), 0)
+        weights = jnp.exp(score - greatest)
+        return weights / (jnp.exp(-greatest) + weights.sum(axis=-1, keepdims=True))
 
 
 @pytree_dataclass

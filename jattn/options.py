@@ -28,6 +28,12 @@ class ScoreOptions(Rules, Positions, total=False):
     """The options of `attention_scores`."""
 
 
+class StatisticsOptions(ScoreOptions, total=False):
+    """The options of `statistics` and `top_weights`."""
+
+    normalizer: NormalizerLike
+
+
 class RulesAndSink(Rules, total=False):
     """The options of `parallel.cached_attention`."""
 

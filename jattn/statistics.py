@@ -2,7 +2,8 @@
 
 `statistics` computes a few numbers from the weights of each query, `top_weights` selects the
 greatest weights of each query. Both compute every tile of the scores twice: first for the
-denominators of the softmax, then for the weights.
+denominators of the softmax, then for the weights. With another normalizer, they compute the weights
+of all keys of a block of queries at once.
 """
 
 import dataclasses
@@ -22,7 +23,8 @@ from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.protocol import QueryStatistics, StatisticsRequest
 from jattn.kernels.xla import statistics as tiled_statistics
 from jattn.masks import Mask, Padding
-from jattn.options import ScoreOptions
+from jattn.normalizers import SoftmaxPlusOne
+from jattn.options import StatisticsOptions
 
 
 class Statistics(NamedTuple):
@@ -38,6 +40,10 @@ class Statistics(NamedTuple):
     above: the sum of the weights above the `threshold`, `[*B, N, T]`; None if not requested.
     received: the sum over queries of the weights on each key, `[*B, N, S]`.
 
+    With a normalizer whose weights do not sum to 1, entropy and distance are those of the weights
+    divided by their sum, 0 if all weights are 0, and all other statistics are those of the weights
+    themselves. The entropy of negative weights is NaN.
+
     All but `place` are float32 (float64). `entropy`, `greatest`, `distance` and `on_keys` have
     first derivatives in reverse mode; the others are constants.
     """
@@ -51,14 +57,14 @@ class Statistics(NamedTuple):
     received: Float[Array, "*B N S"]
 
 
-@advised(ScoreOptions)
+@advised(StatisticsOptions)
 def statistics(
     query: Queries,
     key: Keys,
     *,
     keys: Mask | Bool[AnyArray, "*B S"] | None = None,
     threshold: float | None = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[StatisticsOptions],
 ) -> Statistics:
     """Returns entropy, greatest weight, expected distance and more of the weights of attention.
 
@@ -92,9 +98,9 @@ def statistics(
     return _statistics(call, query, key, on_keys, threshold=threshold)
 
 
-@advised(ScoreOptions)
+@advised(StatisticsOptions)
 def top_weights(
-    query: Queries, key: Keys, n: int, **options: Unpack[ScoreOptions]
+    query: Queries, key: Keys, n: int, **options: Unpack[StatisticsOptions]
 ) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
     """Returns the n greatest weights of each query and head, and the indices of their keys.
 
@@ -119,10 +125,13 @@ def top_weights(
     return _top(call, query, key, n=int(n))
 
 
-def _call(name: str, query: Any, key: Any, options: ScoreOptions) -> Call:
+def _call(name: str, query: Any, key: Any, options: StatisticsOptions) -> Call:
     """Makes a `Call`; raises NotImplementedError for symbolic T or S in an exported program."""
     check_array("key", key, "[*B, S, K, H]")  # refuses a cache, which `make` accepts
     call = make(query, key, **options)
+    if call.sink is not None:  # from SoftmaxPlusOne
+        spec = dataclasses.replace(call.spec, normalizer=SoftmaxPlusOne())
+        call = dataclasses.replace(call, spec=spec, sink=None)
     shapes = call.shapes
     if not shapes.has_static_lengths:
         raise NotImplementedError(

@@ -12,7 +12,7 @@ from jattn import masks
 from jattn._types import Keys, Queries
 from jattn.call import Call
 from jattn.kernels.cpu import native
-from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
+from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums, softmax_only
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec
 
@@ -23,7 +23,7 @@ def unsupported(question: StatisticsRequest, shapes: Shapes) -> str | None:
         return "there are no pairs of queries and keys"
     for spec in filter(None, (question.spec, _on_keys(question))):
         call = Call(spec, shapes)
-        if reason := native.supports(call) or native.too_small(call):
+        if reason := softmax_only(call) or native.supports(call) or native.too_small(call):
             return reason
     return native.unavailable(shapes, False)
 

@@ -6,23 +6,34 @@ computes each block again (`jax.checkpoint`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jattn import masks, tile, tuning
 from jattn._pytree import axis_names
-from jattn._types import Index, Scores, accumulation
+from jattn._types import Index, Scores, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule
 from jattn.kernels.common.derivatives import PerQuery, TangentInputs
 from jattn.kernels.common.tile_schedule import TileRun
 from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling, parameters, scores_are_weights, with_parameters
+
+
+def weights_and_mask(
+    head_tile: slicing.HeadTile, q: Float[Array, "t H"], k: Float[Array, "S H"]
+) -> tuple[Float[Array, "t S"], Bool[Array, "t S"]]:
+    """Computes the weights of t queries of one head for all their keys, before dropout, and which
+    keys they may attend to."""
+    spec, *at = head_tile
+    score = head_tile.modify(tile.pair_products(spec, q, k), True)
+    weights = weights_of_scores(spec, score, *at)
+    return weights, jnp.broadcast_to(spec.mask.evaluate(*at), score.shape)
 
 
 def weighted_rows(
@@ -32,12 +43,10 @@ def weighted_rows(
 
     A query that attends to a value that is not finite gets NaN, whatever the weight.
     """
-    spec, b, h, rows, columns = head_tile
-    score = head_tile.modify(tile.pair_products(spec, q, k), True)
-    weights = head_tile.drop(weights_of_scores(spec, score, b, h, rows, columns))
-    allowed = jnp.broadcast_to(spec.mask.evaluate(b, h, rows, columns), score.shape)
+    weights, allowed = weights_and_mask(head_tile, q, k)
     # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
-    out = tile.weighted_values(jnp.where(allowed, weights, 0), v, spec.precision)
+    weights = jnp.where(allowed, head_tile.drop(weights), 0)
+    out = tile.weighted_values(weights, v, head_tile.spec.precision)
     nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))[None, :]
     return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
 
@@ -107,52 +116,95 @@ def _by_block(letters: str, leaf: Array, n: int) -> Array | None:
     return None
 
 
+BlockFunction = Callable[..., tuple[Tree, Array | None]]
+"""A function of the tiles of a block of t queries and s keys, one for each spec, of the queries
+`[t, H]` and of arrays `[s, ...]`. It returns a tree of arrays `[t, ...]`, and an array `[s]` to sum
+over the blocks, or None."""
+
+
 def _one_head(
-    runs: Sequence[_Blocks], block_q: int, spec: Spec, b: Index, h: Index, *qkv: Array
-) -> Array:
-    """Computes the output `[T, V]` of one head; spec and queries are padded to whole blocks."""
-    q, k, v = qkv
+    of_block: BlockFunction,
+    runs: Sequence[_Blocks],
+    block_q: int,
+    specs: tuple[Spec, ...],
+    b: Index,
+    h: Index,
+    q: Array,
+    *by_key: Array,
+    total: Array | None,
+) -> tuple[Tree, Array | None]:
+    """Computes `by_blocks` of one head; the specs are padded to whole blocks."""
     n = -(-len(q) // block_q)
-    leaves, structure = jax.tree.flatten(spec)
-    names = jax.tree.leaves(axis_names(spec))
+    leaves, structure = jax.tree.flatten(specs)
+    names = jax.tree.leaves(axis_names(specs))
     split = [_by_block(x, leaf, n) for x, leaf in zip(names, leaves, strict=True)]
     queries = slicing.pad_to(q, n * block_q).reshape(n, block_q, -1)
 
-    def run(blocks: _Blocks) -> Array:
+    def run(total: Array | None, blocks: _Blocks) -> tuple[Array | None, Tree]:
         @jax.checkpoint
-        def block(operands: Any) -> Array:
+        def block(operands: Any) -> Any:
             i, start, q, split = operands
             own = [x if y is None else y for x, y in zip(leaves, split, strict=True)]
             keys = TileRun(start, blocks.width, True)
-            head_tile = slicing.HeadTile.at(
-                jax.tree.unflatten(structure, own), b, h, i * block_q, block_q, keys
-            )
-            return weighted_rows(
-                head_tile, q, *(slicing.take(x, start, blocks.width) for x in (k, v))
-            )
+            tiles = [
+                slicing.HeadTile.at(spec, b, h, i * block_q, block_q, keys)
+                for spec in jax.tree.unflatten(structure, own)
+            ]
+            return of_block(tiles, q, *(slicing.take(x, start, blocks.width) for x in by_key))
+
+        def step(total: Array | None, operands: Any) -> tuple[Array | None, Tree]:
+            by_query, by_key = block(operands)
+            if total is not None:
+                total = slicing.add_at(total, by_key, operands[1], 0)
+            return total, by_query
 
         these = slice(blocks.first, blocks.first + len(blocks.starts))
         i = jnp.arange(these.start, these.stop, dtype=jnp.int32)
         own = jax.tree.map(lambda x: x[these], (queries, split))
-        return lax.map(block, (i, jnp.asarray(blocks.starts), *own))
+        return lax.scan(step, total, (i, jnp.asarray(blocks.starts), *own))
 
-    return jnp.concatenate([tile_schedule.concatenate_blocks(run(x)) for x in runs])[: len(q)]
+    results = []
+    for blocks in runs:
+        total, by_query = run(total, blocks)
+        results.append(jax.tree.map(tile_schedule.concatenate_blocks, by_query))
+    return jax.tree.map(lambda *x: jnp.concatenate(x)[: len(q)], *results), total
+
+
+def by_blocks(
+    of_block: BlockFunction,
+    platform: str,
+    specs: tuple[Spec, ...],
+    query: Array,
+    *by_key: Array,
+    out_axes: Any,
+    sums_keys: bool = False,
+) -> tuple[Tree, Array | None]:
+    """Computes the results of `of_block` for all blocks of queries of all heads, joined.
+
+    The first spec decides which keys a block has. For `out_axes` see `tile.over_heads`. The second
+    result is the sum over the blocks with `sums_keys`, else None.
+    """
+    shapes, dtype = Shapes.of(query, by_key[-1]), accumulation(query.dtype)
+    tiling = _tiling(shapes, platform)
+    T = -(-shapes.T // tiling.block_q) * tiling.block_q
+    padded = tuple(slicing.pad_spec(x, shapes.T, shapes.S, T, shapes.S) for x in specs)
+    runs = _runs(padded[0], T, shapes.S, tiling)
+    total = jnp.zeros(shapes.S, dtype) if sums_keys else None
+    one_head = functools.partial(_one_head, of_block, runs, tiling.block_q, total=total)
+    over_batch = tile.map_in_sequence if tuning.sizes(platform).in_turn else jax.vmap
+    operands = (query, *by_key)
+    if specs[0].pair is None:
+        operands = tuple(x.astype(dtype) for x in operands)
+    return tile.over_heads(one_head, padded, operands[:1], operands[1:], out_axes, over_batch)
 
 
 def attend(platform: str, spec: Spec, query: Array, key: Array, value: Array) -> Array:
     """Computes `out [B, T, N, V]` in the accumulation dtype."""
-    shapes = Shapes.of(query, value)
-    tiling = _tiling(shapes, platform)
-    T = -(-shapes.T // tiling.block_q) * tiling.block_q
-    padded = slicing.pad_spec(spec, shapes.T, shapes.S, T, shapes.S)
-    runs = _runs(padded, T, shapes.S, tiling)
-    one_head = functools.partial(_one_head, runs, tiling.block_q)
-    over_batch = tile.map_in_sequence if tuning.sizes(platform).in_turn else jax.vmap
-    operands = (query, key, value)
-    dtype = accumulation(query.dtype)
-    if spec.pair is None:
-        operands = tuple(x.astype(dtype) for x in operands)
-    return tile.over_heads(one_head, padded, operands[:1], operands[1:], 1, over_batch)
+
+    def of_block(tiles: Sequence[slicing.HeadTile], q: Array, k: Array, v: Array) -> Any:
+        return weighted_rows(tiles[0], q, k, v), None
+
+    return by_blocks(of_block, platform, (spec,), query, key, value, out_axes=1)[0]
 
 
 def _with(spec: Spec, platform: str, params: list[Array], *qkv: Array) -> Array:

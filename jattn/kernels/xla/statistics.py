@@ -22,7 +22,7 @@ from jattn._pytree import select_head
 from jattn._types import Index, Tree, accumulation
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.protocol import QueryStatistics, StatisticsRequest, WeightSums
-from jattn.kernels.xla import blockwise
+from jattn.kernels.xla import blockwise, normalized_statistics
 from jattn.kernels.xla.blockwise import BlockwiseCall
 from jattn.scores import distance
 from jattn.softmax import Normalizer
@@ -305,6 +305,8 @@ def by_tiles(
     question: StatisticsRequest, query: Array, key: Array
 ) -> tuple[QueryStatistics, Float[Array, "B N S"]]:
     """Computes the statistics of `[B, N, T]` and the weight `[B, N, S]` that each key receives."""
+    if question.spec.normalizer is not None:
+        return normalized_statistics.by_rows(question, query, key)
     T, S = query.shape[1], key.shape[1]
     padded = _PaddedQuestion.of(question, query, key)
     rows, received = padded.over_heads(_rows_and_columns, query, key)
@@ -370,6 +372,8 @@ def _all_gradients(
     cotangents: QueryStatistics,
 ) -> tuple[list[Array], Array, Array]:
     """Computes the results of `_pulled_back`, in the same way on every platform."""
+    if question.spec.normalizer is not None:
+        return normalized_statistics.gradients(question, query, key, cotangents)
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
     padded = _PaddedQuestion.of(question, query, key)
     spec, _, scale = scaled(question.spec, query)
@@ -389,6 +393,8 @@ def top(spec: Spec, query: Array, key: Array, n: int) -> tuple[Array, Array]:
     first."""
 
     def run(_: str, spec: Spec, query: Array, key: Array) -> Any:
+        if spec.normalizer is not None:
+            return normalized_statistics.top(n, spec, query, key)
         T, padded = query.shape[1], _PaddedQuestion.of(StatisticsRequest(spec), query, key)
         logs, places = padded.over_heads(functools.partial(_top, n=n), query, key)
         return logs[:, :, :T], places[:, :, :T]
