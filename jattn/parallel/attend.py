@@ -68,13 +68,15 @@ class _Sharding(NamedTuple):
     scheme: str
     axes: Axes
 
-    def check(self, shapes: Shapes, implementation: str | None) -> None:
+    def check(self, call: Call, shapes: Shapes) -> None:
         """Raises ValueError if these whole sizes cannot be sharded like this, NotImplementedError
-        for an implementation that needs all keys at once, which "ring" does not have."""
+        for an implementation or a normalizer that needs all keys at once, which "ring" does not
+        have."""
         axes = self.axes
         placement.check_shards(shapes.T, shapes.S, axes.devices, axes.order)
         if self.scheme == "ring":
-            ring.check_implementation(implementation)
+            ring.check_implementation(call.implementation)
+            ring.check_normalizer(call.spec, 'scheme="all_to_all" or scheme="gather"')
 
     def attend(self, call: Call, query: Array, key: Array, value: Array) -> Any:
         """Returns `out`, or `(out, lse)` if the call returns lse, of this device's shards."""
@@ -152,7 +154,8 @@ def attention_shard(
 
     Raises:
         TypeError, ValueError: for invalid arguments, and outside a `shard_map` over the axes.
-        NotImplementedError: if the named implementation cannot compute the call; says why.
+        NotImplementedError: if the named implementation cannot compute the call; says why. Also
+            for normalizers of whole rows with scheme "ring".
 
     >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("tokens",)), jax.P(None, "tokens")
     >>> attend = lambda q, k, v: jattn.parallel.attention_shard(q, k, v, axis_name="tokens")
@@ -170,7 +173,7 @@ def attention_shard(
     call = make(query, key, value, lse=return_lse, shards=devices, **options)
     registry.check_name(call.implementation)
     sharding, (T, S) = _Sharding(scheme, axes), (call.shapes.T * devices, call.shapes.S * devices)
-    sharding.check(call.shapes._replace(T=T, S=S), call.implementation)
+    sharding.check(call, call.shapes._replace(T=T, S=S))
     return sharding.attend(call, query, key, value)
 
 
@@ -238,7 +241,8 @@ def attention(
     Raises:
         TypeError, ValueError: for invalid arguments, and for sizes that the devices cannot share
             evenly.
-        NotImplementedError: if the named implementation cannot compute the call; says why.
+        NotImplementedError: if the named implementation cannot compute the call; says why. Also
+            for normalizers of whole rows with scheme "ring".
 
     >>> mesh = jax.make_mesh((1,), ("tokens",))
     >>> jattn.parallel.attention(q, k, v, mesh=mesh, axis_name="tokens", mask=masks.Causal()).shape
@@ -253,7 +257,7 @@ def attention(
     sharding = _Sharding(scheme, axes)
     if pad and order == "contiguous":
         return _padded(call, query, key, value, mesh=mesh, sharding=sharding)
-    sharding.check(call.shapes, call.implementation)
+    sharding.check(call, call.shapes)
     check_shared(call.shapes, mesh, axes)
     return _on_mesh(call, query, key, value, mesh=mesh, sharding=sharding)
 
@@ -271,7 +275,7 @@ def _padded(
 
     spec = slicing.pad_spec(call.spec, shapes.T, shapes.S, T, S)
     padded_call = dataclasses.replace(call, spec=spec, shapes=shapes._replace(T=T, S=S))
-    sharding.check(padded_call.shapes, call.implementation)
+    sharding.check(call, padded_call.shapes)
     check_shared(padded_call.shapes, mesh, sharding.axes)
     arrays = (pad_tokens(query, T), pad_tokens(key, S), pad_tokens(value, S))
     results = _on_mesh(padded_call, *arrays, mesh=mesh, sharding=sharding)

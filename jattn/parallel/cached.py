@@ -31,7 +31,7 @@ from jattn.options import RulesAndSink
 from jattn.parallel import ring
 from jattn.parallel.axes import Axes, AxisName, check_shared, mesh_axes, partition, reshard
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes
+from jattn.spec import Shapes, scores_are_weights
 
 
 @overload
@@ -102,7 +102,8 @@ def cached_attention(
     Raises:
         TypeError, ValueError: for invalid arguments, for more tokens than there is space for, if
             the lengths are concrete, and for sizes that the devices cannot share evenly.
-        NotImplementedError: for caches of other classes, and for derivatives.
+        NotImplementedError: for caches of other classes, for normalizers of whole rows, and for
+            derivatives.
 
     >>> cache, mesh = jattn.cache.DenseCache.create(2, 16, 2, 8), jax.make_mesh((1,), ("slots",))
     >>> options = {"mesh": mesh, "axis_name": "slots", "mask": masks.Causal()}
@@ -121,6 +122,7 @@ def cached_attention(
             f"cache: expected a multiple of {axes.devices} slots for the devices of axis "
             f"{axis_name!r}, got S = {cache.capacity}"
         )
+    ring.check_normalizer(call.spec, "jattn.cached_attention")
     check_shared(call.shapes, mesh, axes)
     return _on_mesh(call, query, (key, value), slots, extended, mesh=mesh, axes=axes)
 
@@ -171,7 +173,11 @@ def _on_mesh(
             for x, tokens in zip((cache.keys, cache.values), new, strict=True)
         )
         cache = dataclasses.replace(cache, keys=keys, values=values)
-        out, normalizer = _merged(axes, *_attend_locally(axes, call, query, cache))
+        out, normalizer = _attend_locally(axes, call, query, cache)
+        if scores_are_weights(call.spec):
+            out, normalizer = lax.psum((out, normalizer), axes.name)
+        else:
+            out, normalizer = _merged(axes, out, normalizer)
         return (out.astype(query.dtype), normalizer.by_head()), cache
 
     in_specs = (call_specs, tokens, tokens, batch, cache_specs)

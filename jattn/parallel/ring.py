@@ -38,7 +38,14 @@ from jattn.parallel import placement, rounds
 from jattn.parallel.axes import Axes
 from jattn.parallel.rounds import Round, moved
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, parameter_letters, parameters, with_parameters
+from jattn.spec import (
+    Shapes,
+    Spec,
+    parameter_letters,
+    parameters,
+    scores_are_weights,
+    with_parameters,
+)
 
 
 class HopGroup(NamedTuple):
@@ -195,6 +202,15 @@ class Gradients(NamedTuple):
 _PARTIAL_KERNELS = ("native", "blockwise")
 
 
+def check_normalizer(spec: Spec, alternative: str) -> None:
+    """Raises NotImplementedError for a normalizer that needs all keys of a query at once."""
+    if spec.normalizer is not None and not scores_are_weights(spec):
+        raise NotImplementedError(
+            f"normalizer: {type(spec.normalizer).__name__} needs all keys of a query at once, but "
+            f"each device has only some of them; write {alternative}"
+        )
+
+
 def check_implementation(name: str | None) -> None:
     """Raises NotImplementedError for an implementation that needs all keys at once."""
     registry.check_name(name)
@@ -319,6 +335,8 @@ class Ring(NamedTuple):
             out, normalizer, all_finite = run_part(
                 "forward", state, self.implementation, *operands, shapes=shapes
             )
+            if scores_are_weights(spec):
+                return state[0] + out, normalizer, state[2] & all_finite
             return *softmax.join_pair(state[:2], (out, normalizer)), state[2] & all_finite
 
         return self.if_needed(distance, compute, state)
@@ -521,6 +539,8 @@ def attend(
         d_out, (_, d_lse) = cotangents
         # The cotangent of a score is weight · (d_weight − delta), with one delta for each query.
         delta = row_dots(d_out, out) - d_lse
+        if scores_are_weights(spec):
+            delta = jnp.zeros_like(delta)
         per_query = PerQuery.of(query, d_out, normalizer, delta)
         spec = with_parameters(spec, params)
         gradients = _backward(ring, spec, per_query, key, value, all_finite)

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn import masks, scores
+from jattn import masks, normalizers, scores
 from jattn._pytree import is_static, number, pytree_dataclass
 from jattn._types import Index, Tree
 from jattn.functions import dependence
 from jattn.functions.integers import is_below
 from jattn.masks import And, Mask, Not, Or, Span
+from jattn.normalizers import NormalizerFunction
 from jattn.scores import ScoreFunction, Then
 from jattn.spec import Origin, Spec
 
@@ -53,10 +54,11 @@ class Place(NamedTuple):
 def at_place(spec: Spec, place: Place) -> Spec:
     """Returns the spec of a piece, from a prepared spec with arrays along T and S sliced to it."""
     mask, score = _moved_mask(spec.mask, place), _moved_score(spec.score, place)
+    normalizer = _moved_normalizer(spec.normalizer, place)
     q, kv = _positions(spec, mask, score, place)
     origin = place.origin if spec.dropout_rate else None
-    changed = {"mask": mask, "score": score, "q_positions": q, "kv_positions": kv}
-    return dataclasses.replace(spec, **changed, origin=origin)
+    rules = {"mask": mask, "score": score, "normalizer": normalizer}
+    return dataclasses.replace(spec, **rules, q_positions=q, kv_positions=kv, origin=origin)
 
 
 def _positions(
@@ -64,11 +66,12 @@ def _positions(
 ) -> tuple[Any, Any]:
     """Returns positions `[1, T]` and `[1, S]`; None for defaults and if nothing reads them."""
     q, kv = spec.q_positions, spec.kv_positions
-    by_place = _consists_of(mask, score, _BY_PLACE)
+    without_positions = spec.normalizer is None or isinstance(spec.normalizer, _OF_ROWS)
+    by_place = without_positions and _consists_of(mask, score, _BY_PLACE)
     if by_place or place.q is None:
         return (None, None) if by_place else (q, kv)
     default = q is None and kv is None and place.keys_from is not None
-    if default and _consists_of(mask, score, _BY_DISTANCE):
+    if default and without_positions and _consists_of(mask, score, _BY_DISTANCE):
         return (place.q - place.keys_from)[None], None  # kernels are fastest if keys start at 0
     q = place.q[None] if q is None else q
     if kv is None and is_static(place.keys_from) and place.keys_from == 0:
@@ -78,7 +81,15 @@ def _positions(
 
 _BY_PLACE = (masks.Full, masks.Empty, masks.Segments, masks.Dense, masks.Blocks)
 _BY_DISTANCE = (*_BY_PLACE, masks.Causal, masks.Window)
-_OF_SCORES = (scores.SoftCap, scores.Temperature, scores.Bias)
+_POINTWISE = (normalizers.Identity, normalizers.Sigmoid, normalizers.Relu, normalizers.Exp)
+_OF_SCORES = (scores.SoftCap, scores.Temperature, scores.Bias, *_POINTWISE)
+_OF_ROWS = (
+    normalizers.Identity,
+    normalizers.Entmax,
+    normalizers.Sparsemax,
+    normalizers.TopK,
+    normalizers.StickBreaking,
+)
 
 
 def _consists_of(mask: Mask, score: ScoreFunction | None, leaves: tuple[type, ...]) -> bool:
@@ -161,10 +172,17 @@ def _moved_score(score: ScoreFunction | None, place: Place) -> ScoreFunction | N
             return Then(first, second)  # pyright: ignore[reportArgumentType]
         case scores.Score():
             return scores.Score(*_with_offsets(score, place)) if _depends(score, place) else score
-    known = scores.Alibi | scores.RelativeBias | scores.Bias | scores.SoftCap | scores.Temperature
-    if score is None or isinstance(score, known):
+    if score is None or isinstance(score, (scores.Alibi, scores.RelativeBias, *_OF_SCORES)):
         return score
     return _MovedScore(score, place.origin)
+
+
+def _moved_normalizer(
+    normalizer: NormalizerFunction | None, place: Place
+) -> NormalizerFunction | None:
+    if normalizer is None or isinstance(normalizer, _OF_ROWS):
+        return normalizer
+    return _MovedNormalizer(normalizer, place.origin)
 
 
 @pytree_dataclass
@@ -190,6 +208,17 @@ class _MovedScore(ScoreFunction):
 
     def evaluate(self, score, b, h, rows, columns):
         return self.inner.evaluate(score, *_at(self.origin, b, h, rows, columns))
+
+
+@pytree_dataclass
+class _MovedNormalizer(NormalizerFunction):
+    """A normalizer that may read places, evaluated at the place of a piece."""
+
+    inner: NormalizerFunction
+    origin: Origin
+
+    def weights(self, score, b, h, rows, columns):
+        return self.inner.weights(score, *_at(self.origin, b, h, rows, columns))
 
 
 def _at(
