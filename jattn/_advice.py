@@ -23,6 +23,7 @@ _WINDOW = _alike(
     "window_size sliding_window",
     "mask=masks.Window(left=..., right=...), both inclusive, or masks.Causal() & ...",
 )
+_NORMALIZER = "normalizer=..., a normalizer of jattn.normalizers or a function of a score"
 _CAP = "score=scores.SoftCap(cap)"
 WEIGHTS = "attention_weights(query, key, ...), which returns the weights"
 
@@ -49,6 +50,9 @@ ADVICE: dict[str, str] = {
     "attn_bias": "score=scores.Bias(attn_bias), with all axes [*B, N, T, S]",
     "alibi_slopes": "score=scores.Alibi(alibi_slopes)",
     **_alike("softcap logit_cap logits_soft_cap attn_logits_soft_cap", _CAP),
+    **_alike("softmax_fn normalize_fn normaliser normalize activation", _NORMALIZER),
+    **_alike("topk top_k", "normalizer=normalizers.TopK(k)"),
+    **_alike("add_zero_attn softmax1 softmax_one", "normalizer=normalizers.SoftmaxPlusOne()"),
     **_WINDOW,
     "local_window_size": _WINDOW["window_size"],
     "segment_ids": "mask=masks.Segments(segment_ids)",
@@ -117,6 +121,7 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
     **_WINDOW,
     "rope": "rotary=True",
     "softcap": _CAP,
+    **{name: x for name, x in ADVICE.items() if x.startswith("normalizer=")},
 }
 """Advice for the constructors of attention layers."""
 
@@ -141,6 +146,7 @@ _LAYERS_WITH_ATTENTION = {
     **RUN_ADVICE,
     **_alike("score bias attn_bias position_bias", _IN_CONSTRUCTOR.format("score=...")),
     "scale": _IN_CONSTRUCTOR.format("scale=..."),
+    "normalizer": _IN_CONSTRUCTOR.format("normalizer=..."),
 }
 _SELF_ATTENTION = {
     **_LAYERS_WITH_ATTENTION,

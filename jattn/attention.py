@@ -95,7 +95,7 @@ def attention(
         dropout_key: a JAX random key, needed if the rate is above 0.
         precision: the precision of matrix products, as in `jax.lax.Precision`.
         normalizer: a normalizer of `jattn.normalizers`, in place of the softmax; or a function of a
-            score that returns its weight.
+            score that returns its weight. Only the softmax has an lse and sinks.
         implementation: a name that `explain` lists: the call runs that implementation, or raises an
             error. None selects the first implementation that supports the call on the platform for
             which the program is lowered. In calls on a cache with few queries, None selects
@@ -232,8 +232,8 @@ def attention_weights(
     """Returns the weights after softmax and dropout, `[*B, N, T, S]` in float32 (float64).
 
     `attention` with the same options and dropout_key multiplies the values by these weights. The
-    weights of a query sum to 1 without dropout and sink; they are 0 if all its keys are masked. The
-    keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
+    weights of a query sum to 1 with the softmax, without dropout and sink; they are 0 if all its
+    keys are masked. The keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
 
     >>> print(jattn.attention_weights(0 * q, k, mask=masks.Causal())[0, 0, :2])
     [[1.  0.  0.  0.  0.  0.  0. ]

@@ -104,6 +104,14 @@ class Call:
 
         return jax.tree.map(reshaped, results)
 
+    def sink_as_normalizer(self) -> "Call":
+        """Returns the call with `SoftmaxPlusOne` as its normalizer in place of the sink of 0, for
+        functions without the option `sink`, which compute the weights of whole rows."""
+        if self.sink is None:
+            return self
+        spec = dataclasses.replace(self.spec, normalizer=SoftmaxPlusOne())
+        return dataclasses.replace(self, spec=spec, sink=None)
+
     def finish(self, out: Output, normalizer: Normalizer) -> Any:
         """Returns the call's results, `out` or `(out, lse)`, from `out [B, T, N, V]` and the
         normalizer `[B, N, T]`, both without the sink."""

@@ -16,6 +16,7 @@ from jattn.cache import Cache, check_cache
 from jattn.checks import check_array
 from jattn.functions.integers import clamped
 from jattn.masks import Blocks, Lengths, Mask, as_mask
+from jattn.normalizers import as_normalizer
 from jattn.options import CachedOptions
 from jattn.scores import Score, as_score
 
@@ -133,10 +134,12 @@ def _in_chunks(
         run once, not once for each chunk."""
         return x.traced(accumulation(query.dtype)) if isinstance(x, Score) else x
 
-    # Arrays of mask and score that have an axis T are split like the queries.
+    # Arrays of these that have an axis T are split like the queries.
     is_leaf = lambda x: isinstance(x, Score)  # noqa: E731
     score = jax.tree.map(traced, as_score(arguments.get("score")), is_leaf=is_leaf)
-    trees = {"mask": as_mask(arguments.get("mask")), "score": score}
+    normalizer = as_normalizer(arguments.get("normalizer"))
+    normalizer = jax.tree.map(traced, normalizer, is_leaf=is_leaf)
+    trees = {"mask": as_mask(arguments.get("mask")), "score": score, "normalizer": normalizer}
     leaves, structure = jax.tree.flatten(trees)
     letters = jax.tree.leaves([axis_names(tree) for tree in trees.values()])
     axes = [axis_of("T", names, x.ndim) for names, x in zip(letters, leaves, strict=True)]

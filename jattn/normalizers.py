@@ -12,6 +12,7 @@ are differentiable parameters.
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn._pytree import (
+    HoldsTree,
     StaticFloat,
     letters_by_head,
     number,
@@ -104,8 +106,12 @@ def as_normalizer(value: Any) -> NormalizerFunction | None:
     """Converts a value to a normalizer; None stands for the softmax.
 
     Normalizers are returned unchanged, except that a `Softmax` becomes None. A function becomes a
-    `Pointwise`. Raises TypeError for anything else.
+    `Pointwise`. The attribute `layer.normalizer` of a layer of `jattn.nn`, an NNX module that wraps
+    the layer's normalizer, becomes this normalizer. Raises TypeError for anything else.
     """
+    may_be_module = not isinstance(value, NormalizerFunction | types.FunctionType | None)
+    if may_be_module and isinstance(value, HoldsTree):
+        value = value.held_tree()
     if value is None or isinstance(value, Softmax):
         return None
     if isinstance(value, NormalizerFunction):
@@ -121,7 +127,7 @@ def as_normalizer(value: Any) -> NormalizerFunction | None:
     )
 
 
-NormalizerLike = NormalizerFunction | Callable[..., Any] | None
+NormalizerLike = NormalizerFunction | Callable[..., Any] | HoldsTree | None
 """Values accepted as `normalizer`; see `as_normalizer`."""
 
 

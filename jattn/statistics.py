@@ -23,7 +23,6 @@ from jattn.kernels.common import partition, reverse_mode
 from jattn.kernels.protocol import QueryStatistics, StatisticsRequest
 from jattn.kernels.xla import statistics as tiled_statistics
 from jattn.masks import Mask, Padding
-from jattn.normalizers import SoftmaxPlusOne
 from jattn.options import StatisticsOptions
 
 
@@ -128,10 +127,7 @@ def top_weights(
 def _call(name: str, query: Any, key: Any, options: StatisticsOptions) -> Call:
     """Makes a `Call`; raises NotImplementedError for symbolic T or S in an exported program."""
     check_array("key", key, "[*B, S, K, H]")  # refuses a cache, which `make` accepts
-    call = make(query, key, **options)
-    if call.sink is not None:  # from SoftmaxPlusOne
-        spec = dataclasses.replace(call.spec, normalizer=SoftmaxPlusOne())
-        call = dataclasses.replace(call, spec=spec, sink=None)
+    call = make(query, key, **options).sink_as_normalizer()
     shapes = call.shapes
     if not shapes.has_static_lengths:
         raise NotImplementedError(

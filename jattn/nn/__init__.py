@@ -33,7 +33,7 @@ from jattn.nn.transformer import (
     Residual,
     Transformer,
 )
-from jattn.nn.variables import LearnedScore
+from jattn.nn.variables import LearnedNormalizer, LearnedScore
 
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "LayerOptions",
+    "LearnedNormalizer",
     "LearnedPositions",
     "LearnedScore",
     "Maxout",

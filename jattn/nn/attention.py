@@ -24,6 +24,7 @@ from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, linear, sharded
 from jattn.nn.module import Module, check_features, check_module
 from jattn.nn.variables import LearnedScore, PytreeVariables
+from jattn.normalizers import NormalizerLike, as_normalizer
 from jattn.options import CachedOptions, DropoutOptions, Options, WeightOptions
 from jattn.scores import ScoreFunction, ScoreLike, as_score
 
@@ -68,6 +69,8 @@ class MultiHeadAttention(Module):
         mask, score: a mask and a score function for every call. A call's own mask is combined with
             the mask by `&`, its own score function is applied after `score`. Their arrays are not
             trained; for arrays that are, see `LearnedScore`.
+        normalizer: a normalizer for every call, in place of the softmax. Its arrays are not
+            trained; for arrays that are, see `LearnedNormalizer`.
         implementation: as in `jattn.attention`.
         rngs: its stream `params` initializes the parameters. If it has a stream `dropout`, the
             module keeps a fork of that stream for calls without `rngs`.
@@ -76,7 +79,7 @@ class MultiHeadAttention(Module):
         TypeError: for an argument of the wrong type.
         ValueError: for a size that is not positive, for heads that do not divide a width or a
             number of heads, for a `head_dim` that does not fit `qkv_features`, for a
-            `dropout_rate` outside [0, 1), and for an unknown name.
+            `dropout_rate` outside [0, 1), for an unknown name, and for `sinks` with a normalizer.
 
     >>> layer = nn.MultiHeadAttention(2, 8, mask=masks.Causal(), rotary=True, rngs=nnx.Rngs(0))
     >>> layer(jnp.ones((2, 5, 8))).shape
@@ -108,6 +111,7 @@ class MultiHeadAttention(Module):
         rotary: Rotary | AxialRotary | bool = False,
         mask: MaskLike = None,
         score: ScoreLike | LearnedScore = None,
+        normalizer: NormalizerLike = None,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
@@ -138,6 +142,7 @@ class MultiHeadAttention(Module):
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
         score = score if isinstance(score, nnx.Module) else as_score(score)
         self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
+        self.normalizer = _normalizer_module(normalizer, sinks)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
@@ -232,6 +237,7 @@ class MultiHeadAttention(Module):
             "score": self._score(call.get("score")),
             "scale": self.scale,
             "sink": None if self.sinks is None else self.sinks[...],
+            "normalizer": None if self.normalizer is None else self.normalizer(),
             "precision": self.precision,
             "dropout_rate": 0.0 if dropout_key is None else float(self.dropout.rate),
             "dropout_key": dropout_key,
@@ -438,6 +444,16 @@ def _check_options(
     check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
     if not isinstance(rotary, bool | Rotary | AxialRotary):
         raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
+
+
+def _normalizer_module(normalizer: Any, sinks: bool) -> PytreeVariables | None:
+    """Returns a module that holds the normalizer; None for the softmax."""
+    if not isinstance(normalizer, nnx.Module):
+        normalizer = as_normalizer(normalizer)
+        normalizer = None if normalizer is None else PytreeVariables(normalizer)
+    if normalizer is not None and sinks:
+        raise ValueError("sinks: expected False with a normalizer, as only a softmax has sinks")
+    return normalizer
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Masks and score functions in a module, with their arrays as variables of the module."""
+"""Masks, score functions and normalizers in a module, with their arrays as variables of the module."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from flax import nnx
 from jattn.masks import Predicate
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
+from jattn.normalizers import NormalizerFunction, as_normalizer
 from jattn.scores import Score, ScoreFunction, as_score
 
 
@@ -37,7 +38,8 @@ class PytreeVariables(Module):
 
 
 def lasting_functions(module: Any) -> tuple[Any, ...]:
-    """Returns snapshots of the functions in a module's masks and scores, for keys of programs."""
+    """Returns snapshots of the functions in a module's masks, scores and normalizers, for keys of
+    programs."""
     parts = [x() for _, x in nnx.iter_modules(module) if isinstance(x, PytreeVariables)]
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Predicate | Score))
     masks = [x.traced().fn for x in leaves if isinstance(x, Predicate)]
@@ -61,4 +63,25 @@ class LearnedScore(PytreeVariables):
         super().__init__(as_score(score), trained=True)
 
     def __call__(self) -> ScoreFunction:
+        return super().__call__()
+
+
+class LearnedNormalizer(PytreeVariables):
+    """A normalizer whose float arrays are trained, such as the bias of a sigmoid.
+
+    Without this wrapper the arrays of a normalizer are constant.
+
+    >>> normalizer = nn.LearnedNormalizer(normalizers.Sigmoid(jnp.full(2, -1.5)))
+    >>> layer = nn.MultiHeadAttention(2, 8, normalizer=normalizer, rngs=nnx.Rngs(0))
+    >>> [*nnx.state(layer, nnx.Param)]
+    ['key', 'normalizer', 'out', 'query', 'value']
+    """
+
+    def __init__(self, normalizer: NormalizerFunction):
+        converted = as_normalizer(normalizer)
+        if converted is None:
+            raise TypeError("normalizer: expected a normalizer other than the softmax, got None")
+        super().__init__(converted, trained=True)
+
+    def __call__(self) -> NormalizerFunction:
         return super().__call__()

@@ -28,11 +28,12 @@ def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
     * `previous`: the weight on the key just before the query's index; mean over queries after the
       first. It is meaningful if queries and keys are the same tokens, and NaN unless T = S.
 
-    Queries whose weights are all 0 are left out. A head with only such queries gives NaN, and so do
+    Entropy and distance are those of weights that are divided by their sum. Queries whose weights
+    are all 0 are left out. A head with only such queries gives NaN, and so do
     `monotonicity` and `previous` for a single query.
 
     Args:
-        weights: `[..., T, S]`, at least 0; each row of a head sums to 1 or is all 0.
+        weights: `[..., T, S]`, at least 0.
 
     Returns:
         A dictionary with an array `[...]` for each name, one number for each head.
@@ -64,14 +65,15 @@ def _numbers(weights: np.ndarray) -> dict[str, float]:
         return dict.fromkeys(_NAMES, np.nan)
     key_indices = np.arange(S)
     mean_keys = rows @ key_indices / rows.sum(axis=1)
-    logs = np.log(rows, out=np.zeros_like(rows), where=rows > 0)
+    shares = rows / rows.sum(axis=1, keepdims=True)
+    logs = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
     not_back: Any = np.diff(mean_keys) >= -1e-6
     previous = np.diagonal(weights, -1)[attending[attending > 0] - 1] if T == S else np.empty(0)
     return {
-        "entropy": float(-(rows * logs).sum(axis=1).mean()) + 0.0,
+        "entropy": float(-(shares * logs).sum(axis=1).mean()) + 0.0,
         "coverage": float(np.minimum(1, rows.sum(axis=0)).sum() / S),
         "monotonicity": float(not_back.mean()) if len(not_back) else np.nan,
-        "distance": float((rows * abs(attending[:, None] - key_indices)).sum(axis=1).mean()),
+        "distance": float((shares * abs(attending[:, None] - key_indices)).sum(axis=1).mean()),
         "first": float(rows[:, 0].mean()),
         "previous": float(previous.mean(dtype=np.float64)) if len(previous) else np.nan,
     }

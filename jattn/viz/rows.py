@@ -16,7 +16,7 @@ from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_size, shown
 from jattn.functions.integers import is_integer, known_range
 from jattn.masks import Span
-from jattn.options import ScoreOptions
+from jattn.options import StatisticsOptions
 from jattn.spec import Spec
 
 
@@ -26,7 +26,7 @@ __all__ = ["weights_at"]
 Places = int | Sequence[int] | Int[AnyArray, "_"]
 
 
-@advised(ScoreOptions)
+@advised(StatisticsOptions)
 def weights_at(
     query: Queries,
     key: Keys,
@@ -34,7 +34,7 @@ def weights_at(
     *,
     rows: Places,
     heads: Places | None = None,
-    **options: Unpack[ScoreOptions],
+    **options: Unpack[StatisticsOptions],
 ) -> Float[Array, "*B n t S"]:
     """Computes the attention weights of selected queries and heads from queries, keys and lse.
 
@@ -47,7 +47,7 @@ def weights_at(
         lse: `[*B, N, T]` as returned by `attention`. It may include a sink or more keys than
             `key`: the weights are then shares of that larger total. Weights have a relative
             rounding error of about |lse| × 1e-7. None: each row is divided by its own sum, which
-            is accurate for any logits.
+            is accurate for any logits. Normalizers other than the softmax have no lse.
         rows: indices of t queries, an integer or several.
         heads: indices of n query heads; None: all.
         options: as in `attention`.
@@ -63,9 +63,12 @@ def weights_at(
     >>> jattn.viz.weights_at(q, k, lse, rows=[0, 4], heads=[3]).shape
     (2, 1, 2, 7)
     """
-    call = make(query, key, **options)
+    call = make(query, key, **options).sink_as_normalizer()
     shapes = call.shapes
     if lse is not None:
+        if (normalizer := call.spec.normalizer) is not None:
+            name = type(normalizer).__name__
+            raise ValueError(f"lse: expected None with the normalizer {name}, got an array")
         lse_shape = (*shapes.batch, shapes.N, shapes.T)
         check_array("lse", lse, "[*B, N, T]", shape=lse_shape)
     return _weights(
@@ -85,6 +88,8 @@ def _weights(
     query, key = call.flattened(query, key)
     shapes = call.shapes
     scores = _scores(call, query, key, rows, heads)
+    if call.spec.normalizer is not None:
+        return call.unflattened(scores)
     flat = scores.reshape(shapes.B * len(heads) * len(rows), shapes.S)
     if lse is None:
         weights, _ = softmax.finish(softmax.contribution(flat, lambda unnormalized: unnormalized))
@@ -96,7 +101,7 @@ def _weights(
 
 
 def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> Array:
-    """Computes the masked scores `[B, n, t, S]`."""
+    """Computes the masked scores `[B, n, t, S]`; with a normalizer the weights."""
     spec, shapes = _with_rows(call.prepared().spec, rows), call.shapes
     columns = jnp.arange(shapes.S, dtype=jnp.int32)
 
@@ -109,7 +114,10 @@ def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> 
                 (head_spec.kv_positions, columns),
             )
         )
-        return tile.scores(head_spec, q, k, b, h, q_span, kv_span)
+        masked = tile.scores(head_spec, q, k, b, h, q_span, kv_span)
+        if head_spec.normalizer is None:
+            return masked
+        return head_spec.normalizer.weights(masked, b, h, q_span, kv_span)
 
     q = jnp.moveaxis(query[:, rows][:, :, heads], 2, 1)
     k = jnp.moveaxis(key[:, :, heads // shapes.G], 2, 1)
