@@ -401,7 +401,7 @@ def test_advice_names_what_there_is():
     for name, line in ADVICE.items():
         assert name not in taken
         assert set(re.findall(r"(\w+)=", line)) <= {*taken, "left", "right", "q", "kv"}, name
-        for room, member in re.findall(r"(masks|scores)\.(\w+)", line):
+        for room, member in re.findall(r"(masks|normalizers|scores)\.(\w+)", line):
             assert hasattr(getattr(jattn, room), member), name
 
 

@@ -17,14 +17,39 @@ from flax import nnx
 from jax import Array
 
 import jattn
-from jattn import cache, compat, linear, masks, mechanisms, nn, parallel, positions, scores, viz
+from jattn import (
+    cache,
+    compat,
+    linear,
+    masks,
+    mechanisms,
+    nn,
+    normalizers,
+    parallel,
+    positions,
+    scores,
+    viz,
+)
 from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
 from jattn.options import Options
 
 
-MODULES = [jattn, cache, compat, linear, masks, mechanisms, nn, parallel, positions, scores, viz]
+MODULES = [
+    jattn,
+    cache,
+    compat,
+    linear,
+    masks,
+    mechanisms,
+    nn,
+    normalizers,
+    parallel,
+    positions,
+    scores,
+    viz,
+]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
@@ -46,6 +71,7 @@ def test_no_public_class_or_function_is_left_out(module):
     internal = {
         masks: {"as_span", "extents", "kinds", "shifted", "span"},
         scores: {"as_score", "distance", "in_order"},
+        normalizers: {"as_normalizer"},
         cache: {"check_cache", "picked_rows"},
     }
     defined = {

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import cache, masks, nn, parallel, positions, scores
+from jattn import cache, masks, nn, normalizers, parallel, positions, scores
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -512,6 +512,9 @@ FUNCTIONS |= {
     "nn.SingleHeads": call(nn.SingleHeads, packed=Argument("thing", Later(attend))),
     "nn.LearnedScore": call(
         nn.LearnedScore, score=Argument("thing", scores.Bias(array(1, N, 1, S)))
+    ),
+    "nn.LearnedNormalizer": call(
+        nn.LearnedNormalizer, normalizer=Argument("thing", normalizers.Sigmoid(array(N)))
     ),
     "nn.capture_weights": call(
         lambda model: nn.capture_weights(model, jnp.asarray(X)),

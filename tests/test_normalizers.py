@@ -1,0 +1,526 @@
+"""Normalizers in everything that is built on attention: statistics, layers, caches, several
+devices, exported programs, pictures and errors.
+
+The truth are weights `[T, S]` of one head that NumPy computes in float64 by definition.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, nn, normalizers, parallel, scores, tuning, viz
+from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+from tests.devices import mesh_of, place
+
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
+Q, KEY, VALUE = normal_arrays((B, T, N, H), (B, S, K, H), (B, S, K, 3), seed=0, dtype=jnp.float64)
+Q = 3 * Q
+KEY_LENGTHS = np.array([6, 4])
+BIAS = np.array([-1.0, 0.5, 0.0, 2.0])
+OPTIONS: Any = {"mask": masks.Causal() & masks.Lengths(q=np.array([5, 3]), kv=KEY_LENGTHS)}
+ALLOWED = np.array(
+    [
+        [[j <= i and i < rows and j < keys for j in range(S)] for i in range(T)]
+        for rows, keys in zip((5, 3), KEY_LENGTHS, strict=True)
+    ]
+)
+
+
+def sparsemax(score: np.ndarray) -> np.ndarray:
+    """The formula with sorted scores (Martins and Astudillo 2016)."""
+    ordered = np.sort(score)[::-1]
+    counts = [k for k in range(1, len(score) + 1) if 1 + k * ordered[k - 1] > ordered[:k].sum()]
+    threshold = (ordered[: counts[-1]].sum() - 1) / counts[-1]
+    return np.maximum(score - threshold, 0)
+
+
+def top_2(score: np.ndarray) -> np.ndarray:
+    kept = np.exp(score) * (score >= np.sort(score)[-min(2, len(score))])
+    return kept / kept.sum()
+
+
+def stick_breaking(score: np.ndarray) -> np.ndarray:
+    share = 1 / (1 + np.exp(-score))
+    return np.array([x * np.prod(1 - share[j + 1 :]) for j, x in enumerate(share)])
+
+
+# A normalizer, and the weights of the scores of one head's allowed keys of one query.
+NORMALIZERS: dict[str, tuple[Any, Any]] = {
+    "sigmoid": (normalizers.Sigmoid(BIAS), lambda s, h: 1 / (1 + np.exp(-s - BIAS[h]))),
+    "relu": (normalizers.Relu(2, count_power=1), lambda s, h: np.maximum(s, 0) ** 2 / S),
+    "plus_one": (
+        normalizers.SoftmaxPlusOne(),
+        lambda s, h: np.exp(s) / (1 + np.exp(s).sum()),
+    ),
+    "sparsemax": (normalizers.Sparsemax(), lambda s, h: sparsemax(s)),
+    "top_2": (normalizers.TopK(2), lambda s, h: top_2(s)),
+    "stick_breaking": (normalizers.StickBreaking(), lambda s, h: stick_breaking(s)),
+}
+KINDS = ("sigmoid", "sparsemax")  # a pointwise normalizer, and one of whole rows
+
+
+def weights_of(name: str, q: Any = Q, k: Any = KEY) -> np.ndarray:
+    """The weights `[B, N, T, S]` with `OPTIONS`."""
+    q, k = np.asarray(q), np.asarray(k)
+    weights = np.zeros((B, N, T, S))
+    for b, h, i in np.ndindex(B, N, T):
+        allowed = ALLOWED[b, i]
+        if allowed.any():
+            score = k[b, allowed, h * K // N] @ q[b, i, h] / np.sqrt(H)
+            weights[b, h, i, allowed] = NORMALIZERS[name][1](score, h)
+    return weights
+
+
+def numbers(w: np.ndarray) -> dict[str, np.ndarray]:
+    """The statistics of weights, by definition."""
+    total = w.sum(-1, keepdims=True)
+    shares = np.divide(w, total, out=np.zeros_like(w), where=total > 0)
+    logs = np.log(shares, out=np.zeros_like(w), where=shares > 0)
+    distances = abs(np.arange(T)[:, None] - np.arange(S))
+    allowed = np.broadcast_to(ALLOWED[:, None], w.shape)
+    first = np.where(allowed, w, -np.inf).argmax(-1)
+    return {
+        "entropy": -(shares * logs).sum(-1),
+        "greatest": w.max(-1),
+        "place": np.where(allowed.any(-1), first, -1),
+        "distance": (shares * distances).sum(-1),
+        "on_keys": w[..., ::2].sum(-1),
+        "above": np.where(w > 0.3, w, 0).sum(-1),
+        "received": w.sum(-2),
+    }
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def statistics(name: str, q: Any, k: Any, **options: Any) -> Any:
+    normalizer = NORMALIZERS[name][0]
+    requested: Any = {"keys": jnp.arange(S) % 2 == 0, "threshold": 0.3, **options}
+    return jattn.statistics(q, k, normalizer=normalizer, **OPTIONS, **requested)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_statistics_are_those_of_the_weights(name):
+    got = statistics(name, Q, KEY)._asdict()
+    want = numbers(weights_of(name))
+    assert got.keys() == want.keys()
+    for statistic, value in got.items():
+        np.testing.assert_allclose(value, want[statistic], atol=1e-12, err_msg=statistic)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_gradients_of_statistics_are_differences(name):
+    """The sum of the four differentiable statistics, along one direction of queries and keys."""
+    rng = np.random.default_rng(1)
+    factors = {x: rng.standard_normal((B, N, T)) for x in ("entropy", "greatest", "distance")}
+    factors["on_keys"] = rng.standard_normal((B, N, T))
+    direction = [rng.standard_normal(x.shape) for x in (Q, KEY)]
+
+    def total(values: Any) -> Any:
+        return sum((factor * values[x]).sum() for x, factor in factors.items())
+
+    def along(step: float) -> Any:
+        operands = (np.asarray(x) + step * d for x, d in zip((Q, KEY), direction, strict=True))
+        return total(numbers(weights_of(name, *operands)))
+
+    loss = lambda q, k: total(statistics(name, q, k)._asdict())  # noqa: E731
+    gradients = jax.grad(loss, (0, 1))(Q, KEY)
+    got = sum((g * d).sum() for g, d in zip(gradients, direction, strict=True))
+    np.testing.assert_allclose(got, (along(1e-6) - along(-1e-6)) / 2e-6, rtol=1e-6)
+
+
+def test_statistics_have_gradients_of_parameters():
+    def total(bias: Any) -> Any:
+        normalizer = normalizers.Sigmoid(bias)
+        return jattn.statistics(Q, KEY, normalizer=normalizer, **OPTIONS).greatest.sum()
+
+    sigmoid = weights_of("sigmoid").max(-1)
+    want = (sigmoid * (1 - sigmoid)).sum((0, 2))
+    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(BIAS)), want, rtol=1e-12)
+
+
+def test_statistics_in_several_blocks_equal_those_in_one():
+    q, k = normal_arrays((1, 37, 2, 4), (1, 41, 2, 4), seed=3, dtype=jnp.float64)
+    options: Any = {"mask": masks.Causal(), "normalizer": normalizers.TopK(3)}
+
+    def everything() -> Any:
+        jax.clear_caches()  # programs do not depend on `tuning`
+        loss = lambda q: jattn.statistics(q, k, **options).entropy.sum()  # noqa: E731
+        top = jattn.top_weights(q, k, 4, **options)
+        return jattn.statistics(q, k, **options), jax.grad(loss)(q), top
+
+    want = everything()
+    with tuning.using(row_scores=1):
+        assert_trees_close(everything(), want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_top_weights_are_the_greatest(name):
+    got, places = jattn.top_weights(Q, KEY, 3, normalizer=NORMALIZERS[name][0], **OPTIONS)
+    weights = weights_of(name)
+    np.testing.assert_allclose(got, np.sort(weights)[..., :-4:-1], atol=1e-12)
+    there = np.take_along_axis(weights, np.maximum(places, 0), axis=-1)
+    np.testing.assert_allclose(got, np.where(places < 0, 0, there), atol=1e-12)
+    counts = np.minimum(3, ALLOWED.sum(-1))[:, None]
+    np.testing.assert_array_equal((np.asarray(places) >= 0).sum(-1), np.tile(counts, (1, N, 1)))
+
+
+def test_greatest_weight_may_be_negative():
+    """A masked key has the weight 0, which is not the greatest one then."""
+    q, k = jnp.ones((1, 1, 1, 4)), -jnp.ones((1, 3, 1, 4))
+    options: Any = {"mask": masks.Lengths(kv=2), "normalizer": normalizers.Identity()}
+    got = jattn.statistics(q, k, **options)
+    assert got.greatest.item() == -2.0 and got.place.item() == 0
+    assert jattn.top_weights(q, k, 3, **options)[1].tolist() == [[[[0, 1, -1]]]]
+
+
+# --- layers and caches --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_a_layer_has_a_normalizer(name):
+    normalizer = NORMALIZERS[name][0]
+    layer = nn.MultiHeadAttention(N, 8, normalizer=normalizer, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (B, T, 8), jnp.float32)
+    q, (k, v) = layer.project_queries(x), layer.project_keys_values(x)
+    heads = jattn.attention(q, k, v, mask=masks.Causal(), normalizer=normalizer)
+    np.testing.assert_allclose(layer(x, mask=masks.Causal()), layer.out(heads), atol=1e-6)
+    _, captured = nn.capture_weights(layer, x, mask=masks.Causal())
+    want = jattn.attention_weights(q, k, mask=masks.Causal(), normalizer=layer.normalizer)
+    assert_trees_close(jax.tree.leaves(captured), [want], atol=1e-6)
+
+
+def test_arrays_of_a_normalizer_are_trained_only_if_learned():
+    bias = jnp.asarray(BIAS, jnp.float32)
+    learned = nn.LearnedNormalizer(normalizers.Sigmoid(bias))
+    layers = [
+        nn.MultiHeadAttention(N, 8, normalizer=x, rngs=nnx.Rngs(0))
+        for x in (learned, normalizers.Sigmoid(bias))
+    ]
+    x = jnp.ones((B, T, 8))
+    gradients = [nnx.grad(lambda layer: layer(x).sum())(layer) for layer in layers]
+    assert abs(gradients[0]["normalizer"]["arrays"][0][...]).min() > 0
+    assert "normalizer" not in gradients[1]
+    assert_trees_close(layers[0](x), layers[1](x), atol=1e-6)
+    with pytest.raises(TypeError, match="normalizer: expected a normalizer other than the softmax"):
+        nn.LearnedNormalizer(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="sinks: expected False with a normalizer"):
+        nn.MultiHeadAttention(N, 8, normalizer=learned, sinks=True, rngs=nnx.Rngs(0))
+
+
+def test_a_model_generates_with_a_normalizer():
+    """The tokens that a cache gives are those that whole sequences give."""
+    model = nn.DecoderOnly(
+        11,
+        8,
+        num_layers=1,
+        num_heads=2,
+        self_attention=functools.partial(nn.MultiHeadAttention, normalizer=normalizers.Entmax()),
+        rngs=nnx.Rngs(0),
+    )
+    prompt = jnp.array([[3, 1, 4]])
+    tokens = jattn.generate(model, prompt, max_new_tokens=3).tokens
+    for n in (3, 4, 5):
+        assert int(model(tokens[:, :n])[0, -1].argmax()) == int(tokens[0, n])
+
+
+CACHES = {
+    "dense": lambda: DenseCache.create(B, 16, K, H, 3, dtype=jnp.float64),
+    "rolling": lambda: RollingCache.create(B, 4, K, H, 3, chunk=3, dtype=jnp.float64),
+    "paged": lambda: PagedCache.create(B, 16, K, H, 3, page_size=4, dtype=jnp.float64),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", ["sigmoid", "sparsemax", "stick_breaking"])
+def test_calls_on_caches_equal_whole_sequences(name, kind):
+    if (name, kind) == ("stick_breaking", "rolling"):
+        pytest.skip("the slots of a RollingCache are in no order of positions")
+    mask = masks.Causal() & masks.Window(left=3) if kind == "rolling" else masks.Causal()
+    options: Any = {"mask": mask, "normalizer": NORMALIZERS[name][0]}
+    q, k, v = normal_arrays((B, 6, N, H), (B, 6, K, H), (B, 6, K, 3), seed=4, dtype=jnp.float64)
+    first, cache = jattn.cached_attention(q[:, :5], k[:, :5], v[:, :5], CACHES[kind](), **options)
+    last, cache = jattn.cached_attention(q[:, 5:], k[:, 5:], v[:, 5:], cache, **options)
+    got = jnp.concatenate([first, last], axis=1)
+    np.testing.assert_allclose(got, jattn.attention(q, k, v, **options), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "message"),
+    [
+        (normalizers.Sigmoid(), "Sigmoid: bias: expected a bias in a call on a cache"),
+        (normalizers.Relu(count_power=1), "Relu: count_power: expected count_power 0 in a call on"),
+        (normalizers.Running(scores.SoftCap(1.0), None, normalizers.Sigmoid()), "Sigmoid: bias"),
+    ],
+)
+def test_calls_on_a_cache_need_numbers_that_do_not_depend_on_its_size(normalizer, message):
+    with pytest.raises(ValueError, match=message):
+        jattn.attention(Q, CACHES["dense"](), normalizer=normalizer)
+    with pytest.raises(ValueError, match=message):
+        step = (Q, KEY[:, :T], VALUE[:, :T], CACHES["rolling"]())
+        jattn.cached_attention(*step, normalizer=normalizer)
+
+
+# --- several devices ----------------------------------------------------------------------------
+
+TOKENS = 16
+GATES = np.random.default_rng(5).standard_normal((2, 4, TOKENS))
+
+
+def gated(score: Any, b: Any, h: Any, q: Any, kv: Any, gates: Any) -> Any:
+    return gates[b, h, kv] - 0.01 * jnp.asarray(q - kv, score.dtype)
+
+
+SHARDED: dict[str, Any] = {
+    "sigmoid": lambda gates: normalizers.Sigmoid(gates[0, :, 0]),
+    "by_count": lambda gates: normalizers.Relu(2, count_power=1),
+    "function": lambda gates: normalizers.Pointwise(lambda s, x: jnp.sinh(s * x), gates[0, 0, 0]),
+    "sparsemax": lambda gates: normalizers.Sparsemax(),
+    "running": lambda gates: normalizers.Running(scores.Score(gated, gates)),
+}
+
+
+def sharded_case(name: str, attend: Any = jattn.attention, **options: Any) -> Any:
+    """Returns a function from q, k, v and gates to the output and its gradients."""
+
+    def out(q: Any, k: Any, v: Any, gates: Any) -> Any:
+        segments = masks.Segments(np.sort(np.arange(2 * TOKENS).reshape(2, -1) % 3))
+        return attend(
+            q,
+            k,
+            v,
+            mask=masks.Causal() & segments,
+            normalizer=SHARDED[name](gates),
+            dropout_rate=0.2,
+            dropout_key=jax.random.key(0),
+            **options,
+        )
+
+    def run(*operands: Any) -> Any:
+        loss = lambda *x: jnp.sum(jnp.sin(out(*x)))  # noqa: E731
+        return out(*operands), jax.grad(loss, (0, 1, 2, 3))(*operands)
+
+    return run
+
+
+@functools.cache
+def whole(name: str) -> Any:
+    return quick_jit(sharded_case(name))(*operands())
+
+
+def operands() -> list[Any]:
+    shapes = ((2, TOKENS, 4, 8), (2, TOKENS, 4, 8), (2, TOKENS, 4, 3))
+    return [*normal_arrays(*shapes, seed=6, dtype=jnp.float64), jnp.asarray(GATES)]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_several_devices_equal_one(name, scheme, order):
+    if order == "zigzag" and name != "function":
+        pytest.skip("the order of the tokens changes nothing about normalizers")
+    mesh, pointwise = mesh_of(t=4), name in ("sigmoid", "by_count", "function")
+    options: Any = {"mesh": mesh, "axis_name": "t", "scheme": scheme, "order": order}
+    if scheme == "ring" and not pointwise:
+        with pytest.raises(
+            NotImplementedError, match='needs all keys .* write scheme="all_to_all"'
+        ):
+            sharded_case(name, parallel.attention, **options)(*operands())
+        return
+    if order == "zigzag":
+        options["mesh"] = mesh_of(t=2)
+        return _zigzag(options)
+    got = quick_jit(sharded_case(name, parallel.attention, **options))(*operands())
+    assert_trees_close(got, whole(name), rtol=1e-11, atol=1e-12)
+
+
+def _zigzag(options: Any) -> None:
+    """Values only: the arrays are placed by `shard_tokens`."""
+    q, k, v, _ = operands()
+    settings: Any = {"mask": masks.Causal(), "normalizer": jnp.sinh}
+    moved = [parallel.shard_tokens(x, 2, order="zigzag") for x in (q, k, v)]
+    got = parallel.attention(*moved, **options, **settings)
+    want = parallel.shard_tokens(jattn.attention(q, k, v, **settings), 2, order="zigzag")
+    np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "running"])
+def test_tokens_cut_under_jit(name):
+    """Each device computes its own queries with all keys."""
+    mesh, values = mesh_of(t=4), operands()
+    cut = [place(mesh, x, P(None, "t")) for x in values[:3]]
+    got = quick_jit(sharded_case(name))(*cut, values[3])
+    assert_trees_close(got, whole(name), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "sparsemax"])
+def test_meshes_with_explicit_axes(name):
+    mesh = jax.make_mesh((2, 2), ("rows", "tokens"), axis_types=(AxisType.Explicit,) * 2)
+    values = operands()
+    cut = [place(mesh, x, P("rows", "tokens")) for x in values[:3]]
+    attend = lambda q, k, v: jattn.attention(  # noqa: E731
+        q, k, v, mask=masks.Causal(), normalizer=SHARDED[name](values[3])
+    )
+    out = quick_jit(attend, out_shardings=None)(*cut)
+    assert jax.typeof(out).sharding.spec == P("rows", "tokens", None, None)
+    np.testing.assert_allclose(out, attend(*values[:3]), rtol=1e-11, atol=1e-12)
+
+
+def test_statistics_of_sharded_arrays():
+    mesh, (q, k, *_) = mesh_of(t=4), operands()
+    run = lambda q, k: jattn.statistics(  # noqa: E731
+        q, k, mask=masks.Causal(), normalizer=normalizers.Sparsemax()
+    )
+    got = quick_jit(run)(*(place(mesh, x, P(None, "t")) for x in (q, k)))
+    assert_trees_close(got, run(q, k), rtol=1e-11, atol=1e-12)
+
+
+def test_decoding_on_a_sharded_cache():
+    cache = DenseCache.create(B, 16, K, H, 3, dtype=jnp.float64)
+    step: Any = (Q, KEY[:, :T], VALUE[:, :T], cache)
+    options: Any = {"mesh": mesh_of(t=4), "axis_name": "t", "mask": masks.Causal()}
+    sigmoid = normalizers.Sigmoid(BIAS)
+    got, _ = parallel.cached_attention(*step, normalizer=sigmoid, **options)
+    want, _ = jattn.cached_attention(*step, normalizer=sigmoid, mask=masks.Causal())
+    np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+    with pytest.raises(NotImplementedError, match="write jattn.cached_attention"):
+        parallel.cached_attention(*step, normalizer=normalizers.TopK(2), **options)
+
+
+# --- what only a softmax has --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_a_softmax_has_lse_and_sinks(name):
+    normalizer = NORMALIZERS[name][0]
+    with pytest.raises(ValueError, match="return_lse: expected no return_lse with the normalizer"):
+        jattn.attention(Q, KEY, VALUE, normalizer=normalizer, return_lse=True)
+    with pytest.raises(ValueError, match="sink: expected no sink with the normalizer"):
+        jattn.attention(Q, KEY, VALUE, normalizer=normalizer, sink=0.0)
+    lse = jnp.zeros((B, N, T))
+    with pytest.raises(ValueError, match="lse: expected None with the normalizer"):
+        viz.weights_at(Q, KEY, lse, rows=0, normalizer=normalizer)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_explain_gives_reasons(name):
+    reasons = jattn.explain(Q, KEY, VALUE, normalizer=NORMALIZERS[name][0], platform="cuda")
+    assert "normalizer: has only the softmax" in str(reasons["cudnn"])
+    assert reasons["blockwise"] is None and reasons["reference"] is None
+    with pytest.raises(NotImplementedError, match="cudnn.*has only the softmax"):
+        implementation: Any = "cudnn"
+        jattn.attention(
+            Q, KEY, VALUE, normalizer=NORMALIZERS[name][0], implementation=implementation
+        )
+
+
+def test_advice_about_other_names():
+    with pytest.raises(TypeError, match=r"top_k.* normalizer=normalizers\.TopK\(k\)"):
+        jattn.attention(Q, KEY, VALUE, top_k=3)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"normalizer.*functools\.partial\(nn\.MultiHeadAttention"):
+        nn.Encoder(1, 8, 2, 8, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 8)), normalizer=None)  # pyright: ignore[reportCallIssue]
+
+
+# --- programs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_exported_programs_have_symbolic_lengths(name):
+    run = lambda q, k, v: jattn.attention(  # noqa: E731
+        q, k, v, mask=masks.Causal(), normalizer=NORMALIZERS[name][0]
+    )
+    t, s = export.symbolic_shape("t, s")
+    sizes = ((B, t, N, H), (B, s, K, H), (B, s, K, 3))
+    types = [jax.ShapeDtypeStruct(x, jnp.float64) for x in sizes]
+    exported = export.export(jax.jit(run))(*types)
+    got = exported.call(Q, KEY, VALUE)
+    np.testing.assert_allclose(got, run(Q, KEY, VALUE), rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="bias: expected a bias in a call with symbolic S"):
+        by_count = functools.partial(jattn.attention, normalizer=normalizers.Sigmoid())
+        export.export(jax.jit(by_count))(*types)
+
+
+@pytest.mark.parametrize("name", ["relu", "sparsemax", "stick_breaking"])
+def test_debugging_flags_find_nothing_in_masked_pairs(name):
+    """Masked keys hold NaN, and some queries have no keys."""
+    bad = KEY.at[:, 6].set(jnp.nan).at[1, 4:].set(jnp.inf)
+    values = VALUE.at[:, 6].set(jnp.nan)
+    loss = lambda q, k, v: jattn.attention(  # noqa: E731
+        q, k, v, normalizer=NORMALIZERS[name][0], **OPTIONS
+    ).sum()
+    want = jax.grad(loss, (0, 1, 2))(Q, KEY, VALUE)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        got = jax.grad(loss, (0, 1, 2))(Q, bad, values)
+        jattn.statistics(Q, bad, normalizer=NORMALIZERS[name][0], **OPTIONS)
+    assert_trees_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_vmap_over_parameters():
+    biases = jnp.stack([jnp.asarray(BIAS), 2 * jnp.asarray(BIAS)])
+    run = lambda bias: jattn.attention(  # noqa: E731
+        Q, KEY, VALUE, normalizer=normalizers.Sigmoid(bias), **OPTIONS
+    )
+    np.testing.assert_allclose(jax.vmap(run)(biases)[1], run(biases[1]), rtol=1e-12)
+
+
+def test_functions_are_what_they_are_now():
+    settings, table = [1.0], np.array([2.0])
+    exponents = {"power": 1}
+
+    def weight(score: Any) -> Any:
+        return settings[0] * jnp.tanh(score * table[0]) ** exponents["power"]
+
+    def check() -> None:
+        got = jattn.attention_weights(Q, KEY, normalizer=weight)
+        score = np.asarray(jattn.attention_scores(Q, KEY))
+        want = settings[0] * np.tanh(score * table[0]) ** exponents["power"]
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+        out = jattn.attention(Q, KEY, VALUE, normalizer=weight)
+        values = np.repeat(np.asarray(VALUE), N // K, axis=2)
+        np.testing.assert_allclose(out, np.einsum("bnts,bsnv->btnv", want, values), rtol=1e-11)
+
+    check()
+    settings[0] = 3.0
+    check()
+    table[0] = 0.5
+    check()
+    exponents["power"] = 2
+    check()
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_weights_of_selected_queries(name):
+    normalizer = NORMALIZERS[name][0]
+    got = viz.weights_at(Q, KEY, rows=[4, 1], heads=[3, 0], normalizer=normalizer, **OPTIONS)
+    want = weights_of(name)[:, [3, 0]][:, :, [4, 1]]
+    np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_numbers_of_heads_are_of_weights_divided_by_their_sum():
+    weights = weights_of("sigmoid")[0]
+    got, scaled = viz.head_numbers(weights), viz.head_numbers(4 * weights)
+    for name in ("entropy", "distance", "monotonicity"):
+        np.testing.assert_allclose(scaled[name], got[name], rtol=1e-12)
+    want = numbers(weights_of("sigmoid"))["entropy"][0].mean(-1)
+    np.testing.assert_allclose(got["entropy"], want, rtol=1e-12)
+
+
+def test_pictures_show_weights_above_1():
+    weights = 4 * weights_of("sigmoid")[0]
+    figure = viz.grid(weights)
+    assert max(image.norm.vmax for axes in figure.axes for image in axes.images) > 1
+    assert "<html" in viz.viewer(weights, list("abcde"), list("abcdefg")).html
