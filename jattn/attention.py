@@ -233,7 +233,8 @@ def attention_weights(
 
     `attention` with the same options and dropout_key multiplies the values by these weights. The
     weights of a query sum to 1 with the softmax, without dropout and sink; they are 0 if all its
-    keys are masked. The keys of a cache are its slots. Options and errors as in `attention`. Memory grows with T × S.
+    keys are masked. The keys of a cache are its slots. Options and errors as in `attention`. Memory
+    grows with T × S.
 
     >>> print(jattn.attention_weights(0 * q, k, mask=masks.Causal())[0, 0, :2])
     [[1.  0.  0.  0.  0.  0.  0. ]

@@ -244,11 +244,11 @@ def merge(*parts: tuple[Output, LogSumExp]) -> tuple[Output, LogSumExp]:
     """Merges attention over disjoint parts of the keys into attention over all keys.
 
     Each part is a pair `(out [*B, T, N, V], lse [*B, N, T])`, the results of
-    `attention(..., return_lse=True)` with the softmax: other normalizers have no lse. Outputs of a
-    pointwise normalizer are added instead. For a query without keys in a part, out is 0 and lse is −inf
-    there. The function is differentiable in all inputs. The results have the dtypes of the first
-    part; sums are computed in float32, or in float64 if any input is float64. The share of a part
-    is as exact as its lse, which in float32 is rounded by up to 6e-8 of its magnitude.
+    `attention(..., return_lse=True)` with the softmax. Other normalizers have no lse; outputs of a
+    pointwise normalizer are merged by adding them. For a query without keys in a part, out is 0 and
+    lse is −inf there. The function is differentiable in all inputs. The results have the dtypes of
+    the first part; sums are computed in float32, or in float64 if any input is float64. The share
+    of a part is as exact as its lse, which in float32 is rounded by up to 6e-8 of its magnitude.
 
     Raises ValueError for no parts or parts whose shapes do not fit together.
 
@@ -309,8 +309,8 @@ def with_sink(
     Only the softmax has sinks. The weights of a query then sum to less than 1. The results are
     out × σ(lse − sink) and log(exp lse + exp sink). `sink` is `[N]`, or a number for all heads, in
     the units of the scores after scaling; −inf changes nothing. Used in gpt-oss (2025); Xiao et al.
-    2023 explain why it helps. The sink's share is as exact as lse, which in float32 is rounded by up to 6e-8 of its
-    magnitude; `attention(..., sink=sink)` does not round it.
+    2023 explain why it helps. The sink's share is as exact as lse, which in float32 is rounded by
+    up to 6e-8 of its magnitude; `attention(..., sink=sink)` does not round it.
 
     Raises TypeError or ValueError for wrong dtypes or shapes, and for static sinks of NaN or +inf.
 

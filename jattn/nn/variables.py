@@ -1,4 +1,4 @@
-"""Masks, score functions and normalizers in a module, with their arrays as variables of the module."""
+"""Masks, score functions and normalizers in a module, with their arrays as its variables."""
 
 from typing import Any
 
