@@ -448,9 +448,9 @@ def _check_options(
 
 def _normalizer_module(normalizer: Any, sinks: bool) -> PytreeVariables | None:
     """Returns a module that holds the normalizer; None for the softmax."""
-    if not isinstance(normalizer, nnx.Module):
-        normalizer = as_normalizer(normalizer)
-        normalizer = None if normalizer is None else PytreeVariables(normalizer)
+    if not isinstance(normalizer, PytreeVariables):
+        converted = as_normalizer(normalizer)
+        normalizer = None if converted is None else PytreeVariables(converted)
     if normalizer is not None and sinks:
         raise ValueError("sinks: expected False with a normalizer, as only a softmax has sinks")
     return normalizer

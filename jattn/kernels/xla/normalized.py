@@ -32,8 +32,9 @@ def weights_and_mask(
     keys they may attend to."""
     spec, *at = head_tile
     score = head_tile.modify(tile.pair_products(spec, q, k), True)
-    weights = weights_of_scores(spec, score, *at)
-    return weights, jnp.broadcast_to(spec.mask.evaluate(*at), score.shape)
+    allowed = jnp.broadcast_to(spec.mask.evaluate(*at), score.shape)
+    # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
+    return jnp.where(allowed, weights_of_scores(spec, score, *at), 0), allowed
 
 
 def weighted_rows(
@@ -44,9 +45,7 @@ def weighted_rows(
     A query that attends to a value that is not finite gets NaN, whatever the weight.
     """
     weights, allowed = weights_and_mask(head_tile, q, k)
-    # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
-    weights = jnp.where(allowed, head_tile.drop(weights), 0)
-    out = tile.weighted_values(weights, v, head_tile.spec.precision)
+    out = tile.weighted_values(head_tile.drop(weights), v, head_tile.spec.precision)
     nonfinite = jnp.isnan(tile.nan_where_nonfinite(v))[None, :]
     return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
 
