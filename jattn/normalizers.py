@@ -185,9 +185,10 @@ class Sigmoid(PointwiseNormalizer):
 
 @pytree_dataclass
 class Relu(PointwiseNormalizer):
-    """The weights max(score, 0)^power / S^count_power, for S keys, the masked ones included.
+    """The weights max(score, 0)^power / (divisor × S^count_power), for S keys, the masked ones
+    included.
 
-    `power` and `count_power` are numbers, power at least 1. Wortsman et al. 2023, "Replacing
+    The three are numbers, power at least 1. Wortsman et al. 2023, "Replacing
     softmax with ReLU in vision transformers", for count_power 1; So et al. 2021, "Primer", for
     power 2. Calls on a cache need count_power 0, because a cache has more slots than keys.
 
@@ -197,22 +198,20 @@ class Relu(PointwiseNormalizer):
 
     power: Any = 1
     count_power: Any = 0
-    divisor: Any = dataclasses.field(default=1.0, init=False, repr=False)
+    divisor: Any = 1.0
 
     def __post_init__(self):
         for name in ("power", "count_power"):
             check_number(f"Relu: {name}", getattr(self, name))
+        check_number("Relu: divisor", self.divisor, positive=True)
         if not self.power >= 1:
             raise ValueError(f"Relu: power: expected a number of at least 1, got {self.power!r}")
 
     def for_keys(self, count):
         if not self.count_power:
             return self
-        by_count = object.__new__(Relu)
         known = _known_count("Relu: count_power", "count_power 0", count)
-        divisor = StaticFloat(known**self.count_power)
-        vars(by_count).update(power=self.power, count_power=self.count_power, divisor=divisor)
-        return by_count
+        return Relu(self.power, divisor=self.divisor * known**self.count_power)
 
     def evaluate(self, score, b, h, rows, columns):
         # By selection: the derivative at 0 is 0, also the second one of a power between 1 and 2,
