@@ -2,13 +2,15 @@
 
 The kernel knows no mask by name. It reads two arrays, `start` and `stop`: each query sees the keys
 j with start <= j < stop. `as_key_ranges` returns them for a mask; for Causal they are 0 and the
-place after the query's own. `as_terms` returns the terms of a score function. Both are open
-functions: to run a class of your own in the kernel, register it.
+place after the query's own. `as_terms` returns the terms of a score function, and `as_weights` the
+number of a pointwise normalizer. All three are open functions: to run a class of your own in the
+kernel, register it.
 
     @as_key_ranges.register
     def _(mask: MyMask, queries: QueryBlock) -> KeyRanges: ...
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,11 +19,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jattn import masks, scores
+from jattn import masks, normalizers, scores
 from jattn._pytree import is_static, number, select_head
 from jattn._types import Index, Tree
 from jattn.functions import integers
 from jattn.masks import Span
+from jattn.spec import Spec
 
 
 class QueryBlock(NamedTuple):
@@ -152,6 +155,52 @@ def _(score: scores.SoftCap) -> Terms:
     if not float(limits.tiny) <= cap <= float(limits.max):
         raise NotImplementedError(f"the cap {cap} is no number of float32")
     return Terms(cap=cap)
+
+
+class Weights(NamedTuple):
+    """A normalizer: its number in `src/pointwise.h`, and the constant that its function reads."""
+
+    number: int
+    constant: float = 0.0
+
+
+@functools.singledispatch
+def as_weights(normalizer: Tree) -> Weights:
+    """Returns the number of a normalizer; raises NotImplementedError with the reason."""
+    raise NotImplementedError(f"it has no {type(normalizer).__name__}")
+
+
+as_weights.register(type(None), lambda normalizer: Weights(0))
+as_weights.register(normalizers.Identity, lambda normalizer: Weights(1))
+as_weights.register(normalizers.Exp, lambda normalizer: Weights(5))
+
+
+@as_weights.register
+def _(normalizer: normalizers.Sigmoid) -> Weights:
+    if not is_static(normalizer.bias):
+        raise NotImplementedError("the bias is an array, expected a number")
+    return Weights(2, float(number(normalizer.bias)))
+
+
+@as_weights.register
+def _(normalizer: normalizers.Relu) -> Weights:
+    if normalizer.power not in (1, 2):
+        raise NotImplementedError(f"expected a power of 1 or 2, got {normalizer.power}")
+    return Weights(2 + int(normalizer.power), 1 / float(number(normalizer.divisor)))
+
+
+def separated(spec: Spec) -> Spec:
+    """Returns the spec with a built-in pointwise normalizer, the last function of its score, as its
+    `normalizer`."""
+    if not isinstance(spec.normalizer, normalizers.Identity):
+        return spec
+    *first, last = scores.in_order(spec.score)
+    try:
+        as_weights(last)
+    except NotImplementedError:
+        return spec
+    score = functools.reduce(scores.Then, first) if first else None
+    return dataclasses.replace(spec, score=score, normalizer=last)
 
 
 _CHUNK = 16  # distances whose gradients are summed before those of other chunks are added

@@ -64,7 +64,14 @@ def spec_function(spec: Spec) -> tuple[Callable[..., Any], list[Any]]:
     """Returns `(run, leaves)`: `run(score, b, h, i, j, *leaves)` computes the modified score of a
     pair, and whether the pair is allowed."""
     mask_and_score = dataclasses.replace(
-        spec, scale=1.0, dropout_key=None, dropout_rate=0.0, precision=None, lse=False, origin=None
+        spec,
+        scale=1.0,
+        dropout_key=None,
+        dropout_rate=0.0,
+        precision=None,
+        normalizer=None,
+        lse=False,
+        origin=None,
     )
     leaves, structure = jax.tree.flatten(mask_and_score)
 

@@ -5,6 +5,9 @@ scores of a tile in the caches between the products and the softmax. The kernel 
 built-in code for masks that leave each query one range of keys, and for the score functions in
 `built_in`; `generator` writes rules for all others. Besides the results, each thread needs memory
 for a few tiles, about a megabyte with heads of 64.
+
+With a pointwise normalizer the normalizers of the results are zeros. Functions that begin with a
+`Spec` here take it as `built_in.separated` returns it.
 """
 
 import dataclasses
@@ -28,14 +31,21 @@ from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import built_in, decode, generator, library
 from jattn.kernels.cpu.built_in import KeyRanges, QueryBlock
 from jattn.kernels.cpu.generator import GeneratedRule
-from jattn.kernels.protocol import Kernel
+from jattn.kernels.protocol import Kernel, softmax_only
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling, parameters, with_parameters
+from jattn.spec import (
+    Shapes,
+    Spec,
+    Tiling,
+    parameters,
+    scores_are_weights,
+    with_parameters,
+)
 
 
 def supports(call: Call) -> str | None:
     """Returns why a call's masks and scores are neither built in nor can be generated, or None."""
-    spec, shapes = call.spec, call.shapes
+    spec, shapes = built_in.separated(call.spec), call.shapes
     if spec.origin is not None and (spec.origin.q is not None or spec.origin.kv is not None):
         return "dropout of a piece counts places of the whole, it knows those of the piece"
     if spec.pair is not None:
@@ -51,9 +61,15 @@ def supports(call: Call) -> str | None:
     return None
 
 
+def normalizers(call: Call) -> str | None:
+    """Returns why the kernel cannot compute the call's normalizer, or None: it has the softmax and
+    those that are functions of one score."""
+    return None if scores_are_weights(call.spec) else softmax_only(call)
+
+
 def too_small(call: Call) -> str | None:
     """Returns why compiling a call's rule would take longer than it saves; None if it would not."""
-    spec, shapes = call.spec, call.shapes
+    spec, shapes = built_in.separated(call.spec), call.shapes
     if not isinstance(shapes.B, int):  # an exported program, for which nothing is compiled
         return None
     pairs, least = shapes.B * shapes.N * shapes.T * shapes.S, tuning.current().generated_pairs
@@ -74,6 +90,8 @@ def not_built_in(spec: Spec, shapes: Shapes) -> str | None:
         terms = built_in.as_terms(spec.score)
     except NotImplementedError as reason:
         return str(reason)
+    if spec.normalizer is not None and spec.score is not None:
+        return "it has score functions for the softmax only"
     if terms.by_distance and spec.q_positions is not None:
         return "positions are given, it counts distances from 0"
     return None
@@ -96,9 +114,10 @@ def unavailable(shapes: Shapes, wait: bool) -> str | None:
 
 def compilation_failure(call: Call) -> str | None:
     """Returns why an earlier attempt to compile the call's rule failed, or None."""
-    if not not_built_in(call.spec, call.shapes):
+    spec = built_in.separated(call.spec)
+    if not not_built_in(spec, call.shapes):
         return None
-    rule = _abstract_rule(call.spec, call.shapes)
+    rule = _abstract_rule(spec, call.shapes)
     return library.rule_unavailable(rule.text, accumulation(call.shapes.dtype))
 
 
@@ -167,12 +186,15 @@ def operands_of(spec: Spec, query: Array, key: Array, value: Array) -> KernelOpe
     empty, no_bias = jnp.zeros((1, 1, 0), jnp.int32), jnp.zeros((1, 1, 0), dtype)
     seeds = _seeds(spec, shapes)
     arrays = KernelArrays(query, key, value, empty, empty, empty, empty, no_bias, seeds)
+    weights = built_in.as_weights(spec.normalizer)
     attributes = {
         "scale": float(number(spec.scale)),
         "cap": 0.0,
         "dropout_scale": 1 / (1 - spec.dropout_rate),
         "threshold": np.int64(dropout.threshold(spec.dropout_rate) if spec.dropout_rate else 0),
         "least": -1.0,
+        "normalizer": np.int64(weights.number),
+        "constant": weights.constant,
         **dict.fromkeys(("rule", "row", "chunk", "differentiated"), np.int64(0)),
     }
     if not_built_in(spec, shapes):
@@ -291,7 +313,7 @@ def _forward(
     Without it, the kernel rounds the output to the dtype of the queries, and so writes less; XLA
     removes the conversions back and forth.
     """
-    spec, scaled = static_scale(spec, query)
+    spec, scaled = static_scale(built_in.separated(spec), query)
     if decode.pays(spec, Shapes.of(query, value)):
         wide = scaled.astype(accumulation(query.dtype))
         out, normalizer = decode.attend(spec, wide, decode.as_paged(key, value))
@@ -305,7 +327,7 @@ def _forward(
 
 def _backward(spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array) -> Tree:
     unscaled, scale = per_query.query, spec.scale
-    spec, query = static_scale(spec, unscaled)
+    spec, query = static_scale(built_in.separated(spec), unscaled)
     shapes = Shapes.of(query, value)
     operands = operands_of(spec, query, key, value)
     dtype, rule = operands.dtype, operands.rule
@@ -354,4 +376,6 @@ def functions(platform: str) -> AttentionVJP:
     return AttentionVJP(_forward, _backward, forward_alone=alone)
 
 
-KERNEL = Kernel(supports, functions, too_small, unavailable, compilation_failure)
+KERNEL = Kernel(
+    supports, functions, too_small, unavailable, compilation_failure, normalizers=normalizers
+)

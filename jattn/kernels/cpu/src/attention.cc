@@ -16,7 +16,7 @@
 // A query sees the keys `start <= j < stop`, of these only keys with its id if there are ids. Empty
 // tiles are skipped, and full tiles are not masked. Other masks and score functions are rules that
 // are compiled separately (rule.h): they change a tile of scores in place, and a tile map tells which
-// tiles are empty and which are full. Masked scores are replaced by -infinity; sums over keys or
+// tiles are empty and which are full. A pointwise normalizer (pointwise.h) needs no online softmax. Masked scores are replaced by -infinity; sums over keys or
 // queries replace numbers that are not finite by 0, because a weight of 0 times NaN would be NaN.
 
 #include "threads.h"
@@ -108,7 +108,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     Attributes, StructMember<double>("scale"), StructMember<double>("cap"),
     StructMember<double>("dropout_scale"), StructMember<int64_t>("threshold"),
     StructMember<int64_t>("rule"), StructMember<int64_t>("row"), StructMember<int64_t>("chunk"),
-    StructMember<int64_t>("differentiated"), StructMember<double>("least"));
+    StructMember<int64_t>("differentiated"), StructMember<double>("least"),
+    StructMember<int64_t>("normalizer"), StructMember<double>("constant"));
 
 #define JATTN_ARRAYS                                                                          \
   xla::ffi::Ffi::Bind()                                                                       \

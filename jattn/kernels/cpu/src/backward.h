@@ -85,22 +85,51 @@ struct BackwardBlock {
     sums.products(tile, at, keys, lanes, p, ds);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
-    if (rules.own.changes(kind)) {
-      const bool keeps = rules.own.rule->keeps;
+    const bool by_rule = rules.own.changes(kind);
+    const bool keeps = by_rule && rules.own.rule->keeps;
+    if (rules.pointwise()) {
+      if (keeps)
+        for (Index n = 0; n < keys * t; n += L) store(run.before + n, load(p + n) * factor);
+      const T left = to_scores(rules, block, piece, factor, p);
+      by_kind(rules.normalizer.kind, [&](auto normalizer) {
+        derive<normalizer>(rules, piece, nonfinite, left, p, ds);
+      });
+    } else if (by_rule) {
       if (!Products::kScales) scale(p, keys * t, factor);
       if (keeps) std::copy(p, p + keys * t, run.before);
       apply(rules.own, block, lanes, seen, nonfinite, p);
       derive<Steps::kRule>(rules, lanes, j, keys, nullptr, p, ds);
-      if (rules.own.rule->modifies)
-        rules.own.rule->backward(block.at(rules.own, lanes, seen), keeps ? run.before : nullptr, ds);
     } else if (kind == Kind::kMixed)
       derive<Steps::kMask>(rules, lanes, j, keys, nonfinite, p, ds);
     else if (nonfinite || rules.cap != 0 || rules.bias || rules.threshold)
       derive<Steps::kModify>(rules, lanes, j, keys, nonfinite, p, ds);
     else
       derive<Steps::kScale>(rules, lanes, j, keys, nonfinite, p, ds);
+    if (by_rule && rules.own.rule->modifies)
+      rules.own.rule->backward(block.at(rules.own, lanes, seen), keeps ? run.before : nullptr, ds);
     if constexpr (kOf != Of::kQueries) sums.add_to_keys(keys, lanes, p, ds, run.d_k + at * H, run.d_v + at * V);
     if constexpr (kOf != Of::kKeys) sums.add_to_queries(tile, at, keys, lanes, ds);
+  }
+
+  // The same as below for a pointwise normalizer, from scores after multiplication by `left`; the
+  // cotangent of scores is dp times the derivative of the weight.
+  template <Normalizer kKind>
+  JATTN_APART void derive(const Rules& rules, const Piece& piece, const T* nonfinite, T left,
+                          T* scores, T* d_weights) {
+    const auto [lanes, seen] = piece;
+    for (Index s = 0, here = 0; s < seen.count; ++s)
+      for (Index i = lanes.first; i < lanes.end(); i += L, here += L) {
+        const Vector x = load(scores + here) * left;
+        const Ints masked = x == all(-kInfinity);
+        Vector dp = load(d_weights + here);
+        if (rules.threshold) dp = block.dropped(rules, dp, i, seen.j + s);
+        auto [p, slope] = weighted<kKind>(x, rules.normalizer.constant);
+        if (rules.threshold) p = block.dropped(rules, p, i, seen.j + s);
+        Vector ds = dp * slope;
+        if (nonfinite) p += nonfinite[s], ds += nonfinite[s];
+        store(scores + here, masked ? Vector{} : p);
+        store(d_weights + here, masked ? Vector{} : ds);
+      }
   }
 
   // Turns products q k into weights p after dropout, and products d_out v into the cotangent of the

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "native.h"
-#include "rule.h"
+#include "pointwise.h"
 
 namespace {
 
@@ -63,6 +63,9 @@ struct Rules {
   T dropout_scale;       // the factor of the other weights
   Index S;
   HeadRule own;          // replaces runs, ids, bias and cap, if there is one
+  Pointwise normalizer;  // if not the softmax, there are neither bias nor cap
+
+  bool pointwise() const { return normalizer.kind != Normalizer::kSoftmax; }
 };
 
 // The hash of `jattn.dropout`: Wellons's "lowbias32". Queries whose places differ in one bit share all
@@ -280,6 +283,15 @@ struct Block {
     return score;
   }
 
+  // Turns products into scores, -infinity for masked ones.
+  template <bool kMasked>
+  JATTN_APART void modify(const Rules& rules, const Piece& piece, T factor, T* scores) const {
+    const auto [lanes, keys] = piece;
+    for (Index s = 0; s < keys.count; ++s)
+      for (Index i = lanes.first; i < lanes.end(); i += kLanes, scores += kLanes)
+        store(scores, modified<kMasked>(rules, load(scores) * factor, i, keys.j + s));
+  }
+
   Ints allowed(const Rules& rules, Index i, Index j) const {
     const Int place = j;
     Ints yes = (load<Ints>(start + i) <= place) & (load<Ints>(stop + i) > place);
@@ -319,6 +331,21 @@ void apply(const HeadRule& own, const Block& block, Lanes lanes, const Keys& see
     for (Index s = 0; s < seen.count; ++s)
       for (Index i = 0; i < t; i += kLanes) add_to(scores + s * t + i, all(nonfinite[s]));
   own.rule->forward(block.at(own, lanes, seen), scores, seen.kind == Kind::kMixed);
+}
+
+// Turns products into scores, for a pointwise normalizer; returns the factor by which they still have
+// to be multiplied.
+T to_scores(const Rules& rules, const Block& block, const Piece& piece, T factor, T* products) {
+  const auto& [lanes, keys] = piece;
+  if (rules.own.changes(keys.kind)) {
+    if (factor != 1) scale(products, keys.count * lanes.size, factor);
+    apply(rules.own, block, lanes, keys, nullptr, products);
+  } else if (keys.kind == Kind::kMixed) {
+    block.modify<true>(rules, piece, factor, products);
+  } else {
+    return factor;
+  }
+  return 1;
 }
 
 // Reads each tile of keys that some blocks see, and calls `visit(block, seen, start)` for each of these

@@ -94,11 +94,14 @@ struct Arrays {
 
 // The numbers that every function takes, see Rules. `rule` is the number of a generated rule, or 0;
 // `row` and `chunk` are the sizes of its tile map, see HeadRule. `differentiated` has a bit for each
-// operand whose gradient is computed; statistics sum the weights above `least`.
+// operand whose gradient is computed; statistics sum the weights above `least`. `normalizer` and
+// `constant` are those of a Pointwise.
 struct Attributes {
   double scale, cap, dropout_scale;
   int64_t threshold, rule, row, chunk, differentiated;
   double least;
+  int64_t normalizer;
+  double constant;
 };
 
 // A call: everything but the inputs and outputs of each query.
@@ -110,6 +113,7 @@ struct Call {
   Shared<uint32_t> seeds;
   T scale, cap, dropout_scale;
   uint32_t threshold;
+  Pointwise normalizer;
   CallRule own;
 
   Call(const Arrays& x, const Attributes& attributes)
@@ -130,13 +134,15 @@ struct Call {
         scale(static_cast<T>(attributes.scale)),
         cap(static_cast<T>(attributes.cap)),
         dropout_scale(static_cast<T>(attributes.dropout_scale)),
-        threshold(static_cast<uint32_t>(attributes.threshold)) {}
+        threshold(static_cast<uint32_t>(attributes.threshold)),
+        normalizer{static_cast<Normalizer>(attributes.normalizer), static_cast<T>(attributes.constant)} {}
 
   Head head(Index b, Index n) const {
     const uint32_t* seed = seeds.at(b, n);
     const Rules rules = {start.at(b, n), stop.at(b, n), q_ids.at(b, n), kv_ids.at(b, n),
                          bias.at(b, n),  nullptr,       cap,            seed ? *seed : 0,
-                         threshold,      dropout_scale, S,              own.head(b, n, N, t, S)};
+                         threshold,      dropout_scale, S,              own.head(b, n, N, t, S),
+                         normalizer};
     const Index g = n / (N / K);
     return {q.at(b, n), k.at(b, g), v.at(b, g), rules, scale};
   }

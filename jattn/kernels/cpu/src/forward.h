@@ -58,6 +58,15 @@ struct ForwardBlock {
     sums.scores(tile, at, keys, lanes, scores);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
+    if (rules.pointwise()) {
+      const T left = to_scores(rules, block, piece, factor, scores);
+      by_kind(rules.normalizer.kind, [&](auto normalizer) {
+        weigh<normalizer>(rules, piece, nonfinite, left, exact, scores);
+      });
+      sums.add(tile, at, keys, lanes, scores, fresh, exact);
+      fresh = false;
+      return;
+    }
     const bool by_rule = rules.own.changes(kind);
     const bool modified = rules.cap != 0 || rules.bias || nonfinite || factor <= 0;
     if (by_rule) {
@@ -74,6 +83,29 @@ struct ForwardBlock {
     if (grows && !fresh) sums.rescale(lanes, shrink);
     sums.add(tile, at, keys, lanes, scores, fresh, exact);
     fresh = false;
+  }
+
+  // Turns scores, after multiplication by `factor`, into the weights of a pointwise normalizer.
+  template <Normalizer kKind>
+  JATTN_APART void weigh(const Rules& rules, const Piece& piece, const T* nonfinite, T factor,
+                         bool exact, T* scores) {
+    const auto [lanes, seen] = piece;
+    const Index t = lanes.size, keys = seen.count;
+    const auto weight = [&](Index s, Index i) {
+      const Vector x = load(scores + s * t + i) * factor;
+      const Ints masked = x == all(-kInfinity);
+      Vector w = weighted<kKind>(x, rules.normalizer.constant).weight;
+      if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
+      if (nonfinite) w += nonfinite[s];
+      return masked ? Vector{} : w;
+    };
+    for (Index i = 0; i < t; i += L)
+      for (Index s = 0; s < Products::rows(keys); s += Products::kKeys) {
+        Vector weights[Products::kKeys] = {};
+        for (int k = 0; k < Products::kKeys; ++k)
+          if (s + k < keys) weights[k] = weight(s + k, i);
+        Products::put_weights(weights, scores + i, s, keys, t, exact);
+      }
   }
 
   // Turns products into weights; if scaling is the only step, the factor is above 0. Returns whether
@@ -165,9 +197,13 @@ struct ForwardBlock {
     return false;
   }
 
-  void finish(const Results& to, Index V, T down) {
+  void finish(const Rules& rules, const Results& to, Index V, T down) {
     if (fresh) std::fill(sums.out, sums.out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
+      if (rules.pointwise()) {
+        store(shrink + i, all(1)), store(most + i, Vector{});
+        continue;
+      }
       const Vector total = load(sum + i);
       const Ints dead = total == T{0};
       store(shrink + i, dead ? Vector{} : 1 / (total * down));
@@ -205,12 +241,12 @@ void forward(const Head& head, Index first, Index count, const Results& results,
   });
   for (OneBlock& one : blocks) one.sums.settle();
   const auto overflowed = [V](const OneBlock& one) { return one.overflowed(V); };
-  if (down == 1 && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
+  if (down == 1 && !head.rules.pointwise() && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
     // Weights are at most e^kSlack.
     down = std::exp2(-std::ceil(std::log2(T(head.rules.S)) + kSlack * T(1.5)));
     return forward<Wide>(head, first, count, results, down);
   }
-  for (OneBlock& one : blocks) one.finish(results, V, down);
+  for (OneBlock& one : blocks) one.finish(head.rules, results, V, down);
 }
 
 }  // namespace

@@ -65,25 +65,15 @@ struct StatisticsBlock {
       apply(rules.own, block, block.whole.lanes, seen, nullptr, scores);
       left = 1;
     } else if (seen.kind == Kind::kMixed) {
-      modify<true>(rules, seen, scores), left = 1;
+      block.template modify<true>(rules, {block.whole.lanes, seen}, factor, scores), left = 1;
     } else if (rules.cap != 0 || rules.bias) {
-      modify<false>(rules, seen, scores), left = 1;
+      block.template modify<false>(rules, {block.whole.lanes, seen}, factor, scores), left = 1;
     }
     if (asked.more())
       add<true>(asked, seen, left, scores, columns);
     else
       add<false>(asked, seen, left, scores, columns);
     add_columns(columns, seen.count, received + seen.j);
-  }
-
-  // Turns products into scores.
-  template <bool kMasked>
-  JATTN_APART void modify(const Rules& rules, const Keys& seen, T* scores) const {
-    for (Index s = 0; s < seen.count; ++s)
-      for (Index i = 0; i < block.width; i += L) {
-        T* here = scores + s * block.width + i;
-        store(here, block.template modified<kMasked>(rules, load(here) * factor, i, seen.j + s));
-      }
   }
 
   // Sums over keys are lanes; sums over queries are written to `columns`, a vector for each key.

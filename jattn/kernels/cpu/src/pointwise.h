@@ -1,0 +1,69 @@
+// Normalizers whose weights depend on the score of their pair only: functions of vectors of scores.
+
+#pragma once
+
+#include "rule.h"
+
+namespace {
+
+// The functions from scores to weights, numbered as in `built_in.Weights`. kScores: the scores are the
+// weights, after a generated rule, if there is one.
+enum class Normalizer { kSoftmax, kScores, kSigmoid, kRelu, kSquaredRelu, kExp };
+
+// A pointwise normalizer. `constant` is the bias of kSigmoid, and the factor of the two kRelu.
+struct Pointwise {
+  Normalizer kind;
+  T constant;
+};
+
+// Weights, and their derivatives by scores. The functions below need not be right for a score of
+// -infinity, which is that of a masked pair: its weight is 0.
+struct Weighted {
+  Vector weight, slope;
+};
+
+// 1 / (1 + e^-x) for all x.
+inline Vector sigmoid(Vector x) {
+#if JATTN_SINGLE
+  const Vector found = reciprocal(1.0f + exp_of(-x));
+  return x < -87.0f ? Vector{} : found;
+#else
+  return logistic_of(x);
+#endif
+}
+
+template <Normalizer kKind>
+inline Weighted weighted(Vector x, T constant) {
+  constexpr bool kIsRelu = kKind == Normalizer::kRelu, kSquared = kKind == Normalizer::kSquaredRelu;
+  if constexpr (kKind == Normalizer::kSigmoid) {
+    const Vector w = sigmoid(x + constant);
+    return {w, w * (1 - w)};
+  } else if constexpr (kIsRelu) {
+    // The derivative at 0 is that of JAX's maximum.
+    const Vector half = x == 0 ? all(constant / 2) : Vector{};
+    return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : half};
+  } else if constexpr (kSquared) {
+    const Vector y = greatest(x, Vector{});
+    return {y * y * constant, y * (2 * constant)};
+  } else if constexpr (kKind == Normalizer::kExp) {
+    const Vector w = exp_of(x);
+    return {w, w};
+  } else {
+    return {x, all(1)};
+  }
+}
+
+// Calls `run` with the kind of a normalizer, which is not the softmax, as a constant.
+template <typename Run>
+inline void by_kind(Normalizer kind, const Run& run) {
+  using N = Normalizer;
+  switch (kind) {
+    case N::kSigmoid: return run(std::integral_constant<N, N::kSigmoid>{});
+    case N::kRelu: return run(std::integral_constant<N, N::kRelu>{});
+    case N::kSquaredRelu: return run(std::integral_constant<N, N::kSquaredRelu>{});
+    case N::kExp: return run(std::integral_constant<N, N::kExp>{});
+    default: return run(std::integral_constant<N, N::kScores>{});
+  }
+}
+
+}  // namespace
