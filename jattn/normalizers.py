@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 
 from jattn._pytree import (
     HoldsTree,
-    StaticFloat,
     letters_by_head,
     number,
     pytree_dataclass,

@@ -117,17 +117,19 @@ struct BackwardBlock {
   JATTN_APART void derive(const Rules& rules, const Piece& piece, const T* nonfinite, T left,
                           T* scores, T* d_weights) {
     const auto [lanes, seen] = piece;
+    const bool drops = rules.threshold != 0;  // copies, because stores might change the originals
+    const T constant = rules.normalizer.constant;
     for (Index s = 0, here = 0; s < seen.count; ++s)
       for (Index i = lanes.first; i < lanes.end(); i += L, here += L) {
         const Vector x = load(scores + here) * left;
-        const Ints masked = x == all(-kInfinity);
+        const Ints masked = x == -kInfinity;
         Vector dp = load(d_weights + here);
-        if (rules.threshold) dp = block.dropped(rules, dp, i, seen.j + s);
-        auto [p, slope] = weighted<kKind>(x, rules.normalizer.constant);
-        if (rules.threshold) p = block.dropped(rules, p, i, seen.j + s);
+        if (drops) dp = block.dropped(rules, dp, i, seen.j + s);
+        auto [p, slope] = weighted<kKind>(x, constant);
+        if (drops) p = block.dropped(rules, p, i, seen.j + s);
         Vector ds = dp * slope;
-        if (nonfinite) p += nonfinite[s], ds += nonfinite[s];
-        store(scores + here, masked ? Vector{} : p);
+        if (nonfinite) p += masked ? Vector{} : all(nonfinite[s]), ds += nonfinite[s];
+        store(scores + here, p);
         store(d_weights + here, masked ? Vector{} : ds);
       }
   }

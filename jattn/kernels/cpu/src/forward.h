@@ -91,13 +91,14 @@ struct ForwardBlock {
                          bool exact, T* scores) {
     const auto [lanes, seen] = piece;
     const Index t = lanes.size, keys = seen.count;
+    const bool drops = rules.threshold != 0;  // copies, because stores might change the originals
+    const T constant = rules.normalizer.constant;
     const auto weight = [&](Index s, Index i) {
       const Vector x = load(scores + s * t + i) * factor;
-      const Ints masked = x == all(-kInfinity);
-      Vector w = weighted<kKind>(x, rules.normalizer.constant).weight;
-      if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
-      if (nonfinite) w += nonfinite[s];
-      return masked ? Vector{} : w;
+      Vector w = weighted<kKind>(x, constant).weight;
+      if (drops) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
+      if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s]);
+      return w;
     };
     for (Index i = 0; i < t; i += L)
       for (Index s = 0; s < Products::rows(keys); s += Products::kKeys) {

@@ -16,8 +16,7 @@ struct Pointwise {
   T constant;
 };
 
-// Weights, and their derivatives by scores. The functions below need not be right for a score of
-// -infinity, which is that of a masked pair: its weight is 0.
+// Weights, and their derivatives by scores. The weight of a masked pair, whose score is -infinity, is 0.
 struct Weighted {
   Vector weight, slope;
 };
@@ -25,8 +24,8 @@ struct Weighted {
 // 1 / (1 + e^-x) for all x.
 inline Vector sigmoid(Vector x) {
 #if JATTN_SINGLE
-  const Vector found = reciprocal(1.0f + exp_of(-x));
-  return x < -87.0f ? Vector{} : found;
+  const Vector found = reciprocal(1 + exponential(-x));  // e^-x may overflow
+  return x < -87 ? Vector{} : found;
 #else
   return logistic_of(x);
 #endif
@@ -49,7 +48,7 @@ inline Weighted weighted(Vector x, T constant) {
     const Vector w = exp_of(x);
     return {w, w};
   } else {
-    return {x, all(1)};
+    return {x == -kInfinity ? Vector{} : x, all(1)};
   }
 }
 

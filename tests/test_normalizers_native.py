@@ -1,0 +1,213 @@
+"""Pointwise normalizers in the kernel in C++, against the reference and against the formula in NumPy;
+tiles are so small that each call needs several."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, normalizers, scores, tuning
+from jattn.kernels.cpu import built_in, native
+from jattn.spec import Shapes
+from tests.arrays import assert_accurate, assert_equal
+from tests.conftest import attention_arrays, out_and_gradients
+from tests.kernels import made
+from tests.oracle import error
+
+
+B, T, S, N, K, H, V = SIZES = (2, 37, 29, 6, 3, 10, 4)
+BIASES = np.linspace(-2.0, 1.0, N)
+PAIR = np.array([0.7, -0.2])
+
+
+@pytest.fixture(autouse=True)
+def _tiny_tiles():
+    """Tiles of 16 queries and 8 keys, sums over runs of 16."""
+    with tuning.using(cpu_tiles="16, 8, 16", generated_pairs=0):
+        yield
+
+
+def _softsign(score: Any, pair: Any) -> Any:
+    return score * pair[0] / (1 + jnp.abs(score)) + pair[1]
+
+
+BUILT_IN: dict[str, normalizers.NormalizerFunction] = {
+    "identity": normalizers.Identity(),
+    "sigmoid": normalizers.Sigmoid(),
+    "relu": normalizers.Relu(),
+    "squared relu": normalizers.Relu(2, count_power=0.5),
+    "exp": normalizers.Exp(),
+}
+GENERATED: dict[str, Any] = {
+    "sigmoid by head": normalizers.Sigmoid(BIASES),
+    "cubed relu": normalizers.Relu(3),
+    "function": normalizers.Pointwise(_softsign, PAIR),
+}
+NORMALIZERS = BUILT_IN | GENERATED
+
+# The formulas, for scores [B, N, T, S].
+FORMULAS: dict[str, Any] = {
+    "identity": lambda x: x,
+    "sigmoid": lambda x: 1 / (1 + S * np.exp(-x)),
+    "relu": lambda x: np.maximum(x, 0),
+    "squared relu": lambda x: np.maximum(x, 0) ** 2 / S**0.5,
+    "exp": np.exp,
+    "sigmoid by head": lambda x: 1 / (1 + np.exp(-x - BIASES[:, None, None])),
+    "cubed relu": lambda x: np.maximum(x, 0) ** 3,
+    "function": lambda x: x * PAIR[0] / (1 + abs(x)) + PAIR[1],
+}
+
+IDS = np.arange(T) // 9, np.arange(S) // 9
+MASKS: dict[str, Any] = {
+    "full": masks.Full(),
+    "causal": masks.Causal(),
+    "window": masks.Window(left=6, right=3),
+    "segments": masks.Causal() & masks.Segments(*IDS),
+    "dead rows": masks.Lengths(q=np.array([20, 0]), kv=np.array([29, 11])),
+    "function": masks.Predicate(lambda b, h, q, kv: (q + 2 * kv + h) % 5 < 2),
+}
+
+
+def _both(arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Out and all gradients of the kernel and of the reference. The arguments are a normalizer, a
+    score function, q, k, v and the cotangent of out."""
+
+    def results(implementation: str) -> Any:
+        def attend(normalizer: Any, score: Any, *qkv: Any) -> Any:
+            call = functools.partial(jattn.attention, implementation=implementation, **options)
+            return call(*qkv, normalizer=normalizer, score=score)
+
+        *differentiated, d_out = arguments
+        return out_and_gradients(attend, differentiated, d_out)
+
+    return results("native"), results("reference")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_out_is_that_of_the_formula(name, dtype):
+    """By NumPy in float64 from the rounded inputs; also if lse is not needed."""
+    q, k, v, _ = attention_arrays(SIZES, dtype)
+    exact_q, exact_k, exact_v = (np.asarray(x, np.float64) for x in (q, k, v))
+    keys, values = (np.repeat(x, N // K, axis=2) for x in (exact_k, exact_v))
+    weights = FORMULAS[name](np.einsum("btnh,bsnh->bnts", exact_q, keys) / H**0.5)
+    weights = np.where(np.arange(T)[:, None] >= np.arange(S), weights, 0)
+    want = np.einsum("bnts,bsnv->btnv", weights, values)
+    attend = functools.partial(
+        jattn.attention, mask=masks.Causal(), normalizer=NORMALIZERS[name], implementation="native"
+    )
+    limit = 1e-14 if dtype == "float64" else 3 * float(jnp.finfo(dtype).eps)
+    out, pull = jax.vjp(attend, q, k, v)
+    assert out.dtype == dtype
+    assert error(attend(q, k, v), want) <= limit
+    assert error(out, want) <= limit
+
+
+@pytest.mark.parametrize("label", MASKS)
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_gradients_are_those_of_the_reference(name, label):
+    arguments = NORMALIZERS[name], None, *attention_arrays(SIZES, seed=1)
+    got, want = _both(arguments, mask=MASKS[label])
+    assert_accurate(got, want, 2e-14)
+    if label == "dead rows":
+        assert not got[0][1].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["identity", "sigmoid", "relu", "function"])
+def test_gradients_of_narrow_dtypes(name, dtype):
+    arguments = NORMALIZERS[name], None, *attention_arrays(SIZES, dtype, seed=1)
+    got, _ = _both(arguments, mask=masks.Causal())
+    wide = *arguments[:2], *(x.astype(jnp.float64) for x in arguments[2:])
+    _, want = _both(wide, mask=masks.Causal())
+    assert_accurate(got, want, 4 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "relu", "sigmoid by head", "function"])
+def test_score_functions_come_first(name):
+    """Their parameters, and a scale for each head, have gradients too."""
+    cap_and_bias = scores.SoftCap(np.array(2.0)) >> scores.Alibi(np.linspace(0.01, 0.5, N))
+    q, k, v, d_out = attention_arrays(SIZES, seed=2)
+    for score in (cap_and_bias, scores.SoftCap(2.0), scores.Alibi(np.linspace(0.01, 0.5, N))):
+        arguments = NORMALIZERS[name], score, q, k, v, d_out
+        assert_accurate(*_both(arguments, mask=masks.Causal()), 2e-14)
+
+    def attend(scale: Any, implementation: str) -> Any:
+        options = {"scale": scale, "normalizer": NORMALIZERS[name]}
+        return jattn.attention(q, k, v, implementation=implementation, **options)
+
+    scale = jnp.linspace(-0.5, 0.5, N)
+    got, want = (
+        out_and_gradients(functools.partial(attend, implementation=x), [scale], d_out)
+        for x in ("native", "reference")
+    )
+    assert_accurate(got, want, 2e-14)
+
+
+@pytest.mark.parametrize("name", ["identity", "sigmoid", "exp", "function"])
+def test_dropout_is_that_of_the_reference(name):
+    arguments = NORMALIZERS[name], None, *attention_arrays(SIZES, seed=3)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
+    for mask in (masks.Full(), masks.Causal()):
+        assert_accurate(*_both(arguments, mask=mask, **options), 2e-14)
+
+
+@pytest.mark.parametrize("name", ["identity", "sigmoid", "relu", "exp", "function"])
+@pytest.mark.parametrize("label", ["segments", "function"])
+def test_what_is_masked_does_not_exist(name, label):
+    """NaN in queries without keys and in keys without queries changes nothing, bit for bit."""
+    q, k, v, d_out = attention_arrays(SIZES, "float32", seed=4)
+    mask = MASKS[label] & masks.Lengths(q=np.array([T - 4] * B), kv=np.array([S - 6] * B))
+    clean, _ = _both((NORMALIZERS[name], None, q, k, v, d_out), mask=mask)
+    for poison in (np.nan, np.inf, 1e38):
+        bad_q = q.at[:, T - 4 :].set(poison)
+        bad_k, bad_v = (x.at[:, S - 6 :].set(poison) for x in (k, v))
+        got, _ = _both((NORMALIZERS[name], None, bad_q, bad_k, bad_v, d_out), mask=mask)
+        assert_equal(got, clean)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, "function"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_who_attends_to_a_value_that_is_not_finite_gets_nan(name, poison):
+    """Whatever its weight is, also in dropped pairs; nobody else does."""
+    q, k, v, _ = attention_arrays(SIZES, "float32", seed=5)
+    v = v.at[:, 11].set(poison)
+    options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(1), "mask": masks.Causal()}
+    for rest in ({}, options):
+        attend = functools.partial(jattn.attention, implementation="native", **rest)
+        out = np.asarray(attend(q, k, v, normalizer=NORMALIZERS[name]))
+        first = 11 if rest else 0
+        assert np.isnan(out[:, first:]).all()
+        assert np.isfinite(out[:, :first]).all()
+
+
+def test_weights_of_large_scores():
+    """Weights and sums that overflow are infinite; the weights of small scores are 0."""
+    v = jnp.full((1, 2, 1, 1), 3e38, jnp.float32)
+    k = jnp.full((1, 2, 1, 1), 1.0, jnp.float32)
+    q = jnp.array([-200.0, 200.0, 0.0], jnp.float32).reshape(1, 3, 1, 1)
+    attend = functools.partial(jattn.attention, q, k, v, implementation="native")
+    sigmoids = attend(normalizer=normalizers.Sigmoid(0.0))[0, :, 0, 0]
+    exponentials = attend(normalizer=normalizers.Exp())[0, :, 0, 0]
+    np.testing.assert_array_equal(sigmoids[:2], [0, np.inf])
+    np.testing.assert_array_equal(exponentials[:2], [0, np.inf])
+    np.testing.assert_array_equal(sigmoids[2:], v[0, 0, 0])
+
+
+def test_what_needs_no_compiler():
+    """The built-in normalizers with a range of keys; others, and score functions, are generated."""
+    shapes = Shapes((B,), T, S, N, K, H, V, np.dtype("float32"))
+
+    def generated(normalizer: Any, **options: Any) -> bool:
+        spec = made(shapes, normalizer=normalizer, **options).spec
+        return native.not_built_in(built_in.separated(spec), shapes) is not None
+
+    for normalizer in BUILT_IN.values():
+        assert not generated(normalizer, mask=masks.Causal())
+        assert generated(normalizer, score=scores.SoftCap(2.0))
+    for normalizer in GENERATED.values():
+        assert generated(normalizer)
