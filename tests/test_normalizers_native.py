@@ -1,5 +1,5 @@
-"""Pointwise normalizers in the kernel in C++, against the reference and against the formula in NumPy;
-tiles are so small that each call needs several."""
+"""Pointwise normalizers in the kernel in C++, compared with the reference and with NumPy; tiles are
+so small that each call needs several."""
 
 import functools
 from typing import Any
@@ -101,7 +101,7 @@ def test_out_is_that_of_the_formula(name, dtype):
         jattn.attention, mask=masks.Causal(), normalizer=NORMALIZERS[name], implementation="native"
     )
     limit = 1e-14 if dtype == "float64" else 3 * float(jnp.finfo(dtype).eps)
-    out, pull = jax.vjp(attend, q, k, v)
+    out, _ = jax.vjp(attend, q, k, v)
     assert out.dtype == dtype
     assert error(attend(q, k, v), want) <= limit
     assert error(out, want) <= limit

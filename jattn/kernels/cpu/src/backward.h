@@ -117,11 +117,12 @@ struct BackwardBlock {
   JATTN_APART void derive(const Rules& rules, const Piece& piece, const T* nonfinite, T left,
                           T* scores, T* d_weights) {
     const auto [lanes, seen] = piece;
-    const bool drops = rules.threshold != 0;  // copies, because stores might change the originals
+    const bool drops = rules.threshold != 0;
     const T constant = rules.normalizer.constant;
     for (Index s = 0, here = 0; s < seen.count; ++s)
       for (Index i = lanes.first; i < lanes.end(); i += L, here += L) {
-        const Vector x = load(scores + here) * left;
+        Vector x = load(scores + here);
+        if (!Products::kScales) x *= left;
         const Ints masked = x == -kInfinity;
         Vector dp = load(d_weights + here);
         if (drops) dp = block.dropped(rules, dp, i, seen.j + s);

@@ -135,7 +135,8 @@ struct Call {
         cap(static_cast<T>(attributes.cap)),
         dropout_scale(static_cast<T>(attributes.dropout_scale)),
         threshold(static_cast<uint32_t>(attributes.threshold)),
-        normalizer{static_cast<Normalizer>(attributes.normalizer), static_cast<T>(attributes.constant)} {}
+        normalizer{static_cast<Normalizer>(attributes.normalizer),
+                   static_cast<T>(attributes.constant)} {}
 
   Head head(Index b, Index n) const {
     const uint32_t* seed = seeds.at(b, n);

@@ -91,16 +91,19 @@ struct ForwardBlock {
                          bool exact, T* scores) {
     const auto [lanes, seen] = piece;
     const Index t = lanes.size, keys = seen.count;
-    const bool drops = rules.threshold != 0;  // copies, because stores might change the originals
+    const bool adjusts = rules.threshold || nonfinite;
     const T constant = rules.normalizer.constant;
     const auto weight = [&](Index s, Index i) {
-      const Vector x = load(scores + s * t + i) * factor;
+      Vector x = load(scores + s * t + i);
+      if (!Products::kScales) x *= factor;
       Vector w = weighted<kKind>(x, constant).weight;
-      if (drops) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
+      if (!adjusts) return w;
+      if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
       if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s]);
       return w;
     };
     for (Index i = 0; i < t; i += L)
+#pragma GCC unroll 4
       for (Index s = 0; s < Products::rows(keys); s += Products::kKeys) {
         Vector weights[Products::kKeys] = {};
         for (int k = 0; k < Products::kKeys; ++k)

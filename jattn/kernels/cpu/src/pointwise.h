@@ -6,8 +6,8 @@
 
 namespace {
 
-// The functions from scores to weights, numbered as in `built_in.Weights`. kScores: the scores are the
-// weights, after a generated rule, if there is one.
+// The functions from scores to weights, numbered as in `built_in.Weights`. With kScores the scores, as
+// a generated rule leaves them, are the weights.
 enum class Normalizer { kSoftmax, kScores, kSigmoid, kRelu, kSquaredRelu, kExp };
 
 // A pointwise normalizer. `constant` is the bias of kSigmoid, and the factor of the two kRelu.
@@ -16,7 +16,7 @@ struct Pointwise {
   T constant;
 };
 
-// Weights, and their derivatives by scores. The weight of a masked pair, whose score is -infinity, is 0.
+// Weights, and their derivatives by scores. A masked pair has the score -infinity and the weight 0.
 struct Weighted {
   Vector weight, slope;
 };
@@ -36,7 +36,7 @@ inline Weighted weighted(Vector x, T constant) {
   constexpr bool kIsRelu = kKind == Normalizer::kRelu, kSquared = kKind == Normalizer::kSquaredRelu;
   if constexpr (kKind == Normalizer::kSigmoid) {
     const Vector w = sigmoid(x + constant);
-    return {w, w * (1 - w)};
+    return {w, w - w * w};
   } else if constexpr (kIsRelu) {
     // The derivative at 0 is that of JAX's maximum.
     const Vector half = x == 0 ? all(constant / 2) : Vector{};
