@@ -31,14 +31,13 @@ from jattn.kernels.common.vjp import AttentionVJP
 from jattn.kernels.cpu import built_in, decode, generator, library
 from jattn.kernels.cpu.built_in import KeyRanges, QueryBlock
 from jattn.kernels.cpu.generator import GeneratedRule
-from jattn.kernels.protocol import Kernel, softmax_only
+from jattn.kernels.protocol import Kernel
 from jattn.softmax import Normalizer
 from jattn.spec import (
     Shapes,
     Spec,
     Tiling,
     parameters,
-    scores_are_weights,
     with_parameters,
 )
 
@@ -62,9 +61,12 @@ def supports(call: Call) -> str | None:
 
 
 def normalizers(call: Call) -> str | None:
-    """Returns why the kernel cannot compute the call's normalizer, or None: it has the softmax and
-    those that are functions of one score."""
-    return None if scores_are_weights(call.spec) else softmax_only(call)
+    """Returns why the kernel cannot compute the call's normalizer, or None."""
+    try:
+        built_in.as_weights(call.spec.normalizer)
+    except NotImplementedError:
+        return f"the kernel has no normalizer {type(call.spec.normalizer).__name__}"
+    return None
 
 
 def too_small(call: Call) -> str | None:
@@ -319,7 +321,9 @@ def _forward(
         out, normalizer = decode.attend(spec, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(spec, scaled, key, value)
-    out, *normalizer = forward(operands, normalized, None if normalized else query.dtype)
+    dtype = None if normalized else query.dtype
+    normalized = normalized and spec.normalizer is None
+    out, *normalizer = forward(operands, normalized, dtype)
     if not normalized:
         normalizer = [jnp.zeros(query.shape[:3], operands.dtype)] * 2
     return out.astype(operands.dtype), Normalizer(*normalizer), jnp.zeros((), bool)

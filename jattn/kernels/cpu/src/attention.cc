@@ -16,8 +16,11 @@
 // A query sees the keys `start <= j < stop`, of these only keys with its id if there are ids. Empty
 // tiles are skipped, and full tiles are not masked. Other masks and score functions are rules that
 // are compiled separately (rule.h): they change a tile of scores in place, and a tile map tells which
-// tiles are empty and which are full. A pointwise normalizer (pointwise.h) needs no online softmax. Masked scores are replaced by -infinity; sums over keys or
+// tiles are empty and which are full. Masked scores are replaced by -infinity; sums over keys or
 // queries replace numbers that are not finite by 0, because a weight of 0 times NaN would be NaN.
+//
+// Other normalizers than the softmax are functions of one score (pointwise.h), which need no online
+// softmax, or of all scores of a query (rows.h).
 
 #include "threads.h"
 
@@ -75,7 +78,10 @@ void run_backward(ffi::ThreadPool pool, const Arrays& arrays, Buffer d_out, Buff
   const Gradients all{heads_of(d_out), heads_of(most, false), heads_of(log_sum, false),
                       heads_of(delta, false), heads_of(d_q), heads_of(d_k), heads_of(d_v), sums,
                       axis(*d_bias, 1), how};
-  by_products(call, [&](auto products) { backward_all<decltype(products)>(pool, call, all); });
+  by_products(call, [&](auto products) {
+    if (call.normalizer.by_rows()) return backward_all_by_rows<decltype(products)>(pool, call, all);
+    backward_all<decltype(products)>(pool, call, all);
+  });
 }
 
 void run_statistics(ffi::ThreadPool pool, const Arrays& arrays, Buffer maximum, Buffer log_total,

@@ -87,7 +87,7 @@ struct BackwardBlock {
     const Rules& rules = head.rules;
     const bool by_rule = rules.own.changes(kind);
     const bool keeps = by_rule && rules.own.rule->keeps;
-    if (rules.pointwise()) {
+    if (rules.normalizer.pointwise()) {
       if (keeps)
         for (Index n = 0; n < keys * t; n += L) store(run.before + n, load(p + n) * factor);
       const T left = to_scores(rules, block, piece, factor, p);
@@ -118,7 +118,7 @@ struct BackwardBlock {
                           T* scores, T* d_weights) {
     const auto [lanes, seen] = piece;
     const bool drops = rules.threshold != 0;
-    const T constant = rules.normalizer.constant;
+    const T constant = static_cast<T>(rules.normalizer.constant);
     for (Index s = 0, here = 0; s < seen.count; ++s)
       for (Index i = lanes.first; i < lanes.end(); i += L, here += L) {
         Vector x = load(scores + here);

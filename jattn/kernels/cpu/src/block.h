@@ -63,9 +63,7 @@ struct Rules {
   T dropout_scale;       // the factor of the other weights
   Index S;
   HeadRule own;          // replaces runs, ids, bias and cap, if there is one
-  Pointwise normalizer;  // if not the softmax, there are neither bias nor cap
-
-  bool pointwise() const { return normalizer.kind != Normalizer::kSoftmax; }
+  NormalizerRule normalizer;  // if it is pointwise, there are neither bias nor cap
 };
 
 // The hash of `jattn.dropout`: Wellons's "lowbias32". Queries whose places differ in one bit share all

@@ -4,6 +4,7 @@
 
 #include "block.h"
 #include "pairs.h"
+#include "rows.h"
 #include "wide.h"
 
 namespace {
@@ -95,7 +96,7 @@ struct Arrays {
 // The numbers that every function takes, see Rules. `rule` is the number of a generated rule, or 0;
 // `row` and `chunk` are the sizes of its tile map, see HeadRule. `differentiated` has a bit for each
 // operand whose gradient is computed; statistics sum the weights above `least`. `normalizer` and
-// `constant` are those of a Pointwise.
+// `constant` are a NormalizerRule.
 struct Attributes {
   double scale, cap, dropout_scale;
   int64_t threshold, rule, row, chunk, differentiated;
@@ -113,7 +114,7 @@ struct Call {
   Shared<uint32_t> seeds;
   T scale, cap, dropout_scale;
   uint32_t threshold;
-  Pointwise normalizer;
+  NormalizerRule normalizer;
   CallRule own;
 
   Call(const Arrays& x, const Attributes& attributes)
@@ -135,8 +136,7 @@ struct Call {
         cap(static_cast<T>(attributes.cap)),
         dropout_scale(static_cast<T>(attributes.dropout_scale)),
         threshold(static_cast<uint32_t>(attributes.threshold)),
-        normalizer{static_cast<Normalizer>(attributes.normalizer),
-                   static_cast<T>(attributes.constant)} {}
+        normalizer{static_cast<Normalizer>(attributes.normalizer), attributes.constant} {}
 
   Head head(Index b, Index n) const {
     const uint32_t* seed = seeds.at(b, n);

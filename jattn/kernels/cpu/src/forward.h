@@ -58,7 +58,7 @@ struct ForwardBlock {
     sums.scores(tile, at, keys, lanes, scores);
     const T* nonfinite = tile.nonfinite ? tile.nonfinite + at : nullptr;
     const Rules& rules = head.rules;
-    if (rules.pointwise()) {
+    if (rules.normalizer.pointwise()) {
       const T left = to_scores(rules, block, piece, factor, scores);
       by_kind(rules.normalizer.kind, [&](auto normalizer) {
         weigh<normalizer>(rules, piece, nonfinite, left, exact, scores);
@@ -92,7 +92,7 @@ struct ForwardBlock {
     const auto [lanes, seen] = piece;
     const Index t = lanes.size, keys = seen.count;
     const bool adjusts = rules.threshold || nonfinite;
-    const T constant = rules.normalizer.constant;
+    const T constant = static_cast<T>(rules.normalizer.constant);
     const auto weight = [&](Index s, Index i) {
       Vector x = load(scores + s * t + i);
       if (!Products::kScales) x *= factor;
@@ -204,7 +204,7 @@ struct ForwardBlock {
   void finish(const Rules& rules, const Results& to, Index V, T down) {
     if (fresh) std::fill(sums.out, sums.out + block.width * V, T{0});
     for (Index i = 0; i < block.width; i += L) {
-      if (rules.pointwise()) {
+      if (rules.normalizer.pointwise()) {
         store(shrink + i, all(1)), store(most + i, Vector{});
         continue;
       }
@@ -245,7 +245,7 @@ void forward(const Head& head, Index first, Index count, const Results& results,
   });
   for (OneBlock& one : blocks) one.sums.settle();
   const auto overflowed = [V](const OneBlock& one) { return one.overflowed(V); };
-  if (down == 1 && !head.rules.pointwise() && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
+  if (down == 1 && !head.rules.normalizer.pointwise() && std::any_of(blocks.begin(), blocks.end(), overflowed)) {
     // Weights are at most e^kSlack.
     down = std::exp2(-std::ceil(std::log2(T(head.rules.S)) + kSlack * T(1.5)));
     return forward<Wide>(head, first, count, results, down);

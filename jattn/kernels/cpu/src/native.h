@@ -413,17 +413,22 @@ struct Shared {
 
 // --- Memory and threads -------------------------------------------------------------------------
 
-// A thread's memory for tiles, kept between calls: it is as small as the caches.
+// A thread's memory for tiles. It is kept between calls if it is as small as the caches; else it is
+// `own` memory of the caller.
 class Bench {
  public:
   explicit Bench(Index size) {
     thread_local std::vector<char> memory;
-    const Index bytes = (size + 64 * kBytes) * sizeof(T);
+    const Index bytes = bytes_of(size);
     if (static_cast<Index>(memory.size()) < bytes) {
       std::vector<char>().swap(memory);  // frees the memory before it allocates more
       memory.resize(bytes);
     }
-    next_ = reinterpret_cast<T*>(up(reinterpret_cast<uintptr_t>(memory.data()), kBytes));
+    start(memory.data());
+  }
+  Bench(Index size, std::unique_ptr<char[]>& own) {
+    own.reset(new char[bytes_of(size)]);
+    start(own.get());
   }
   template <typename E = T>
   E* take(Index size) {
@@ -433,6 +438,11 @@ class Bench {
   }
 
  private:
+  static Index bytes_of(Index size) { return (size + 64 * kBytes) * sizeof(T); }
+  void start(char* memory) {
+    next_ = reinterpret_cast<T*>(up(reinterpret_cast<uintptr_t>(memory), kBytes));
+  }
+
   T* next_;
 };
 

@@ -7,13 +7,19 @@
 namespace {
 
 // The functions from scores to weights, numbered as in `built_in.Weights`. With kScores the scores, as
-// a generated rule leaves them, are the weights.
-enum class Normalizer { kSoftmax, kScores, kSigmoid, kRelu, kSquaredRelu, kExp };
+// a generated rule leaves them, are the weights. Those from kEntmax on need all scores of a query.
+enum class Normalizer {
+  kSoftmax, kScores, kSigmoid, kRelu, kSquaredRelu, kExp, kEntmax, kTopK, kStickBreaking
+};
 
-// A pointwise normalizer. `constant` is the bias of kSigmoid, and the factor of the two kRelu.
-struct Pointwise {
+// The normalizer of a call. `constant` is the bias of kSigmoid, the factor of the two kRelu, the alpha
+// of kEntmax and the k of kTopK.
+struct NormalizerRule {
   Normalizer kind;
-  T constant;
+  double constant;
+
+  bool by_rows() const { return kind >= Normalizer::kEntmax; }
+  bool pointwise() const { return kind != Normalizer::kSoftmax && !by_rows(); }
 };
 
 // Weights, and their derivatives by scores. A masked pair has the score -infinity and the weight 0.

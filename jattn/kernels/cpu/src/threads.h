@@ -23,8 +23,13 @@ void forward_all(ffi::ThreadPool& pool, const Call& call, Outputs out, Heads<T> 
     const Index first = piece * size;
     const Index count = std::min(size, call.t - first);
     const Results to = {out.at(b, n), most.at(b, n), log_sum.at(b, n), sums, how};
+    const Head head = call.head(b, n);
     by_products(call, [&](auto products) {
-      forward<decltype(products)>(call.head(b, n), first, count, to);
+      using Products = decltype(products);
+      if (!call.normalizer.by_rows()) return forward<Products>(head, first, count, to);
+      by_normalizer(call.normalizer, [&](auto normalizer) {
+        forward_by_rows<Products>(head, normalizer, first, count, to.out, how);
+      });
     });
   });
 }
@@ -39,6 +44,20 @@ struct Gradients {
   Back at(Index b, Index n, Index group) const {
     return {d_out.at(b, n), most.at(b, n),        log_sum.at(b, n),     delta.at(b, n),
             d_q.at(b, n),   d_k.at(b, n / group), d_v.at(b, n / group), how};
+  }
+  Head head(const Call& call, Index b, Index n) const {
+    Head one = call.head(b, n);
+    one.rules.d_bias = diagonals ? d_bias + (b * call.N + n) * diagonals : nullptr;
+    return one;
+  }
+  bool has_parameters(const Call& call) const { return diagonals || call.own.has_gradients(); }
+  // Sets the gradients of a head's parameters to 0.
+  void clear_parameters(const Call& call, Index b, Index n) const {
+    for (size_t i = 0; i < call.own.gradients.size(); ++i)
+      if (char* sums = call.own.gradients[i])
+        std::memset(sums + (b * call.N + n) * call.own.sizes[i], 0, call.own.sizes[i]);
+    T* sums = head(call, b, n).rules.d_bias;
+    if (sums) std::fill(sums, sums + diagonals, T{0});
   }
 };
 
@@ -88,11 +107,7 @@ struct Worker {
         bench(Sums<Products>::size(H, V) + BackwardBlock<Products>::size(H, V)),
         sums(H, V, bench) {}
 
-  Head head(Index b, Index n) const {
-    Head one = call.head(b, n);
-    one.rules.d_bias = all.diagonals ? all.d_bias + (b * call.N + n) * all.diagonals : nullptr;
-    return one;
-  }
+  Head head(Index b, Index n) const { return all.head(call, b, n); }
 
   // Computes the gradients of keys from .. until - 1 of key head k, and their part of the queries'.
   template <Of kOf>
@@ -115,13 +130,7 @@ struct Worker {
 
   // Computes all gradients of key head k and its query heads.
   void heads(Index b, Index k) {
-    for (Index n = k * group; n < (k + 1) * group; ++n) {
-      for (size_t i = 0; i < call.own.gradients.size(); ++i)
-        if (char* sums = call.own.gradients[i])
-          std::memset(sums + (b * call.N + n) * call.own.sizes[i], 0, call.own.sizes[i]);
-      T* d_bias = head(b, n).rules.d_bias;
-      if (d_bias) std::fill(d_bias, d_bias + all.diagonals, T{0});
-    }
+    for (Index n = k * group; n < (k + 1) * group; ++n) all.clear_parameters(call, b, n);
     for (Index from = 0; from < S; from += kRun) keys<Of::kAll>(b, k, from, std::min(S, from + kRun));
   }
 
@@ -157,9 +166,8 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   using OneWorker = Worker<Products>;
   const Index K = call.K, N = call.N, units = call.B * K, t = call.t, S = call.S;
   const Index runs = (S + kRun - 1) / kRun, blocks = (t + kRun - 1) / kRun;
-  const bool whole = all.diagonals || call.own.has_gradients();
-  const Index count =
-      whole ? 1 : parts_of(units, std::max<Index>(1, pool.num_threads()), runs);
+  const Index threads = std::max<Index>(1, pool.num_threads());
+  const Index count = all.has_parameters(call) ? 1 : parts_of(units, threads, runs);
   if (count == 1) {
     parallel(pool, units, [&](Index i) { OneWorker(call, all).heads(i / K, i % K); });
     return;
@@ -191,6 +199,63 @@ void backward_all(ffi::ThreadPool& pool, const Call& call, const Gradients& all)
   });
   each_block([&](Index b, Index n, Index first, Index last) {
     OneWorker(call, all).queries(b, n, first, last);
+  });
+}
+
+// The gradients of keys or values that parts of the queries sum separately, like the result of the
+// first part, to which they are added.
+struct KeyParts {
+  Heads<T> result;
+  Index each;  // numbers of one part
+  std::unique_ptr<T[]> sums;
+
+  KeyParts(const Heads<T>& result, Index B, Index count)
+      : result(result), each(B * result.tokens * result.heads * result.vectors.size),
+        sums(new T[(count - 1) * each]) {}
+
+  Rows<T> at(Index part, Index b, Index k) const {
+    Heads<T> heads = result;
+    if (part) heads.vectors.start = sums.get() + (part - 1) * each;
+    return heads.at(b, k);
+  }
+  void join(Index count, Index b, Index k) const {
+    const Rows<T> to = at(0, b, k);
+    for (Index part = 1; part < count; ++part)
+      for (Index j = 0; j < result.tokens; ++j)
+        for (Index h = 0; h < to.size; ++h) to[j][h] += at(part, b, k)[j][h];
+  }
+};
+
+// The gradients of a call with a normalizer of rows. If there are fewer heads than threads, the blocks
+// of queries are divided into parts.
+template <typename Products>
+void backward_all_by_rows(ffi::ThreadPool& pool, const Call& call, const Gradients& all) {
+  const Index K = call.K, group = call.N / K, units = call.B * K, t = call.t, S = call.S;
+  const Index H = up(call.q.vectors.size, kLanes), V = up(call.v.vectors.size, kLanes);
+  const Index threads = std::max<Index>(1, pool.num_threads());
+  const Index blocks = (t + kQueries - 1) / kQueries, most = parts_of(units, threads, blocks);
+  const Index count = all.has_parameters(call) ? 1 : most ? most : std::min<Index>(8, blocks);
+  const KeyParts d_k(all.d_k, call.B, count), d_v(all.d_v, call.B, count);
+  parallel(pool, units * count, [&](Index task) {
+    const Index unit = task % units, b = unit / K, k = unit % K, part = task / units;
+    const typename Products::Session session;
+    RowSums<Products> sums(H, V, S);
+    if (S) sums.tile.read(call.k.at(b, k), call.v.at(b, k), S);
+    for (Index n = k * group; n < (k + 1) * group; ++n) {
+      if (!part) all.clear_parameters(call, b, n);
+      const Head head = all.head(call, b, n);
+      const Back to = all.at(b, n, group);
+      by_normalizer(call.normalizer, [&](auto normalizer) {
+        for (Index turn = 0, m; (m = turn * count + (turn % 2 ? count - 1 - part : part)) < blocks; ++turn)
+          backward_by_rows(head, normalizer, to.d_out, to.d_q, m * kQueries,
+                           std::min(kQueries, t - m * kQueries), all.how, sums);
+      });
+    }
+    put(d_k.at(part, b, k), sums.d_k, S, H, call.scale, Put::kOver);
+    put(d_v.at(part, b, k), sums.d_v, S, V, T{1}, Put::kOver);
+  });
+  if (count > 1) parallel(pool, units, [&](Index i) {
+    d_k.join(count, i / K, i % K), d_v.join(count, i / K, i % K);
   });
 }
 

@@ -1,0 +1,246 @@
+"""Normalizers of whole rows in the C++ kernel, against formulas in float64 and the reference."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, normalizers, scores, tuning
+from jattn.normalizers import Entmax, Sparsemax, StickBreaking, TopK
+from tests.arrays import assert_accurate, assert_equal
+from tests.conftest import attention_arrays, normal_arrays, out_and_gradients
+
+
+NORMALIZERS: dict[str, Any] = {
+    "sparsemax": Sparsemax(),
+    "entmax 1.5": Entmax(1.5),
+    "entmax 1.2": Entmax(1.2),
+    "entmax 3": Entmax(3),
+    "top 1": TopK(1),
+    "top 20": TopK(20),
+    "top 1000": TopK(1000),
+    "stick-breaking": StickBreaking(),
+}
+LIMITS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 3e-3}
+every_normalizer = pytest.mark.parametrize("name", NORMALIZERS)
+
+
+def entmax(alpha: float, scores: np.ndarray) -> np.ndarray:
+    z = (alpha - 1) * (scores - scores.max())
+    low, high = 0.0, 1.0  # the greatest weight
+    for _ in range(200):
+        middle = (low + high) / 2
+        weights = np.maximum(z + middle ** (alpha - 1), 0) ** (1 / (alpha - 1))
+        low, high = (low, middle) if weights.sum() >= 1 else (middle, high)
+    return weights / weights.sum()
+
+
+def row(normalizer: Any, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of the scores `[n]` of one query, and their derivatives `[n, n]` by the scores."""
+    match normalizer:
+        case StickBreaking():
+            beta = 1 / (1 + np.exp(-scores))
+            rest = np.append(np.cumprod((1 - beta)[:0:-1])[::-1], 1)
+            weights = beta * rest
+            later = np.triu(np.ones((len(scores), len(scores))), 1)
+            return weights, np.diag(weights * (1 - beta)) - later * np.outer(weights, beta)
+        case TopK():
+            least = np.sort(scores)[-min(normalizer.k, len(scores))]
+            weights = np.where(scores < least, 0, np.exp(scores - scores.max()))
+            weights /= weights.sum()
+            shares = weights
+        case _:
+            alpha = getattr(normalizer, "alpha", 2)
+            weights = entmax(alpha, scores)
+            shares = np.where(weights > 0, np.where(weights > 0, weights, 1) ** (2 - alpha), 0)
+    return weights, np.diag(shares) - np.outer(shares, shares) / shares.sum()
+
+
+def formula(normalizer: Any, allowed: np.ndarray, arrays: Any) -> list[np.ndarray]:
+    """Out and the gradients of q, k and v, for a mask `[T, S]`; without masks of heads."""
+    q, k, v, d_out = (np.asarray(x, np.float64) for x in arrays)
+    out, dq, dk, dv = (np.zeros_like(x) for x in (d_out, q, k, v))
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    rows = itertools.product(range(q.shape[0]), range(q.shape[2]), range(q.shape[1]))
+    for b, n, i in rows:
+        keys = np.flatnonzero(allowed[i])
+        if not keys.size:
+            continue
+        at, one = (b, keys, n // group), (b, i, n)
+        weights, jacobian = row(normalizer, k[at] @ q[one] * scale)
+        out[one] = weights @ v[at]
+        ds = (v[at] @ d_out[one]) @ jacobian * scale
+        dq[one] = ds @ k[at]
+        dk[at] += np.outer(ds, q[one])
+        dv[at] += np.outer(weights, d_out[one])
+    return [out, dq, dk, dv]
+
+
+def native(normalizer: Any, arrays: Any, **options: Any) -> tuple[Any, ...]:
+    *qkv, d_out = arrays
+    attend = functools.partial(jattn.attention, normalizer=normalizer, implementation="native")
+    return out_and_gradients(functools.partial(attend, **options), qkv, d_out)
+
+
+@every_normalizer
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_values_and_gradients(name, dtype):
+    """Many tiles; queries of one key, of several and of none; scores far apart, with sharp rows."""
+    arrays = attention_arrays((1, 197, 163, 3, 1, 10, 7), dtype, seed=1)
+    arrays[0] = 3 * arrays[0]
+    i, j = np.arange(197)[:, None], np.arange(163)
+    want = formula(NORMALIZERS[name], (j <= i) & (i <= j + 140) & (i != 50), arrays)
+    mask = masks.Causal() & masks.Window(left=140)
+    ids = np.where(np.arange(197) == 50, 1, 0), np.zeros(163, int)
+    got = native(NORMALIZERS[name], arrays, mask=mask & masks.Segments(*ids))
+    assert_accurate(got, want, LIMITS[dtype])
+    assert not got[0][:, 50].any()
+    assert not got[1][:, 50].any()
+
+
+@every_normalizer
+def test_tied_scores(name):
+    """Products of small integers: many keys have the k-th greatest score."""
+    rng = np.random.default_rng(2)
+    shapes = (2, 37, 2, 4), (2, 71, 2, 4), (2, 71, 2, 5), (2, 37, 2, 5)
+    arrays = [jnp.asarray(rng.integers(-2, 3, x), jnp.float32) for x in shapes]
+    want = formula(NORMALIZERS[name], np.ones((37, 71), bool), arrays)
+    assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-5)
+
+
+def _table(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(5).normal(size=shape))
+
+
+def _key() -> jax.Array:
+    return jax.random.key(3)
+
+
+CASES: dict[str, Any] = {
+    "full": lambda T, S: {},
+    "segments": lambda T, S: {"mask": masks.Segments(np.arange(T) // 30, np.arange(S) // 25)},
+    "lengths": lambda T, S: {"mask": masks.Lengths(q=jnp.array([T, 9]), kv=jnp.array([S - 40, 0]))},
+    "predicate": lambda T, S: {"mask": masks.Predicate(lambda b, h, q, kv: (q + 2 * kv) % 3 < h)},
+    "soft cap": lambda T, S: {"score": scores.SoftCap(2.0), "mask": masks.Causal()},
+    "alibi": lambda T, S: {"score": scores.Alibi(jnp.linspace(0.01, 0.5, 4))},
+    "bias": lambda T, S: {"score": scores.Bias(_table((1, 4, T, S))), "mask": masks.Causal()},
+    "tanh": lambda T, S: {
+        "score": scores.Score(lambda s, b, h, q, kv, x: jnp.tanh(s) * x[kv], _table((S,)))
+    },
+    "dropout": lambda T, S: {"dropout_rate": 0.3, "dropout_key": _key(), "mask": masks.Causal()},
+}
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", CASES)
+@every_normalizer
+@pytest.mark.parametrize("tiles", [None, "16, 8, 16"])
+def test_masks_and_scores(name, case, tiles):
+    """Values and gradients, also of parameters, are those of the reference; heads in groups."""
+    T, S = (313, 149) if tiles is None else (45, 83)
+    options = CASES[case](T, S)
+    score = options.pop("score", None)
+    *qkv, d_out = attention_arrays((2, T, S, 4, 2, 11, 6), seed=4)
+
+    def both(implementation: str) -> Any:
+        call = functools.partial(jattn.attention, implementation=implementation, **options)
+        attend = lambda q, k, v, score: call(  # noqa: E731
+            q, k, v, score=score, normalizer=NORMALIZERS[name]
+        )
+        return jax.tree.leaves(out_and_gradients(attend, (*qkv, score), d_out))
+
+    with tuning.using(**({"cpu_tiles": tiles} if tiles else {})):
+        assert_accurate(both("native"), both("reference"), 1e-11)
+
+
+@every_normalizer
+def test_dropout_in_float32(name):
+    """float32 has vector code of its own for dropout."""
+    options = {"dropout_rate": 0.4, "dropout_key": _key()}
+    *qkv, d_out = attention_arrays((1, 70, 90, 2, 2, 8, 8), "float32", seed=6)
+    wide = [x.astype(jnp.float64) for x in qkv]
+    call = functools.partial(jattn.attention, normalizer=NORMALIZERS[name], **options)
+    exact = functools.partial(call, implementation="reference")
+    want = out_and_gradients(exact, wide, d_out.astype(jnp.float64))
+    assert_accurate(native(NORMALIZERS[name], [*qkv, d_out], **options), want, 1e-5)
+
+
+@every_normalizer
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+def test_poison(name, dtype, poison):
+    """What is masked changes nothing; what is not finite makes NaN of the queries that see it."""
+    mask = masks.Causal() & masks.Window(left=60)
+    arrays = attention_arrays((1, 150, 170, 2, 2, 8, 5), dtype, seed=7)
+    clean = native(NORMALIZERS[name], arrays, mask=mask)
+    q, k, v, d_out = arrays
+    hidden = native(
+        NORMALIZERS[name],
+        (q, k.at[:, 150:].set(poison), v.at[:, 150:].set(poison), d_out),
+        mask=mask,
+    )
+    assert_equal(hidden, clean)
+    if poison == 1e38:
+        return
+    sees = slice(40, 101)
+    for changed in ((q, k.at[:, 40].set(np.nan), v), (q, k, v.at[:, 40, :, 3].set(poison))):
+        out, dq, dk, dv = native(NORMALIZERS[name], (*changed, d_out), mask=mask)
+        assert np.isnan(out[:, sees]).all()
+        for got, want in ((out, clean[0]), (dq, clean[1])):
+            assert_equal(np.delete(got, sees, 1), np.delete(want, sees, 1))
+        for got, want in ((dk, clean[2]), (dv, clean[3])):
+            assert np.isfinite(np.asarray(got, np.float32)[:, 101:]).all()
+            assert_equal(got[:, 101:], want[:, 101:])
+
+
+@every_normalizer
+@pytest.mark.parametrize("heads", [1, 2])
+def test_threads_share_the_queries_of_a_key_head(name, heads):
+    arrays = attention_arrays((1, 333, 90, 2, heads, 8, 8), seed=8)
+    want = formula(NORMALIZERS[name], np.ones((333, 90), bool), arrays)
+    assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-12)
+
+
+def test_few_small_parts_of_a_stick():
+    """Thousands of parts, each less than a rounding error of the stick."""
+    q, v = (
+        jnp.full((1, 1, 1, 1), -17, jnp.float32),
+        normal_arrays((1, 4000, 1, 3), dtype="float32")[0],
+    )
+    k, d_out = jnp.ones((1, 4000, 1, 1), jnp.float32), jnp.ones((1, 1, 1, 3), jnp.float32)
+    got = native(StickBreaking(), (q, k, v, d_out))
+    beta = 1 / (1 + np.exp(17.0))
+    weights = beta * (1 - beta) ** np.arange(3999, -1, -1)
+    assert_accurate(got[:1], [(weights @ np.float64(v)[0, :, 0])[None, None, None]], 1e-6)
+    assert np.ptp(np.asarray(got[3])) > 1e-4 * np.max(np.abs(got[3]))
+
+
+@pytest.mark.parametrize("sizes", [(1, 0, 5), (1, 5, 0), (0, 5, 5)])
+def test_no_queries_or_no_keys(sizes):
+    B, T, S = sizes
+    arrays = attention_arrays((B, T, S, 2, 1, 4, 3), "float32")
+    for normalizer in NORMALIZERS.values():
+        assert not any(x.any() for x in native(normalizer, arrays))
+
+
+def test_vmap_and_checkpoint():
+    *qkv, d_out = attention_arrays((3, 20, 30, 2, 2, 4, 4), "float32")
+    attend = functools.partial(
+        jattn.attention, normalizer=Entmax(1.5), mask=masks.Causal(), implementation="native"
+    )
+    want = out_and_gradients(attend, qkv, d_out)
+    over_rows = jax.vmap(lambda *x: out_and_gradients(jax.checkpoint(attend), x[:3], x[3]))
+    assert_equal(over_rows(*qkv, d_out), want)
+
+
+def test_other_normalizers_are_refused():
+    q, k, v, _ = attention_arrays((1, 5, 6, 2, 2, 4, 4), "float32")
+    term = scores.Score(lambda score, b, h, q_idx, kv_idx: -jnp.abs(score))
+    reasons = jattn.explain(q, k, v, normalizer=normalizers.Running(term))
+    assert "Running" in reasons["native"]
+    assert jattn.explain(q, k, v, normalizer=TopK(2))["native"] is None
