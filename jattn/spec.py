@@ -140,6 +140,15 @@ def scores_are_weights(spec: Spec) -> bool:
     return isinstance(spec.normalizer, Identity)
 
 
+def refusal_of_normalizer(spec: Spec) -> str | None:
+    """Returns why an implementation that computes only the softmax refuses a spec, or None."""
+    if spec.normalizer is None:
+        return None
+    pointwise = scores_are_weights(spec)
+    name = "a pointwise normalizer" if pointwise else type(spec.normalizer).__name__
+    return f"normalizer: has only the softmax, got {name}"
+
+
 _DIFFERENTIABLE = ("score", "scale", "normalizer", "pair")  # fields whose arrays are parameters
 
 

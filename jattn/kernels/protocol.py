@@ -16,7 +16,7 @@ from jattn.cache import Cache
 from jattn.call import Call
 from jattn.kernels.common.vjp import AttentionVJP
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes, Spec, refusal_of_normalizer
 
 
 CacheResults = tuple[Array, Normalizer]
@@ -38,8 +38,7 @@ class Reader:
 
 def softmax_only(call: Call) -> str | None:
     """Returns why a kernel that computes only the softmax cannot compute a call."""
-    normalizer = call.spec.normalizer
-    return None if normalizer is None else f"normalizer: has only the softmax, got {normalizer!r}"
+    return refusal_of_normalizer(call.spec)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from jaxtyping import Array
 
 from jattn import tuning
 from jattn.cache import Cache
-from jattn.spec import Shapes, Spec
+from jattn.spec import Shapes, Spec, refusal_of_normalizer
 
 
 def unsupported(spec: Spec, shapes: Shapes) -> str | None:
@@ -14,11 +14,9 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
     most = tuning.current().few_queries
     if shapes.T > most:
         return f"expected at most {most} queries at a time, got {shapes.T}"
-    if spec.normalizer is not None:
-        return f"normalizer: has only the softmax, got {spec.normalizer!r}"
     if spec.dropout_rate:
         return "dropout is for training"
-    return None
+    return refusal_of_normalizer(spec)
 
 
 def shapes(query: Array, cache: Cache) -> Shapes:
