@@ -543,8 +543,8 @@ def _bisection(z: Scores, power: float) -> Float[Array, "t 1"]:
 
 @_entmax.defjvp
 def _entmax_jvp(alpha: float, primals: Any, tangents: Any) -> tuple[Scores, Scores]:
-    """By the implicit function theorem, dw = u (ds − Σ u ds / Σ u), with u = w^(2 − α) for keys
-    with a weight above 0 and u = 0 for all others."""
+    """Computes the derivative by the implicit function theorem: dw = u (ds − Σ u ds / Σ u), with
+    u = w^(2 − α) for keys with a weight above 0 and u = 0 for all others."""
     (score,), (d_score,) = primals, tangents
     weights = _entmax(alpha, score)
     counts = weights != 0  # NaN counts

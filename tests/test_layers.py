@@ -30,6 +30,7 @@ ROOMS = (
     ("checks",),
     ("_named_axes",),
     ("softmax", "masks", "scores", "positions"),
+    ("normalizers",),
     ("options", "cache"),
     ("spec", "_advised"),
     ("call", "tile", "dropout"),
@@ -137,7 +138,7 @@ def test_the_library_does_not_know_the_experiments():
             assert name.split(".")[0] not in ("experiments", "tests"), module
 
 
-_MODULES = "tuning masks scores positions cache parallel viz compat nn generation"
+_MODULES = "tuning masks scores normalizers positions cache parallel viz compat nn generation"
 PUBLIC = {"", *_MODULES.split()}
 
 

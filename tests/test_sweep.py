@@ -199,6 +199,7 @@ ARGUMENTS = {
         "array?": {"keys": None, "valid": None, "inputs_v": MEMORY},
         "mask": dict.fromkeys(("mask", "source_mask", "target_mask", "cross_mask")),
         "score": {"score": None},
+        "normalizer": {"normalizer": None},
         "number?": {"scale": None},
         "positions?": dict.fromkeys(("q_positions", "positions", "target_positions")),
         "integers?": dict.fromkeys(("kv_positions", "source_positions", "memory_positions"))
