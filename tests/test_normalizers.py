@@ -349,6 +349,16 @@ def test_zigzag_order():
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
+def test_a_shard_counts_the_keys_of_all_devices():
+    """The default bias of a sigmoid is −log S for all S keys."""
+    mesh, tokens, normalizer = mesh_of(t=4), P(None, "t"), normalizers.Sigmoid()
+    attend = functools.partial(parallel.attention_shard, axis_name="t", normalizer=normalizer)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    q, k, v, _ = operands()
+    want = jattn.attention(q, k, v, normalizer=normalizer)
+    np.testing.assert_allclose(quick_jit(sharded)(q, k, v), want, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["sparsemax", "running"])
 def test_a_ring_has_no_normalizers_of_whole_rows(name):
     options: Any = {"mesh": mesh_of(t=4), "axis_name": "t", "normalizer": SHARDED[name](GATES)}
