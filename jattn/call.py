@@ -172,7 +172,7 @@ def of_shapes(
     dropout_key = options.get("dropout_key")
     rate = _check_dropout(options.get("dropout_rate", 0.0), dropout_key)
     precision, sink = options.get("precision"), options.get("sink")
-    normalizer = as_normalizer(options.get("normalizer"))
+    normalizer: Any = as_normalizer(options.get("normalizer"))
     if isinstance(normalizer, SoftmaxPlusOne):
         if sink is not None:
             raise ValueError("sink: expected None with SoftmaxPlusOne, which is a sink of 0")
@@ -194,7 +194,8 @@ def of_shapes(
     )
     _check_leaves(spec, shapes, shards)
     if isinstance(normalizer, PointwiseNormalizer):
-        score = normalizer if spec.score is None else Then(spec.score, normalizer)
+        weight: Any = normalizer
+        score = weight if spec.score is None else Then(spec.score, weight)
         spec = dataclasses.replace(spec, score=score, normalizer=Identity())
     spec, transient = _with_traced_functions(spec, shapes)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
@@ -226,7 +227,7 @@ def _cache_arguments(
         # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
         options["mask"] = cache.mask() & mask
-    normalizer = as_normalizer(options.get("normalizer"))
+    normalizer: Any = as_normalizer(options.get("normalizer"))
     if normalizer is not None:
         options["normalizer"] = normalizer.for_keys(None)
     options["kv_positions"] = cache.kv_positions

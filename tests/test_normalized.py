@@ -155,7 +155,7 @@ def test_a_relu_has_no_slope_at_zero():
 
 @pytest.mark.parametrize("alpha", [1.001, 1.05, 4.0, 12.0])
 def test_entmax_of_scores_that_are_nearly_equal(alpha):
-    """With α = 12 the threshold is closer to the greatest score than 10⁻¹⁵."""
+    """Checks thresholds that are closer to the greatest score than 10⁻¹⁵, as with α = 12."""
     case = CallCase(
         "entmax", CaseSizes((), 2, 29, 1, 1, 3, 2), scale=1e-3, normalizer=entmax(alpha)
     )
@@ -213,7 +213,7 @@ FREE = {
 @pytest.mark.parametrize("name", MEASURED)
 @pytest.mark.parametrize("which", ["forward", "gradient"])
 def test_memory_is_linear(name, which):
-    """With T × S scores, 16 times as many would be kept for 4 times the tokens."""
+    """Checks that 4 times the tokens need 4 times the memory, not 16 times as for T × S scores."""
     normalizer = FREE[name] if name in FREE else built(name)
     short, long = (temporaries(normalizer, T, which) for T in (4096, 16384))
     assert long <= 4.5 * short

@@ -90,7 +90,7 @@ def _both(arguments: Any, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_out_is_that_of_the_formula(name, dtype):
-    """By NumPy in float64 from the rounded inputs; also if lse is not needed."""
+    """Compares with NumPy in float64 from the rounded inputs, also if lse is not needed."""
     q, k, v, _ = attention_arrays(SIZES, dtype)
     exact_q, exact_k, exact_v = (np.asarray(x, np.float64) for x in (q, k, v))
     keys, values = (np.repeat(x, N // K, axis=2) for x in (exact_k, exact_v))
