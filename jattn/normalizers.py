@@ -369,6 +369,11 @@ class TopK(NormalizerFunction):
     def __post_init__(self):
         check_size("TopK: k", self.k)
 
+    def for_keys(self, count):
+        if not isinstance(count, int | None):
+            raise ValueError(f"TopK: expected an integer S, got the symbol {count}")
+        return self
+
     def weights(self, score, b, h, rows, columns):
         if self.k < score.shape[-1]:
             least = jax.lax.stop_gradient(jax.lax.top_k(score, self.k)[0][..., -1:])
@@ -448,9 +453,7 @@ def _later(combine: Callable[[Any, Any], Any], identity: float, terms: Scores) -
         inclusive = jax.lax.cumsum(terms, axis=1, reverse=True)
     else:
         inclusive = jax.lax.associative_scan(combine, terms, reverse=True, axis=1)
-    return jnp.pad(
-        inclusive[:, 1:], ((0, 0), (0, min(1, terms.shape[1]))), constant_values=identity
-    )
+    return jnp.pad(inclusive, ((0, 0), (0, 1)), constant_values=identity)[:, 1:]
 
 
 @pytree_dataclass

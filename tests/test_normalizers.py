@@ -460,6 +460,9 @@ def test_exported_programs_have_symbolic_lengths(name):
     with pytest.raises(ValueError, match="bias: expected a bias in a call with symbolic S"):
         by_count = functools.partial(jattn.attention, normalizer=normalizers.Sigmoid())
         export.export(jax.jit(by_count))(*types)
+    with pytest.raises(ValueError, match="TopK: expected an integer S, got the symbol s"):
+        greatest = functools.partial(jattn.attention, normalizer=normalizers.TopK(2))
+        export.export(jax.jit(greatest))(*types)
 
 
 @pytest.mark.parametrize("name", ["relu", "sparsemax", "stick_breaking"])

@@ -44,9 +44,7 @@ inline Weighted weighted(Vector x, T constant) {
     const Vector w = sigmoid(x + constant);
     return {w, w - w * w};
   } else if constexpr (kIsRelu) {
-    // The derivative at 0 is that of JAX's maximum.
-    const Vector half = x == 0 ? all(constant / 2) : Vector{};
-    return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : half};
+    return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : Vector{}};
   } else if constexpr (kSquared) {
     const Vector y = greatest(x, Vector{});
     return {y * y * constant, y * (2 * constant)};
