@@ -1,4 +1,4 @@
-"""Attention for JAX: any mask, any score function, differentiable, exact.
+"""Attention for JAX: any mask, any score function, any normalizer, differentiable, exact.
 
 The main function is `attention`; `masks`, `scores` and `normalizers` define the values of its
 options.

@@ -173,7 +173,8 @@ class CallCase:
         if self.normalizer is None or not lse:
             return result
         dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-        return result, jnp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype)
+        by_head = jnp.swapaxes(result.sum(axis=-1), -1, -2)  # sharded like lse
+        return result, jnp.zeros_like(by_head, dtype)
 
 
 class CaseInputs(NamedTuple):

@@ -127,7 +127,9 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "fill-with-a-constant": mutant(
-        TILE, "    return jnp.where(allowed, score, -⟦jnp.inf⇒1e4⟧)", "contract"
+        TILE,
+        "    return jnp.where(allowed, score, 0 if scores_are_weights(spec) else -⟦jnp.inf⇒1e4⟧)",
+        "contract",
     ),
     # The softmax.
     "no-maximum": mutant(
@@ -172,7 +174,7 @@ MUTANTS: dict[str, Mutant] = {
         TILE,
         "    ⟦⇒from jattn import dropout\n"
         "    score = dropout.drop(spec, score, b, h, rows, columns)\n"
-        "    ⟧return jnp.where(allowed, score, -jnp.inf)",
+        "    ⟧return jnp.where(allowed, score, 0 if scores_are_weights(spec) else -jnp.inf)",
         "contract",
         "dropout",
     ),

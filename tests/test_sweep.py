@@ -314,6 +314,28 @@ FUNCTIONS: dict[str, SweptCall] = {
         count=Argument("size", 2),
         compressed=Argument("thing?", None),
     ),
+    "linear_attention": call(
+        jattn.linear_attention,
+        "query key value causal normalize segments valid return_state",
+        causal=Argument("flag", False),
+        normalize=Argument("flag", True),
+        segments=Argument("thing?", None),
+        return_state=Argument("flag", False),
+    ),
+    "LinearState.create": call(
+        jattn.LinearState.create,
+        "num_kv_heads num_features value_size",
+        num_kv_heads=Argument("size", K),
+        num_features=Argument("size", 3),
+        value_size=Argument("size", V),
+    ),
+    "RandomFeatures.create": call(
+        jattn.RandomFeatures.create,
+        "key num_features head_size",
+        key=Argument("thing", jax.random.key(0)),
+        num_features=Argument("size", 6),
+        head_size=Argument("size", H),
+    ),
     "renormalised_causal": call(jattn.renormalised_causal, weights=ROWS),
     "talking_heads_attention": call(
         jattn.talking_heads_attention,

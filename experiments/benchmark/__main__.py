@@ -5,6 +5,7 @@
     python -m experiments.benchmark --peers              beside OpenVINO, ONNX Runtime and PyTorch
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
+    python -m experiments.benchmark normalizers          normalizers beside the softmax
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
     python -m experiments.benchmark device               a GPU, with cuDNN, FlexAttention and floors
@@ -30,7 +31,17 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments.benchmark import cases, device, engines, gym, peers, timing, training, tune
+from experiments.benchmark import (
+    cases,
+    device,
+    engines,
+    gym,
+    normalizing,
+    peers,
+    timing,
+    training,
+    tune,
+)
 from experiments.benchmark.rules import RULES
 from experiments.offline import command as offline
 from experiments.runs import bounds
@@ -183,6 +194,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 _COMMANDS = {
+    "normalizers": normalizing.main,
     "training": training.main,
     "tune": tune.main,
     "device": device.main,
