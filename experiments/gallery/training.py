@@ -34,15 +34,18 @@ class VariantAttention(MultiHeadAttention):
     Further inputs of the variant are parameters, or linear functions of the layer's input.
     """
 
-    def __init__(self, *sizes: int, variant: Variant, **options: Any):
-        super().__init__(*sizes, **options)
+    def __init__(self, *model_sizes: int, variant: Variant, **options: Any):
+        super().__init__(*model_sizes, **options)
         self.variant = variant
         N, D = self.num_heads, self.in_features
         language = self.language
-        first = language.initial(N, self.head_dim // language.q_heads)
+        sizes = N, self.head_dim // language.q_heads
+        first, rngs = language.initial(*sizes), options["rngs"]
         self.learned = nnx.Dict({name: nnx.Param(jnp.array(x)) for name, x in first.items()})
-        rngs = options["rngs"]
-        self.per_token = nnx.Dict({x: nnx.Linear(D, N, rngs=rngs) for x in language.per_token})
+        shapes = language.per_token(*sizes)
+        self.per_token = nnx.Dict(
+            {name: nnx.LinearGeneral(D, shape, rngs=rngs) for name, shape in shapes.items()}
+        )
 
     @property
     def language(self) -> Language:

@@ -24,14 +24,14 @@ class Language:
 
     Attributes:
         initial: `initial(N, H)` returns the first values of the inputs that are learned parameters.
-        per_token: inputs that a layer computes from its own input, with one number per token and
-            head, `[T, N]`.
+        per_token: `per_token(N, H)` returns the shapes, without the axis of tokens, of inputs that
+            a layer computes from its own input.
         is_rotary: whether queries and keys are rotated by their positions.
         q_heads: the number of queries and keys of each head.
     """
 
     initial: Callable[[int, int], Arrays] = lambda N, H: {}
-    per_token: tuple[str, ...] = ()
+    per_token: Callable[[int, int], dict[str, tuple[int, ...]]] = lambda N, H: {}
     is_rotary: bool = True
     q_heads: int = 1
 
@@ -46,9 +46,10 @@ class Variant:
         inputs: `inputs(key, T)` draws the arguments of the other functions by name; T is 64, 1,024
             or 4,096. Gradients are computed for all float arrays.
         attention: the variant by `jattn`, whose output is `[*B, T, N, V]`.
-        dense: the formula in plain `jax.numpy`, with a matrix of all pairs for each head.
+        dense: the formula in plain `jax.numpy`, with a matrix of all pairs for each head or, for
+            a recurrence, a loop over the tokens.
         language: what it needs to be a causal language model, or why it cannot be one.
-        mask: `mask(T)` returns the mask of the variant; None if all pairs are allowed.
+        mask: `mask(T)` returns the mask by which jattn skips tiles; None if it skips none.
         weights: computes the weights `[N, T, S]` from the inputs; None: see `drawn_weights`.
     """
 

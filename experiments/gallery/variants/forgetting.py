@@ -39,4 +39,5 @@ def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, gates: plain.PerToke
     return plain.mean(plain.softmax(decayed, plain.causal(len(q))), v)
 
 
-VARIANT = Variant(__doc__, inputs, attention, dense, Language(per_token=("gates",)), causal)
+LANGUAGE = Language(per_token=lambda N, H: {"gates": (N,)})
+VARIANT = Variant(__doc__, inputs, attention, dense, LANGUAGE, causal)
