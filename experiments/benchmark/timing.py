@@ -14,7 +14,8 @@ TURN = 0.03  # seconds; short runs are repeated within a turn
 WARM = 1.0  # seconds; shorter first runs pay for memory freed by the previous competitor
 
 
-def _timed(competitor: Runnable) -> float:
+def timed(competitor: Runnable) -> float:
+    """Returns the seconds of a run."""
     start = time.perf_counter()
     competitor.run()
     return time.perf_counter() - start
@@ -24,10 +25,10 @@ def _turn(competitor: Runnable, previous: float) -> list[float]:
     """Returns the seconds of each run in a turn, after a run that took `previous` seconds. The
     first run warms up caches and counts only if it is long."""
     time.sleep(min(LONGEST_SETTLE, max(SETTLE, previous / 4)))
-    first = _timed(competitor)
+    first = timed(competitor)
     times = [first] if first >= WARM else []
     while sum(times) < TURN:
-        times.append(_timed(competitor))
+        times.append(timed(competitor))
     return times
 
 

@@ -21,7 +21,8 @@ from jattn import masks
 
 
 def mask_for(q: plain.Queries, k: plain.Keys) -> masks.Mask:
-    return masks.Causal() & jattn.chosen_blocks(q, k, len(k) // 16, count=4, causal=True)
+    size = max(1, len(k) // 16)
+    return masks.Causal() & jattn.chosen_blocks(q, k, size, count=4, causal=True)
 
 
 def attention(q: plain.Queries, k: plain.Keys, v: plain.Values) -> plain.Output:
