@@ -20,6 +20,7 @@ from jattn import masks
 # computed in float32.
 TOLERANCE = 5e-4
 _TILE = 128
+_LONG = 100.0  # milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,15 @@ def measure(variant: Variant, lengths: tuple[int, ...], seconds: float = 0.0) ->
 
 
 def _times(programs: dict[str, Runnable], seconds: float) -> Times:
-    """Measures both programs; the first run of a program counts alone if it is long."""
-    medians = {name: 1e3 * timing.timed(program) for name, program in programs.items()}
-    short = {name: x for name, x in programs.items() if medians[name] < 1e3 * timing.WARM}
+    """Measures both programs, short ones in turn and long ones by one run."""
+    medians = {name: _warm_milliseconds(program) for name, program in programs.items()}
+    short = {name: x for name, x in programs.items() if medians[name] < _LONG}
     medians |= timing.in_turn(short, seconds)[0]
     memory = [programs[name].temporary_bytes or 0 for name in ("jattn", "dense")]
     return Times(medians["jattn"], medians["dense"], *memory)
+
+
+def _warm_milliseconds(program: Runnable) -> float:
+    """Returns the time of the first run, or of the second one if the first takes under a second."""
+    first = timing.timed(program)
+    return 1e3 * (first if first >= timing.WARM else timing.timed(program))

@@ -43,7 +43,7 @@ tbody th { font-weight: 400; color: var(--faint); padding-top: 0.8rem; }
 _ABOUT = (
     "Each variant of attention below is a few lines that call jattn. They were checked against the "
     "formula in plain `jax.numpy`, which holds a matrix of all pairs: output and all gradients "
-    "agree. Both were compiled for this machine and timed in turn, in float32, with "
+    "agree. Both were compiled for this machine and timed, in float32, with "
     f"{plain.HEADS} heads of {plain.SIZE} channels; other sizes are in the code.",
     "“Times as fast” is the time of the plain formula divided by jattn's. “Skipped” is the share "
     "of tiles of 128 × 128 pairs that jattn does not compute, at the greatest length. Memory (MB) "
@@ -136,7 +136,7 @@ def picture_of(variant: Variant) -> bytes:
     """Draws the weights of a variant's heads as a PNG file."""
     inputs = variant.inputs(jax.random.key(0), _TOKENS)
     # Smaller products, so that the picture shows more than a few keys of each query.
-    weights = np.asarray(variant.drawn_weights({**inputs, "q": inputs["q"] / 4}))
+    weights = np.asarray(jax.jit(variant.drawn_weights)({**inputs, "q": inputs["q"] / 4}))
     figure = jattn.viz.grid(weights)
     figure.set_size_inches(6.4, 3.35)
     content = io.BytesIO()

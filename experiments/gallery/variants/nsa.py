@@ -27,8 +27,8 @@ def inputs(key: Array, T: int) -> Arrays:
 
 
 def attention(q: plain.Queries, k: plain.Keys, v: plain.Values, gates: Array) -> plain.Output:
-    sizes = {"block": max(1, len(q) // 16), "count": 4, "window": len(q) // 8}
-    return jattn.native_sparse_attention(q, k, v, jax.nn.sigmoid(gates), **sizes)
+    factors, block, window = jax.nn.sigmoid(gates), max(1, len(q) // 16), len(q) // 8
+    return jattn.native_sparse_attention(q, k, v, factors, block=block, count=4, window=window)
 
 
 def dense(q: plain.Queries, k: plain.Keys, v: plain.Values, gates: Array) -> plain.Output:
