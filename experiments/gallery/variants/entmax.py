@@ -1,7 +1,7 @@
 """Entmax-1.5.
 
-Between softmax, in which every key has a weight, and sparsemax, in which few have, entmax squares
-what of half a score exceeds a threshold τ, which makes the weights sum to 1:
+A weight is the square of what of half a score exceeds a threshold τ, which makes the weights of a
+query sum to 1. More keys have a weight than with sparsemax, fewer than with softmax:
 
     w_(ij) = max(s_(ij) / 2 − τ_i, 0)²
 

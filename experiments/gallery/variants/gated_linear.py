@@ -3,11 +3,10 @@
 Each token sets how much of every channel of the state S of a head is kept, by gates between 0 and 1
 that are computed from the token:
 
-    S_i = σ(g_i)^(1 / 16) ⊙ S_(i − 1) + k_i v_i^T
+    S_i = σ(g_i)^(1/16) ⊙ S_(i − 1) + k_i v_i^T
     O_i = S_i^T q_i / √H
 
-The plain formula is this loop over the tokens; jattn multiplies matrices for 64 tokens or more at a
-time.
+The plain formula is this loop over the tokens; jattn multiplies matrices of many tokens.
 
 Yang, Wang, Shen, Panda, Kim 2024, Gated Linear Attention Transformers with Hardware-Efficient
 Training. arXiv:2312.06635

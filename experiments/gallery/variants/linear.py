@@ -1,11 +1,11 @@
 """Linear attention.
 
-Weights are products of positive features φ of queries and keys, here φ(x) = elu(x) + 1. So a sum
-over the keys, whose size does not grow, replaces the pairs, and time is linear in the tokens:
+Weights are products of positive features φ of queries and keys, here φ(x) = elu(x) + 1. Sums
+over the keys then replace the pairs, so that time is linear in the tokens:
 
-    O_i = Σ_(j ≤ i) φ(q_i) · φ(k_j) v_j / Σ_(j ≤ i) φ(q_i) · φ(k_j)
+    O_i = (Σ_(j ≤ i) (φ(q_i) · φ(k_j)) v_j) / (Σ_(j ≤ i) φ(q_i) · φ(k_j))
 
-A model that generates text keeps the two sums as its state.
+A model that generates text keeps the sums of φ(k_j) v_j^T and of φ(k_j) as its state.
 
 Katharopoulos, Vyas, Pappas, Fleuret 2020, Transformers are RNNs: Fast Autoregressive Transformers
 with Linear Attention. arXiv:2006.16236

@@ -1,12 +1,12 @@
 """Mixture of block attention (MoBA).
 
-The text is cut into blocks, here 16. Queries attend to their own block, and to the earlier blocks
-whose mean keys have the greatest products with them, here three:
+The text is cut into blocks, here 16. Queries attend to their own block, and to the three
+earlier blocks whose means m of the keys have the greatest products with them:
 
-    "block" b "is chosen by the greatest" q · k̄_b
+    "query" i "prefers block" b "to" c "if" q_i · m_b > q_i · m_c
 
 In the paper each query chooses for itself. Here the first query of a block chooses for its block,
-so that a kernel skips what it does not choose.
+so that kernels skip all others.
 
 Lu, Jiang, Liu et al. 2025, MoBA: Mixture of Block Attention for Long-Context LLMs. arXiv:2502.13189
 """

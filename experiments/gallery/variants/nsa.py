@@ -1,8 +1,9 @@
 """Native sparse attention (NSA).
 
-Three attentions are summed with gates that are computed from the token: to compressed keys, here
-the means of 16 blocks; to the tokens of the four blocks with the greatest weights in the first, of
-which the first block, a query's own and the one before are three; and to a sliding window:
+Three attentions are summed, with gates g that are computed from the token. The first attends to
+compressed keys, here the means of 16 blocks. The second attends to the tokens of four blocks: the
+first, the query's own, the one before, and that with the greatest weight in the first attention.
+The third attends to a sliding window:
 
     O = Σ_c σ(g_c) ⊙ softmax((Q K_c^T) / √H) V_c
 

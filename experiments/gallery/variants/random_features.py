@@ -1,12 +1,12 @@
 """Random features (Performer, FAVOR+).
 
-Softmax attention becomes linear attention if F random features stand for the exponential. Their
-directions w are orthogonal within each H of them:
+Linear attention approximates softmax attention if its features are F random ones whose products are
+on average the exponential. Each H of the directions w are orthogonal:
 
-    E(φ(q) · φ(k)) = e^((q · k) / √H)
-    φ(x)_f = e^(w_f · y − |y|² / 2) / √F "with" y = x / H^(1/4)
+    E(φ(q) · φ(k)) = e^((q · k)/√H)
+    φ(x)_f = e^(w_f · y − |y|²/2) / √F "with" y = x / H^(1/4)
 
-Here F is 128, and the features stay as they were first drawn. Both formulas have the same ones.
+Here F is 128, both formulas use the same directions, and training does not draw them again.
 
 Choromanski, Likhosherstov, Dohan et al. 2021, Rethinking Attention with Performers.
 arXiv:2009.14794

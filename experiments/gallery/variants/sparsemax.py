@@ -1,12 +1,12 @@
 """Sparsemax.
 
-The weights are the point of the simplex that is nearest to the scores, so that most of them are
-exactly 0. They are the scores above a threshold τ, which makes them sum to 1:
+A weight is what of a score exceeds a threshold τ, which makes the weights of a query sum to 1. Most
+of them are exactly 0:
 
     w_(ij) = max(s_(ij) − τ_i, 0)
 
 With the scores in descending order, τ = (s_1 + … + s_n − 1) / n for the greatest n for which s_n
-exceeds it.
+exceeds this number.
 
 Martins, Astudillo 2016, From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
 Classification. arXiv:1602.02068

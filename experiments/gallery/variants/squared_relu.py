@@ -1,7 +1,7 @@
 """Squared ReLU.
 
-Negative scores have no weight, and the other weights grow with the square of the score. Instead of
-a sum of weights, the number of keys S divides them:
+Negative scores have no weight, and the other weights grow with the square of the score. They
+are divided by the number of keys S, not by a sum of weights:
 
     w_(ij) = max(s_(ij), 0)² / S
 

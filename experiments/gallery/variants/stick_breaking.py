@@ -1,7 +1,7 @@
 """Stick-breaking attention.
 
-Each key takes a share β of what the later keys have left of a stick of length 1. Near keys so come
-first, and a model needs no other positions:
+Each key takes a share β of what the later keys have left of a stick of length 1. As near keys
+come first, a model needs no other positions:
 
     w_(ij) = β_(ij) Π_(l = j + 1)^i (1 − β_(il))
     β_(ij) = σ((q_i · k_j) / √H)
