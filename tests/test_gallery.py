@@ -122,6 +122,14 @@ TIMES = Times(jattn=2.0, dense=5.0, jattn_bytes=30_000, dense_bytes=1_000_000)
 MEASURED = Measurement(1e-6, 0.25, {64: TIMES, 128: TIMES}, TIMES)
 
 
+@pytest.mark.parametrize(
+    ("dense", "written"),
+    [(0.0412, "0.041"), (2.0, "2.0"), (9.96, "10"), (12.3, "12"), (124, "124")],
+)
+def test_how_many_times_as_fast_is_written(dense, written):
+    assert page.ratio(Times(1.0, dense, 0, 0)) == written
+
+
 def test_the_page():
     text = page.written(dict.fromkeys(("alibi", "swin", "latent"), MEASURED))
     read = Reader(text)

@@ -85,7 +85,8 @@ def _summary(measurements: Mapping[str, Measurement]) -> str:
 
 def ratio(times: Times) -> str:
     """Formats how many times as fast jattn is."""
-    return f"{times.dense / times.jattn:#.2g}".rstrip(".")
+    value = times.dense / times.jattn
+    return f"{value:.0f}" if value >= 9.95 else f"{value:#.2g}"
 
 
 def _section(name: str, variant: Variant, x: Measurement) -> str:
