@@ -99,7 +99,7 @@ def on_device(inputs: dict[str, Any], dtype: Any = "float64") -> dict[str, Any]:
     return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_values_and_gradients(decay, normalize):
@@ -112,7 +112,7 @@ def test_values_and_gradients(decay, normalize):
     assert_values_and_gradients(call, oracle, numbers(decay))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("decay", "causal"), [("none", True), ("none", False), ("head", True), ("feature", True)]
 )
@@ -188,7 +188,7 @@ def test_no_weight_has_no_gradient():
         assert not np.any(gradient)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_parts_in_order_equal_the_whole(decay):
     rng = np.random.default_rng(len(decay))
@@ -228,7 +228,7 @@ def test_a_state_of_keys_for_all_queries():
     assert_accurate(got, loops(**numbers(), causal=False), 1e-13)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_sums_of_narrow_numbers_are_wide(decay, dtype):
@@ -279,7 +279,7 @@ def test_any_batch(batch):
         assert_accurate(out[place], want[0], 1e-14)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_transformations(decay):
     inputs = on_device(numbers(decay))

@@ -110,7 +110,7 @@ def statistics(name: str, q: Any, k: Any, **options: Any) -> Any:
     return jattn.statistics(q, k, normalizer=normalizer, **OPTIONS, **requested)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_statistics_are_those_of_the_weights(name):
     got = statistics(name, Q, KEY)._asdict()
@@ -120,7 +120,7 @@ def test_statistics_are_those_of_the_weights(name):
         np.testing.assert_allclose(value, want[statistic], atol=1e-12, err_msg=statistic)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_gradients_of_statistics_are_differences(name):
     """The sum of the four differentiable statistics, along one direction of queries and keys."""
@@ -168,7 +168,7 @@ def test_statistics_in_several_blocks_equal_those_in_one():
         assert_trees_close(everything(), want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_top_weights_are_the_greatest(name):
     got, places = jattn.top_weights(Q, KEY, 3, normalizer=NORMALIZERS[name][0], **OPTIONS)
@@ -192,7 +192,7 @@ def test_greatest_weight_may_be_negative():
 # --- layers and caches --------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_a_layer_has_a_normalizer(name):
     normalizer = NORMALIZERS[name][0]
@@ -248,7 +248,7 @@ CACHES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", ["sigmoid", "sparsemax", "stick_breaking"])
 def test_calls_on_caches_equal_whole_sequences(name, kind):
@@ -338,7 +338,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("scheme", "name"), SCHEMES)
 def test_several_devices_equal_one(scheme, name):
     options: Any = {"mesh": mesh_of(t=4), "axis_name": "t", "scheme": scheme}
@@ -453,7 +453,7 @@ def test_advice_about_other_names():
 # --- programs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_exported_programs_have_symbolic_lengths(name):
     run = lambda q, k, v: jattn.attention(  # noqa: E731
@@ -473,7 +473,7 @@ def test_exported_programs_have_symbolic_lengths(name):
         export.export(jax.jit(greatest))(*types)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["relu", "sparsemax", "stick_breaking"])
 def test_debugging_flags_find_nothing_in_masked_pairs(name):
     """Masked keys hold NaN, and some queries have no keys."""
@@ -525,7 +525,7 @@ def test_functions_are_what_they_are_now():
 # --- pictures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_weights_of_selected_queries(name):
     normalizer = NORMALIZERS[name][0]

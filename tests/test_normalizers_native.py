@@ -87,7 +87,7 @@ def _both(arguments: Any, **options: Any) -> tuple[Any, Any]:
     return results("native"), results("reference")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_out_is_that_of_the_formula(name, dtype):
@@ -108,7 +108,7 @@ def test_out_is_that_of_the_formula(name, dtype):
     assert error(out, want) <= limit
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("label", MASKS)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_gradients_are_those_of_the_reference(name, label):
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_reference(name, label):
         assert not got[0][1].any()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["identity", "sigmoid", "relu", "function"])
 def test_gradients_of_narrow_dtypes(name, dtype):
@@ -130,7 +130,7 @@ def test_gradients_of_narrow_dtypes(name, dtype):
     assert_accurate(got, want, 4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["sigmoid", "relu", "sigmoid by head", "function"])
 def test_score_functions_come_first(name):
     """Their parameters, and a scale for each head, have gradients too."""
@@ -152,7 +152,7 @@ def test_score_functions_come_first(name):
     assert_accurate(got, want, 2e-14)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["identity", "sigmoid", "exp", "function"])
 def test_dropout_is_that_of_the_reference(name):
     arguments = NORMALIZERS[name], None, *attention_arrays(SIZES, seed=3)
@@ -161,7 +161,7 @@ def test_dropout_is_that_of_the_reference(name):
         assert_accurate(*_both(arguments, mask=mask, **options), 2e-14)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["identity", "sigmoid", "relu", "exp", "function"])
 @pytest.mark.parametrize("label", ["segments", "function"])
 def test_what_is_masked_does_not_exist(name, label):
@@ -176,7 +176,7 @@ def test_what_is_masked_does_not_exist(name, label):
         assert_equal(got, clean)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", [*BUILT_IN, "function"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_who_attends_to_a_value_that_is_not_finite_gets_nan(name, poison):

@@ -90,7 +90,7 @@ def native(normalizer: Any, arrays: Any, **options: Any) -> tuple[Any, ...]:
     return out_and_gradients(functools.partial(attend, **options), qkv, d_out)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @every_normalizer
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_values_and_gradients(name, dtype):
@@ -140,7 +140,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", CASES)
 @every_normalizer
 @pytest.mark.parametrize("tiles", [None, "16, 8, 16"])
@@ -174,7 +174,7 @@ def test_dropout_in_float32(name):
     assert_accurate(native(NORMALIZERS[name], [*qkv, d_out], **options), want, 1e-5)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_normalizer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
@@ -199,7 +199,7 @@ def test_poison(name, dtype, poison):
             assert_equal(got[:, 101:], want[:, 101:])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @every_normalizer
 @pytest.mark.parametrize("heads", [1, 2])
 def test_threads_share_the_queries_of_a_key_head(name, heads):
@@ -220,7 +220,7 @@ def test_few_small_parts_of_a_stick():
     assert np.ptp(np.asarray(got[3])) > 1e-4 * np.max(np.abs(got[3]))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("sizes", [(1, 0, 5), (1, 5, 0), (0, 5, 5)])
 def test_no_queries_or_no_keys(sizes):
     B, T, S = sizes
