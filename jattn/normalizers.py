@@ -203,6 +203,9 @@ class Relu(PointwiseNormalizer):
         for name in ("power", "count_power"):
             check_number(f"Relu: {name}", getattr(self, name))
         check_number("Relu: divisor", self.divisor, positive=True)
+        for name in ("power", "count_power", "divisor"):
+            if not isinstance(getattr(self, name), int | float):
+                raise TypeError(f"Relu: {name}: expected a number, got an array")
         if not self.power >= 1:
             raise ValueError(f"Relu: power: expected a number of at least 1, got {self.power!r}")
 
