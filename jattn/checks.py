@@ -186,7 +186,7 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
             "math do; write x.astype(dtype) and the functions of jax.numpy"
         )
     except Exception as error:
-        advice = advice_for(error)
+        advice = advice_for(error) or _SCALAR_ADVICE.get(owner)
         note = f"{owner}: in {function_name(fn)}, {advice}"
         if advice and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -211,10 +211,16 @@ def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
         got = f"{value.dtype} {list(value.shape)}"
         advice = _RESULT_ADVICE.get((kind, value.dtype.kind), "")
         if value.shape:
-            advice = "; index arrays with b, h, q_idx and kv_idx"
+            advice = f"; {_SCALAR_ADVICE.get(owner, 'index arrays with b, h, q_idx and kv_idx')}"
     article = {"boolean": "a boolean", "floating-point": "a float"}[kind]
     raise TypeError(f"{owner}: {function_name(fn)} must return {article} scalar, got {got}{advice}")
 
+
+_SCALAR_ADVICE = {
+    "normalizer": "the function gets one score, a scalar; for a function of all scores of a query "
+    "write a subclass of jattn.normalizers.NormalizerFunction"
+}
+"""Advice for functions of one score, by the argument that takes them."""
 
 _RESULT_ADVICE = {
     ("boolean", "f"): "; pass a function that changes scores as score=",

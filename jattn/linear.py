@@ -8,7 +8,7 @@ The main function is `linear_attention`. F is the number of features.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn import tuning
 from jattn._advised import advised
-from jattn._explicit import partitioned_by_xla, sharding_of
+from jattn._explicit import partitioned_by_xla, sharding_of, varied_like
 from jattn._pytree import pytree_dataclass
 from jattn._types import AnyArray, Keys, Output, Queries, Shape, Values, accumulation
 from jattn.checks import (
@@ -133,21 +133,27 @@ def _elu_plus_one(x: Array) -> Array:
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
+class _Options(TypedDict, total=False):
+    """The options of `linear_attention` except `return_state`."""
+
+    feature_map: FeatureMap | None
+    log_decay: Decays | None
+    causal: bool
+    normalize: bool
+    segments: Int[AnyArray, "*B S"] | None
+    valid: Bool[AnyArray, "*B S"] | None
+    state: LinearState | None
+    chunk: int | None
+
+
 @overload
 def linear_attention(
     query: Queries,
     key: Keys,
     value: Values,
     *,
-    feature_map: FeatureMap | None = None,
-    log_decay: Decays | None = None,
-    causal: bool = True,
-    normalize: bool = True,
-    segments: Int[AnyArray, "*B S"] | None = None,
-    valid: Bool[AnyArray, "*B S"] | None = None,
-    state: LinearState | None = None,
     return_state: Literal[False] = False,
-    chunk: int | None = None,
+    **options: Unpack[_Options],
 ) -> Output: ...
 @overload
 def linear_attention(
@@ -155,15 +161,8 @@ def linear_attention(
     key: Keys,
     value: Values,
     *,
-    feature_map: FeatureMap | None = None,
-    log_decay: Decays | None = None,
-    causal: bool = True,
-    normalize: bool = True,
-    segments: Int[AnyArray, "*B S"] | None = None,
-    valid: Bool[AnyArray, "*B S"] | None = None,
-    state: LinearState | None = None,
     return_state: Literal[True],
-    chunk: int | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Output, LinearState]: ...
 @advised()
 def linear_attention(
@@ -241,6 +240,11 @@ def linear_attention(
         for name, x, exists in (("query", query, paired), ("key", key, valid))
     )
     F, (*batch, _, K, V) = features[1].shape[-1], value.shape
+    if features[0].shape[-1] != F:
+        raise ValueError(
+            f"feature_map: expected as many features of queries as of keys, got "
+            f"{features[0].shape[-1]} and {F}"
+        )
     if log_decay is not None:
         _check_decay(log_decay, causal, (*batch, key.shape[-3], K, F))
     if state is None:
@@ -365,6 +369,9 @@ def _attend(
     chunk: int,
 ) -> tuple[Output, LinearState]:
     """Computes `linear_attention` from features, in their dtype."""
+    # The carry of a scan must vary over the same mesh axes before and after each step.
+    operands = query, key, value, log_decay, segments, valid, state
+    query, key, value, log_decay, segments, valid, state = varied_like(operands, ())
     *batch, T, N, F = query.shape
     S, K, V = value.shape[-3:]
     r = functools.reduce(int.__mul__, batch, K)
@@ -394,7 +401,7 @@ def _attend_later(q: Array, k: Array, v: Array, logs: Any, *, chunk: int) -> tup
     """Returns the numerators and denominators of the later tokens of each token's document."""
     # Read backwards, a token that begins a document forgets when the token before it is read.
     logs = jnp.pad(jnp.flip(logs, 1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    sums = jnp.zeros((len(k), k.shape[-1], v.shape[-1]), k.dtype), jnp.zeros_like(k[:, 0])
+    sums = jnp.zeros_like(k[:, 0, :, None] * v[:, 0, None]), jnp.zeros_like(k[:, 0])
     tokens = jnp.flip(q, 2), jnp.flip(k, 1), jnp.flip(v, 1)
     numerator, denominator, _ = chunks.attend(*tokens, logs, sums, chunk=chunk, strict=True)
     return jnp.flip(numerator, 2), jnp.flip(denominator, 2)

@@ -32,8 +32,10 @@ from jattn.checks import (
     check_choice,
     check_number,
     check_operands,
+    check_returned,
     check_rule,
     check_size,
+    explained,
     function_name,
     shown,
 )
@@ -252,7 +254,9 @@ def Pointwise(fn: Callable[..., Any], *operands: Any) -> PointwiseNormalizer:
     check_operands("Pointwise", operands)
 
     def weight(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *operands: Any) -> Any:
-        return fn(score, *operands)
+        with explained("normalizer", fn):
+            result = fn(score, *operands)
+        return check_returned("normalizer", fn, result, "floating-point")
 
     weight.__name__ = function_name(fn)
     return _ByScore(Score(weight, *operands))
@@ -370,7 +374,7 @@ class TopK(NormalizerFunction):
     k: int = static_field()
 
     def __post_init__(self):
-        check_size("TopK: k", self.k)
+        check_size("k", self.k)
 
     def for_keys(self, count):
         if not isinstance(count, int | None):
@@ -475,7 +479,8 @@ class StickBreaking(NormalizerFunction):
 
     def weights(self, score, b, h, rows, columns):
         allowed = (score > -jnp.inf) | jnp.isnan(score)
-        zeroed = jnp.where(allowed, score, 0)
+        overflows = jnp.any(score == jnp.inf, axis=-1, keepdims=True)  # then the row is NaN
+        zeroed = jnp.where(allowed, jnp.where(overflows, jnp.nan, score), 0)
         rest = _later(jnp.add, 0.0, jnp.where(allowed, jax.nn.log_sigmoid(-zeroed), 0))
         return jnp.where(allowed, jnp.exp(jax.nn.log_sigmoid(zeroed) + rest), 0)
 

@@ -15,9 +15,11 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advised import advised
+from jattn._explicit import QuerySharding, partitioned_by_xla
 from jattn._types import AnyArray, Keys, Output, Queries, Shape, Values, accumulation
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_array, check_flag, check_like, check_size
@@ -77,6 +79,8 @@ def chosen_blocks(
     if valid is not None:
         check_array("valid", valid, "[*B, S]", "boolean", shape=tokens)
     if q_positions is not None:
+        if not causal:
+            raise ValueError("q_positions: expected None without causal=True, got an array")
         check_array("q_positions", q_positions, "[T] or [*B, T]", "integer")
         if q_positions.shape not in ((T,), (*batch, T)):
             wanted, got = f"[T] or [*B, T] = {[*batch, T]}", list(q_positions.shape)
@@ -108,7 +112,14 @@ def _as_positions(positions: Any, batch_axes: int) -> Int[Array, "*#B T"]:
     return positions if positions.ndim > 1 else positions.reshape(*(1,) * batch_axes, -1)
 
 
+def _by_blocks(query: Array, *_: Any, **__: Any) -> PartitionSpec:
+    """Returns the sharding of a layout on meshes with explicit axes: along batch and heads."""
+    sharding = QuerySharding.of(query)
+    return PartitionSpec(*sharding.batch, sharding.N, None, None)
+
+
 @functools.partial(jax.jit, static_argnames=("sizes", "count", "causal"))
+@partitioned_by_xla(_by_blocks)
 def _choose(
     query: Queries,
     key: Keys,
@@ -246,24 +257,50 @@ def native_sparse_attention(
     check_array("value", value, "[*B, S, K, V]", ndim=3)
     check_array("value", value, "[*B, S, K, V]", shape=(*key.shape[:-1], value.shape[-1]))
     check_array("gates", gates, "[*B, T, N, 3]", shape=(*shape[:-1], 3))
-    key_c, value_c = _compressed(key, value, kv_block) if compressed is None else compressed
+    check_like("value", value, query)
     blocks = key.shape[-3] // kv_block
-    tokens = (*key.shape[:-3], blocks, key.shape[-2])
-    check_array("compressed[0]", key_c, "[*B, C, K, H]", shape=(*tokens, key.shape[-1]))
-    check_array("compressed[1]", value_c, "[*B, C, K, V]", shape=(*tokens, value.shape[-1]))
+    if compressed is not None:
+        tokens = (*key.shape[:-3], blocks, key.shape[-2])
+        for n, x in enumerate((key, value)):
+            letters = f"[*B, C, K, {'HV'[n]}]"
+            check_array(f"compressed[{n}]", compressed[n], letters, shape=(*tokens, x.shape[-1]))
+            check_like(f"compressed[{n}]", compressed[n], query)
+    rest: Any = {name: x for name, x in options.items() if name != "scale"}
+    rest |= {"sizes": (q_block, kv_block), "count": count, "window": window}
+    return _gated_sum(query, key, value, gates, compressed, options.get("scale"), **rest)
+
+
+@partitioned_by_xla(lambda query, *_, **__: QuerySharding.of(query).out)
+def _gated_sum(
+    query: Queries,
+    key: Keys,
+    value: Values,
+    gates: Float[Array, "*B T N 3"],
+    compressed: Any,
+    scale: Any,
+    *,
+    sizes: tuple[int, int],
+    count: int,
+    window: int,
+    **options: Any,
+) -> Output:
+    """Computes `native_sparse_attention`."""
+    q_block, kv_block = sizes
+    blocks, options = key.shape[-3] // kv_block, {"scale": scale, **options}
+    key_c, value_c = _compressed(key, value, kv_block) if compressed is None else compressed
     ends = jnp.arange(1, blocks + 1, dtype=jnp.int32) * kv_block - 1
     rules: Any = {name: x for name, x in options.items() if name != "implementation"}
     weights = attention_weights(
         *jax.lax.stop_gradient((query[..., ::q_block, :, :], key_c)),
         mask=Causal(),
-        q_positions=jnp.arange(0, shape[-3], q_block, dtype=jnp.int32),
+        q_positions=jnp.arange(0, query.shape[-3], q_block, dtype=jnp.int32),
         kv_positions=ends,
         **rules,
     )
-    layout = _important(weights, shape[-3], key.shape[-3:-1], (q_block, kv_block), count)
+    layout = _important(weights, query.shape[-3], key.shape[-3:-1], sizes, count)
     branches = (
         attention(query, key_c, value_c, mask=Causal(), kv_positions=ends, **options),
-        attention(query, key, value, mask=Causal() & Blocks(layout, block), **options),
+        attention(query, key, value, mask=Causal() & Blocks(layout, sizes), **options),
         attention(query, key, value, mask=Causal() & Window(left=window - 1), **options),
     )
     wide = accumulation(query.dtype)

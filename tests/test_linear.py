@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jattn
 from jattn import tuning
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import normal_arrays, quick_jit
+from tests.devices import mesh_of
 from tests.test_mechanisms import assert_values_and_gradients
 
 
@@ -392,6 +394,10 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "value | float32 | bfloat16": (TypeError, {"value": array(B, S, K, V, dtype=jnp.bfloat16)}),
     "key | H = 3 | [2, 7, 2, 4]": (ValueError, {"key": array(B, S, K, 4)}),
     "value | S = 7 | [2, 9, 2, 5]": (ValueError, {"value": array(B, 9, K, V)}),
+    "feature_map | as many features of queries as of keys | 4 and 2": (
+        ValueError,
+        {"feature_map": lambda x: x[..., :1].repeat(x.shape[-2], axis=-1)},
+    ),
     "key | *B = [2] | [3, 7, 2, 3]": (ValueError, {"key": array(3, S, K, H)}),
     "key | N = 4 | K = 3": (
         ValueError, {"key": array(B, S, 3, H), "value": array(B, S, 3, V)}),
@@ -420,6 +426,22 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         TypeError, {"feature_map": lambda x: x.astype(jnp.int32)}),
     "no argument 'mask'": (TypeError, {"mask": None}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"segments": IDS}, {"segments": IDS, "causal": False}])
+def test_within_shard_map(options):
+    options = dict(options)
+    key = jax.random.key(3)
+    operands = [jax.random.normal(key, (B, S, heads, H)) for heads in (N, K, K)]
+    operands += [jnp.asarray(x) for x in (options.pop("segments", None),) if x is not None]
+    tokens, mesh = P("rows", None, "heads"), mesh_of(rows=2, heads=2)
+
+    def attend(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
+        return jattn.linear_attention(q, k, v, segments=segments, **options)
+
+    in_specs = (*[tokens] * 3, P("rows"))[: len(operands)]
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=tokens)
+    assert_accurate(quick_jit(sharded)(*operands), attend(*operands), 1e-13)
 
 
 @pytest.mark.parametrize("says", MISTAKES)

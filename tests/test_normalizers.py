@@ -419,6 +419,36 @@ def test_decoding_on_a_sharded_cache():
 # --- what only a softmax has --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("implementation", ["native", "blockwise", "reference"])
+def test_a_score_that_overflows_makes_the_row_nan(implementation):
+    """Checks that no implementation takes the whole stick at a score of +inf."""
+    keys = np.array([1.0, 10.0, 1e-38, -1e-38], np.float32).reshape(1, 4, 1, 1)
+    out = jattn.attention(
+        np.float32([[[[3e38]], [[1.0]]]]),
+        keys,
+        keys,
+        scale=1.0,
+        normalizer=normalizers.StickBreaking(),
+        implementation=implementation,
+    )
+    assert jnp.isnan(out[0, 0]).all()
+    assert jnp.isfinite(out[0, 1]).all()
+
+
+def test_functions_of_all_scores_are_refused(unchecked):
+    attend = functools.partial(jattn.attention, Q, KEY, VALUE)
+    with pytest.raises(ValueError, match="axis") as raised:
+        attend(normalizer=jax.nn.softmax)
+    assert any("gets one score, a scalar" in x for x in raised.value.__notes__)
+    message = (
+        r"normalizer: <lambda> must return a float scalar, got float64 \[2\]; the function gets"
+    )
+    with pytest.raises(TypeError, match=message):
+        attend(normalizer=lambda score: jnp.stack([score, score]))
+    with pytest.raises(TypeError, match="Relu: power: expected a number, got an array"):
+        normalizers.Relu(jnp.float32(2))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_only_a_softmax_has_lse_and_sinks(name):
     normalizer = NORMALIZERS[name][0]

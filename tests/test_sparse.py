@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks
 from tests import oracle
 from tests.conftest import attention_arrays, out_and_gradients, quick_jit
+from tests.devices import place
 
 
 B, T, S, N, K, H, V = 2, 13, 11, 6, 3, 5, 4
@@ -281,12 +284,33 @@ def test_errors_name_what_was_expected(unchecked):
     with pytest.raises(ValueError, match=r"valid: expected \[\*B, S\] = \[2, 11\], got \[2, 13\]"):
         wrong(q, k, 2, 2, valid=np.ones((B, T), bool))
     with pytest.raises(ValueError, match=r"q_positions: expected \[T\] or .* = \[2, 13\], got"):
-        wrong(q, k, 2, 2, q_positions=np.arange(S))
+        wrong(q, k, 2, 2, causal=True, q_positions=np.arange(S))
+    with pytest.raises(ValueError, match="q_positions: expected None without causal=True"):
+        wrong(q, k, 2, 2, q_positions=np.arange(T))
     sparse: Any = functools.partial(jattn.native_sparse_attention, block=2, count=2, window=2)
     gates = jnp.ones((B, T, N, 3))
     with pytest.raises(ValueError, match=r"gates: expected \[\*B, T, N, 3\] = \[2, 13, 6, 3\]"):
         sparse(q, k, v, gates[..., :2])
     with pytest.raises(ValueError, match=r"compressed\[0\]: expected \[\*B, C, K, H\] = \[2, 5,"):
         sparse(q, k, v, gates, compressed=(k, v))
+    halves = k[:, :5].astype(jnp.float16), v[:, :5]
+    with pytest.raises(TypeError, match=r"compressed\[0\]: expected the query's dtype float64"):
+        sparse(q, k, v, gates, compressed=halves)
     with pytest.raises(TypeError, match="mask"):
         sparse(q, k, v, gates, mask=masks.Causal())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_meshes_with_explicit_axes(causal):
+    q, k, v, _ = attention_arrays((2, 8, 8, 4, 2, H, V))
+    gates = jnp.linspace(0.1, 0.9, 2 * 8 * 4 * 3).reshape(2, 8, 4, 3)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    cut = [place(mesh, x, P("rows", None, "heads")) for x in (q, k, v, gates)]
+    choose = functools.partial(jattn.chosen_blocks, block=2, count=2, causal=causal)
+    layout = choose(*cut[:2]).layout
+    assert jax.typeof(layout).sharding.spec == P("rows", "heads", None, None)
+    np.testing.assert_array_equal(layout, choose(q, k).layout)
+    nsa = functools.partial(jattn.native_sparse_attention, block=2, count=2, window=2)
+    out = nsa(*cut)
+    assert jax.typeof(out).sharding.spec == P("rows", None, "heads", None)
+    np.testing.assert_allclose(out, nsa(q, k, v, gates), rtol=1e-12, atol=1e-13)
