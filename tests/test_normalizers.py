@@ -422,9 +422,9 @@ def test_decoding_on_a_sharded_cache():
 @pytest.mark.parametrize("implementation", ["native", "blockwise", "reference"])
 def test_a_score_that_overflows_makes_the_row_nan(implementation):
     """Checks that no implementation takes the whole stick at a score of +inf."""
-    keys = np.array([1.0, 10.0, 1e-38, -1e-38], np.float32).reshape(1, 4, 1, 1)
+    keys = jnp.array([1.0, 10.0, 1e-38, -1e-38], jnp.float32).reshape(1, 4, 1, 1)
     out = jattn.attention(
-        np.float32([[[[3e38]], [[1.0]]]]),
+        jnp.array([3e38, 1.0], jnp.float32).reshape(1, 2, 1, 1),
         keys,
         keys,
         scale=1.0,

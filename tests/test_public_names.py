@@ -36,20 +36,8 @@ from jattn.nn.transformer import LayerArguments
 from jattn.options import Options
 
 
-MODULES = [
-    jattn,
-    cache,
-    compat,
-    linear,
-    masks,
-    mechanisms,
-    nn,
-    normalizers,
-    parallel,
-    positions,
-    scores,
-    viz,
-]
+MODULES = [jattn, cache, compat, linear, masks, mechanisms, nn, normalizers, parallel, positions]
+MODULES += [scores, viz]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
