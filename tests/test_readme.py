@@ -120,7 +120,7 @@ def test_pages_of_the_functions_come_without_warnings(tmp_path):
     result = commands.run_python(".github/api.py", tmp_path, cwd=ROOT, env=environment)
     assert (result.returncode, result.stderr, result.stdout) == (0, "", "")
     pages = {x.stem: x.read_text(encoding="utf-8") for x in tmp_path.rglob("*.html")}
-    modules = "cache compat masks nn parallel positions scores viz".split()
+    modules = "cache compat masks nn normalizers parallel positions scores viz".split()
     assert {*pages} == {"index", "jattn", *modules}
     names = {"jattn": ["attention", "statistics"], "nn": ["Encoder.__init__", "Encoder.__call__"]}
     for page, text in pages.items():
