@@ -43,7 +43,13 @@ from jattn.checks import (
 from jattn.functions import integers
 from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
-from jattn.normalizers import Identity, PointwiseNormalizer, SoftmaxPlusOne, as_normalizer
+from jattn.normalizers import (
+    AsScore,
+    Identity,
+    PointwiseNormalizer,
+    SoftmaxPlusOne,
+    as_normalizer,
+)
 from jattn.options import WeightOptions
 from jattn.scores import Score, Then, as_score
 from jattn.softmax import Normalizer, join_sink, sink_by_head
@@ -172,7 +178,7 @@ def of_shapes(
     dropout_key = options.get("dropout_key")
     rate = _check_dropout(options.get("dropout_rate", 0.0), dropout_key)
     precision, sink = options.get("precision"), options.get("sink")
-    normalizer: Any = as_normalizer(options.get("normalizer"))
+    normalizer = as_normalizer(options.get("normalizer"))
     if isinstance(normalizer, SoftmaxPlusOne):
         if sink is not None:
             raise ValueError("sink: expected None with SoftmaxPlusOne, which is a sink of 0")
@@ -194,8 +200,8 @@ def of_shapes(
     )
     _check_leaves(spec, shapes, shards)
     if isinstance(normalizer, PointwiseNormalizer):
-        weight: Any = normalizer
-        score = weight if spec.score is None else Then(spec.score, weight)
+        weigh = AsScore(normalizer)
+        score = weigh if spec.score is None else Then(spec.score, weigh)
         spec = dataclasses.replace(spec, score=score, normalizer=Identity())
     spec, transient = _with_traced_functions(spec, shapes)
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
@@ -227,7 +233,7 @@ def _cache_arguments(
         # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
         options["mask"] = cache.mask() & mask
-    normalizer: Any = as_normalizer(options.get("normalizer"))
+    normalizer = as_normalizer(options.get("normalizer"))
     if normalizer is not None:
         options["normalizer"] = normalizer.for_keys(None)
     options["kv_positions"] = cache.kv_positions

@@ -199,12 +199,14 @@ def separated(spec: Spec) -> Spec:
     if not isinstance(spec.normalizer, normalizers.Identity):
         return spec
     *first, last = scores.in_order(spec.score)
+    if not isinstance(last, normalizers.AsScore):  # in a part of a call, see `place`
+        return spec
     try:
-        as_weights(last)
+        as_weights(last.normalizer)
     except NotImplementedError:
         return spec
     score = functools.reduce(scores.Then, first) if first else None
-    return dataclasses.replace(spec, score=score, normalizer=last)
+    return dataclasses.replace(spec, score=score, normalizer=last.normalizer)
 
 
 _CHUNK = 16  # distances whose gradients are summed before those of other chunks are added
