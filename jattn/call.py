@@ -44,7 +44,6 @@ from jattn.functions import integers
 from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
 from jattn.normalizers import (
-    AsScore,
     Identity,
     PointwiseNormalizer,
     SoftmaxPlusOne,
@@ -53,7 +52,7 @@ from jattn.normalizers import (
 from jattn.options import WeightOptions
 from jattn.scores import Score, Then, as_score
 from jattn.softmax import Normalizer, join_sink, sink_by_head
-from jattn.spec import Shaped, Shapes, Spec, parameters, with_parameters
+from jattn.spec import AsScore, Shaped, Shapes, Spec, parameters, with_parameters
 
 
 @pytree_dataclass

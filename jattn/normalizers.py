@@ -103,16 +103,6 @@ class PointwiseNormalizer(NormalizerFunction):
         return jnp.where(masked, 0, weights)
 
 
-@pytree_dataclass
-class AsScore(ScoreFunction):
-    """A pointwise normalizer as the last score function of a call, which returns the weights."""
-
-    normalizer: PointwiseNormalizer
-
-    def evaluate(self, score, b, h, rows, columns):
-        return self.normalizer.evaluate(score, b, h, rows, columns)
-
-
 def as_normalizer(value: Any) -> NormalizerFunction | None:
     """Converts a value to a normalizer; None stands for the softmax.
 

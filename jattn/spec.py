@@ -19,7 +19,7 @@ from jattn._pytree import (
 )
 from jattn._types import Shape, Size, accumulation
 from jattn.masks import Full, Mask
-from jattn.normalizers import Identity, NormalizerFunction
+from jattn.normalizers import Identity, NormalizerFunction, PointwiseNormalizer
 from jattn.scores import ScoreFunction
 
 
@@ -54,6 +54,16 @@ class Origin:
     h: Any
     q: Any = array_field("T", default=None)
     kv: Any = array_field("S", default=None)
+
+
+@pytree_dataclass
+class AsScore(ScoreFunction):
+    """A pointwise normalizer as the last score function of a call, which returns the weights."""
+
+    normalizer: PointwiseNormalizer
+
+    def evaluate(self, score, b, h, rows, columns):
+        return self.normalizer.evaluate(score, b, h, rows, columns)
 
 
 @pytree_dataclass

@@ -143,6 +143,7 @@ def test_the_page():
     assert "<mfrac>" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_the_page_fits_the_window(tmp_path, width, dark):
     if browsers.installed() is None:
@@ -237,6 +238,7 @@ def test_the_softmax_layer_is_multi_head_attention():
     np.testing.assert_allclose(layer(x), usual(x), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_draws_both_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "_TRIAL_STEPS", 2)
     monkeypatch.setattr(training.text, "read", lambda path: "the dog sleeps .\n" * 40)

@@ -149,6 +149,7 @@ def test_padding_has_no_influence(decay, segments):
         assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("valid", [None, VALID])
 def test_other_queries_than_keys(valid):
     call = functools.partial(jattn.linear_attention, causal=False, valid=valid)
@@ -243,6 +244,7 @@ def test_sums_of_narrow_numbers_are_wide(decay, dtype):
     assert_accurate(out, loops(**inputs), {"bfloat16": 4e-3, "float16": 5e-4}.get(dtype, 1e-6))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_of_all_sizes_keep_their_digits(decay):
     """A sum over a chunk with logs of −5,000 has no digits left for a log of −0.01."""

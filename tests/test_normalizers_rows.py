@@ -162,6 +162,7 @@ def test_masks_and_scores(name, case, tiles):
         assert_accurate(both("native"), both("reference"), 1e-11)
 
 
+@pytest.mark.one_in(4)
 @every_normalizer
 def test_dropout_in_float32(name):
     """float32 has vector code of its own for dropout."""

@@ -143,6 +143,7 @@ def problem(q: Any, k: Any, v: Any, layout: np.ndarray, block: tuple[int, int]) 
     return oracle.OracleProblem(np.asarray(q), np.asarray(k), np.asarray(v), allowed=allowed)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
 @pytest.mark.parametrize(("block", "count"), [((1, 3), 2), ((4, 4), 1), ((2, 3), 3)])
 def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementation):
@@ -227,6 +228,7 @@ def branches(q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("block", "count", "window"), [((1, 2), 4, 3), ((3, 3), 3, 1)])
 def test_native_sparse_attention(block, count, window):
     q, k, v, d_out = attention_arrays(SIZES)
@@ -300,6 +302,7 @@ def test_errors_name_what_was_expected(unchecked):
         sparse(q, k, v, gates, mask=masks.Causal())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("causal", [False, True])
 def test_meshes_with_explicit_axes(causal):
     q, k, v, _ = attention_arrays((2, 8, 8, 4, 2, H, V))

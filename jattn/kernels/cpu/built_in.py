@@ -24,7 +24,7 @@ from jattn._pytree import is_static, number, select_head
 from jattn._types import Index, Tree
 from jattn.functions import integers
 from jattn.masks import Span
-from jattn.spec import Spec
+from jattn.spec import AsScore, Spec
 
 
 class QueryBlock(NamedTuple):
@@ -199,7 +199,7 @@ def separated(spec: Spec) -> Spec:
     if not isinstance(spec.normalizer, normalizers.Identity):
         return spec
     *first, last = scores.in_order(spec.score)
-    if not isinstance(last, normalizers.AsScore):  # in a part of a call, see `place`
+    if not isinstance(last, AsScore):  # in a part of a call, see `place`
         return spec
     try:
         as_weights(last.normalizer)
