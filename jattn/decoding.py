@@ -12,7 +12,7 @@ from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names, axis_of
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
 from jattn.attention import attention
-from jattn.cache import Cache, check_cache
+from jattn.cache.base import Cache, check_cache
 from jattn.checks import check_array
 from jattn.functions.integers import clamped
 from jattn.masks import Blocks, Lengths, Mask, as_mask

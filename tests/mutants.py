@@ -53,7 +53,7 @@ def mutant(file: str, text: str, *noticed_by: str) -> Mutant:
 
 CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
 DROPOUT = "jattn/dropout.py"
-MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache.py"
+MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache/dense.py"
 BLOCKWISE = "jattn/kernels/xla/blockwise.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
 BUILT_IN = "jattn/kernels/cpu/built_in.py"

@@ -13,7 +13,8 @@ from jattn._advice import CONSTRUCTOR_ADVICE, LAYER_ADVICE
 from jattn._advised import advised_by
 from jattn._types import Keys, Output, Queries, Values
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
-from jattn.cache import Cache, DenseCache, check_cache
+from jattn.cache import Cache, DenseCache
+from jattn.cache.base import check_cache
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
 from jattn.functions.integers import is_integer

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advised import advised_by
 from jattn._types import accumulation
-from jattn.cache import picked_rows
+from jattn.cache.base import picked_rows
 from jattn.checks import check_array, check_flag, check_function, check_rate, check_size
 from jattn.functions import integers
 from jattn.functions.integers import is_integer

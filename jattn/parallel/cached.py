@@ -20,7 +20,8 @@ from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
 from jattn._pytree import axis_names
 from jattn._types import AnyArray, Keys, LogSumExp, Output, Queries, Values, accumulation
-from jattn.cache import Cache, DenseCache, write
+from jattn.cache import Cache, DenseCache
+from jattn.cache.storage import write
 from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_flag
 from jattn.kernels import registry

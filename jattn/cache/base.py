@@ -1,0 +1,200 @@
+"""`Cache`, the base class of caches, and what all of them check."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn._explicit import as_rows, partitioned_by_xla
+from jattn._types import Size, Tree
+from jattn.checks import check_array, check_size
+from jattn.functions import integers
+from jattn.masks import Lengths, Mask
+
+
+Valid = Bool[Array | np.ndarray, "B T"] | None
+SomeCache = TypeVar("SomeCache", bound="Cache")
+
+
+class Cache:
+    """The base class of caches.
+
+    `lengths` is the number of tokens of each batch row, without padding. `overflowed` is true for
+    batch rows whose tokens did not all fit.
+
+    >>> cache = jattn.cache.DenseCache.of(k, v, lengths=jnp.array([7, 3]))
+    >>> cache.capacity, cache.reorder(jnp.array([1, 1])).lengths.tolist()
+    (7, [3, 3])
+    """
+
+    keys: Any
+    values: Any
+    lengths: Int[Array, " B"]
+    overflowed: Bool[Array, " B"]
+
+    @property
+    def capacity(self) -> Size:
+        """S: the number of slots that attention reads."""
+        return self.keys.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K: the number of key/value heads."""
+        return self.keys.shape[1]
+
+    @property
+    def kv_positions(self) -> Int[Array, "B S"] | None:
+        """The position of the token in each slot; None if slot i holds position i."""
+        return None
+
+    def mask(self) -> Mask:
+        """Returns the mask of the slots that hold tokens to attend to."""
+        return Lengths(kv=self.lengths)
+
+    def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        """Returns the keys and values of all slots."""
+        return self.keys, self.values
+
+    def nan_if_overflowed(self, results: Tree) -> Tree:
+        """Returns a tree of results `[B, ...]`, with NaN for the batch rows that overflowed."""
+        flag = lambda x: self.overflowed.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+        return jax.tree.map(lambda x: jnp.where(flag(x), jnp.nan, x), results)
+
+    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+        """Returns the stored keys and values as P pages of p slots, and a table of M page numbers
+        for each batch row.
+
+        The table holds P where a batch row has no page. In this base class, all slots of a batch
+        row are one page.
+        """
+        return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
+
+    def block(
+        self, start: Any, size: int
+    ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+        """Returns the keys and values of the `size` slots from `start` on. In a paged cache both
+        are multiples of the page size."""
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
+        )
+        return keys, values
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "Cache":
+        """Returns the cache with T more tokens in each batch row.
+
+        Args:
+            key: `[B, T, K, H]`; cast to the cache's dtype.
+            value: `[B, T, K, V]`; cast to the cache's dtype.
+            valid: bool `[B, T]`, False for padding, which is not appended. Padding may stand at
+                the start or at the end of a batch row.
+
+        Raises ValueError for wrong shapes, and if the lengths are concrete and the tokens do not
+        fit.
+        """
+        raise NotImplementedError
+
+    def reorder(self: SomeCache, indices: Int[Array, " R"]) -> SomeCache:
+        """Returns the cache of R batch rows selected by index, for beam search.
+
+        A batch row may be selected repeatedly or not at all. Raises ValueError for concrete indices
+        outside 0..B−1; for such indices a compiled program sets `overflowed` of the result's row.
+        """
+        rows, out_of_range = picked_rows(indices, len(self.lengths))
+        return select_rows(self, rows, out_of_range)
+
+    def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
+        """Returns the positions of the next T tokens; at padding the numbers have no meaning."""
+        self._check_valid(valid, T)
+        if valid is None:
+            return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
+        counts = jnp.cumsum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
+        return jnp.maximum(self.lengths[:, None] + counts - 1, 0)
+
+    def last_positions(self, T: int) -> Int[Array, "B T"]:
+        """Returns the positions of the T tokens that were appended last."""
+        check_size("T", T, 0)
+        return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
+
+    def _fits(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
+        """Returns which tokens are not padding and have a slot within the capacity."""
+        fits = slots < self.capacity
+        return fits if valid is None else fits & valid
+
+    def _check(self, key: Any, value: Any, valid: Valid) -> int:
+        """Checks the shapes of appended keys and values, and returns T."""
+        B, K = self.lengths.shape[0], self.num_kv_heads
+        for name, array, stored in (("key", key, self.keys), ("value", value, self.values)):
+            size, letters = stored.shape[-1], f"[B, T, K, {'H' if name == 'key' else 'V'}]"
+            check_array(f"append: {name}", array, letters)
+            fits = len(array.shape) == 4 and (*array.shape[::2], array.shape[3]) == (B, K, size)
+            if not fits or array.shape[:2] != key.shape[:2]:
+                raise ValueError(
+                    f"append: expected {name} {letters} = [{B}, T, {K}, {size}], "
+                    f"got {list(array.shape)}"
+                )
+        self._check_valid(valid, key.shape[1])
+        return key.shape[1]
+
+    def _check_valid(self, valid: Valid, T: Any) -> None:
+        check_size("T", T, 0)
+        if valid is not None:
+            check_array("valid", valid, "[B, T]", "boolean")
+            wanted = [len(self.lengths), T]
+            if list(valid.shape) != wanted:
+                got = list(valid.shape)
+                raise ValueError(f"append: expected valid [B, T] = {wanted}, got {got}")
+
+
+def check_cache(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is a cache."""
+    if not isinstance(value, Cache):
+        raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
+
+
+def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """Returns indices clamped to 0..B−1, and a boolean for each, true if it was out of range.
+
+    Raises TypeError for indices that are not integers, and ValueError for concrete indices that are
+    out of range.
+    """
+    check_array("indices", indices, "[R]", "integer", rank=1)
+    least, most = integers.known_range(indices) or (0, 0)
+    if least < 0 or most >= B:
+        wrong = least if least < 0 else most
+        raise ValueError(f"indices: expected 0 <= indices < B = {B}, got {wrong}")
+    rows = jnp.asarray(integers.clamped(indices))
+    return jnp.clip(rows, 0, B - 1), (rows < 0) | (rows >= B)
+
+
+@jax.jit
+@partitioned_by_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
+def select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
+    """Selects batch rows of a cache, whose arrays all have a batch axis.
+
+    The pool of a paged cache has no batch axis: `PagedCache.reorder` passes a dense cache with the
+    table in place of values and without keys.
+    """
+    selected = jax.tree.map(lambda x: x[rows], cache)
+    return dataclasses.replace(selected, overflowed=selected.overflowed | out_of_range)
+
+
+def count_tokens(T: int, valid: Valid) -> Any:
+    """Returns the number of tokens appended to each batch row, `[B]`; T if there is no padding."""
+    return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
+
+
+def check_counts(counts: Any, limit: Any, limit_name: str) -> None:
+    """Raises ValueError if counts of tokens are concrete and exceed a limit. `counts` is an array
+    `[B]`, or one number for all batch rows."""
+    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > limit):
+        return
+    counts = np.atleast_1d(np.asarray(counts))
+    row = int(np.argmax(counts > limit))
+    raise ValueError(
+        f"append: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
+        f"{int(counts[row])} in batch row {row}"
+    )

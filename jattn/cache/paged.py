@@ -1,0 +1,139 @@
+"""`PagedCache`: tokens in pages of a pool that all batch rows share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jattn._explicit import typed_like
+from jattn._pytree import array_field, pytree_dataclass
+from jattn._types import Size
+from jattn.cache.base import Cache, Valid, check_counts, count_tokens, picked_rows, select_rows
+from jattn.cache.dense import DenseCache
+from jattn.cache.pages import allocate, count_pages
+from jattn.cache.storage import empty, no_tokens, read_pages, write_pages
+from jattn.checks import check_size, check_sizes
+
+
+@pytree_dataclass
+class PagedCache(Cache):
+    """A cache of tokens in pages of a common pool (Kwon et al. 2023, PagedAttention).
+
+    The pool, `keys [P, K, p, H]` and `values [P, K, p, V]`, has P pages of p tokens for all batch
+    rows together; page `table[b, m]` holds the tokens m · p to (m + 1) · p − 1 of batch row b.
+    After `reorder` batch rows may share pages, as beams of one prompt do. A batch row that appends
+    to a shared page copies the page first; if all batch rows that share a page append to it, one of
+    them needs no copy. A page that no batch row holds is free.
+
+    >>> cache = jattn.cache.PagedCache.create(2, 16, 2, 8, page_size=4).append(k, v)
+    >>> cache.num_pages, cache.pages_held().tolist()
+    (8, [1, 1, 1, 1, 0, 0, 0, 0])
+    """
+
+    keys: Any = array_field("P K p H")
+    values: Any = array_field("P K p V")
+    table: Any = array_field("B M")
+    lengths: Any = array_field("B")
+    overflowed: Any = array_field("B")
+
+    @classmethod
+    def create(
+        cls,
+        batch: Size,
+        length: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+        page_size: int = 16,
+        num_pages: int | None = None,
+    ) -> "PagedCache":
+        """Creates an empty cache for `batch` rows of up to `length` tokens, in pages of `page_size`
+        tokens.
+
+        `num_pages` is the number of pages in the pool, by default as many as all batch rows need
+        when they are full. Fewer suffice if batch rows are shorter or share pages.
+        """
+        check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, page_size=page_size)
+        per_row = -(-length // page_size)
+        pages = batch * per_row if num_pages is None else num_pages
+        check_size("num_pages", pages)
+        shape = (pages, num_kv_heads, page_size)
+        table = jnp.full((batch, per_row), pages, jnp.int32)
+        return cls(*empty(shape, head_size, value_size, dtype), table, *no_tokens(batch))
+
+    @property
+    def page_size(self) -> int:
+        """The number of tokens in a page."""
+        return self.keys.shape[2]
+
+    @property
+    def num_pages(self) -> Size:
+        """P: the number of pages in the pool."""
+        return self.keys.shape[0]
+
+    @property
+    def capacity(self) -> Size:
+        return self.table.shape[1] * self.page_size
+
+    def pages_held(self) -> Int[Array, " P"]:
+        """Returns the number of batch rows that hold each page."""
+        return count_pages(self._table_in_use(), size=self.num_pages)
+
+    def _table_in_use(self) -> Int[Array, "B M"]:
+        """Returns the table, with P in place of pages in which a batch row has no tokens."""
+        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        in_use = m * self.page_size < self.lengths[:, None]
+        return jnp.where(in_use, self.table, self.num_pages)
+
+    def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        return self._gather(self.table)
+
+    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+        return self.keys, self.values, self._table_in_use()
+
+    def block(
+        self, start: Any, size: int
+    ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
+        first_page, count = start // self.page_size, size // self.page_size
+        return self._gather(jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1))
+
+    def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
+        return read_pages(self.keys, table), read_pages(self.values, table)
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
+        T = self._check(key, value, valid)
+        uncapped_lengths = self.lengths + count_tokens(T, valid)
+        check_counts(uncapped_lengths, self.capacity, "capacity")
+        lengths = jnp.minimum(uncapped_lengths, self.capacity)
+        page_size = self.page_size
+        table, copies, lacks_pages = allocate(
+            self.pages_held(), self.table, self.lengths, lengths, page_size=page_size
+        )
+        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
+            raise ValueError(
+                f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
+                f"all num_pages = {self.num_pages} are in use"
+            )
+        slots = self.next_positions(T, valid)
+        m = jnp.minimum(slots // page_size, table.shape[1] - 1)
+        pages = jnp.take_along_axis(table, m, axis=1)
+        pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
+        index = jnp.stack([pages, slots % page_size], axis=-1)
+        overflowed = self.overflowed | (uncapped_lengths > self.capacity) | lacks_pages
+        keys, values = (
+            write_pages(pool, jnp.asarray(tokens), index, copies)
+            for pool, tokens in ((self.keys, key), (self.values, value))
+        )
+        return typed_like(PagedCache(keys, values, table, lengths, overflowed), self)
+
+    def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
+        rows, out_of_range = picked_rows(indices, len(self.lengths))
+        # The pool stays as it is. The arrays with a batch axis are selected as a dense cache, whose
+        # `values` are the table.
+        by_row = DenseCache(None, self.table, self.lengths, self.overflowed)
+        by_row = select_rows(by_row, rows, out_of_range)
+        return PagedCache(self.keys, self.values, by_row.values, by_row.lengths, by_row.overflowed)

@@ -1,0 +1,89 @@
+"""`RollingCache`: the last tokens only, for attention in a window."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jattn._explicit import typed_like
+from jattn._pytree import array_field, pytree_dataclass, static_field
+from jattn._types import Size
+from jattn.cache.base import Cache, Valid, check_counts, count_tokens
+from jattn.cache.storage import empty, no_tokens, write
+from jattn.checks import check_size, check_sizes
+from jattn.masks import Lengths, Mask, Window
+
+
+@pytree_dataclass
+class RollingCache(Cache):
+    """A cache of the last tokens only, for `Window(left=window)`: old tokens are overwritten.
+
+    The token at position p is stored in slot p mod S, with S = `window + chunk`: after an append of
+    `chunk` tokens, the cache still holds the `window` tokens before the first of them.
+
+    >>> cache = jattn.cache.RollingCache.create(2, 4, 2, 8, chunk=3).append(k[:, :3], v[:, :3])
+    >>> cache.capacity, cache.lengths.tolist()
+    (7, [3, 3])
+    """
+
+    keys: Any = array_field("B K S H")
+    values: Any = array_field("B K S V")
+    lengths: Any = array_field("B")  # all tokens appended so far, also overwritten ones
+    overflowed: Any = array_field("B")
+    window: int = static_field()
+
+    @classmethod
+    def create(
+        cls,
+        batch: Size,
+        window: int,
+        num_kv_heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+        chunk: int | None = None,
+    ) -> "RollingCache":
+        """Creates an empty cache. `chunk` is the largest number of tokens in one `append`, by
+        default `window`. With `window=0` each token attends to itself only."""
+        check_size("window", window, 0)
+        chunk = max(window, 1) if chunk is None else chunk
+        check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
+        shape = (batch, num_kv_heads, window + chunk)
+        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), window)
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens that one `append` accepts for a batch row."""
+        return self.capacity - self.window
+
+    @property
+    def kv_positions(self) -> Int[Array, "B S"]:
+        """The position of the token in each slot; negative for a slot without a token."""
+        slots = jnp.arange(self.capacity, dtype=jnp.int32)
+        last = self.lengths[:, None] - 1
+        return last - (last - slots[None, :]) % self.capacity
+
+    def mask(self) -> Mask:
+        return Lengths(kv=jnp.minimum(self.lengths, self.capacity)) & Window(left=self.window)
+
+    def append(self, key: Any, value: Any, valid: Valid = None) -> "RollingCache":
+        T = self._check(key, value, valid)
+        counts = count_tokens(T, valid)
+        if valid is None and self.chunk < T:
+            raise ValueError(
+                f"append: expected T <= chunk = {self.chunk} tokens at a time, got {T}; "
+                "`cached_attention` takes any number"
+            )
+        check_counts(counts, self.chunk, "chunk")
+        slots = self.next_positions(T, valid) % self.capacity
+        if valid is not None:
+            slots = jnp.where(valid, slots, self.capacity)
+        lengths = self.lengths + counts  # int32 wraps around: a negative length has overflowed
+        extended = RollingCache(
+            write(self.keys, key, slots),
+            write(self.values, value, slots),
+            lengths,
+            self.overflowed | (counts > self.chunk) | (lengths < 0),
+            self.window,
+        )
+        return typed_like(extended, self)
