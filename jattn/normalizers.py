@@ -402,7 +402,9 @@ class Running(NormalizerFunction):
     score: likewise maps a score to the number with which the terms are combined; by default the
         score itself.
     normalizer: the normalizer of the combined scores.
-    combine: the operation: "add", "multiply", "maximum" or "minimum".
+    combine: the operation: "add", "multiply", "maximum", "minimum", or an associative function of
+        two scalars, as `jnp.logaddexp`.
+    identity: for a function, the number e with which e ∘ x = x ∘ e = x, as −inf for `logaddexp`.
 
     The forgetting transformer (Lin et al. 2025) adds the logs of the forget gates between a key and
     the query:
@@ -417,18 +419,32 @@ class Running(NormalizerFunction):
     term: Any
     score: Any = None
     normalizer: Any = Softmax()
-    combine: str = static_field(default="add")
+    combine: Any = "add"
+    identity: Any = None
 
     def __post_init__(self):
-        check_choice("Running: combine", self.combine, tuple(_OPERATIONS))
         if self.term is None:
             raise TypeError("Running: term: expected a score function, got None")
         converted = as_score(self.term), as_score(self.score), as_normalizer(self.normalizer)
         term, score, normalizer = converted
         softmax = Softmax() if normalizer is None else normalizer
         vars(self).update(term=term, score=score, normalizer=softmax)
+        vars(self).update(combine=self._checked_operation())
         if isinstance(normalizer, SoftmaxPlusOne):
             raise ValueError("Running: normalizer: expected one without a sink, got SoftmaxPlusOne")
+
+    def _checked_operation(self) -> Any:
+        operation, identity = self.combine, self.identity
+        is_function = callable(operation)
+        if not is_function:
+            check_choice("Running: combine", operation, tuple(_OPERATIONS))
+        is_number = isinstance(identity, int | float) and not math.isnan(identity)
+        if is_number != is_function or (identity is not None and not is_number):
+            expected = "a number, as combine is a function" if is_function else "None"
+            raise ValueError(f"Running: identity: expected {expected}, got {shown(identity)}")
+        if not callable(operation):
+            return _OperationName(operation)
+        return operation if isinstance(operation, _Operation) else _Operation(operation)
 
     def for_keys(self, count):
         return dataclasses.replace(self, normalizer=self.normalizer.for_keys(count))
@@ -437,7 +453,7 @@ class Running(NormalizerFunction):
         allowed, at = score > -jnp.inf, (b, h, rows, columns)
         allowed = allowed | jnp.isnan(score)
         zeroed = jnp.where(allowed, score, 0)
-        combine, identity = _OPERATIONS[self.combine]
+        combine, identity = _OPERATIONS.get(self.combine, (self.combine, self.identity))
         first = zeroed if self.score is None else self.score.evaluate(zeroed, *at)
         later = _later(
             combine, identity, jnp.where(allowed, self.term.evaluate(zeroed, *at), identity)
@@ -445,7 +461,27 @@ class Running(NormalizerFunction):
         return self.normalizer.weights(jnp.where(allowed, combine(first, later), -jnp.inf), *at)
 
 
-_OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], float]] = {
+@jax.tree_util.register_static
+class _OperationName(str):
+    """The name of an operation, as a part of a pytree's structure."""
+
+
+@pytree_dataclass
+class _Operation(Score):
+    """An operation given by a function of two scalars."""
+
+    owner = "Running: combine"
+    arguments = ("left", "right")
+    __init__ = Score.__init__  # `dataclass` would make one without checks
+
+    def _examples(self, dtype: Any) -> tuple[Any, ...]:
+        return (jax.ShapeDtypeStruct((), dtype),) * 2
+
+    def __call__(self, left: Scores, right: Scores) -> Scores:
+        return jnp.vectorize(self._scalar)(left, right)
+
+
+_OPERATIONS: dict[Any, tuple[Callable[[Any, Any], Any], float]] = {
     "add": (jnp.add, 0.0),
     "multiply": (jnp.multiply, 1.0),
     "maximum": (jnp.maximum, -math.inf),
@@ -459,7 +495,10 @@ def _later(combine: Callable[[Any, Any], Any], identity: float, terms: Scores) -
     if combine is jnp.add:
         inclusive = jax.lax.cumsum(terms, axis=1, reverse=True)
     else:
-        inclusive = jax.lax.associative_scan(combine, terms, reverse=True, axis=1)
+        # A reverse scan calls its function with the later terms first.
+        inclusive = jax.lax.associative_scan(
+            lambda later, term: combine(term, later), terms, reverse=True, axis=1
+        )
     return jnp.pad(inclusive, ((0, 0), (0, 1)), constant_values=identity)[:, 1:]
 
 

@@ -411,8 +411,11 @@ class Score(ScoreFunction):
     fn: Callable[..., Any] = static_field()
     operands: tuple[Any, ...] = ()
 
+    owner = "score"  # in errors about the function
+    arguments = ("score", "b", "h", "q_idx", "kv_idx")
+
     def __init__(self, fn: Callable[..., Any], *operands: Any):
-        check_rule("score", fn, ("score", "b", "h", "q_idx", "kv_idx"), operands)
+        check_rule(self.owner, fn, self.arguments, operands)
         check_operands("Score", operands)
         vars(self).update(fn=fn, operands=operands)
 
@@ -427,30 +430,32 @@ class Score(ScoreFunction):
         if isinstance(self.fn, TracedFunction):
             return self
         cast = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
-        with explained("score", self.fn):
-            axisless_fn = without_named_axes("score", self.fn, *_examples(dtype), *cast)
+        examples = self._examples(dtype)
+        with explained(self.owner, self.fn):
+            axisless_fn = without_named_axes(self.owner, self.fn, *examples, *cast)
         if axisless_fn is not self.fn:  # the function reads a named axis, as in `shard_map`
-            return Score(axisless_fn, *self.operands).traced(dtype)
+            return type(self)(axisless_fn, *self.operands).traced(dtype)
         name, n_own = function_name(self.fn), len(cast)
-        fn, operands = program_of(name, self.fn, self._scalar, cast, *_examples(dtype))
-        traced = object.__new__(Score)  # the arguments of the function were already checked
+        fn, operands = program_of(name, self.fn, self._scalar, cast, *examples)
+        traced = object.__new__(type(self))  # the arguments of the function were already checked
         # After the user's own operands, `program_of` returns those that tracing has added.
         vars(traced).update(fn=fn, operands=(*self.operands, *operands[n_own:]))
         return traced
 
-    def _scalar(self, score: Any, b: Index, h: Index, q: Any, kv: Any, *operands: Any) -> Any:
-        with explained("score", self.fn):
-            new_score = self.fn(score, b, h, q, kv, *(operands or self.operands))
-        return check_returned("score", self.fn, new_score, "floating-point").astype(score.dtype)
+    def _scalar(self, score: Any, *arguments: Any) -> Any:
+        """Calls `fn` with its arguments and its operands, by default those of this instance."""
+        if len(arguments) < len(self.arguments):
+            arguments = *arguments, *self.operands
+        with explained(self.owner, self.fn):
+            new_score = self.fn(score, *arguments)
+        return check_returned(self.owner, self.fn, new_score, "floating-point").astype(score.dtype)
+
+    def _examples(self, dtype: Any) -> tuple[Any, ...]:
+        """Returns abstract arguments: a score, a batch row, a head, a query and a key."""
+        return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))
 
     def evaluate(self, score, b, h, rows, columns):
         over_keys = jax.vmap(self._scalar, (0, None, None, None, 0))
         over_pairs = jax.vmap(over_keys, (0, None, None, 0, None))
         b, h = jnp.asarray(b, jnp.int32), jnp.asarray(h, jnp.int32)
         return over_pairs(score, b, h, rows.positions, columns.positions)
-
-
-@functools.cache
-def _examples(dtype: Any) -> tuple[Any, ...]:
-    """Returns abstract arguments: a score of a dtype, a batch row, a head, a query and a key."""
-    return tuple(jax.ShapeDtypeStruct((), x) for x in (dtype, *[jnp.int32] * 4))

@@ -641,14 +641,19 @@ FORGETTING = NormalizerRule(
 )
 
 
+def _first_above_1(left: Any, right: Any) -> Any:
+    return jnp.where((abs(left) > 1) | (right == 0), left, right)  # 0: there is no later term
+
+
 def running(
     combine: str, shape: tuple[int, ...], normalizer: Any, definition: OracleNormalizer
 ) -> NormalizerRule:
     """Terms of score and bias, which has axes T and S; scores bent by a learned number."""
+    operation = (_first_above_1, 0.0) if combine == "first_above_1" else (combine,)
     terms = bias(shape, (2,) * (len(shape) - 3)) >> soft_cap(1.25)
     first = learned_soft_cap(3.0)
     return NormalizerRule(
-        lambda p: normalizers.Running(terms.build(p), first.build(p), normalizer, combine),
+        lambda p: normalizers.Running(terms.build(p), first.build(p), normalizer, *operation),
         lambda p: row_normalizers.running(
             terms.modifier(p), first.modifier(p), definition, combine
         ),
@@ -1007,6 +1012,12 @@ NORMALIZERS = [
         normalizer=running(
             "minimum", (1, 1, 5, 7), normalizers.Sparsemax(), row_normalizers.sparsemax()
         ),
+    ),
+    CallCase(
+        "running_function",
+        mask=CAUSAL,
+        q_positions=np.arange(5) + 2,
+        normalizer=running("first_above_1", (1, 6, 5, 7), normalizers.Sigmoid(0.5), HALF_SIGMOID),
     ),
     CallCase(
         "tiles_sigmoid", LONG, CAUSAL & window(21, None), alibi(SLOPES[:2]), normalizer=sigmoid(53)

@@ -158,6 +158,10 @@ OPERATIONS: dict[str, Operation] = {
         lambda a, b: a if a.real <= b.real else b,
         lambda a, b: (1, 0) if a.real <= b.real else (0, 1),
     ),
+    "first_above_1": (  # associative, but not commutative
+        lambda a, b: a if abs(a.real) > 1 else b,
+        lambda a, b: (1, 0) if abs(a.real) > 1 else (0, 1),
+    ),
 }
 
 

@@ -141,6 +141,28 @@ def test_traced_once(monkeypatch):
         traces.clear()
 
 
+def test_an_operation_of_running_has_the_values_that_its_function_reads_now():
+    rate, term = [0.5], scores.SoftCap(1.5)
+    x = on_device(inputs(CASES["plain"]))
+
+    def weights(rate: Any) -> Any:
+        combine = lambda left, right: left + right + rate[0] * left * right  # noqa: E731
+        normalizer = normalizers.Running(term, combine=combine, identity=0.0)
+        return jattn.attention_weights(x.q, x.k, normalizer=normalizer)
+
+    score = np.asarray(jattn.attention_scores(x.q, x.k))
+    for rate[0] in (0.5, -0.25):  # (1 + c a)(1 + c b) = 1 + c (a ∘ b)
+        factors = np.flip(1 + rate[0] * 1.5 * np.tanh(score / 1.5), -1)
+        later = np.cumprod(factors, -1)[..., -2::-1]
+        later = np.concatenate([later, np.ones_like(later[..., :1])], -1)
+        combined = ((1 + rate[0] * score) * later - 1) / rate[0]
+        assert error(weights(rate), np.asarray(jax.nn.softmax(combined))) <= 1e-14
+    d_weight = jax.grad(lambda c: weights([c])[0, 0, 0, 0])(0.5)
+    step = 1e-6
+    slope = (weights([0.5 + step]) - weights([0.5 - step]))[0, 0, 0, 0] / (2 * step)
+    assert abs(d_weight - slope) <= 1e-7 * abs(slope) + 1e-8
+
+
 def test_a_relu_has_no_slope_at_zero():
     """Also the second derivative of a power between 1 and 2, which grows without bound near 0."""
     for power in (1, 1.5, 2):
