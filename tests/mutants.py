@@ -52,7 +52,7 @@ def mutant(file: str, text: str, *noticed_by: str) -> Mutant:
 
 
 CALL, TILE, SOFTMAX = "jattn/call.py", "jattn/tile.py", "jattn/softmax.py"
-DROPOUT = "jattn/dropout.py"
+DROPOUT, NORMALIZERS = "jattn/dropout.py", "jattn/normalizers.py"
 MASKS, POSITIONS, CACHE = "jattn/masks.py", "jattn/positions.py", "jattn/cache/dense.py"
 BLOCKWISE = "jattn/kernels/xla/blockwise.py"
 DERIVATIVES, C = "jattn/kernels/common/derivatives.py", "jattn/kernels/cpu/src"
@@ -168,6 +168,39 @@ MUTANTS: dict[str, Mutant] = {
         SOFTMAX,
         "return merged.astype(out.dtype), ⟦normalizer.lse.astype(lse.dtype)⇒lse⟧",
         "softmax",
+    ),
+    # Normalizers.
+    "weights-of-masked-pairs": mutant(
+        NORMALIZERS, "return jnp.where(⟦masked⇒False⟧, 0, weights)", "contract"
+    ),
+    "sigmoid-bias-subtracted": mutant(
+        NORMALIZERS, "score ⟦+⇒-⟧ (bias if isinstance(bias, float)", "contract"
+    ),
+    "top-k-one-more": mutant(
+        NORMALIZERS, "jax.lax.top_k(score, self.k⟦⇒ + 1⟧)[0]", "contract", "normalizers"
+    ),
+    "running-with-its-own-term": mutant(
+        NORMALIZERS,
+        "constant_values=identity)[:, ⟦1:⇒:-1⟧]",
+        "contract",
+    ),
+    "running-in-the-other-order": mutant(
+        NORMALIZERS, "lambda later, term: combine(⟦term, later⇒later, term⟧)", "normalized"
+    ),
+    "sigmoid-slope-in-c": mutant(
+        f"{C}/pointwise.h", "return {w, w - w * w⟦⇒ * w⟧};", "normalizers_native", "contract"
+    ),
+    "entmax-mean-in-c": mutant(
+        f"{C}/rows.h",
+        "load(sums + i) / (total == 0 ? all(1) : total)⟦⇒ * 0⟧ + (factor - factor));",
+        "normalizers_native",
+        "contract",
+    ),
+    "threshold-excludes-ties-in-c": mutant(
+        f"{C}/rows.h",
+        "return score <⟦⇒=⟧ threshold ? Vector{} : exponential(score - most);",
+        "normalizers_native",
+        "contract",
     ),
     # Dropout.
     "dropout-before-softmax": mutant(

@@ -112,6 +112,19 @@ def test_one_block_gives_the_same_as_several(name):
     assert error(several.out, whole[0]) <= 1e-14
 
 
+def test_running_combines_from_left_to_right():
+    x, term = on_device(inputs(CASES["plain"])), scores.SoftCap(1.5)
+    first = lambda left, right: jnp.where((abs(left) > 1) | (right == 0), left, right)  # noqa: E731
+    normalizer = normalizers.Running(term, combine=first, identity=0.0)
+    score = np.asarray(jattn.attention_scores(x.q, x.k))
+    combined, later = score.copy(), np.zeros_like(score[..., 0])
+    for j in reversed(range(score.shape[-1])):
+        combined[..., j] = first(score[..., j], later)
+        later = first(1.5 * np.tanh(score[..., j] / 1.5), later)
+    got = jattn.attention_weights(x.q, x.k, normalizer=normalizer)
+    assert error(got, np.asarray(jax.nn.softmax(combined))) <= 1e-14
+
+
 def test_traced_once(monkeypatch):
     """New numbers in operands compile nothing again."""
     traces, ask = [], scores.Score._scalar
