@@ -18,9 +18,9 @@ from experiments.runs.ending import Failure, interruptible
 from experiments.translation import searches
 from experiments.translation.batches import MULTIPLE, Batches
 from experiments.translation.model import Model, Params
-from experiments.translation.searches import Hypotheses
 from experiments.translation.text import EncodedPairs, Ragged
 from experiments.translation.vocabulary import EOS, PAD
+from jattn.generation import Hypotheses
 
 
 Kind = Literal["greedy", "sample", "beam"]
@@ -153,8 +153,7 @@ def search_batch(
         generated = searches.sample(*arguments, keys, **options, limits=limits)
     else:
         generated = searches.greedy(*arguments, limits=limits)
-    log_probs = generated.log_probs[:, None]
-    return Hypotheses(generated.ids[:, None], log_probs, log_probs)
+    return Hypotheses(*(x[:, None] for x in (*generated, generated.log_probs)))
 
 
 def translated(
@@ -230,12 +229,12 @@ def _keys(seed: int, indices: np.ndarray) -> Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
-def _translations(ids: np.ndarray, scores: np.ndarray, log_probs: np.ndarray) -> list[Translation]:
-    """Converts the hypotheses of a sentence, `[N, length]`, `[N]` and `[N]`, to translations,
-    without those of score -inf."""
+def _translations(*hypotheses: np.ndarray) -> list[Translation]:
+    """Converts the arrays of `Hypotheses` of a sentence, `[N, ...]`, to translations, without those
+    of score -inf."""
     return [
-        Translation(row[row != PAD], float(score), float(log_prob))
-        for row, score, log_prob in zip(ids, scores, log_probs, strict=True)
+        Translation(tokens[:length], float(score), float(log_prob))
+        for tokens, length, log_prob, score in zip(*hypotheses, strict=True)
         if score != -np.inf
     ]
 

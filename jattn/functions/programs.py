@@ -103,9 +103,8 @@ def _trace_snapshot(
 ) -> TracedFunction:
     """Returns the program of a snapshot, traced once for operands of these shapes and dtypes."""
     leaves, structure = jax.tree.flatten(operands)
-    dtypes = tuple(x.dtype for x in scalars)
-    types = tuple((x.shape, x.dtype) for x in leaves)
-    key = "snapshot", Same(snapshot), dtypes, structure, types, trace_context()
+    scalar_types, types = (tuple((x.shape, x.dtype) for x in y) for y in (scalars, leaves))
+    key = "snapshot", Same(snapshot), scalar_types, structure, types, trace_context()
     traced = snapshots.known(key)
     if traced is None:
         operand_types = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in types])
