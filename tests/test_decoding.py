@@ -18,6 +18,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import decoding, searches
 from experiments.translation.decoding import Search
 from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
+from jattn.generation import Hypotheses
 from tests.conftest import plain_jax, quick_jit
 from tests.test_console import Terminal
 from tests.test_translation import assert_refused, bench, decided_params, padded
@@ -152,8 +153,9 @@ def plain_beam(table, length, beams, alpha):
 
 
 def assert_hypotheses(hypotheses, sentence, expected):
-    ids, scores, log_probs = (array[sentence] for array in hypotheses)
-    assert [tuple(row[row != PAD].tolist()) for row in ids] == [tokens for _, tokens, _ in expected]
+    rows, lengths, log_probs, scores = (array[sentence] for array in hypotheses)
+    rows = [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+    assert rows == [tokens for _, tokens, _ in expected]
     np.testing.assert_allclose(scores, [score for score, _, _ in expected], rtol=1e-5)
     np.testing.assert_allclose(log_probs, [log_prob for *_, log_prob in expected], rtol=1e-5)
 
@@ -172,17 +174,17 @@ def test_greedy_follows_the_likeliest_and_freezes_after_the_end():
     generated = [(4, 5, EOS), (5, EOS), (4, UNK, 5, 4, 4), (EOS,)]
     result = greedily(np.concatenate([path_table(*row) for row in generated]), length=4)
     np.testing.assert_array_equal(
-        result.ids, [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]]
+        result.tokens, [[4, 5, EOS, PAD], [5, EOS, PAD, PAD], [4, UNK, 5, 4], [EOS, PAD, PAD, PAD]]
     )
     np.testing.assert_allclose(result.log_probs, math.log(0.75) * np.array([3, 2, 4, 1]), rtol=1e-6)
-    assert result.ids.dtype == np.int32 and result.log_probs.dtype == np.float32
+    assert result.tokens.dtype == np.int32 and result.log_probs.dtype == np.float32
 
 
 def test_greedy_feeds_back_its_tokens_and_ends_with_the_last_row():
     model, seen = recorded(np.concatenate([path_table(4, 5, EOS), path_table(5, 5, 5)]))
     result = searches.greedy(model, first_state(2), jnp.asarray([True, False]), 7)
     jax.effects_barrier()
-    assert np.asarray(result.ids).tolist() == [[4, 5, EOS, *[PAD] * 4], [PAD] * 7]
+    assert np.asarray(result.tokens).tolist() == [[4, 5, EOS, *[PAD] * 4], [PAD] * 7]
     assert float(result.log_probs[1]) == 0
     assert seen == [([BOS, BOS], 0), ([4, PAD], 1), ([5, PAD], 2)]
 
@@ -191,11 +193,11 @@ def test_of_equal_tokens_the_first_is_said_and_never_padding_or_the_beginning():
     even = np.zeros((1, CODES, V), np.float32)
     even[..., [PAD, BOS]] = 9
     result = greedily(even, length=2)
-    assert result.ids.tolist() == [[UNK, UNK]]
+    assert result.tokens.tolist() == [[UNK, UNK]]
     np.testing.assert_allclose(result.log_probs, 2 * math.log(0.25), rtol=1e-6)
     best = beamed(even, length=2, beams=3, n_best=4, length_penalty=0.0)
     # <eos> alone is likelier than two tokens, of which those with <eos> have been found first
-    assert best.ids[0].tolist() == [[EOS, PAD], [UNK, EOS], [4, EOS], [UNK, UNK]]
+    assert best.tokens[0].tolist() == [[EOS, PAD], [UNK, EOS], [4, EOS], [UNK, UNK]]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
@@ -204,16 +206,16 @@ def test_a_beam_of_one_is_greedy(alpha):
     active = np.arange(7) != 2
     generated = greedily(tables, active)
     result = beamed(tables, active, length=8, beams=1, n_best=2, length_penalty=alpha)
-    np.testing.assert_array_equal(result.ids[:, 0], generated.ids)
+    np.testing.assert_array_equal(result.tokens[:, 0], generated.tokens)
     np.testing.assert_array_equal(result.log_probs[active, 0], generated.log_probs[active])
-    lengths = (generated.ids != PAD).sum(axis=1)[active]
+    lengths = (generated.tokens != PAD).sum(axis=1)[active]
     assert len(set(lengths)) > 3
     np.testing.assert_allclose(
         result.scores[active, 0],
         generated.log_probs[active] / ((5 + lengths) / 6) ** alpha,
         rtol=1e-6,
     )
-    assert (result.scores[:, 1] == -np.inf).all() and (result.ids[:, 1] == PAD).all()
+    assert (result.scores[:, 1] == -np.inf).all() and (result.tokens[:, 1] == PAD).all()
     assert (result.scores[2] == -np.inf).all() and (result.log_probs[2] == -np.inf).all()
 
 
@@ -224,12 +226,12 @@ def test_a_beam_that_holds_everything_finds_what_brute_force_finds(alpha):
     for sentence, table in enumerate(tables):
         expected = ranked(every_hypothesis(table, 4), alpha)
         assert len(expected) == 1 + 3 + 9 + 27 + 81
-        real = searches.Hypotheses(*(array[:, :121] for array in result))
+        real = Hypotheses(*(array[:, :121] for array in result))
         assert_hypotheses(real, sentence, expected)
     assert (result.scores[:, 121:] == -np.inf).all() and (
         result.log_probs[:, 121:] == -np.inf
     ).all()
-    assert (result.ids[:, 121:] == PAD).all()
+    assert (result.tokens[:, 121:] == PAD).all()
 
 
 @pytest.mark.one_in(3)
@@ -252,7 +254,7 @@ def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
         rows = limits == limit
         table, (ids, *numbers) = tables[rows], (np.asarray(x)[rows] for x in result)
         alone = beamed(table, length=limit, **options) if beams else greedily(table, length=limit)
-        np.testing.assert_array_equal(ids[..., :limit], alone.ids)
+        np.testing.assert_array_equal(ids[..., :limit], alone.tokens)
         assert (ids[..., limit:] == PAD).all()
         for got, expected in zip(numbers, alone[1:], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
@@ -265,7 +267,7 @@ def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
     # By 1: ln 0.4 and ln 0.35 / (7/6) have ended, when ln 0.25 / (8/6) = -1.04 would be worse than
     # either; but ln 0.25 / (13/6) is better.
     result = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
-    assert result.ids[0, 0].tolist() == [*[5] * 7, EOS, PAD]
+    assert result.tokens[0, 0].tolist() == [*[5] * 7, EOS, PAD]
     expected = np.array([-0.63983, -0.89985])[:n_best]
     np.testing.assert_allclose(result.scores[0], expected, atol=2e-5)
 
@@ -277,14 +279,14 @@ def test_a_beam_is_that_of_plain_python(beams, n_best, alpha):
     result = beamed(tables, length=8, beams=beams, n_best=n_best, length_penalty=alpha)
     for sentence, table in enumerate(tables):
         assert_hypotheses(result, sentence, plain_beam(table, 8, beams, alpha)[:n_best])
-    assert len({int((row != PAD).sum()) for row in result.ids[:, 0]}) > 2
+    assert len({int((row != PAD).sum()) for row in result.tokens[:, 0]}) > 2
 
 
 def test_a_sentence_is_searched_alone_as_among_others():
     tables, options = random_tables(5, seed=5), {"length": 8, "beams": 3, "n_best": 3}
     active = [True, True, False, True, True]
     together = beamed(tables, active, **options)
-    assert (together.ids[2] == PAD).all() and (together.scores[2] == -np.inf).all()
+    assert (together.tokens[2] == PAD).all() and (together.scores[2] == -np.inf).all()
     for sentence in (0, 1, 3, 4):
         alone = beamed(tables[sentence : sentence + 1], **options)
         for left, right in zip(alone, together, strict=True):
@@ -295,17 +297,20 @@ def test_a_sentence_is_searched_alone_as_among_others():
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("alpha", "steps"), [(0.0, 2), (0.6, 4), (-0.6, 2)])
-def test_a_beam_ends_when_nothing_can_become_better(alpha, steps):
+@pytest.mark.parametrize(
+    ("alpha", "n_best", "steps"), [(0.0, 1, 1), (0.6, 1, 1), (0.0, 2, 2), (0.6, 2, 4), (-0.6, 2, 2)]
+)
+def test_a_beam_ends_when_nothing_can_become_better(alpha, n_best, steps):
     # <eos> has 0.94 everywhere, each other token 0.02. After <eos> (-0.06) and a second hypothesis
     # of two tokens (-3.97 / 1.10) are kept, beams of n tokens have -3.91·n, by at most 3.35.
     table = np.full((1, CODES, V), math.log(0.02), np.float32)
     table[..., EOS] = math.log(0.94)
     model, seen = recorded(table)
     begin = first_state(1, 2), jnp.ones(1, bool), 40
-    result = searches.beam(model, *begin, beams=2, length_penalty=alpha, reorder=reorder)
+    options = {"n_best": n_best, "length_penalty": alpha}
+    result = searches.beam(model, *begin, beams=2, reorder=reorder, **options)
     jax.effects_barrier()
-    assert result.ids[0, 0].tolist() == [EOS, *[PAD] * 39]
+    assert result.tokens[0, 0].tolist() == [EOS, *[PAD] * 39]
     assert [place for _, place in seen] == list(range(steps))
 
 
@@ -358,8 +363,8 @@ def test_tokens_are_drawn_by_their_probabilities(temperature):
     """The log probability is the model's, whatever the temperature."""
     result = sampled(PROBABILITIES, temperature=temperature)
     sharpened = {token: p ** (1 / temperature) for token, p in PROBABILITIES.items()}
-    assert_drawn_from(result.ids[:, 0].tolist(), normalised(sharpened))
-    expected = [math.log(PROBABILITIES[token]) for token in result.ids[:, 0].tolist()]
+    assert_drawn_from(result.tokens[:, 0].tolist(), normalised(sharpened))
+    expected = [math.log(PROBABILITIES[token]) for token in result.tokens[:, 0].tolist()]
     np.testing.assert_allclose(result.log_probs, expected, rtol=1e-5)
 
 
@@ -367,8 +372,8 @@ def test_places_and_rows_are_drawn_independently():
     words = {4: 0.3, 5: 0.7}
     result = sampled(words, length=2)
     pairs = {(a, b): words[a] * words[b] for a, b in itertools.product(words, repeat=2)}
-    assert_drawn_from(list(map(tuple, result.ids.tolist())), pairs)
-    assert_drawn_from(list(itertools.pairwise(result.ids[:, 0].tolist()))[::2], pairs)
+    assert_drawn_from(list(map(tuple, result.tokens.tolist())), pairs)
+    assert_drawn_from(list(itertools.pairwise(result.tokens[:, 0].tolist()))[::2], pairs)
 
 
 @pytest.mark.one_in(2)
@@ -389,7 +394,7 @@ def test_places_and_rows_are_drawn_independently():
     ],
 )
 def test_top_k_and_the_nucleus_keep_exactly_their_tokens(options, tokens):
-    drawn = sampled(PROBABILITIES, **options).ids[:, 0].tolist()
+    drawn = sampled(PROBABILITIES, **options).tokens[:, 0].tolist()
     exponent = 1 / options.get("temperature", 1)
     weights = {token: p**exponent for token, p in PROBABILITIES.items() if token in tokens}
     assert_drawn_from(drawn, normalised(weights))
@@ -412,21 +417,21 @@ def test_sampling_without_chance_is_greedy(options):
         searches.greedy(*begin),
         searches.sample(*begin, jax.random.key(0), **options),
     )
-    np.testing.assert_array_equal(drawn.ids, generated.ids)
+    np.testing.assert_array_equal(drawn.tokens, generated.tokens)
     np.testing.assert_array_equal(drawn.log_probs, generated.log_probs)
 
 
 def test_a_key_decides_and_more_rows_change_nothing():
     words = {4: 0.4, 5: 0.5, EOS: 0.1}
     drawn, same, other = (sampled(words, rows=5, length=9, seed=seed) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(drawn.ids, same.ids)
-    assert (drawn.ids != other.ids).any(axis=1).all()
+    np.testing.assert_array_equal(drawn.tokens, same.tokens)
+    assert (drawn.tokens != other.tokens).any(axis=1).all()
     fewer = sampled(words, rows=3, length=9)
-    np.testing.assert_array_equal(fewer.ids, drawn.ids[:3])
+    np.testing.assert_array_equal(fewer.tokens, drawn.tokens[:3])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(5)[::-1])
     logits = np.log(np.array([words.get(token, 1e-30) for token in range(V)], np.float32))
     swapped = run_sample(logits, keys, rows=5, length=9)
-    np.testing.assert_array_equal(swapped.ids, drawn.ids[::-1])
+    np.testing.assert_array_equal(swapped.tokens, drawn.tokens[::-1])
 
 
 @pytest.mark.one_in(3)
@@ -535,7 +540,7 @@ def test_each_sentence_gets_its_own_best_translations():
     assert [ids.tolist() for ids in best] == [row[0].ids.tolist() for row in result]
     lengths = jnp.asarray([len(row) for row in rows])
     batch = jnp.asarray(padded(rows, 24)), lengths
-    ids = decoding.search_batch(bench().model, params, *batch, length=9).ids[:, 0]
+    ids = decoding.search_batch(bench().model, params, *batch, length=9).tokens[:, 0]
     generated = decoding.translated(bench().model, params, rows)
     np.testing.assert_array_equal(ids, padded([row[:9] for row in generated], 9))
 
@@ -543,8 +548,8 @@ def test_each_sentence_gets_its_own_best_translations():
 @pytest.mark.usefixtures("as_users_run_it")
 def test_missing_hypotheses_are_left_out(monkeypatch):
     ids = np.array([[[4, EOS, PAD], [PAD] * 3]], np.int32)
-    arrays = map(jnp.asarray, (ids, [[-1.0, -np.inf]], [[-2.0, -np.inf]]))
-    best_of_two = searches.Hypotheses(*arrays)
+    arrays = map(jnp.asarray, (ids, [[2, 0]], [[-2.0, -np.inf]], [[-1.0, -np.inf]]))
+    best_of_two = Hypotheses(*arrays)
     monkeypatch.setattr(decoding, "search_batch", lambda *_, **options: best_of_two)
     ((best,),) = translations(1, kind="beam", beams=2, n_best=2)
     assert (best.ids.tolist(), best.score, best.log_prob) == ([4, EOS], -1.0, -2.0)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.checks import check_number, check_size, check_sizes
+from jattn.checks import check_number, check_size, check_sizes, shown
 
 
 Step = Callable[[Any, Array], tuple[Array, Any]]
@@ -32,7 +32,7 @@ _ABSENT = -jnp.inf  # the log probability and the score of a beam or hypothesis 
 
 
 class Ending(NamedTuple):
-    """Where sequences end.
+    """The rules of where sequences end.
 
     Attributes:
         length: the greatest number of tokens of a sequence, including its stop token.
@@ -272,8 +272,9 @@ def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
     """
     check_number("length_penalty", alpha)
     if abs(alpha) > _MOST_PENALTY:
-        limits = f"-{_MOST_PENALTY}..{_MOST_PENALTY}"
-        raise ValueError(f"length_penalty: expected a number in {limits}, got {alpha!r}")
+        raise ValueError(
+            f"length_penalty: expected -{_MOST_PENALTY}..{_MOST_PENALTY}, got {shown(alpha)}"
+        )
     # NumPy computes them, because the last digit of XLA's powers depends on the array's size, so
     # that a sequence's score would depend on the other sequences.
     return jnp.asarray(((5 + np.arange(length + 1)) / 6) ** alpha, jnp.float32)
