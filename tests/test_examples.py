@@ -8,12 +8,15 @@ import jax
 import pytest
 
 import jattn
-from jattn import cache, compat, masks, nn, parallel, positions, scores, viz
+from jattn import cache, compat, generation, masks, nn, parallel, positions, scores, viz
 
 
-MODULES = (jattn, cache, compat, masks, nn, parallel, positions, scores, viz)
+MODULES = (jattn, cache, compat, generation, masks, nn, parallel, positions, scores, viz)
 NO_EXAMPLE = {
     "jattn.compat.Ran": "`report` returns it",
+    "jattn.generation.Generated": "`generate` returns it",
+    "jattn.generation.Hypotheses": "`beam_search` returns it",
+    "jattn.generation.LanguageModel": "a protocol, which `jattn.nn.DecoderOnly` follows",
     "jattn.nn.AttentionWeights": "a type of Flax's variables, which users only name",
     "jattn.nn.LayerCache": "`Decoder.start` returns it",
     "jattn.nn.RecurrentState": "`RecurrentDecoder.start` returns it",

@@ -1,5 +1,7 @@
 """Generation: equal to recomputing without a cache, drawn by the formula, compiled once."""
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.cache import RollingCache
+from jattn.cache import PagedCache, RollingCache
 from tests.test_decoder_only import TOKENS, V, call, model
 
 
@@ -191,6 +193,232 @@ def test_nan_logits_give_no_token():
     assert generated.tokens[:, :3].tolist() == [[3, 4, -1], [6, 7, 8]]
 
 
+# ------------------------------------------------------------------- processors, samples and beams
+
+
+def probabilities_after(
+    table: np.ndarray, text: list[int], options: dict[str, Any], generated: int
+) -> np.ndarray:
+    """Returns the log probabilities in float64 of the token after a text, by the formulas."""
+    logits, penalty = table[text[-1]].astype(np.float64).tolist(), options.get("penalty", 1.0)
+    for token in set(text):
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in options.get("stop", ()):
+        logits[token] = -math.inf if generated < options.get("least", 0) else logits[token]
+    return np.array(logits) - np.logaddexp.reduce(logits)
+
+
+def every_text(table: np.ndarray, prompt: list[int], n: int, options: Any) -> Any:
+    """Yields all continuations of up to n tokens with their log probabilities."""
+    unfinished: list[tuple[list[int], float]] = [([], 0.0)]
+    while unfinished:
+        tokens, total = unfinished.pop()
+        if tokens and (tokens[-1] in options.get("stop", ()) or len(tokens) == n):
+            yield tokens, total
+            continue
+        gains = probabilities_after(table, prompt + tokens, options, len(tokens))
+        unfinished += [
+            ([*tokens, token], total + gain) for token, gain in enumerate(gains) if gain > -math.inf
+        ]
+
+
+SMALL = np.random.default_rng(8).normal(size=(4, 4)).astype(np.float32) * 3
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("alpha", "least", "penalty"), [(0.6, 0, 1.0), (0.0, 0, 1.0), (1.0, 3, 1.0), (0.6, 2, 1.7)]
+)
+def test_wide_beams_find_what_brute_force_finds(alpha, least, penalty):
+    """Prompts of three lengths, with padding that may hold any number, and two stop tokens."""
+    prompts = [[1, 2, 0], [2], [0, 1]]
+    prompt, valid = np.full((3, 3), 99), np.zeros((3, 3), bool)
+    prompt[0], prompt[1, 2], prompt[2, :2] = prompts[0], prompts[1][0], prompts[2]
+    valid[0], valid[1, 2], valid[2, :2] = True, True, True
+    generated = jattn.generate(
+        Bigram(SMALL),
+        prompt,
+        valid=valid,
+        max_tokens=4,
+        min_tokens=least,
+        repetition_penalty=penalty,
+        beams=64,
+        length_penalty=alpha,
+        stop=[3, 0],
+        pad=7,
+    )
+    options = {"penalty": penalty, "least": least, "stop": (0, 3)}
+    for row, text in enumerate(prompts):
+        texts = every_text(SMALL, text, 4, options)
+        tokens, total = max(texts, key=lambda x: x[1] / ((5 + len(x[0])) / 6) ** alpha)
+        assert generated.tokens[row].tolist() == tokens + [7] * (4 - len(tokens))
+        assert generated.lengths[row] == len(tokens)
+        np.testing.assert_allclose(generated.log_probs[row], total, rtol=1e-5)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("callback", [None, len])
+def test_processors_change_the_logits_in_order(callback):
+    """The penalty is first, then the processors, then the minimum length."""
+    prompt, seen = [3, 5, 1], []
+    generated = jattn.generate(
+        Bigram(TABLE),
+        np.array([prompt]),
+        max_tokens=6,
+        min_tokens=4,
+        repetition_penalty=1.8,
+        stop=[2, 9],
+        processors=[
+            lambda logits, tokens, lengths: logits.at[:, 4].add(3.0),
+            # twice the logit of the second-to-last token of the text
+            lambda logits, tokens, lengths: logits.at[0, tokens[0, lengths[0] - 2]].multiply(2),
+            lambda logits, tokens, lengths: logits.at[:, 9].set(30.0),
+        ],
+        callback=callback and seen.append,
+    )
+    text, total = list(prompt), 0.0
+    while len(text) < len(prompt) + 6 and text[-1] not in (2, 9):
+        logits = TABLE[text[-1]].astype(np.float64)
+        for token in set(text):
+            logits[token] *= 1 / 1.8 if logits[token] > 0 else 1.8
+        logits[4] += 3
+        logits[text[-2]] *= 2
+        logits[9] = 30
+        if len(text) < len(prompt) + 4:
+            logits[[2, 9]] = -math.inf
+        text.append(int(np.argmax(logits)))
+        total += logits[text[-1]] - np.logaddexp.reduce(logits)
+    assert len(text) == 8 and text[-1] == 9
+    assert generated.tokens[0, :5].tolist() == text[3:] and generated.lengths.tolist() == [5]
+    np.testing.assert_allclose(generated.log_probs, total, rtol=1e-5)
+    assert not callback or len(seen) == 5
+
+
+def test_a_processor_counts_by_value():
+    """Changed numbers are seen; equal ones, and arrays of a Partial, share a compiled program."""
+    box, module = [4], Bigram(TABLE)
+
+    def forced(*processors: Any) -> int:
+        options: dict[str, Any] = {"max_tokens": 1, "processors": processors}
+        return int(jattn.generate(module, np.array([[1]]), **options).tokens[0, 0])
+
+    def read_box(logits: Any, tokens: Any, lengths: Any) -> Any:
+        return logits.at[:, box[0]].set(99)
+
+    def write(token: Any, logits: Any, tokens: Any, lengths: Any) -> Any:
+        return logits.at[:, token].set(99)
+
+    assert forced(read_box) == 4
+    box[0] = 6
+    assert forced(read_box) == 6
+    assert forced(jax.tree_util.Partial(write, jnp.int32(5))) == 5
+    traced = Bigram.traced
+    assert forced(jax.tree_util.Partial(write, jnp.int32(8))) == 8
+    box[0] = 4
+    assert forced(read_box) == 4
+    assert Bigram.traced == traced
+    inside = jax.jit(lambda token: forced_in_jit(module, functools.partial(write, token)))
+    assert [int(inside(jnp.int32(token))) for token in (3, 7)] == [3, 7]
+
+
+def forced_in_jit(module: Any, processor: Any) -> Any:
+    options: dict[str, Any] = {"max_tokens": 1, "processors": [processor]}
+    return jattn.generate(module, jnp.array([[1]]), **options).tokens[0, 0]
+
+
+def test_numbers_of_the_search_do_not_compile_again():
+    def write(number: int, **options: Any) -> None:
+        kinds = {"repetition_penalty": 1 + number / 5, "min_tokens": number, "stop": 2}
+        jattn.generate(Bigram(TABLE), np.full((1, 3), number), max_tokens=4, **kinds, **options)
+
+    write(1, beams=3, length_penalty=0.5)
+    traced = Bigram.traced
+    write(3, beams=3, length_penalty=1.0)
+    assert Bigram.traced == traced
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", [PagedCache, None])
+def test_samples_and_beams_share_a_prompt(kind):
+    """Copies of a prompt equal forked caches; the pool is too small for copies of the prompt."""
+    module = model("llama", spread=2.0, seed=2, num_layers=1)
+    drawn = {"temperature": 1.3, "key": jax.random.key(2)}
+    prompt = TOKENS[:, :7]
+    valid = np.arange(7)[None] >= [[0], [2]]
+    forked = None
+    if kind is not None:  # 2 x 3 pages for the prompts, and for each row its last page and one more
+        forked = module.start(2, 9, kind, page_size=2, num_pages=2 * 3 + 6 * 2)
+    copied = np.repeat(prompt, 3, axis=0), np.repeat(valid, 3, axis=0)
+    want = jattn.generate(module, copied[0], valid=copied[1], max_tokens=3, **drawn)
+    options: dict[str, Any] = {"max_tokens": 3, "valid": valid, "caches": forked}
+    got = jattn.generate(module, prompt, samples=3, **drawn, **options)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert len(np.unique(got.tokens, axis=0)) == 6
+    np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4)
+    best = jattn.generate(module, prompt, beams=3, **options)
+    for row in range(2):
+        text, total = [*prompt[row, valid[row]]], 0.0
+        for token in best.tokens[row].tolist():
+            padded = jnp.asarray([text + [0] * (LENGTH + 1 - len(text))], jnp.int32)
+            logits = np.asarray(call(module, padded)[0, len(text) - 1], np.float64)
+            total += logits[token] - np.logaddexp.reduce(logits)
+            text.append(token)
+        np.testing.assert_allclose(best.log_probs[row], total, rtol=1e-4)
+
+
+@pytest.mark.one_in(10, slow=True)
+@pytest.mark.parametrize("kind", [RollingCache, None])
+@pytest.mark.parametrize("chunk", [3, 1, 4, 6, 50])
+def test_a_prompt_read_in_chunks_gives_the_same_tokens(chunk, kind):
+    module, prompt = lively("llama"), np.concatenate([TOKENS, TOKENS[:, :2]], axis=1)
+    valid = np.arange(9)[None] < [[9], [4]]
+    for options in ({"valid": valid}, {}):
+        caches = kind and module.start(2, 64, kind, chunk=3)
+        want = jattn.generate(module, prompt, max_tokens=3, **options)
+        got = jattn.generate(
+            module, prompt, max_tokens=3, prefill_chunk=chunk, caches=caches, **options
+        )
+        assert got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_no_possible_token():
+    """A row gets -1 if a processor forbids all tokens, or in a beam search if logits are NaN."""
+    table = np.array(SMALL)
+    table[2] = np.nan
+    forbid = lambda logits, tokens, lengths: jnp.full_like(logits, -jnp.inf)  # noqa: E731
+    prompt = np.array([[2], [1]])
+    generated = jattn.generate(Bigram(SMALL), prompt, max_tokens=2, processors=[forbid])
+    assert (
+        generated.tokens.tolist() == [[-1, -1]] * 2 and not np.isfinite(generated.log_probs).any()
+    )
+    searched = jattn.generate(Bigram(table), prompt, max_tokens=2, beams=2, processors=[only(1)])
+    assert searched.tokens.tolist() == [[-1, -1], [1, 1]]
+    assert not np.isfinite(searched.log_probs[0]) and abs(searched.log_probs[1]) < 1e-6
+
+
+def only(token: int) -> Any:
+    def processor(logits: Any, tokens: Any, lengths: Any) -> Any:
+        allowed = jnp.arange(logits.shape[1])[None, :] == token
+        return jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)
+
+    return processor
+
+
+def test_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("data",))
+    module, drawn = Bigram(TABLE), {"temperature": 1.0, "key": jax.random.key(0), "samples": 2}
+    lift = lambda logits, tokens, lengths: logits.at[:, tokens[0, 0]].add(1.0)  # noqa: E731
+    for options in ({"beams": 3}, drawn):
+        options |= {"max_tokens": 4, "repetition_penalty": 1.3, "processors": [lift]}
+        options |= {"min_tokens": 2, "stop": 3, "prefill_chunk": 1}
+        want = jattn.generate(module, TOKENS[:, :3], **options)
+        with jax.set_mesh(mesh):
+            spread = jax.NamedSharding(mesh, jax.P("data", None))
+            got = jattn.generate(module, jax.device_put(TOKENS[:, :3], spread), **options)
+            assert jax.typeof(got.tokens).sharding.spec[0] == "data"
+        assert got.tokens.tolist() == want.tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -200,6 +428,24 @@ def test_nan_logits_give_no_token():
         ({"temperature": 1.0}, ValueError, "key: needed for temperature = 1.0, got None"),
         ({"temperature": -1.0}, ValueError, "temperature: expected temperature >= 0, got -1.0"),
         ({"top_p": 1.5}, ValueError, "top_p: expected 0 < top_p <= 1, got 1.5"),
+        ({"samples": 2}, ValueError, "samples: 2 samples at temperature 0 .* pass temperature > 0"),
+        (
+            {"beams": 2, "temperature": 1.0, "key": jax.random.key(0)},
+            ValueError,
+            "beams: a search with 2 beams draws no tokens; pass temperature=0",
+        ),
+        ({"beams": 2, "callback": len}, ValueError, "callback: expected None with beams > 1"),
+        ({"min_tokens": 3}, ValueError, "min_tokens: expected at most max_tokens=2, got 3"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty: expected a finite number > 0"),
+        ({"length_penalty": 9}, ValueError, r"length_penalty: expected -8\.\.8, got 9"),
+        ({"prefill_chunk": 0}, ValueError, "prefill_chunk: expected prefill_chunk >= 1, got 0"),
+        ({"processors": len}, TypeError, "processors: expected a list or tuple of functions, got"),
+        ({"processors": [lambda x: x]}, TypeError, "processors: expected a function of .logits, "),
+        (
+            {"processors": [lambda logits, tokens, lengths: tokens]},
+            TypeError,
+            r"processors: <lambda> must return float logits .* = \[2, 11\], got int32 \[2, 3\]",
+        ),
         ({"model": len}, TypeError, "model: expected an nnx.Module with methods start and step"),
         ({"max_tokens": 10}, ValueError, "length: expected length <= max_length=9, got 10"),
     ],

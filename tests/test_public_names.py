@@ -20,6 +20,7 @@ import jattn
 from jattn import (
     cache,
     compat,
+    generation,
     linear,
     masks,
     mechanisms,
@@ -36,8 +37,8 @@ from jattn.nn.transformer import LayerArguments
 from jattn.options import Options
 
 
-MODULES = [jattn, cache, compat, linear, masks, mechanisms, nn, normalizers, parallel, positions]
-MODULES += [scores, viz]
+MODULES = [jattn, cache, compat, generation, linear, masks, mechanisms, nn, normalizers, parallel]
+MODULES += [positions, scores, viz]
 NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
@@ -91,8 +92,8 @@ def callables() -> Iterator[tuple[str, Any]]:
     """All public functions, classes, and methods that jattn defines."""
     for module, name in NAMES:
         value = getattr(module, name)
-        if value is nn.AttentionWeights or not callable(value):
-            continue  # a type of Flax's variables, which users only name
+        if value in (nn.AttentionWeights, generation.LanguageModel) or not callable(value):
+            continue  # a type of Flax's variables, which users only name, and a protocol
         yield f"{module.__name__}.{name}", value
         for member in dir(value) if inspect.isclass(value) else ():
             method = inspect.getattr_static(value, member)

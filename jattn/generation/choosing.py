@@ -34,7 +34,8 @@ def sample_tokens(
         top_k, top_p: as in `generate`.
 
     >>> logits = jnp.array([[0.0, 9.0, 1.0], [9.0, 0.0, 1.0]])
-    >>> generation.sample_tokens(jax.random.split(jax.random.key(0)), logits, top_p=0.5).tolist()
+    >>> keys = jax.random.split(jax.random.key(0))
+    >>> jattn.generation.sample_tokens(keys, logits, top_p=0.5).tolist()
     [1, 0]
     """
     # Subtracts the maximum first: at low temperatures, large logits would overflow.
@@ -56,7 +57,8 @@ def penalize_repetition(
     """Divides the logits of tokens that are in the text by the penalty if they are positive, and
     multiplies them by it if not (Keskar et al. 2019, CTRL)."""
     R, V = logits.shape
-    in_text = (jnp.arange(text.shape[1])[None, :] < lengths[:, None]) & (text >= 0)
+    places = jnp.arange(text.shape[1], dtype=lengths.dtype)[None, :]
+    in_text = (places < lengths[:, None]) & (text >= 0)
     tokens = jnp.where(in_text, text, V)  # V is out of range, and dropped
     seen = jnp.zeros((R, V), bool).at[jnp.arange(R)[:, None], tokens].set(True, mode="drop")
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)

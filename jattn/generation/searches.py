@@ -40,6 +40,10 @@ class Ending(NamedTuple):
         pad: the token that fills a row after the end of its sequence.
         limits: the greatest number of tokens of each sequence, int32 `[B]`, at most `length`, which
             is the default.
+
+    >>> ending = jattn.generation.Ending(length=8, stop=(3, 5))
+    >>> ending.is_stop(jnp.arange(2, 6)).tolist(), ending.row_limits(2).tolist()
+    ([False, True, False, True], [8, 8])
     """
 
     length: int
@@ -123,8 +127,8 @@ def each_token(
 
     >>> step = lambda state, tokens: (jax.nn.one_hot(tokens + 1, 9), state)
     >>> likeliest = lambda logits, place: jnp.argmax(logits, axis=-1)
-    >>> generation.each_token(
-    ...     step, (), jnp.array([0, 5]), likeliest, generation.Ending(length=4, stop=(3,))
+    >>> jattn.generation.each_token(
+    ...     step, (), jnp.array([0, 5]), likeliest, jattn.generation.Ending(4, stop=(3,))
     ... ).tokens.tolist()
     [[1, 2, 3, 0], [6, 7, 8, 0]]
     """
@@ -217,17 +221,17 @@ def beam_search(
     Raises TypeError and ValueError for sizes that are not positive integers.
 
     >>> table = jnp.log(jnp.array([[0.1, 0.5, 0.4], [0.1, 0.5, 0.4], [0.9, 0.05, 0.05]]))
-    >>> best = generation.beam_search(
+    >>> best = jattn.generation.beam_search(
     ...     lambda state, tokens: (table[tokens], state),
     ...     state=(),
     ...     first=jnp.array([1]),
-    ...     ending=generation.Ending(length=2, stop=(0,)),
+    ...     ending=jattn.generation.Ending(length=2, stop=(0,)),
     ...     beams=2,
-    ...     penalties=generation.length_penalties(2, 0.0),
+    ...     penalties=jattn.generation.length_penalties(2, 0.0),
     ...     reorder=lambda state, rows: state,
     ... )
-    >>> best.tokens.tolist(), jnp.exp(best.log_probs).round(2).tolist()
-    ([[[2, 0]]], [[0.36...]])
+    >>> best.tokens.tolist(), f"{jnp.exp(best.log_probs[0, 0]):.2f}"
+    ([[[2, 0]]], '0.36')
     """
     check_sizes(beams=beams, n_best=n_best, length=ending.length)
     B = len(first)
@@ -267,7 +271,7 @@ def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
 
     Raises TypeError and ValueError for an `alpha` that is not a number in -8..8.
 
-    >>> generation.length_penalties(7, 1.0)[jnp.array([1, 7])].tolist()
+    >>> jattn.generation.length_penalties(7, 1.0)[jnp.array([1, 7])].tolist()
     [1.0, 2.0]
     """
     check_number("length_penalty", alpha)

@@ -19,10 +19,18 @@ from jaxtyping import Array, Bool, Int
 
 from jattn._explicit import partition_spec_of, partitioned_by_xla, sharding_of, without_mesh
 from jattn._types import AnyArray, Tree
-from jattn.cache import Cache, RollingCache
-from jattn.checks import check_array, check_function, check_key, check_number, check_size, shown
+from jattn.checks import check_array, check_function, check_size
 from jattn.functions import integers
 from jattn.functions.programs import TracedFunction
+from jattn.generation.arguments import (
+    Numbers,
+    check_model,
+    check_room,
+    checked_sampling,
+    logit_changes,
+    rows_per_prompt,
+    stop_tokens,
+)
 from jattn.generation.choosing import (
     Processor,
     check_processors,
@@ -130,7 +138,7 @@ def generate(
     Returns:
         `Generated(tokens, lengths, log_probs)`. Tokens are −1 where the logits contain NaN or
         forbid all tokens, for example after a cache has overflowed or a traced token was outside
-        the vocabulary; in a beam search all tokens of the row.
+        the vocabulary; in a beam search all tokens of the row. `log_probs` is then not finite.
 
     Raises TypeError and ValueError for invalid arguments.
 
@@ -139,11 +147,11 @@ def generate(
     >>> jattn.generate(model, prompt, max_tokens=4, temperature=0.8, key=jax.random.key(0)).lengths
     Array([4, 4], dtype=int32)
     """
-    _check_model(model, prompt)
+    check_model(model, prompt)
     check_size("max_tokens", max_tokens)
-    sampling = _sampling(temperature, top_k, top_p, key)
+    sampling = checked_sampling(temperature, top_k, top_p, key)
     check_size("pad", pad, -1)
-    copies = _copies(samples, beams, sampling is not None)
+    copies = rows_per_prompt(samples, beams, sampling is not None)
     if prefill_chunk is not None:
         check_size("prefill_chunk", prefill_chunk)
     if valid is not None:
@@ -151,14 +159,14 @@ def generate(
         if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
             raise ValueError("valid: expected a token in every row of the prompt, got none in some")
         valid = jnp.asarray(valid)
-    _check_room(caches, prompt.shape[1] + max_tokens - 1)
+    check_room(caches, prompt.shape[1] + max_tokens - 1)
     definition, variables = nnx.split(model)
     penalties = length_penalties(max_tokens, length_penalty)
-    changes = _logit_changes(repetition_penalty, min_tokens, max_tokens)
-    numbers = _Numbers(penalties if beams > 1 else None, *changes, sampling)
+    penalty, least = logit_changes(repetition_penalty, min_tokens, max_tokens)
+    numbers = Numbers(penalties if beams > 1 else None, penalty, least, sampling)
     tokens = jnp.asarray(integers.clamped(prompt))
     inputs = _Inputs(variables, tokens, valid, caches, numbers, ())
-    ending = Ending(max_tokens, _stop_tokens(stop), int(pad))
+    ending = Ending(max_tokens, stop_tokens(stop), int(pad))
     model_functions = lasting_functions(model)
     options = _Options(ending, top_k, copies, beams, prefill_chunk, model_functions, ())
     if checked := check_processors(processors):
@@ -169,16 +177,6 @@ def generate(
     if callback is None:
         return _all_tokens(definition, options, inputs)
     return _token_by_token(definition, options, inputs, callback)
-
-
-def _check_model(model: Any, prompt: Any) -> None:
-    is_model = hasattr(model, "start") and hasattr(model, "step")
-    if not isinstance(model, nnx.Module) or not is_model:
-        got = type(model).__name__
-        raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
-    check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
 
 
 class _Options(NamedTuple):
@@ -193,23 +191,6 @@ class _Options(NamedTuple):
     processors: tuple[TracedFunction, ...]
 
 
-class _Sampling(NamedTuple):
-    """The parameters of drawing tokens."""
-
-    key: Array
-    temperature: Array
-    top_p: Array | None
-
-
-class _Numbers(NamedTuple):
-    """The numbers that may change without a new program; None for what is not used."""
-
-    length_penalties: Array | None
-    repetition_penalty: Array | None
-    min_tokens: Array | None
-    sampling: _Sampling | None
-
-
 class _Inputs(NamedTuple):
     """The arrays of a call of `generate`."""
 
@@ -217,7 +198,7 @@ class _Inputs(NamedTuple):
     prompt: Array
     valid: Array | None
     caches: Tree
-    numbers: _Numbers
+    numbers: Numbers
     operands: tuple[Any, ...]  # of each processor
 
 
@@ -229,8 +210,8 @@ class _State(NamedTuple):
 
     place: Array  # [], the number of tokens generated
     caches: Tree
-    text: Array | None  # [R, T + max_tokens]
-    lengths: Array | None  # [R], the number of tokens in the text
+    text: Any  # [R, T + max_tokens]
+    lengths: Any  # [R], the number of tokens in the text
 
 
 def _token_by_token(
@@ -416,7 +397,7 @@ def _choice(options: _Options, inputs: _Inputs) -> Any:
 
 
 def _beams(
-    step: Any, state: _State, first: Array, options: _Options, numbers: _Numbers
+    step: Any, state: _State, first: Array, options: _Options, numbers: Numbers
 ) -> Generated:
     """Returns the best hypothesis of each prompt."""
 
@@ -433,83 +414,5 @@ def _beams(
     return Generated(
         jnp.where(possible[:, None], tokens, -1),
         jnp.where(possible, lengths, ending.length),
-        jnp.where(possible, log_probs, jnp.nan),
+        log_probs,
     )
-
-
-def _copies(samples: Any, beams: Any, is_drawn: bool) -> int:
-    """Returns the number of rows of each prompt."""
-    check_size("samples", samples)
-    check_size("beams", beams)
-    if samples > 1 and not is_drawn:
-        raise ValueError(
-            f"samples: {samples} samples at temperature 0 would all be equal; pass temperature > 0 "
-            "and a key"
-        )
-    if beams > 1 and is_drawn:
-        raise ValueError(
-            f"beams: a search with {beams} beams draws no tokens; pass temperature=0 and samples=1"
-        )
-    return int(samples * beams)
-
-
-def _logit_changes(repetition_penalty: Any, min_tokens: Any, max_tokens: int) -> Any:
-    """Returns the numbers of processors as arrays, None for those that change no logits."""
-    _check_python_number("repetition_penalty", repetition_penalty, positive=True)
-    check_size("min_tokens", min_tokens, 0)
-    if min_tokens > max_tokens:
-        raise ValueError(f"min_tokens: expected at most max_tokens={max_tokens}, got {min_tokens}")
-    penalty = None if repetition_penalty == 1 else jnp.float32(repetition_penalty)
-    return penalty, jnp.int32(min_tokens) if min_tokens else None
-
-
-def _sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> _Sampling | None:
-    """Returns the parameters of drawing tokens, or None if the likeliest token is chosen."""
-    _check_python_number("temperature", temperature)
-    if temperature < 0:
-        raise ValueError(f"temperature: expected temperature >= 0, got {shown(temperature)}")
-    if top_k is not None:
-        check_size("top_k", top_k)
-    if top_p is not None:
-        _check_python_number("top_p", top_p, positive=True)
-        if top_p > 1:
-            raise ValueError(f"top_p: expected 0 < top_p <= 1, got {shown(top_p)}")
-    if key is not None:
-        check_key("key", key)
-    if temperature < np.finfo(np.float32).tiny:
-        return None
-    if key is None:
-        raise ValueError(f"key: needed for temperature = {temperature}, got None")
-    share = None if top_p is None else jnp.float32(top_p)
-    return _Sampling(key, jnp.float32(temperature), share)
-
-
-def _check_python_number(name: str, value: Any, *, positive: bool = False) -> None:
-    if hasattr(value, "shape"):
-        raise TypeError(f"{name}: expected a Python number, got an array")
-    check_number(name, value, positive=positive)
-
-
-def _stop_tokens(stop: Any) -> tuple[int, ...]:
-    """Returns the tokens that end a row as Python integers."""
-    if integers.is_integer(stop):
-        stop = (stop,)
-    if not hasattr(stop, "__iter__"):
-        raise TypeError(f"stop: expected a token or several, got {shown(stop)}")
-    for token in stop:
-        check_size("stop", token, 0)
-    return tuple(map(int, stop))
-
-
-def _check_room(caches: Tree, tokens: int) -> None:
-    """Raises TypeError for caches with other leaves than arrays, ValueError if they lack room."""
-    if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
-        raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
-    for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):
-        if not isinstance(cache, Cache) or isinstance(cache, RollingCache):
-            continue
-        _, most = integers.known_range(cache.lengths) or (0, 0)
-        if most + tokens > cache.capacity:
-            raise ValueError(
-                f"caches: expected room for {most + tokens} tokens, got {cache.capacity}"
-            )
