@@ -362,7 +362,9 @@ def _step(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
     numbers = inputs.numbers
 
     def step(state: _State, tokens: Array) -> tuple[Array, _State]:
-        place, caches, text, lengths = state
+        place, caches = state.place, state.caches
+        text: Any = state.text
+        lengths: Any = state.lengths
         if text is not None:
             text = text.at[jnp.arange(len(text)), lengths].set(tokens)
             lengths = lengths + 1
