@@ -362,10 +362,8 @@ def _step(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
     numbers = inputs.numbers
 
     def step(state: _State, tokens: Array) -> tuple[Array, _State]:
-        place, caches = state.place, state.caches
-        text: Any = state.text
-        lengths: Any = state.lengths
-        if text is not None:
+        place, caches, text, lengths = state
+        if _reads_text(options, inputs):
             text = text.at[jnp.arange(len(text)), lengths].set(tokens)
             lengths = lengths + 1
         logits, caches = model.step(tokens[:, None], caches, deterministic=True)
