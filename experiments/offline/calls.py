@@ -284,7 +284,9 @@ def _dense(k: Any, v: Any, operands: Arrays) -> Cache:
 
 
 def _rolling(k: Any, v: Any, operands: Arrays) -> Cache:
-    return RollingCache(k, v, operands["lengths"], _no_overflow(operands), window=1024)
+    lengths = operands["lengths"]
+    oldest = jnp.maximum(lengths - k.shape[2], 0)
+    return RollingCache(k, v, lengths, _no_overflow(operands), oldest, window=1024)
 
 
 def _paged(k: Any, v: Any, operands: Arrays) -> Cache:

@@ -9,10 +9,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._explicit import as_rows, partitioned_by_xla
+from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, typed_like
 from jattn._types import Size, Tree
-from jattn.checks import check_array, check_size
-from jattn.functions import integers
+from jattn.cache.rows import chosen, picked_rows, put_rows, shorter
+from jattn.checks import check_array, check_size, shown
+from jattn.functions.integers import is_known
 from jattn.masks import Lengths, Mask
 
 
@@ -103,8 +104,103 @@ class Cache:
         A batch row may be selected repeatedly or not at all. Raises ValueError for concrete indices
         outside 0..B−1; for such indices a compiled program sets `overflowed` of the result's row.
         """
-        rows, out_of_range = picked_rows(indices, len(self.lengths))
+        return self._selected(*picked_rows("indices", indices, len(self.lengths)))
+
+    def fork(self: SomeCache, row: Any, n: int) -> SomeCache:
+        """Returns a cache of n batch rows, all of which continue the batch row `row`, an integer or
+        an integer scalar, which may be traced. In a paged cache they share its pages.
+
+        Raises ValueError for a concrete row outside 0..B−1; for a traced one the result's rows are
+        flagged as `overflowed`.
+
+        >>> jattn.cache.DenseCache.of(k, v, lengths=jnp.array([7, 3])).fork(1, 4).lengths.tolist()
+        [3, 3, 3, 3]
+        """
+        check_size("n", n)
+        row, outside = picked_rows("row", row, len(self.lengths), (0,))
+        return self._selected(jnp.broadcast_to(row, n), jnp.broadcast_to(outside, n))
+
+    def _selected(self: SomeCache, rows: Array, out_of_range: Array) -> SomeCache:
+        """Returns the cache of these batch rows; rows that are out of range are flagged."""
         return select_rows(self, rows, out_of_range)
+
+    def truncate(self: SomeCache, lengths: Any) -> SomeCache:
+        """Returns the cache without the tokens after the first `lengths` of each batch row, as if
+        they had not been appended. `lengths` is an integer, or an integer array `[B]`.
+
+        A batch row that had overflowed stays flagged: which of its tokens were lost is not known.
+
+        Raises ValueError for negative lengths, and if lengths and the cache are concrete for
+        lengths above the present ones. Traced lengths outside 0..present are clamped, and flagged
+        as `overflowed`.
+
+        >>> jattn.cache.DenseCache.of(k, v).truncate(jnp.array([5, 0])).lengths.tolist()
+        [5, 0]
+        """
+        lengths, outside = shorter(lengths, self.lengths)
+        return self.with_lengths(lengths, self.overflowed | outside)
+
+    def reset(self: SomeCache, rows: Any) -> SomeCache:
+        """Returns the cache with empty batch rows in place of `rows`, for new sequences: without
+        tokens, and no longer flagged as `overflowed`.
+
+        `rows` is boolean `[B]`, true for rows to reset, or their indices: integers `[R]` or one
+        integer. Raises ValueError for concrete indices outside 0..B−1; traced ones are ignored.
+
+        >>> jattn.cache.DenseCache.of(k, v).reset(1).lengths.tolist()
+        [7, 0]
+        """
+        is_chosen = chosen(rows, len(self.lengths))
+        lengths = jnp.where(is_chosen, 0, self.lengths)
+        return self.with_lengths(lengths, self.overflowed & ~is_chosen)
+
+    def admit(self: SomeCache, rows: Any, other: Any) -> SomeCache:
+        """Returns the cache with the R batch rows of another cache in place of its batch rows
+        `rows`, such as a prompt in place of a sequence that has ended.
+
+        A server fills the other cache, of few rows, by itself: the time of that does not grow with
+        B. Both caches have the same class and sizes, but for their capacities and numbers of pages.
+        Each admitted row of a paged cache gets pages of its own; `reorder` shares them.
+
+        Args:
+            rows: integers `[R]` or one integer, all different; with traced integers outside 0..B−1
+                the other's row is left out.
+            other: a cache of R batch rows.
+
+        Raises TypeError and ValueError for caches that do not match and for concrete rows outside
+        0..B−1, and if the lengths are concrete and do not fit. Traced lengths that do not fit are
+        flagged as `overflowed`.
+
+        >>> prompt = jattn.cache.DenseCache.of(k[:1, :4], v[:1, :4])
+        >>> jattn.cache.DenseCache.of(k, v).admit(1, prompt).lengths.tolist()
+        [7, 4]
+        """
+        check_admission(self, other)
+        indices, outside = picked_rows("rows", rows, len(self.lengths), (0, 1))
+        indices, outside = jnp.atleast_1d(indices), jnp.atleast_1d(outside)
+        if len(indices) != len(other.lengths):
+            raise ValueError(
+                f"rows: expected one for each of the other cache's {len(other.lengths)} batch "
+                f"rows, got {len(indices)}"
+            )
+        if is_known(rows) and len(np.unique(rows)) < len(indices):
+            raise ValueError(f"rows: expected different rows, got {np.asarray(rows).tolist()}")
+        check_counts(other.lengths, self._max_length, "capacity", "admit")
+        return admitted(self, jnp.where(outside, len(self.lengths), indices), other)
+
+    @property
+    def _max_length(self) -> Any:
+        """The largest length of a batch row."""
+        return self.capacity
+
+    def _admitted(self: SomeCache, rows: Int[Array, " R"], other: Any) -> SomeCache:
+        """Returns the cache with other batch rows, which fit, in place of these; row B is none."""
+        return put_rows(self, rows, other)
+
+    def with_lengths(self: SomeCache, lengths: Array, overflowed: Array) -> SomeCache:
+        """Returns the cache with shorter batch rows and other flags, of the same shardings."""
+        cache: Any = self
+        return typed_like(dataclasses.replace(cache, lengths=lengths, overflowed=overflowed), self)
 
     def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
         """Returns the positions of the next T tokens; at padding the numbers have no meaning."""
@@ -155,25 +251,11 @@ def check_cache(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
 
 
-def picked_rows(indices: Any, B: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Returns indices clamped to 0..B−1, and a boolean for each, true if it was out of range.
-
-    Raises TypeError for indices that are not integers, and ValueError for concrete indices that are
-    out of range.
-    """
-    check_array("indices", indices, "[R]", "integer", rank=1)
-    least, most = integers.known_range(indices) or (0, 0)
-    if least < 0 or most >= B:
-        wrong = least if least < 0 else most
-        raise ValueError(f"indices: expected 0 <= indices < B = {B}, got {wrong}")
-    rows = jnp.asarray(integers.clamped(indices))
-    return jnp.clip(rows, 0, B - 1), (rows < 0) | (rows >= B)
-
-
 @jax.jit
 @partitioned_by_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
 def select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
-    """Selects batch rows of a cache, whose arrays all have a batch axis.
+    """Selects batch rows of a cache, whose arrays all have a batch axis. Rows that are out of range
+    are flagged.
 
     The pool of a paged cache has no batch axis: `PagedCache.reorder` passes a dense cache with the
     table in place of values and without keys.
@@ -182,12 +264,42 @@ def select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " 
     return dataclasses.replace(selected, overflowed=selected.overflowed | out_of_range)
 
 
+@jax.jit
+@partitioned_by_xla(lambda cache, *_: jax.tree.map(partition_spec_of, cache))
+def admitted(cache: Any, rows: Int[Array, " R"], other: Any) -> Any:
+    """Returns a cache with the batch rows of another in place of its own, see `Cache.admit`."""
+    lengths = jnp.minimum(other.lengths, cache._max_length)
+    other = other.with_lengths(lengths, other.overflowed | (lengths < other.lengths))
+    return cache._admitted(rows, other)
+
+
+def check_admission(cache: Any, other: Any) -> None:
+    """Raises TypeError or ValueError unless `cache.admit` can take the rows of the other cache."""
+
+    def layout(cache: Any) -> Any:
+        """Returns the class, static fields and dtypes, and the sizes of tokens."""
+        arrays = jax.tree.leaves((cache.keys, cache.values))
+        sizes = [x.shape[1:2] + x.shape[3:] for x in arrays]
+        return jax.tree.structure(cache), [x.dtype for x in arrays], sizes
+
+    check_cache("other", other)
+    if layout(cache) != layout(other):
+        raise TypeError(
+            "other: expected a cache of the same class, dtype, numbers of heads and head sizes, "
+            f"got {shown(other)} for {shown(cache)}"
+        )
+    for name in ("page_size", "chunk"):
+        if getattr(cache, name, None) != getattr(other, name, None):
+            size, got = getattr(cache, name), getattr(other, name)
+            raise ValueError(f"other: expected {name} = {size} as in the cache, got {got}")
+
+
 def count_tokens(T: int, valid: Valid) -> Any:
     """Returns the number of tokens appended to each batch row, `[B]`; T if there is no padding."""
     return T if valid is None else jnp.sum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
 
 
-def check_counts(counts: Any, limit: Any, limit_name: str) -> None:
+def check_counts(counts: Any, limit: Any, limit_name: str, owner: str = "append") -> None:
     """Raises ValueError if counts of tokens are concrete and exceed a limit. `counts` is an array
     `[B]`, or one number for all batch rows."""
     if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > limit):
@@ -195,6 +307,6 @@ def check_counts(counts: Any, limit: Any, limit_name: str) -> None:
     counts = np.atleast_1d(np.asarray(counts))
     row = int(np.argmax(counts > limit))
     raise ValueError(
-        f"append: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
+        f"{owner}: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
         f"{int(counts[row])} in batch row {row}"
     )

@@ -1,19 +1,21 @@
 """`PagedCache`: tokens in pages of a pool that all batch rows share."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Size
-from jattn.cache.base import Cache, Valid, check_counts, count_tokens, picked_rows, select_rows
+from jattn.cache.base import Cache, Valid, check_counts, count_tokens, select_rows
 from jattn.cache.dense import DenseCache
 from jattn.cache.pages import allocate, count_pages
+from jattn.cache.rows import chosen, put_rows
 from jattn.cache.storage import empty, no_tokens, read_pages, write_pages
 from jattn.checks import check_size, check_sizes
 
@@ -83,6 +85,11 @@ class PagedCache(Cache):
         """Returns the number of batch rows that hold each page."""
         return count_pages(self._table_in_use(), size=self.num_pages)
 
+    @property
+    def num_free_pages(self) -> Int[Array, ""]:
+        """The number of pages that no batch row holds."""
+        return jnp.sum(self.pages_held() == 0, dtype=jnp.int32)
+
     def _table_in_use(self) -> Int[Array, "B M"]:
         """Returns the table, with P in place of pages in which a batch row has no tokens."""
         m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
@@ -113,11 +120,7 @@ class PagedCache(Cache):
         table, copies, lacks_pages = allocate(
             self.pages_held(), self.table, self.lengths, lengths, page_size=page_size
         )
-        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
-            raise ValueError(
-                f"append: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
-                f"all num_pages = {self.num_pages} are in use"
-            )
+        self._check_pages(lacks_pages, "append")
         slots = self.next_positions(T, valid)
         m = jnp.minimum(slots // page_size, table.shape[1] - 1)
         pages = jnp.take_along_axis(table, m, axis=1)
@@ -130,8 +133,46 @@ class PagedCache(Cache):
         )
         return typed_like(PagedCache(keys, values, table, lengths, overflowed), self)
 
-    def reorder(self, indices: Int[Array, " R"]) -> "PagedCache":
-        rows, out_of_range = picked_rows(indices, len(self.lengths))
+    def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
+        """Raises ValueError if it is concrete that a batch row lacks a free page."""
+        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
+            raise ValueError(
+                f"{owner}: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
+                f"all num_pages = {self.num_pages} are in use"
+            )
+
+    def admit(self, rows: Any, other: Any) -> "PagedCache":
+        """Returns the cache with other batch rows in place of its own, see `Cache.admit`. If pages
+        are lacking, ValueError is raised or, in a compiled program, batch rows are flagged."""
+        admitted = super().admit(rows, other)
+        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        is_lacking = (m * self.page_size < admitted.lengths[:, None]) & (
+            admitted.table == self.num_pages
+        )
+        self._check_pages(chosen(rows, len(self.lengths)) & jnp.any(is_lacking, axis=1), "admit")
+        return admitted
+
+    def _admitted(self, rows: Int[Array, " R"], other: Any) -> "PagedCache":
+        emptied = put_rows(self.lengths, rows, jnp.zeros_like(other.lengths))
+        lengths, overflowed = put_rows(
+            (self.lengths, self.overflowed), rows, (other.lengths, other.overflowed)
+        )
+        holders = dataclasses.replace(self, lengths=emptied).pages_held()
+        table, _, lacks_pages = allocate(
+            holders, self.table, emptied, lengths, page_size=self.page_size
+        )
+        M = min(self.table.shape[1], other.table.shape[1])
+        sources = other._table_in_use()[:, :M]
+        is_used = (sources < other.num_pages) & (rows < len(self.lengths))[:, None]
+        pages = jnp.where(is_used, table.at[rows, :M].get(mode="clip"), self.num_pages)
+
+        def copy(pool: Array, other_pool: Array) -> Array:
+            return pool.at[pages].set(other_pool.at[sources].get(mode="clip"), mode="drop")
+
+        keys, values = jax.tree.map(copy, (self.keys, self.values), (other.keys, other.values))
+        return PagedCache(keys, values, table, lengths, overflowed | lacks_pages)
+
+    def _selected(self, rows: Array, out_of_range: Array) -> "PagedCache":
         # The pool stays as it is. The arrays with a batch axis are selected as a dense cache, whose
         # `values` are the table.
         by_row = DenseCache(None, self.table, self.lengths, self.overflowed)

@@ -1,8 +1,10 @@
 """`RollingCache`: the last tokens only, for attention in a window."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jattn._explicit import typed_like
@@ -11,6 +13,7 @@ from jattn._types import Size
 from jattn.cache.base import Cache, Valid, check_counts, count_tokens
 from jattn.cache.storage import empty, no_tokens, write
 from jattn.checks import check_size, check_sizes
+from jattn.functions.integers import MOST, is_known
 from jattn.masks import Lengths, Mask, Window
 
 
@@ -30,6 +33,7 @@ class RollingCache(Cache):
     values: Any = array_field("B K S V")
     lengths: Any = array_field("B")  # all tokens appended so far, also overwritten ones
     overflowed: Any = array_field("B")
+    oldest: Any = array_field("B")  # the position of the oldest token that was not overwritten
     window: int = static_field()
 
     @classmethod
@@ -49,7 +53,9 @@ class RollingCache(Cache):
         chunk = max(window, 1) if chunk is None else chunk
         check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
         shape = (batch, num_kv_heads, window + chunk)
-        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), window)
+        lengths, overflowed = no_tokens(batch)
+        buffers = empty(shape, head_size, value_size, dtype)
+        return cls(*buffers, lengths, overflowed, jnp.zeros_like(lengths), window)
 
     @property
     def chunk(self) -> int:
@@ -58,10 +64,17 @@ class RollingCache(Cache):
 
     @property
     def kv_positions(self) -> Int[Array, "B S"]:
-        """The position of the token in each slot; negative for a slot without a token."""
+        """The position of the token in each slot; negative for a slot without a token, or with
+        one that was truncated."""
         slots = jnp.arange(self.capacity, dtype=jnp.int32)
         last = self.lengths[:, None] - 1
-        return last - (last - slots[None, :]) % self.capacity
+        positions = last - (last - slots[None, :]) % self.capacity
+        # No window of a query at a position >= 0 reaches back to −2S.
+        return jnp.where(positions < self.oldest[:, None], -2 * self.capacity, positions)
+
+    @property
+    def _max_length(self) -> int:
+        return MOST
 
     def mask(self) -> Mask:
         return Lengths(kv=jnp.minimum(self.lengths, self.capacity)) & Window(left=self.window)
@@ -84,6 +97,32 @@ class RollingCache(Cache):
             write(self.values, value, slots),
             lengths,
             self.overflowed | (counts > self.chunk) | (lengths < 0),
+            jnp.maximum(self.oldest, lengths - self.capacity),
             self.window,
         )
         return typed_like(extended, self)
+
+    def truncate(self, lengths: Any) -> "RollingCache":
+        """Returns the cache without the tokens after the first `lengths` of each batch row, see
+        `Cache.truncate`.
+
+        That is possible while the cache holds the `window` tokens before the new end: if the batch
+        row becomes at most `chunk` tokens shorter than it has ever been, if no slot was overwritten
+        yet, or if no token is left. Otherwise concrete lengths raise ValueError, and traced ones
+        are flagged as `overflowed`.
+        """
+        truncated = super().truncate(lengths)
+        is_lost = jnp.maximum(truncated.lengths - self.window, 0) < truncated.oldest
+        if is_known(is_lost) and np.any(np.asarray(is_lost)):
+            row = int(np.argmax(np.asarray(is_lost)))
+            raise ValueError(
+                f"lengths: expected at least {int(self.oldest[row]) + self.window} in batch row "
+                f"{row}, as earlier tokens of its window were overwritten, got "
+                f"{int(truncated.lengths[row])}; a cache with a larger `chunk` keeps more"
+            )
+        return truncated.with_lengths(truncated.lengths, truncated.overflowed | is_lost)
+
+    def with_lengths(self, lengths: Array, overflowed: Array) -> "RollingCache":
+        changed = super().with_lengths(lengths, overflowed)
+        oldest = jnp.where(lengths == 0, 0, self.oldest)
+        return typed_like(dataclasses.replace(changed, oldest=oldest), self)

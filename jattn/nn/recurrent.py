@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn._advised import advised_by
 from jattn._types import accumulation
-from jattn.cache.base import picked_rows
+from jattn.cache.rows import picked_rows
 from jattn.checks import check_array, check_flag, check_function, check_rate, check_size
 from jattn.functions import integers
 from jattn.functions.integers import is_integer
@@ -237,7 +237,7 @@ class RecurrentState(NamedTuple):
         `memory=False` leaves the memory unchanged, for rows that replace rows with the same memory.
         Raises ValueError for concrete indices of rows that do not exist; traced ones give NaN.
         """
-        indices, missing = picked_rows(indices, len(self.hidden))
+        indices, missing = picked_rows("indices", indices, len(self.hidden))
         missing = missing.reshape(-1, *(1,) * (self.hidden.ndim - 1))
         picked = self._replace(hidden=jnp.where(missing, jnp.nan, self.hidden[indices]))
         if not memory:

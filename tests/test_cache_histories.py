@@ -1,0 +1,300 @@
+"""Random histories of caches against lists of tokens: what rows hold after any operations.
+
+Each row is a list of tokens in Python; attention to it is the formula in float64.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jattn
+from jattn import masks, scores
+from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from tests.conftest import quick_jit
+from tests.devices import place
+
+
+B, T, N, K, H, V = 4, 5, 4, 2, 3, 2
+S, W, PAGE = 15, 4, 3
+SLOPES = scores.alibi_slopes(N)
+
+CACHES: dict[str, Any] = {
+    "dense": DenseCache.create,
+    "rolling": functools.partial(RollingCache.create, chunk=T),
+    "paged": functools.partial(PagedCache.create, page_size=PAGE),
+}
+every_cache = pytest.mark.parametrize("kind", CACHES)
+
+
+@dataclasses.dataclass
+class Row:
+    """A sequence as a list of tokens, each a key `[K, H]` and a value `[K, V]`.
+
+    `slots` are the tokens that a rolling cache holds, by slot.
+    """
+
+    tokens: list[Any] = dataclasses.field(default_factory=list)
+    lost: bool = False
+    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def copy(self) -> "Row":
+        return Row([*self.tokens], self.lost, dict(self.slots))
+
+    def append(self, tokens: list[Any], rolling: bool) -> None:
+        for token in tokens:
+            if len(self.tokens) == S and not rolling:
+                self.lost = True
+            else:
+                self.slots[len(self.tokens) % (W + T)] = token
+                self.tokens.append(token)
+
+    def truncate(self, length: int, rolling: bool) -> None:
+        clamped = min(max(length, 0), len(self.tokens))
+        self.tokens = self.tokens[:clamped]
+        needed = range(max(clamped - W, 0), clamped)
+        was_overwritten = any(self.slots[p % (W + T)] is not self.tokens[p] for p in needed)
+        self.lost = self.lost or clamped != length or (rolling and was_overwritten)
+
+    def attention(self, query: Any, rolling: bool) -> np.ndarray:
+        """The output of a query `[N, H]` at the position after the tokens, `[N, V]`."""
+        n = len(self.tokens)
+        if self.lost:
+            return np.full((N, V), np.nan)
+        first = max(0, n - W) if rolling else 0
+        out = np.zeros((N, V))
+        if n > first:
+            keys, values = (np.stack(x) for x in zip(*self.tokens[first:], strict=True))
+            for h in range(N):
+                distance = np.arange(first, n) - n
+                score = keys[:, h // 2] @ query[h] / np.sqrt(H) + float(SLOPES[h]) * distance
+                weights = np.exp(score - score.max())
+                out[h] = weights @ values[:, h // 2] / weights.sum()
+        return out
+
+
+@quick_jit
+def attend(cache: Cache, query: Any) -> Any:
+    options: Any = {"mask": masks.Causal(), "score": scores.Alibi(SLOPES)}
+    return jattn.attention(query, cache, q_positions=cache.lengths[:, None], **options)
+
+
+RUN = {
+    "append": quick_jit(lambda cache, *new: cache.append(*new)),
+    "truncate": quick_jit(lambda cache, lengths: cache.truncate(lengths)),
+    "reset": quick_jit(lambda cache, rows: cache.reset(rows)),
+    "reorder": quick_jit(lambda cache, rows: cache.reorder(rows)),
+    "fork": quick_jit(lambda cache, row: cache.fork(row, B)),
+    "admit": quick_jit(lambda cache, rows, other: cache.admit(rows, other)),
+}
+
+
+def create(kind: str, batch: int = B) -> Any:
+    return CACHES[kind](batch, W if kind == "rolling" else S, K, H, V)
+
+
+def ragged(rng: Any, batch: int) -> np.ndarray:
+    """Random `valid` `[batch, T]`: each row has no token, one, some or all, on either side."""
+    counts = rng.choice([0, 1, T, rng.integers(T + 1)], batch)
+    valid = np.arange(T) < counts[:, None]
+    return np.where(rng.random((batch, 1)) < 0.5, valid, valid[:, ::-1])
+
+
+def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
+    """Applies one operation with random arguments to the cache and to the lists."""
+    rolling = kind == "rolling"
+    match name:
+        case "append":
+            valid = ragged(rng, len(rows))
+            key, value = (3 * rng.normal(size=(len(rows), T, K, n)).astype("f") for n in (H, V))
+            for b, row in enumerate(rows):
+                tokens = zip(key[b, valid[b]], value[b, valid[b]], strict=True)
+                row.append([(k.astype(float), v.astype(float)) for k, v in tokens], rolling)
+            key[~valid] = value[~valid] = np.nan
+            arguments = key, value, valid
+        case "truncate":
+            lengths = np.array([len(row.tokens) for row in rows])
+            back = np.where(rng.random(B) < 0.8, rng.integers(0, 4, B), rng.integers(-1, S, B))
+            wanted = (lengths - back).astype(rng.choice(["int32", "int64"]))
+            for row, length in zip(rows, wanted, strict=True):
+                row.truncate(int(length), rolling)
+            arguments = (wanted,)
+        case "reset":
+            is_chosen = rng.random(B) < 0.4
+            rows[:] = [Row() if x else row for x, row in zip(is_chosen, rows, strict=True)]
+            arguments = (is_chosen if rng.random() < 0.5 else padded_indices(is_chosen),)
+        case "reorder":
+            indices = rng.integers(0, B, B)
+            rows[:] = [rows[i].copy() for i in indices]
+            arguments = (indices,)
+        case "admit":
+            other, others = create(kind, 2), [Row(), Row()]
+            for _ in range(2):
+                other = step(rng, other, others, "append", kind)
+            indices = rng.choice(B + 2, 2, replace=False)
+            for index, row in zip(indices, others, strict=True):
+                if index < B:
+                    rows[index] = row
+            arguments = indices, other
+        case _:
+            index = rng.integers(B)
+            rows[:] = [rows[index].copy() for _ in range(B)]
+            arguments = (index,)
+    return RUN[name](cache, *arguments)
+
+
+def padded_indices(is_chosen: np.ndarray) -> np.ndarray:
+    """The indices of rows as an array `[B]`; B, which is no row, in place of others."""
+    return np.where(is_chosen, np.arange(B), B).astype(np.uint8)
+
+
+def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> None:
+    rng, rolling = np.random.default_rng([seed, *kind.encode()]), kind == "rolling"
+    cache, rows = placed(create(kind)), [Row() for _ in range(B)]
+    names = ["append"]
+    for _ in range(12):
+        names.append(str(rng.choice(["append"] * 5 + [*RUN] + ["truncate"])))
+        cache = step(rng, cache, rows, names[-1], kind)
+        np.testing.assert_array_equal(cache.lengths, [len(row.tokens) for row in rows])
+        np.testing.assert_array_equal(cache.overflowed, [row.lost for row in rows])
+        query = 2 * rng.normal(size=(B, 1, N, H)).astype("f")
+        got = np.asarray(attend(cache, query))[:, 0]
+        want = [row.attention(x[0], rolling) for row, x in zip(rows, query, strict=True)]
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5, err_msg=f"{seed}: {names}")
+
+
+@pytest.mark.slow
+@every_cache
+@pytest.mark.parametrize("axes", [("rows", "heads"), ("rows",), (None, "heads")])
+def test_rows_are_lists_of_tokens_on_a_mesh_whose_axes_are_part_of_types(kind, axes):
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    by_head: Any = P(None, *axes[1:]) if kind == "paged" else P(*axes)
+    cut: dict[str, P] = {"keys": by_head, "values": by_head}
+
+    def placed(cache: Any) -> Any:
+        fields = {x.name: getattr(cache, x.name) for x in dataclasses.fields(cache)}
+        arrays = {name: x for name, x in fields.items() if isinstance(x, jax.Array)}
+        on_mesh = {name: place(mesh, x, cut.get(name, P(*axes[:1]))) for name, x in arrays.items()}
+        return dataclasses.replace(cache, **on_mesh)
+
+    for seed in range(6):
+        check_history(kind, seed, placed)
+
+
+@every_cache
+@pytest.mark.parametrize("block", range(2))
+def test_rows_are_lists_of_tokens_after_any_history(kind, block):
+    for seed in range(10 * block, 10 * block + 10):
+        check_history(kind, seed)
+
+
+@pytest.mark.exhaustive
+@every_cache
+def test_rows_are_lists_of_tokens_after_a_thousand_histories(kind):
+    for seed in range(100, 434):
+        check_history(kind, seed)
+
+
+def filled(kind: str, *counts: int) -> Any:
+    """A cache with these numbers of tokens in its rows."""
+    cache, remaining = create(kind, len(counts)), np.array(counts)
+    while remaining.any():
+        new = (np.ones((len(counts), T, K, n), np.float32) for n in (H, V))
+        cache = cache.append(*new, np.arange(T) < remaining[:, None])
+        remaining = np.maximum(remaining - T, 0)
+    return cache
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "longer": (
+        lambda c: c.truncate(np.array([9, 6])),
+        r"lengths: .* 5 in batch row 1, got 6",
+    ),
+    "negative": (lambda c: c.truncate(-1), "lengths: expected lengths >= 0, got -1"),
+    "shape": (lambda c: c.truncate(np.array([1])), r"lengths: expected \[B\] = \[2\], got \[1\]"),
+    "floats": (lambda c: c.truncate(np.ones(2)), r"lengths: expected an integer array \[B\]"),
+    "row": (lambda c: c.fork(2, 3), "row: expected 0 <= row < B = 2, got 2"),
+    "rows of a fork": (lambda c: c.fork(np.arange(2), 3), r"row: expected \[\], got \[2\]"),
+    "no rows": (lambda c: c.fork(0, 0), "n: expected n >= 1, got 0"),
+    "reset": (lambda c: c.reset(np.array([-1, 0])), "rows: expected 0 <= rows < B = 2, got -1"),
+    "booleans": (lambda c: c.reset(np.ones(3, bool)), r"rows: expected \[B\] = \[2\], got \[3\]"),
+    "twice": (
+        lambda c: c.admit(np.array([1, 1]), c),
+        r"rows: expected different rows",
+    ),
+    "too few": (lambda c: c.admit(1, c), "rows: expected one for each of .* 2 batch rows, got 1"),
+    "no cache": (lambda c: c.admit(1, c.lengths), "other: expected a cache of jattn.cache"),
+    "dtype": (
+        lambda c: c.admit(0, type(c).create(1, 4, K, H, V, dtype=jnp.bfloat16)),
+        "other: expected a cache of the same class, dtype",
+    ),
+}
+
+
+@every_cache
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rows_and_lengths_are_named(kind, name):
+    run, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(filled(kind, 9, 5))
+
+
+def test_what_was_overwritten_or_does_not_fit_is_named():
+    cache = filled("rolling", 12, 3)  # 9 slots: of the first row the tokens 3 to 11 are left
+    assert cache.truncate(np.array([7, 0])).lengths.tolist() == [7, 0]
+    with pytest.raises(ValueError, match=r"lengths: expected at least 7 in batch row 0.* got 6"):
+        cache.truncate(np.array([6, 3]))
+    assert cache.truncate(0).oldest.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="other: expected chunk = 5 as in the cache, got 2"):
+        cache.admit(0, RollingCache.create(1, W, K, H, V, chunk=2))
+    with pytest.raises(ValueError, match="other: expected page_size = 3 as in the cache, got 2"):
+        filled("paged", 1).admit(0, PagedCache.create(1, 4, K, H, V, page_size=2))
+    with pytest.raises(ValueError, match=r"admit: expected at most capacity = 15 .* got 16"):
+        filled("dense", 1).admit(0, DenseCache.of(*(jnp.ones((1, 16, K, n), "f") for n in (H, V))))
+
+
+def test_pages_are_free_as_soon_as_no_row_covers_them():
+    cache = PagedCache.create(3, S, K, H, V, page_size=PAGE, num_pages=6)
+    new = [np.ones((3, T, K, n), np.float32) for n in (H, V)]
+    cache = cache.append(new[0], new[1], np.arange(T) < np.array([[5], [4], [0]]))
+    assert int(cache.num_free_pages) == 2
+    assert int(cache.truncate(np.array([5, 3, 0])).num_free_pages) == 3
+    assert int(cache.reset(0).num_free_pages) == 4
+    assert int(cache.fork(1, 5).num_free_pages) == 4
+    assert int(cache.reorder(np.array([0, 0, 0])).truncate(np.array([3, 1, 0])).num_free_pages) == 5
+    prompt = PagedCache.create(1, 7, K, H, V, page_size=PAGE).append(*(x[:1] for x in new))
+    admitted = cache.admit(2, prompt)
+    assert admitted.lengths.tolist() == [5, 4, 5] and int(admitted.num_free_pages) == 0
+    longer = prompt.append(*(x[:1, :2] for x in new))
+    with pytest.raises(ValueError, match="admit: no free page for batch row 2"):
+        cache.admit(2, longer)
+    flagged = RUN["admit"](cache, np.array([2]), longer)
+    assert flagged.overflowed.tolist() == [False, False, True]
+    assert RUN["admit"](cache, np.array([1]), longer).overflowed.tolist() == [False] * 3
+
+
+@every_cache
+def test_a_life_of_a_server_compiles_each_step_once(kind):
+    """Rows begin and end while others go on: one has all of T tokens, others one or none."""
+    traces: list[str] = []
+
+    def counted(name: str, run: Any) -> Any:
+        return quick_jit(lambda *operands: traces.append(name) or run(*operands))
+
+    serve = {name: counted(name, run) for name, run in RUN.items()}
+    rng, cache = np.random.default_rng(0), create(kind)
+    new = [np.ones((B, T, K, n), np.float32) for n in (H, V)]
+    for _ in range(20):
+        cache = serve["append"](cache, *new, ragged(rng, B))
+        cache = serve["reset"](cache, np.asarray(cache.lengths) > S - T)
+        cache = serve["truncate"](cache, np.maximum(np.asarray(cache.lengths) - 1, 0))
+        cache = serve["admit"](cache, rng.integers(B, size=1), filled(kind, 3))
+        cache = serve["reorder"](cache, rng.permutation(B))
+    assert sorted(traces) == ["admit", "append", "reorder", "reset", "truncate"]
+    assert not cache.overflowed.any()
