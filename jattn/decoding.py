@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
@@ -32,6 +32,7 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[CachedOptions],
 ) -> tuple[Output, SomeCache]: ...
@@ -43,6 +44,7 @@ def cached_attention(
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: Literal[True],
     **options: Unpack[CachedOptions],
 ) -> tuple[tuple[Output, LogSumExp], SomeCache]: ...
@@ -55,6 +57,7 @@ def cached_attention(
     cache: Cache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: bool = False,
     **options: Unpack[CachedOptions],
 ) -> Any:
@@ -70,9 +73,11 @@ def cached_attention(
         cache: a cache of `jattn.cache` for B batch rows.
         valid: bool `[B, T]`, False for padding, as in prompts of different lengths. Padding is not
             appended, and its `out` has no meaning. A mask would not keep it out of the cache.
+        positions: integers `[B, T]` or `[T]`, for a cache created with `positions=True`, which
+            keeps them; by default each token's number in its batch row.
         return_lse: whether to return `(out, lse [B, N, T])` in place of `out`, as `attention` does.
-        options: as in `attention`, except for positions, which come from the cache. The size S of
-            a mask is the cache's capacity.
+        options: as in `attention`, except for the positions of keys, which come from the cache. The
+            size S of a mask is the cache's capacity.
 
     Raises the errors of `append` and `attention`, and NotImplementedError for dropout and
     `masks.Blocks` if the tokens are appended in several steps.
@@ -86,11 +91,11 @@ def cached_attention(
     check_array("query", query, "[B, T, N, H]", rank=4)
     arguments: dict[str, Any] = {**options, "return_lse": return_lse}
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
+    new_positions = cache.next_positions(T, valid, positions)
     if T > chunk:
         return _in_chunks(query, key, value, cache, valid, arguments)
-    positions = cache.next_positions(T, valid)
-    appended: Any = cache.append(key, value, valid)
-    return attention(query, appended, q_positions=positions, **arguments), appended
+    appended: Any = cache.append(key, value, valid, positions)
+    return attention(query, appended, q_positions=new_positions, **arguments), appended
 
 
 def _mask_of_chunk(mask: Mask, start: Array) -> Mask:

@@ -572,7 +572,7 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
     x, cache = jnp.ones((1, 2, 8)), layer.empty_cache(1, 4)
     assert cache.keys.dtype == jnp.float32
     places = jnp.arange(2)
-    wrong: dict[str, Any] = {"inputs_k": x, "positions": places, "kv_positions": places}
+    wrong: dict[str, Any] = {"inputs_k": x, "kv_positions": places}
     for name, array in wrong.items():
         with pytest.raises(ValueError, match=f"{name}: expected None in a call with a cache"):
             layer(x, cache=cache, **{name: array})

@@ -26,7 +26,7 @@ B, N, K, H, V, S, PAGE = 4, 8, 4, 4, 3, 16, 4
 PROMPT = np.array([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
 
 CACHES = {
-    "dense": lambda: DenseCache.create(B, S, K, H, V),
+    "dense": lambda **options: DenseCache.create(B, S, K, H, V, **options),
     "rolling": lambda: RollingCache.create(B, 6, K, H, V),
     "paged": lambda: PagedCache.create(B, S, K, H, V, page_size=PAGE),
 }
@@ -58,10 +58,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def filled(kind: str) -> Any:
+def filled(kind: str, **options: Any) -> Any:
     """A cache with prompts of different lengths."""
     _, key, value = tokens(5)
-    return CACHES[kind]().append(key, value, PROMPT)
+    return CACHES[kind](**options).append(key, value, PROMPT)
 
 
 def sizes_of(kinds: str, compiled: Any) -> list[int]:
@@ -131,6 +131,7 @@ def test_gradients_through_a_cache_stay_cut(kind):
 
 
 PLACES: dict[str, dict[str, Any]] = {
+    "positions": {**RULES["alibi"], "positions": np.array([9, 7, 8, 9])},
     "none": {},
     "causal": {"mask": masks.Causal(), "score": scores.Score(learned, np.arange(N, dtype="f"))},
     "window": {"mask": masks.Causal() & masks.Window(left=3)},
@@ -145,11 +146,14 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rule", "T"),
-    [("none", 1), ("causal", 4), ("window", 1), ("alibi", 4), ("arrays", 1), ("window", 9)],
+    [
+        *[("none", 1), ("window", 1), ("arrays", 1), ("causal", 4), ("alibi", 4), ("window", 9)],
+        ("positions", 4),
+    ],
 )
 def test_a_cache_cut_by_places_stays_cut(rule, T):
     """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new tokens go to two devices."""
-    mesh, cache = mesh_of(data=2, context=4), filled("dense")
+    mesh, cache = mesh_of(data=2, context=4), filled("dense", positions=rule == "positions")
     by_place, rows = P("data", None, "context"), P("data")
     options: Any = {**PLACES[rule], "return_lse": True}
 
@@ -158,9 +162,10 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    sharded = jax.tree.map(
-        lambda x, cut: place(mesh, x, cut), cache, DenseCache(by_place, by_place, rows, rows)
-    )
+    along = {"keys": by_place, "values": by_place, "lengths": rows, "overflowed": rows}
+    along["positions"] = P("data", "context") if rule == "positions" else None
+    specs: Any = dataclasses.replace(cache, **along)
+    sharded = jax.tree.map(lambda x, spec: place(mesh, x, spec), cache, specs)
     new = [place(mesh, x, rows) for x in tokens(T)]
     with tuning.using(decode_block=2):  # a device's slots are read in two blocks
         compiled = quick_jit(decode).lower(sharded, *new).compile()

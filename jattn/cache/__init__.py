@@ -6,7 +6,12 @@
 
 Each batch row holds its own number of tokens, so that prompts of different lengths decode together.
 Arrays have the layout that is fastest to read, `[B, K, S, H]`. A token's position is the number of
-tokens before it in its batch row, without padding, whatever slot it lies in.
+tokens before it in its batch row, without padding, whatever slot it lies in, unless the cache was
+created with `positions=True` and the token was appended with another position.
+
+Sequences begin, end and go back without recompilation: `reset` empties batch rows, `admit` moves
+rows of another cache in, `append` with `valid` gives each row its own number of new tokens, and
+`truncate` removes the last ones. `fork` and `reorder` continue one row in several ways.
 
 Appending more tokens than fit raises an error if the lengths are concrete arrays. In a compiled
 program the tokens that do not fit are left out, the batch row's flag `overflowed` is set, and

@@ -13,11 +13,13 @@ from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, type
 from jattn._types import Size, Tree
 from jattn.cache.rows import chosen, picked_rows, put_rows, shorter
 from jattn.checks import check_array, check_size, shown
+from jattn.functions import integers
 from jattn.functions.integers import is_known
 from jattn.masks import Lengths, Mask
 
 
 Valid = Bool[Array | np.ndarray, "B T"] | None
+Positions = Int[Array | np.ndarray, "..."] | None  # [B, T] or [T]
 SomeCache = TypeVar("SomeCache", bound="Cache")
 
 
@@ -36,6 +38,7 @@ class Cache:
     values: Any
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
+    positions: Any = None  # of the token in each slot, if the cache keeps them
 
     @property
     def capacity(self) -> Size:
@@ -50,7 +53,7 @@ class Cache:
     @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
         """The position of the token in each slot; None if slot i holds position i."""
-        return None
+        return self.positions
 
     def mask(self) -> Mask:
         """Returns the mask of the slots that hold tokens to attend to."""
@@ -84,7 +87,9 @@ class Cache:
         )
         return keys, values
 
-    def append(self, key: Any, value: Any, valid: Valid = None) -> "Cache":
+    def append(
+        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
+    ) -> "Cache":
         """Returns the cache with T more tokens in each batch row.
 
         Args:
@@ -92,9 +97,11 @@ class Cache:
             value: `[B, T, K, V]`; cast to the cache's dtype.
             valid: bool `[B, T]`, False for padding, which is not appended. Padding may stand at
                 the start or at the end of a batch row.
+            positions: integers `[B, T]` or `[T]`, for a cache created with `positions=True`; by
+                default each token's number in its batch row.
 
-        Raises ValueError for wrong shapes, and if the lengths are concrete and the tokens do not
-        fit.
+        Raises ValueError for wrong shapes, for positions if the cache does not keep any, and if the
+        lengths are concrete and the tokens do not fit.
         """
         raise NotImplementedError
 
@@ -202,9 +209,17 @@ class Cache:
         cache: Any = self
         return typed_like(dataclasses.replace(cache, lengths=lengths, overflowed=overflowed), self)
 
-    def next_positions(self, T: int, valid: Valid = None) -> Int[Array, "B T"]:
-        """Returns the positions of the next T tokens; at padding the numbers have no meaning."""
+    def next_positions(
+        self, T: int, valid: Valid = None, positions: Positions = None
+    ) -> Int[Array, "B T"]:
+        """Returns the positions of the next T tokens: the numbers of the tokens before them or, in
+        a cache that keeps positions, `positions [B, T]` or `[T]` if these are passed. At padding
+        the numbers have no meaning."""
         self._check_valid(valid, T)
+        if positions is not None:
+            self._check_positions(positions, T)
+            as_int32, _ = integers.positions("positions", positions)
+            return jnp.broadcast_to(jnp.asarray(as_int32), (len(self.lengths), T))
         if valid is None:
             return self.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :]
         counts = jnp.cumsum(jnp.asarray(valid), axis=1, dtype=jnp.int32)
@@ -213,7 +228,17 @@ class Cache:
     def last_positions(self, T: int) -> Int[Array, "B T"]:
         """Returns the positions of the T tokens that were appended last."""
         check_size("T", T, 0)
-        return self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
+        slots = self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
+        if self.positions is None:
+            return slots
+        kept = jnp.take_along_axis(self.kv_positions, jnp.maximum(slots, 0), axis=1, mode="clip")
+        return jnp.where(slots < 0, slots, kept)
+
+    def _lost(self, positions: Positions) -> Bool[Array, " B"]:
+        """Returns which batch rows cannot get further tokens of these positions: rows that had
+        overflowed or, if a position does not fit int32, all of them."""
+        outside = None if positions is None else integers.positions("positions", positions)[1]
+        return self.overflowed if outside is None else self.overflowed | outside
 
     def _fits(self, slots: Int[Array, "B T"], valid: Valid) -> Bool[Array, "B T"]:
         """Returns which tokens are not padding and have a slot within the capacity."""
@@ -234,6 +259,18 @@ class Cache:
                 )
         self._check_valid(valid, key.shape[1])
         return key.shape[1]
+
+    def _check_positions(self, positions: Any, T: int) -> None:
+        if self.positions is None:
+            raise ValueError(
+                "positions: expected None, as this cache numbers its tokens; one created with "
+                "positions=True keeps positions"
+            )
+        check_array("positions", positions, "[B, T] or [T]", "integer")
+        wanted = (len(self.lengths), T)
+        if positions.shape not in (wanted, wanted[1:]):
+            got = list(positions.shape)
+            raise ValueError(f"positions: expected [B, T] = {list(wanted)} or [T], got {got}")
 
     def _check_valid(self, valid: Valid, T: Any) -> None:
         check_size("T", T, 0)

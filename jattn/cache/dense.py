@@ -9,8 +9,8 @@ from jaxtyping import Array, Int
 from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Size
-from jattn.cache.base import Cache, Valid, check_counts, count_tokens
-from jattn.cache.storage import empty, no_tokens, write
+from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens
+from jattn.cache.storage import empty, no_tokens, positions_of, write, write_positions
 from jattn.checks import check_array, check_sizes
 from jattn.functions import integers
 
@@ -28,6 +28,7 @@ class DenseCache(Cache):
     values: Any = array_field("B K S V")
     lengths: Any = array_field("B")
     overflowed: Any = array_field("B")
+    positions: Any = array_field("B S", default=None)
 
     @classmethod
     def create(
@@ -38,11 +39,16 @@ class DenseCache(Cache):
         head_size: int,
         value_size: int | None = None,
         dtype: Any = jnp.float32,
+        positions: bool = False,
     ) -> "DenseCache":
-        """Creates an empty cache for `batch` rows of up to `length` tokens."""
+        """Creates an empty cache for `batch` rows of up to `length` tokens.
+
+        With `positions=True` it keeps the position of each token, for `append(..., positions=)`.
+        """
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads)
         shape = (batch, num_kv_heads, length)
-        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch))
+        kept = positions_of(positions, (batch, length))
+        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), kept)
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
@@ -75,16 +81,19 @@ class DenseCache(Cache):
         tokens = jnp.asarray(integers.clamped(lengths))
         return cls(keys, values, jnp.clip(tokens, 0, S), (tokens < 0) | (tokens > S))
 
-    def append(self, key: Any, value: Any, valid: Valid = None) -> "DenseCache":
-        slots, extended = self.reserve(key, value, valid)
+    def append(
+        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
+    ) -> "DenseCache":
+        slots, extended = self.reserve(key, value, valid, positions)
         keys, values = write(self.keys, key, slots), write(self.values, value, slots)
         return dataclasses.replace(extended, keys=keys, values=values)
 
     def reserve(
-        self, key: Any, value: Any, valid: Valid = None
+        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
     ) -> tuple[Int[Array, "B T"], "DenseCache"]:
-        """Returns the slots `[B, T]` of the tokens to append, and the cache with its new lengths,
-        to which the tokens are not yet written. The slot of a token to leave out is S.
+        """Returns the slots `[B, T]` of the tokens to append, and the cache with its new lengths
+        and positions, to which keys and values are not yet written. The slot of a token to leave
+        out is S.
 
         Takes the arguments of `append` and raises the same errors.
         """
@@ -93,6 +102,11 @@ class DenseCache(Cache):
         check_counts(lengths, self.capacity, "capacity")
         slots = self.next_positions(T, valid)
         slots = jnp.where(self._fits(slots, valid), slots, self.capacity)
-        overflowed = self.overflowed | (lengths > self.capacity)
-        lengths = jnp.minimum(lengths, self.capacity)
-        return slots, typed_like(DenseCache(self.keys, self.values, lengths, overflowed), self)
+        new_positions = self.next_positions(T, valid, positions)
+        extended = dataclasses.replace(
+            self,
+            lengths=jnp.minimum(lengths, self.capacity),
+            overflowed=self._lost(positions) | (lengths > self.capacity),
+            positions=write_positions(write, self.positions, new_positions, slots),
+        )
+        return slots, typed_like(extended, self)

@@ -12,11 +12,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Size
-from jattn.cache.base import Cache, Valid, check_counts, count_tokens, select_rows
+from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens, select_rows
 from jattn.cache.dense import DenseCache
 from jattn.cache.pages import allocate, count_pages
 from jattn.cache.rows import chosen, put_rows
-from jattn.cache.storage import empty, no_tokens, read_pages, write_pages
+from jattn.cache.storage import (
+    empty,
+    no_tokens,
+    positions_of,
+    read_pages,
+    write_pages,
+    write_positions,
+)
 from jattn.checks import check_size, check_sizes
 
 
@@ -40,6 +47,7 @@ class PagedCache(Cache):
     table: Any = array_field("B M")
     lengths: Any = array_field("B")
     overflowed: Any = array_field("B")
+    positions: Any = array_field("P p", default=None)
 
     @classmethod
     def create(
@@ -52,12 +60,14 @@ class PagedCache(Cache):
         dtype: Any = jnp.float32,
         page_size: int = 16,
         num_pages: int | None = None,
+        positions: bool = False,
     ) -> "PagedCache":
         """Creates an empty cache for `batch` rows of up to `length` tokens, in pages of `page_size`
         tokens.
 
         `num_pages` is the number of pages in the pool, by default as many as all batch rows need
-        when they are full. Fewer suffice if batch rows are shorter or share pages.
+        when they are full. Fewer suffice if batch rows are shorter or share pages. With
+        `positions=True` the cache keeps the position of each token, for `append(..., positions=)`.
         """
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads, page_size=page_size)
         per_row = -(-length // page_size)
@@ -65,7 +75,8 @@ class PagedCache(Cache):
         check_size("num_pages", pages)
         shape = (pages, num_kv_heads, page_size)
         table = jnp.full((batch, per_row), pages, jnp.int32)
-        return cls(*empty(shape, head_size, value_size, dtype), table, *no_tokens(batch))
+        kept = positions_of(positions, (pages, page_size))
+        return cls(*empty(shape, head_size, value_size, dtype), table, *no_tokens(batch), kept)
 
     @property
     def page_size(self) -> int:
@@ -80,6 +91,12 @@ class PagedCache(Cache):
     @property
     def capacity(self) -> Size:
         return self.table.shape[1] * self.page_size
+
+    @property
+    def kv_positions(self) -> Int[Array, "B S"] | None:
+        if self.positions is None:
+            return None
+        return read_pages(self.positions[:, None, :, None], self.table)[:, 0, :, 0]
 
     def pages_held(self) -> Int[Array, " P"]:
         """Returns the number of batch rows that hold each page."""
@@ -111,7 +128,9 @@ class PagedCache(Cache):
     def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
         return read_pages(self.keys, table), read_pages(self.values, table)
 
-    def append(self, key: Any, value: Any, valid: Valid = None) -> "PagedCache":
+    def append(
+        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
+    ) -> "PagedCache":
         T = self._check(key, value, valid)
         uncapped_lengths = self.lengths + count_tokens(T, valid)
         check_counts(uncapped_lengths, self.capacity, "capacity")
@@ -126,12 +145,14 @@ class PagedCache(Cache):
         pages = jnp.take_along_axis(table, m, axis=1)
         pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
         index = jnp.stack([pages, slots % page_size], axis=-1)
-        overflowed = self.overflowed | (uncapped_lengths > self.capacity) | lacks_pages
+        overflowed = self._lost(positions) | (uncapped_lengths > self.capacity) | lacks_pages
         keys, values = (
             write_pages(pool, jnp.asarray(tokens), index, copies)
             for pool, tokens in ((self.keys, key), (self.values, value))
         )
-        return typed_like(PagedCache(keys, values, table, lengths, overflowed), self)
+        new_positions = self.next_positions(T, valid, positions)
+        kept = write_positions(write_pages, self.positions, new_positions, index, copies)
+        return typed_like(PagedCache(keys, values, table, lengths, overflowed, kept), self)
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
         """Raises ValueError if it is concrete that a batch row lacks a free page."""
@@ -169,12 +190,15 @@ class PagedCache(Cache):
         def copy(pool: Array, other_pool: Array) -> Array:
             return pool.at[pages].set(other_pool.at[sources].get(mode="clip"), mode="drop")
 
-        keys, values = jax.tree.map(copy, (self.keys, self.values), (other.keys, other.values))
-        return PagedCache(keys, values, table, lengths, overflowed | lacks_pages)
+        pools, other_pools = ((x.keys, x.values, x.positions) for x in (self, other))
+        keys, values, positions = jax.tree.map(copy, pools, other_pools)
+        return PagedCache(keys, values, table, lengths, overflowed | lacks_pages, positions)
 
     def _selected(self, rows: Array, out_of_range: Array) -> "PagedCache":
         # The pool stays as it is. The arrays with a batch axis are selected as a dense cache, whose
         # `values` are the table.
         by_row = DenseCache(None, self.table, self.lengths, self.overflowed)
         by_row = select_rows(by_row, rows, out_of_range)
-        return PagedCache(self.keys, self.values, by_row.values, by_row.lengths, by_row.overflowed)
+        return dataclasses.replace(
+            self, table=by_row.values, lengths=by_row.lengths, overflowed=by_row.overflowed
+        )

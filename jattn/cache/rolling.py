@@ -10,9 +10,9 @@ from jaxtyping import Array, Int
 from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass, static_field
 from jattn._types import Size
-from jattn.cache.base import Cache, Valid, check_counts, count_tokens
+from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens
 from jattn.cache.storage import empty, no_tokens, write
-from jattn.checks import check_size, check_sizes
+from jattn.checks import check_flag, check_size, check_sizes
 from jattn.functions.integers import MOST, is_known
 from jattn.masks import Lengths, Mask, Window
 
@@ -46,9 +46,19 @@ class RollingCache(Cache):
         value_size: int | None = None,
         dtype: Any = jnp.float32,
         chunk: int | None = None,
+        positions: bool = False,
     ) -> "RollingCache":
         """Creates an empty cache. `chunk` is the largest number of tokens in one `append`, by
-        default `window`. With `window=0` each token attends to itself only."""
+        default `window`. With `window=0` each token attends to itself only.
+
+        Raises ValueError for `positions=True`: slots and window follow the numbers of tokens.
+        """
+        check_flag("positions", positions)
+        if positions:
+            raise ValueError(
+                "positions: expected False for a RollingCache, whose slots follow the numbers of "
+                "its tokens; a DenseCache or a PagedCache keeps positions"
+            )
         check_size("window", window, 0)
         chunk = max(window, 1) if chunk is None else chunk
         check_sizes(batch=batch, num_kv_heads=num_kv_heads, chunk=chunk)
@@ -79,7 +89,9 @@ class RollingCache(Cache):
     def mask(self) -> Mask:
         return Lengths(kv=jnp.minimum(self.lengths, self.capacity)) & Window(left=self.window)
 
-    def append(self, key: Any, value: Any, valid: Valid = None) -> "RollingCache":
+    def append(
+        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
+    ) -> "RollingCache":
         T = self._check(key, value, valid)
         counts = count_tokens(T, valid)
         if valid is None and self.chunk < T:
@@ -88,7 +100,7 @@ class RollingCache(Cache):
                 "`cached_attention` takes any number"
             )
         check_counts(counts, self.chunk, "chunk")
-        slots = self.next_positions(T, valid) % self.capacity
+        slots = self.next_positions(T, valid, positions) % self.capacity
         if valid is not None:
             slots = jnp.where(valid, slots, self.capacity)
         lengths = self.lengths + counts  # int32 wraps around: a negative length has overflowed

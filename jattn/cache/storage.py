@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn._explicit import partition_spec_of, partitioned_by_xla, sharding_of
 from jattn._types import Shape, Size
-from jattn.checks import check_dtype, check_size
+from jattn.checks import check_dtype, check_flag, check_size
 
 
 @jax.jit
@@ -38,6 +38,20 @@ def empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> t
     check_dtype("dtype", dtype)
     keys, values = (jnp.zeros((*shape, size), dtype) for size in sizes)
     return keys, values
+
+
+def positions_of(positions: bool, shape: Shape) -> Array | None:
+    """Returns the positions of empty slots `[B, S]` or of pages `[P, p]`; None unless wanted."""
+    check_flag("positions", positions)
+    return jnp.zeros(shape, jnp.int32) if positions else None
+
+
+def write_positions(write: Any, buffer: Any, positions: Any, *where: Any) -> Any:
+    """Writes positions `[B, T]` as `write` or `write_pages` writes keys with one head of size 1."""
+    if buffer is None:
+        return None
+    by_head = write(buffer[:, None, :, None], positions[:, :, None, None], *where)
+    return by_head[:, 0, :, 0]
 
 
 def no_tokens(batch: Size) -> tuple[Array, Array]:

@@ -44,6 +44,7 @@ class StepOptions(RunOptions, total=False):
 
     mask: MaskLike
     valid: Valid
+    positions: Positions  # for caches created with positions=True
 
 
 class CrossStepOptions(StepOptions, total=False):
@@ -68,6 +69,7 @@ class CacheOptions(TypedDict, total=False):
     chunk: int | None  # of a RollingCache
     page_size: int  # of a PagedCache
     num_pages: int | None  # of a PagedCache
+    positions: bool  # of a DenseCache or a PagedCache
 
 
 def run_options(call: Any) -> RunOptions:

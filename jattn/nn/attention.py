@@ -303,7 +303,8 @@ class MultiHeadAttention(Module):
                 self-attention also those of keys.
             kv_positions: the positions of keys, `[*B, S]` or `[S]`, default `arange(S)`.
             cache: for self-attention, the cache of the tokens before `inputs_q [B, T, D]`. The
-                positions of `inputs_q` follow those of the cached tokens.
+                positions of `inputs_q` are by default the numbers of tokens in the cache; a cache
+                created with `positions=True` takes others.
             valid: bool `[B, T]`, False for padding, which is not written to the cache.
             deterministic: True switches dropout off; None leaves it to `train()` and `eval()`.
             rngs: the source of the dropout key, from its stream `dropout`.
@@ -318,7 +319,7 @@ class MultiHeadAttention(Module):
         if cache is not None:
             check_cache("cache", cache)
             excluded = {"inputs_k": inputs_k, "inputs_v": inputs_v}
-            _check_with_cache(excluded | {"positions": positions, "kv_positions": kv_positions})
+            _check_with_cache(excluded | {"kv_positions": kv_positions})
             return self._extend(inputs_q, cache, valid, options)
         if valid is not None:
             raise ValueError(
@@ -372,11 +373,12 @@ class MultiHeadAttention(Module):
         """Returns the output of self-attention for T further tokens, and the extended cache."""
         self._check_not_captured()
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
-        positions = cache.next_positions(inputs_q.shape[1], valid)
-        query = self.project_queries(inputs_q, positions)
-        key, value = self.project_keys_values(inputs_q, None, positions)
-        options = self._options(call)
-        heads, cache = cached_attention(query, key, value, cache, valid=valid, **options)
+        positions = call.get("positions")
+        new_positions = cache.next_positions(inputs_q.shape[1], valid, positions)
+        query = self.project_queries(inputs_q, new_positions)
+        key, value = self.project_keys_values(inputs_q, None, new_positions)
+        step: Any = {"valid": valid, "positions": positions, **self._options(call)}
+        heads, cache = cached_attention(query, key, value, cache, **step)
         return self.out(heads), cache
 
     def project_memory(
@@ -472,6 +474,6 @@ def _check_with_cache(arguments: dict[str, Any]) -> None:
     for name, argument in arguments.items():
         if argument is not None:
             raise ValueError(
-                f"{name}: expected None in a call with a cache, which is self-attention at the "
-                f"positions after the cached tokens; got an array"
+                f"{name}: expected None in a call with a cache, which is self-attention to the "
+                f"cached tokens and these; got an array"
             )

@@ -247,6 +247,8 @@ class DecoderOnly(Module):
             logits, caches = model.step(next_tokens, caches)
 
         `valid [B, T]` is False for padding; `mask` is as in the call, over the caches' slots.
+        `positions`, `[B, T]` or `[T]`, are for caches created with `positions=True`; the default
+        is each token's number in its batch row.
         """
         if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
             raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
@@ -254,7 +256,8 @@ class DecoderOnly(Module):
         if len(caches) != count:
             raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")
         check_integers("tokens", tokens)
-        positions = caches[0].next_positions(tokens.shape[-1], call.get("valid"))
+        order = call.get("valid"), call.get("positions")
+        positions = caches[0].next_positions(tokens.shape[-1], *order)
         x = embedded(tokens, self.tokens, self.positions, positions)
         x = self.dropout(x, **run_options(call))
         x, caches = step_layers(self.layers, self.norm, x, caches, **call)

@@ -309,9 +309,9 @@ class DecoderLayer(_Layer):
         check_features("x", x, "T, D", "features", self.features)
         if not isinstance(cache, LayerCache):
             raise TypeError(f"cache: expected a LayerCache, got {type(cache).__name__}")
-        run, valid = run_options(call), call.get("valid")
-        positions = cache.tokens.next_positions(x.shape[1], valid)
-        self_options = {"mask": causal_and(call.get("mask")), "valid": valid, **run}
+        order = {"valid": call.get("valid"), "positions": call.get("positions")}
+        run, positions = run_options(call), cache.tokens.next_positions(x.shape[1], **order)
+        self_options = {"mask": causal_and(call.get("mask")), **order, **run}
         cross_options = {"mask": call.get("cross_mask"), "positions": positions, **run}
         attend_memory = lambda x: self.cross_attention.attend_memory(  # noqa: E731
             x, cache.memory, **cross_options
@@ -632,10 +632,11 @@ class Transformer(Module):
             logits, caches = model.step(prompt_ids, caches)
             logits, caches = model.step(next_ids, caches)
 
-        `valid [B, T]` is False for padding. Masks are as in `decode`; keys in `mask` are the slots
-        of the caches.
+        `valid [B, T]` is False for padding, and `positions` are for caches created with
+        `positions=True`. Masks are as in `decode`; keys in `mask` are the slots of the caches.
         """
-        positions = caches[0].tokens.next_positions(target_ids.shape[1], call.get("valid"))
+        order = call.get("valid"), call.get("positions")
+        positions = caches[0].tokens.next_positions(target_ids.shape[1], *order)
         x = embedded(target_ids, self.target_tokens, self.target_positions, positions)
         x, caches = self.decoder.step(self.dropout(x, **run_options(call)), caches, **call)
         return self.logits(x), caches

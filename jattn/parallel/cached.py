@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
@@ -47,6 +47,7 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[RulesAndSink],
 ) -> tuple[Output, DenseCache]: ...
@@ -62,6 +63,7 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: Literal[True],
     **options: Unpack[RulesAndSink],
 ) -> tuple[tuple[Output, LogSumExp], DenseCache]: ...
@@ -78,6 +80,7 @@ def cached_attention(
     batch_axis: AxisName | None = None,
     head_axis: AxisName | None = None,
     valid: Bool[AnyArray, "B T"] | None = None,
+    positions: Int[AnyArray, "..."] | None = None,
     return_lse: bool = False,
     **options: Unpack[RulesAndSink],
 ) -> Any:
@@ -97,8 +100,8 @@ def cached_attention(
         axis_name: the axis of the mesh over which the cache's slots are sharded.
         batch_axis: the axis, or axes, over which the batch is sharded, if it is.
         head_axis: the axis, or axes, over which query and key heads are sharded.
-        valid, return_lse, and other options: as in `jattn.cached_attention`; arrays along S have an
-            entry for each slot of the whole cache. There is no dropout.
+        valid, positions, return_lse, and other options: as in `jattn.cached_attention`; arrays
+            along S have an entry for each slot of the whole cache. There is no dropout.
 
     Raises:
         TypeError, ValueError: for invalid arguments, for more tokens than there is space for, if
@@ -115,9 +118,9 @@ def cached_attention(
     check_flag("return_lse", return_lse)
     axes = mesh_axes(mesh, axis_name, "contiguous", batch_axis, head_axis)
     check_array("query", query, "[B, T, N, H]", rank=4)
-    positions = cache.next_positions(query.shape[1], valid)
-    slots, extended = cache.reserve(key, value, valid)
-    call = make(query, extended, lse=return_lse, q_positions=positions, **options)
+    new_positions = cache.next_positions(query.shape[1], valid, positions)
+    slots, extended = cache.reserve(key, value, valid, positions)
+    call = make(query, extended, lse=return_lse, q_positions=new_positions, **options)
     if cache.capacity % axes.devices:
         raise ValueError(
             f"cache: expected a multiple of {axes.devices} slots for the devices of axis "
@@ -163,7 +166,8 @@ def _on_mesh(
     call_specs = jax.tree.map(
         lambda letters, leaf: partition(letters, leaf, along, axes.batch, 1), axis_names(call), call
     )
-    cache_specs = DenseCache(pool, pool, batch, batch)
+    by_slot = None if cache.positions is None else P(axes.batch, axes.name)
+    cache_specs = DenseCache(pool, pool, batch, batch, by_slot)
 
     def local(call: Call, query: Array, new: Any, slots: Array, cache: DenseCache) -> Any:
         local_slots = slots - axes.device_index * cache.capacity
