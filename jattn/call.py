@@ -43,6 +43,7 @@ from jattn.checks import (
 from jattn.functions import integers
 from jattn.functions.snapshots import is_transient
 from jattn.masks import Blocks, Predicate, as_mask
+from jattn.masks import Tree as TreeMask
 from jattn.normalizers import (
     Identity,
     PointwiseNormalizer,
@@ -231,6 +232,12 @@ def _cache_arguments(
         # The mask is checked before it is combined with the cache's, so that an error names the
         # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
+        parts = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, TreeMask))
+        if not cache.slots_in_order and any(isinstance(x, TreeMask) for x in parts):
+            raise NotImplementedError(
+                f"mask: masks.Tree needs slots in the order of tokens, unlike those of a "
+                f"{type(cache).__name__}; use a DenseCache or a PagedCache"
+            )
         options["mask"] = cache.mask() & mask
     normalizer = as_normalizer(options.get("normalizer"))
     if normalizer is not None:

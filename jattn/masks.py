@@ -11,8 +11,8 @@ operations, from which the dense form, the tile map and the pictures are derived
 
 Each token has a *position*, which users may set and which formulas such as `Causal` compare, and a
 *place*, its index in the arrays. They are equal by default. `Causal`, `Window`, `Prefix`,
-`Dilated`, `Global` and `Predicate` use positions; `Segments`, `Lengths`, `Padding`, `Dense` and
-`Blocks` use places.
+`Dilated`, `Global` and `Predicate` use positions; `Segments`, `Lengths`, `Padding`, `Dense`,
+`Blocks` and `Tree` use places.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Int
 from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
+    StaticInt,
     array_field,
     axis_names,
     axis_of,
@@ -89,6 +90,7 @@ __all__ = [
     "Segments",
     "Span",
     "Tile",
+    "Tree",
     "Window",
     "as_mask",
     "check_bounds",
@@ -1148,6 +1150,91 @@ def _layout_ranges(extent: Extent, block: int, n_blocks: int) -> tuple[Array, Ar
     begin = jnp.asarray(extent.start, jnp.int32).reshape(-1)
     end = jnp.minimum((begin + extent.size - 1) // block + 1, n_blocks)
     return jnp.minimum(begin // block, end), end
+
+
+@pytree_dataclass
+class Tree(Mask):
+    """A tree of tokens, such as drafts that are verified together (Miao et al. 2024, SpecInfer).
+
+    Each of the T queries attends to itself, to its ancestors, and to all keys before place `start`;
+    query t is key `start + t`. `parents` is an integer array `[*B, T]`, or `[T]` for all batch
+    rows: the index, among the T tokens, of each token's parent, which comes before it; −1 for a
+    root. `start` is an integer or an integer array, scalar or `[*B]`: for a cache, its lengths
+    before the tokens are appended. Their positions are usually `start` plus their `depths`.
+
+    Raises TypeError unless both are integers, ValueError for concrete parents that do not come
+    before their child; traced ones count as −1.
+
+    >>> print(masks.Tree(jnp.array([-1, 0, 0, 1]), start=1).dense(4, 5).astype(int))
+    [[1 1 0 0 0]
+     [1 1 1 0 0]
+     [1 1 0 1 0]
+     [1 1 1 0 1]]
+    """
+
+    ancestors: Any = array_field("*B T D")  # D = T: which of the T tokens are seen by each
+    start: Any = array_field("*B", default=0)
+
+    def __init__(self, parents: Any, start: Any = 0):
+        check_array("Tree: parents", parents, "[*B, T]", "integer", ndim=1)
+        _check_integers("Tree", "start", start)
+        least, _ = integers.known_range(start) or (0, 0)
+        if least < 0:
+            raise ValueError(f"Tree: start must be >= 0, got {least}")
+        start = integers.clamped(start)
+        start = StaticInt(start) if is_integer(start) else start
+        vars(self).update(ancestors=_ancestors(parents), start=start)
+
+    @property
+    def depths(self) -> Int[AnyArray, "*B T"]:
+        """The number of ancestors of each token."""
+        return self.ancestors.sum(axis=-1, dtype=np.int32) - np.int32(1)
+
+    def evaluate(self, b, h, rows, columns):
+        start, D = number(self.start), self.ancestors.shape[-1]
+        is_before = is_below(columns.places, self.start)[None, :]
+        if not D:
+            return is_before
+        drafts = columns.places - start
+        is_draft = (drafts >= 0) & (drafts < D)
+        seen = jnp.take(jnp.asarray(self.ancestors), jnp.clip(drafts, 0, D - 1), axis=1)
+        return is_before | (is_draft[None, :] & seen)
+
+    def bounds(self, tile):
+        """Uses that no token attends to tokens after its own place."""
+        last_query = tile.rows.start + (tile.rows.size - 1)
+        last_key = tile.columns.start + (tile.columns.size - 1)
+        maybe_any = tile.columns.start - last_query <= number(self.start)
+        return _as_truth(maybe_any), _as_truth(is_below(last_key, self.start))
+
+
+def _ancestors(parents: Int[AnyArray, "*B T"]) -> Bool[AnyArray, "*B T T"]:
+    """Returns which tokens are a token itself or its ancestors, from the parents of a tree."""
+    T = parents.shape[-1]
+    places = np.arange(T)
+    if is_known(parents):
+        parents = np.asarray(parents)
+        wrong = np.argwhere((parents < -1) | (parents >= places))
+        if len(wrong):
+            *_, t = index = tuple(map(int, wrong[0]))
+            raise ValueError(
+                f"Tree: parents must be -1 or the index of an earlier token, got "
+                f"{int(parents[index])} for token {t}"
+            )
+        ancestors = np.broadcast_to(np.eye(T, dtype=bool), (*parents.shape, T)).copy()
+        for t in range(1, T):
+            parent = np.asarray(parents[..., t, None, None], np.int64)
+            inherited = np.take_along_axis(ancestors, np.maximum(parent, 0), axis=-2)[..., 0, :]
+            ancestors[..., t, :] |= inherited & (parent[..., 0] >= 0)
+        return ancestors
+    child = places.astype(np.int32).reshape(*(1,) * (parents.ndim - 1), T)
+    parents = jnp.asarray(integers.clamped(parents))
+    parents = jnp.where(parents < child, parents, -1)
+    identity = np.eye(T, dtype=bool).reshape(*child.shape[:-1], T, T)
+    reached = ((parents[..., None] == child[..., None, :]) | identity).astype(jnp.float32)
+    for _ in range(max(T - 1, 1).bit_length()):  # paths of 2ⁿ steps
+        reached = jnp.minimum(reached @ reached, 1)
+    return reached > 0
 
 
 _EXAMPLES = (jax.ShapeDtypeStruct((), jnp.int32),) * 4  # a batch row, a head, a query, a key

@@ -326,6 +326,22 @@ def padding(attention_mask: Any) -> MaskRule:
     )
 
 
+def tree(parents: Any, start: Any) -> MaskRule:
+    """Each query sees all keys before `start`, which is an integer or is by batch row, itself as
+    key `start + i`, and its ancestors."""
+    by_row = isinstance(start, list)
+
+    def allowed(a: Arrays, pair: At) -> bool:
+        begin = a["start"][pair.b] if by_row else start
+        row, node = _row_of(a["parents"], pair.b), pair.i
+        while node >= 0 and pair.j != begin + node:
+            node = row[node]
+        return bool(node >= 0 or pair.j < begin)
+
+    operands = {"parents": np.array(parents)} | ({"start": np.array(start)} if by_row else {})
+    return MaskRule(lambda a: masks.Tree(a["parents"], a.get("start", start)), allowed, operands)
+
+
 def dilated(by: int) -> MaskRule:
     return MaskRule(lambda a: masks.Dilated(by), lambda a, pair: (pair.q - pair.kv) % by == 0)
 
@@ -754,6 +770,7 @@ MASKS = [
     CallCase("padding", mask=padding([[0, 0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 0, 0]])),
     CallCase("dilated", mask=dilated(3)),
     CallCase("global", mask=global_(2)),
+    CallCase("tree", mask=tree([[-1, 0, 0, 1, 3], [-1, -1, 1, 0, 2]], [2, 0])),
     CallCase("blocks", CaseSizes(T=6, S=8), blocks([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], 2)),
     CallCase(
         "blocks_ragged",

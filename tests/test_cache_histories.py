@@ -94,6 +94,7 @@ RUN = {
     "reset": quick_jit(lambda cache, rows: cache.reset(rows)),
     "reorder": quick_jit(lambda cache, rows: cache.reorder(rows)),
     "fork": quick_jit(lambda cache, row: cache.fork(row, B)),
+    "keep": quick_jit(lambda cache, *path: cache.keep(*path)),
     "admit": quick_jit(lambda cache, rows, other: cache.admit(rows, other)),
 }
 
@@ -114,16 +115,7 @@ def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
     rolling = kind == "rolling"
     match name:
         case "append":
-            valid = ragged(rng, len(rows))
-            key, value = (3 * rng.normal(size=(len(rows), T, K, n)).astype("f") for n in (H, V))
-            positions = rng.integers(0, 2 * S, (len(rows), T))
-            for b, row in enumerate(rows):
-                if "positions" not in kind:
-                    positions[b, valid[b]] = len(row.tokens) + np.arange(valid[b].sum())
-                token = (x[b, valid[b]].astype(float) for x in (key, value, positions))
-                row.append([*zip(*token, strict=True)], rolling)
-            key[~valid] = value[~valid] = np.nan
-            arguments = key, value, valid, positions if "positions" in kind else None
+            arguments = new_tokens(rng, rows, kind)
         case "truncate":
             lengths = np.array([len(row.tokens) for row in rows])
             back = np.where(rng.random(B) < 0.8, rng.integers(0, 4, B), rng.integers(-1, S, B))
@@ -131,6 +123,8 @@ def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
             for row, length in zip(rows, wanted, strict=True):
                 row.truncate(int(length), rolling)
             arguments = (wanted,)
+        case "keep":
+            arguments = kept_paths(rng, rows, kind)
         case "reset":
             is_chosen = rng.random(B) < 0.4
             rows[:] = [Row() if x else row for x, row in zip(is_chosen, rows, strict=True)]
@@ -155,6 +149,37 @@ def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
     return RUN[name](cache, *arguments)
 
 
+def new_tokens(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
+    """Random tokens as arguments of `append`, appended to the lists."""
+    valid = ragged(rng, len(rows))
+    key, value = (3 * rng.normal(size=(len(rows), T, K, n)).astype("f") for n in (H, V))
+    positions = rng.integers(0, 2 * S, (len(rows), T))
+    for b, row in enumerate(rows):
+        if "positions" not in kind:
+            positions[b, valid[b]] = len(row.tokens) + np.arange(valid[b].sum())
+        token = (x[b, valid[b]].astype(float) for x in (key, value, positions))
+        row.append([*zip(*token, strict=True)], kind == "rolling")
+    key[~valid] = value[~valid] = np.nan
+    return key, value, valid, positions if "positions" in kind else None
+
+
+def kept_paths(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
+    """Random paths among the last tokens as arguments of `keep`, applied to the lists."""
+    lengths = np.array([len(row.tokens) for row in rows])
+    start = np.maximum(lengths - rng.integers(0, T + 1, B), 0)
+    counts = np.minimum(rng.integers(0, 4, B), lengths - start)
+    places = rng.integers(0, np.maximum(lengths - start, 1), (3, B)).T.copy()
+    outside = (rng.random(B) < 0.1) & (counts > 0)
+    for b, row in enumerate(rows):
+        path = [row.tokens[start[b] + i] for i in places[b, : counts[b]]]
+        if "positions" not in kind:
+            path = [(k, v, start[b] + i) for i, (k, v, _) in enumerate(path)]
+        row.tokens[start[b] :] = path
+        row.lost = row.lost or bool(outside[b])
+    places[outside, 0] = (lengths - start)[outside]
+    return start, places, counts
+
+
 def padded_indices(is_chosen: np.ndarray) -> np.ndarray:
     """The indices of rows as an array `[B]`; B, which is no row, in place of others."""
     return np.where(is_chosen, np.arange(B), B).astype(np.uint8)
@@ -163,9 +188,10 @@ def padded_indices(is_chosen: np.ndarray) -> np.ndarray:
 def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> None:
     rng, rolling = np.random.default_rng([seed, *kind.encode()]), kind == "rolling"
     cache, rows = placed(create(kind)), [Row() for _ in range(B)]
+    operations = [name for name in RUN if not (rolling and name == "keep")]
     names = ["append"]
     for _ in range(12):
-        names.append(str(rng.choice(["append"] * 5 + [*RUN] + ["truncate"])))
+        names.append(str(rng.choice(["append"] * 5 + ["truncate"] + operations)))
         cache = step(rng, cache, rows, names[-1], kind)
         np.testing.assert_array_equal(cache.lengths, [len(row.tokens) for row in rows])
         np.testing.assert_array_equal(cache.overflowed, [row.lost for row in rows])
@@ -222,6 +248,7 @@ def filled(kind: str, *counts: int) -> Any:
     return cache
 
 
+KEEP = "(%s|keep: .* got a RollingCache; for drafts in sequence use truncate)"
 WRONG: dict[str, tuple[Any, str]] = {
     "longer": (
         lambda c: c.truncate(np.array([9, 6])),
@@ -240,6 +267,19 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"rows: expected different rows",
     ),
     "too few": (lambda c: c.admit(1, c), "rows: expected one for each of .* 2 batch rows, got 1"),
+    "start": (
+        lambda c: c.keep(np.array([10, 0]), np.zeros((2, 1), int)),
+        KEEP % "lengths: .* got 10",
+    ),
+    "path": (
+        lambda c: c.keep(np.array([7, 3]), np.array([[0, 1], [0, 2]])),
+        KEEP % r"places: .* the 2 tokens from start on in batch row 1, got \[0, 2\]",
+    ),
+    "counts": (
+        lambda c: c.keep(np.array([7, 3]), np.zeros((2, 1), int), np.array([0, 2])),
+        KEEP % "counts: expected 0 <= counts <= A = 1, got 2",
+    ),
+    "places": (lambda c: c.keep(0, np.zeros((1, 2), int)), KEEP % r"places: expected \[B, A\]"),
     "no cache": (lambda c: c.admit(1, c.lengths), "other: expected a cache of jattn.cache"),
     "positions": (
         lambda c: c.append(*(jnp.ones((2, 1, K, n)) for n in (H, V)), positions=np.arange(1)),
@@ -256,7 +296,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_rows_and_lengths_are_named(kind, name):
     run, message = WRONG[name]
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         run(filled(kind, 9, 5))
 
 
@@ -282,7 +322,7 @@ def test_pages_are_free_as_soon_as_no_row_covers_them():
     assert int(cache.truncate(np.array([5, 3, 0])).num_free_pages) == 3
     assert int(cache.reset(0).num_free_pages) == 4
     assert int(cache.fork(1, 5).num_free_pages) == 4
-    assert int(cache.reorder(np.array([0, 0, 0])).truncate(np.array([3, 1, 0])).num_free_pages) == 5
+    assert int(cache.reorder(jnp.zeros(3, int)).truncate(np.array([3, 1, 0])).num_free_pages) == 5
     prompt = PagedCache.create(1, 7, K, H, V, page_size=PAGE).append(*(x[:1] for x in new))
     admitted = cache.admit(2, prompt)
     assert admitted.lengths.tolist() == [5, 4, 5] and int(admitted.num_free_pages) == 0
@@ -353,3 +393,67 @@ def test_positions_that_are_wrong_are_named_or_seen():
         RollingCache.create(B, W, K, H, positions=True)
     append = quick_jit(lambda positions: cache.append(*new, positions=positions).overflowed)
     assert not append(np.array([0, 2**31 - 1])).any() and append(np.array([0, 2**31])).all()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["paged with positions", "dense with positions"])
+def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
+    """Rows accept different paths of different trees, with rotation and a learned bias by depth."""
+    bias = jnp.asarray(np.random.default_rng(3).normal(size=(8, 2)), jnp.float32)
+    attention: Any = functools.partial(
+        nn.MultiHeadAttention, score=scores.RelativeBias(bias), mask=masks.Window(left=12)
+    )
+    model = nn.DecoderOnly(
+        *(17,),
+        features=16,
+        num_heads=2,
+        feed_forward=32,
+        num_layers=2,
+        dropout_rate=0.0,
+        tie_embeddings=False,
+        self_attention=attention,
+        rngs=nnx.Rngs(0),
+    )
+    rng = np.random.default_rng(5)
+    prompt = jnp.asarray(rng.integers(0, 17, (2, 4)))
+    greedy = np.asarray(jattn.generate(model, prompt, max_tokens=16).tokens)
+    options: Any = {"page_size": 4} if "paged" in kind else {}
+    cache_class = PagedCache if "paged" in kind else DenseCache
+    logits, caches = model.step(prompt, model.start(2, 40, cache_class, positions=True, **options))
+    graph, state = nnx.split(model)
+
+    @quick_jit
+    def verify(state: Any, drafts: Any, parents: Any, caches: Any) -> Any:
+        tree = masks.Tree(parents, caches[0].lengths)
+        rules = {"mask": tree, "positions": caches[0].lengths[:, None] + tree.depths}
+        logits, caches = nnx.merge(graph, state).step(drafts, caches, **rules)
+        return jnp.argmax(logits, axis=-1), caches
+
+    keep = quick_jit(lambda caches, *path: [cache.keep(*path) for cache in caches])
+    found = [[int(x)] for x in np.argmax(logits[:, -1], axis=-1)]
+    accepted = []
+    while min(map(len, found)) < 12:
+        parents = np.array([[-1, *(rng.integers(0, t) for t in range(1, T))] for _ in range(2)])
+        drafts = rng.integers(0, 17, (2, T))
+        for b, row in enumerate(found):
+            drafts[b, 0] = row[-1]
+            depths = np.asarray(masks.Tree(parents[b]).depths)
+            right = rng.random(T) < 0.8
+            later = greedy[b][np.minimum(len(row) - 1 + depths, 15)]
+            drafts[b, 1:] = np.where(right, later, drafts[b])[1:]
+        start = caches[0].lengths
+        best, caches = verify(state, drafts, parents, caches)
+        places, counts = np.zeros((2, T), int), np.ones(2, int)
+        for b, row in enumerate(found):
+            node = 0
+            while node is not None:
+                places[b, counts[b] - 1] = node
+                row.append(int(best[b, node]))
+                fits = (parents[b] == node) & (drafts[b] == row[-1])
+                node = int(np.argmax(fits)) if fits.any() else None
+                counts[b] += node is not None
+        caches = keep(caches, start, places, counts)
+        accepted.extend(counts)
+    for b, row in enumerate(found):
+        np.testing.assert_array_equal(row[:12], greedy[b, :12])
+    assert len(set(accepted)) > 2 and not caches[0].overflowed.any()

@@ -35,6 +35,18 @@ LAYOUT = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 1]], bool)  # blocks of
 LAYOUT_23 = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 1]], bool)  # blocks of 2 × 3
 TABLE = np.array([4, 0, 2, 2, 1, 5, 3, 0, 1, 6, 2, 2, 3])
 
+PARENTS = np.array([-1, 0, 0, 1, -1])
+TREE = np.array(
+    [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+    ],
+    bool,
+)  # and a column for a key after the tree
+
 PairRule = Callable[[int, int, int, int], Any]  # (query place, key place, q position, kv position)
 
 
@@ -68,6 +80,11 @@ LEAVES: dict[str, tuple[Callable[[], Any], PairRule]] = {
     "padding": (
         lambda: masks.Padding(jnp.asarray(KV_IDS % 2)),
         lambda i, j, q, kv: KV_IDS[j] % 2 == 1,
+    ),
+    "tree": (lambda: masks.Tree(PARENTS, 1), lambda i, j, q, kv: j < 1 or TREE[i, j - 1]),
+    "tree array": (
+        lambda: masks.Tree(jnp.asarray(PARENTS), jnp.int32(3)),
+        lambda i, j, q, kv: j < 3 or TREE[i, j - 3],
     ),
     "dilated 2": (lambda: masks.Dilated(2), lambda i, j, q, kv: (q - kv) % 2 == 0),
     "dilated 3": (lambda: masks.Dilated(3), lambda i, j, q, kv: (q - kv) % 3 == 0),
@@ -325,6 +342,26 @@ def _draw_padding(draw):
     return Ruled(masks.Padding(attention_mask), lambda b, h, i, j, q, kv: real[b][j])
 
 
+def _draw_tree(draw):
+    lead = draw(st.sampled_from([(), (TREE_B,)]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    parents = rng.integers(-1, np.arange(TREE_T), (*lead, TREE_T))
+    start = rng.integers(0, TREE_S, lead)
+
+    def truth(b, h, i, j, q, kv):
+        row, begin = (x[b] if lead else x for x in (parents, start))
+        seen = np.zeros((TREE_T, TREE_S), bool)
+        for node in range(TREE_T):
+            if row[node] >= 0:
+                seen[node] = seen[row[node]]
+            seen[node, begin + node : begin + node + 1] = True
+        return seen[i, j] | (j < begin)
+
+    operands = draw(st.sampled_from([np.asarray, jnp.asarray]))
+    begins = start if lead else int(start) if draw(st.booleans()) else jnp.asarray(start)
+    return Ruled(masks.Tree(operands(parents), begins), truth)
+
+
 def _draw_dilated(draw):
     stride = draw(st.integers(1, 5))
     return Ruled(masks.Dilated(stride), lambda b, h, i, j, q, kv: (q - kv) % stride == 0)
@@ -375,6 +412,7 @@ DRAWN: dict[type, Callable[[Any], Ruled]] = {
     masks.Lengths: _draw_lengths,
     masks.Segments: _draw_segments,
     masks.Padding: _draw_padding,
+    masks.Tree: _draw_tree,
     masks.Dilated: _draw_dilated,
     masks.Global: _draw_global,
     masks.Blocks: _draw_blocks,

@@ -162,7 +162,7 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    along = {"keys": by_place, "values": by_place, "lengths": rows, "overflowed": rows}
+    along: Any = {"keys": by_place, "values": by_place, "lengths": rows, "overflowed": rows}
     along["positions"] = P("data", "context") if rule == "positions" else None
     specs: Any = dataclasses.replace(cache, **along)
     sharded = jax.tree.map(lambda x, spec: place(mesh, x, spec), cache, specs)

@@ -355,6 +355,9 @@ FUNCTIONS: dict[str, SweptCall] = {
     "Window": call(masks.Window, left=Argument("distance?", 1), right=Argument("distance?", 2)),
     "Prefix": call(masks.Prefix, length=Argument("length", 2)),
     "Lengths": call(masks.Lengths, q=Argument("length?", 2), kv=Argument("length?", 2)),
+    "Tree": call(
+        masks.Tree, parents=Argument("tokens", np.arange(T) - 1), start=Argument("length", 2)
+    ),
     "Dilated": call(masks.Dilated, step=Argument("step", 2)),
     "Global": call(masks.Global, n=Argument("count", 2)),
     "Segments": call(masks.Segments, q_ids=TOKENS, kv_ids=Argument("tokens?", ints(B, S))),

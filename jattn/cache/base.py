@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, typed_like
 from jattn._types import Size, Tree
+from jattn.cache.paths import checked_path, read_slots
 from jattn.cache.rows import chosen, picked_rows, put_rows, shorter
 from jattn.checks import check_array, check_size, shown
 from jattn.functions import integers
@@ -39,6 +40,7 @@ class Cache:
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
     positions: Any = None  # of the token in each slot, if the cache keeps them
+    slots_in_order = True  # whether tokens lie in slots in the order in which they were appended
 
     @property
     def capacity(self) -> Size:
@@ -88,8 +90,8 @@ class Cache:
         return keys, values
 
     def append(
-        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
-    ) -> "Cache":
+        self: SomeCache, key: Any, value: Any, valid: Valid = None, positions: Positions = None
+    ) -> SomeCache:
         """Returns the cache with T more tokens in each batch row.
 
         Args:
@@ -103,7 +105,8 @@ class Cache:
         Raises ValueError for wrong shapes, for positions if the cache does not keep any, and if the
         lengths are concrete and the tokens do not fit.
         """
-        raise NotImplementedError
+        self._check(key, value, valid)
+        return self._extended(key, value, valid, positions)
 
     def reorder(self: SomeCache, indices: Int[Array, " R"]) -> SomeCache:
         """Returns the cache of R batch rows selected by index, for beam search.
@@ -146,6 +149,48 @@ class Cache:
         """
         lengths, outside = shorter(lengths, self.lengths)
         return self.with_lengths(lengths, self.overflowed | outside)
+
+    def keep(self: SomeCache, start: Any, places: Any, counts: Any = None) -> SomeCache:
+        """Returns the cache with only the accepted path of a tree of drafts behind the first
+        `start` tokens, as if no other draft had been appended; see `masks.Tree`.
+
+        Args:
+            start: integers `[B]`, the lengths before the tree was appended.
+            places: integers `[B, A]`, the indices of the accepted drafts among the drafts.
+            counts: integers `[B]`, how many of the A drafts are accepted; by default all.
+
+        Keys, values and kept positions move unchanged; a cache without kept positions must have
+        been given the keys of the right positions. Raises TypeError and ValueError for wrong
+        arrays, and for concrete indices out of range; traced ones set `overflowed`. Raises
+        NotImplementedError for a `RollingCache`.
+
+        >>> cache, places = jattn.cache.DenseCache.of(k, v), jnp.array([[0, 2], [0, 1]])
+        >>> cache.keep(jnp.array([4, 5]), places).lengths.tolist()
+        [6, 7]
+        """
+        if not self.slots_in_order:
+            raise NotImplementedError(
+                f"keep: expected a cache with slots in the order of tokens, got a "
+                f"{type(self).__name__}; for drafts in sequence use truncate"
+            )
+        truncated = self.truncate(start)
+        slots, is_kept, wrong = checked_path(truncated.lengths, self.lengths, places, counts)
+        key, value, positions = self._tokens_at(slots)
+        kept = truncated._extended(key, value, is_kept, positions)
+        return kept.with_lengths(kept.lengths, kept.overflowed | wrong)
+
+    def _tokens_at(self, slots: Int[Array, "B A"]) -> tuple[Any, Any, Any]:
+        """Returns the stored keys, values and positions, or None, in slots of each batch row."""
+        positions = self.positions
+        if positions is not None:
+            positions = jnp.take_along_axis(positions, slots, axis=1, mode="clip")
+        return *read_slots((self.keys, self.values), slots), positions
+
+    def _extended(
+        self: SomeCache, key: Any, value: Any, valid: Valid, positions: Positions
+    ) -> SomeCache:
+        """Returns the cache with more tokens, whose shapes have been checked, see `append`."""
+        raise NotImplementedError
 
     def reset(self: SomeCache, rows: Any) -> SomeCache:
         """Returns the cache with empty batch rows in place of `rows`, for new sequences: without
@@ -229,9 +274,10 @@ class Cache:
         """Returns the positions of the T tokens that were appended last."""
         check_size("T", T, 0)
         slots = self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
-        if self.positions is None:
+        positions = self.kv_positions if self.positions is not None else None
+        if positions is None:
             return slots
-        kept = jnp.take_along_axis(self.kv_positions, jnp.maximum(slots, 0), axis=1, mode="clip")
+        kept = jnp.take_along_axis(positions, jnp.maximum(slots, 0), axis=1, mode="clip")
         return jnp.where(slots < 0, slots, kept)
 
     def _lost(self, positions: Positions) -> Bool[Array, " B"]:

@@ -81,10 +81,8 @@ class DenseCache(Cache):
         tokens = jnp.asarray(integers.clamped(lengths))
         return cls(keys, values, jnp.clip(tokens, 0, S), (tokens < 0) | (tokens > S))
 
-    def append(
-        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
-    ) -> "DenseCache":
-        slots, extended = self.reserve(key, value, valid, positions)
+    def _extended(self, key: Any, value: Any, valid: Valid, positions: Positions) -> "DenseCache":
+        slots, extended = self._reserved(key.shape[1], valid, positions)
         keys, values = write(self.keys, key, slots), write(self.values, value, slots)
         return dataclasses.replace(extended, keys=keys, values=values)
 
@@ -97,7 +95,12 @@ class DenseCache(Cache):
 
         Takes the arguments of `append` and raises the same errors.
         """
-        T = self._check(key, value, valid)
+        self._check(key, value, valid)
+        return self._reserved(key.shape[1], valid, positions)
+
+    def _reserved(
+        self, T: int, valid: Valid, positions: Positions
+    ) -> tuple[Int[Array, "B T"], "DenseCache"]:
         lengths = self.lengths + count_tokens(T, valid)
         check_counts(lengths, self.capacity, "capacity")
         slots = self.next_positions(T, valid)

@@ -15,6 +15,7 @@ from jattn._types import Size
 from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens, select_rows
 from jattn.cache.dense import DenseCache
 from jattn.cache.pages import allocate, count_pages
+from jattn.cache.paths import read_pooled
 from jattn.cache.rows import chosen, put_rows
 from jattn.cache.storage import (
     empty,
@@ -128,10 +129,15 @@ class PagedCache(Cache):
     def _gather(self, table: Int[Array, "B m"]) -> tuple[Array, Array]:
         return read_pages(self.keys, table), read_pages(self.values, table)
 
-    def append(
-        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
-    ) -> "PagedCache":
-        T = self._check(key, value, valid)
+    def _tokens_at(self, slots: Int[Array, "B A"]) -> tuple[Any, Any, Any]:
+        pages = jnp.take_along_axis(self.table, slots // self.page_size, axis=1, mode="clip")
+        positions = None if self.positions is None else self.positions[:, None]
+        pools = self.keys, self.values, positions
+        key, value, positions = read_pooled(pools, pages, slots % self.page_size)
+        return key, value, None if positions is None else positions[:, :, 0]
+
+    def _extended(self, key: Any, value: Any, valid: Valid, positions: Positions) -> "PagedCache":
+        T = key.shape[1]
         uncapped_lengths = self.lengths + count_tokens(T, valid)
         check_counts(uncapped_lengths, self.capacity, "capacity")
         lengths = jnp.minimum(uncapped_lengths, self.capacity)

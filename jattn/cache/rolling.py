@@ -35,6 +35,7 @@ class RollingCache(Cache):
     overflowed: Any = array_field("B")
     oldest: Any = array_field("B")  # the position of the oldest token that was not overwritten
     window: int = static_field()
+    slots_in_order = False
 
     @classmethod
     def create(
@@ -89,10 +90,8 @@ class RollingCache(Cache):
     def mask(self) -> Mask:
         return Lengths(kv=jnp.minimum(self.lengths, self.capacity)) & Window(left=self.window)
 
-    def append(
-        self, key: Any, value: Any, valid: Valid = None, positions: Positions = None
-    ) -> "RollingCache":
-        T = self._check(key, value, valid)
+    def _extended(self, key: Any, value: Any, valid: Valid, positions: Positions) -> "RollingCache":
+        T = key.shape[1]
         counts = count_tokens(T, valid)
         if valid is None and self.chunk < T:
             raise ValueError(
