@@ -25,6 +25,7 @@ PAGES = {
         "experiments/gallery/README.md",
         "experiments/offline/README.md",
         "experiments/translation/README.md",
+        "jattn/cache/README.md",
         "jattn/kernels/README.md",
         "jattn/parallel/README.md",
         "tests/README.md",
