@@ -18,7 +18,14 @@ from jaxtyping import Array, Float, Int
 
 from jattn._explicit import joined, partitioned_by_xla, sharding_of
 from jattn._types import AnyArray, accumulation
-from jattn.checks import check_array, check_choice, check_dtype, check_number, check_size
+from jattn.checks import (
+    check_array,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_size,
+)
 from jattn.functions import integers
 
 
@@ -69,11 +76,17 @@ def _frequencies(size: int, base: float, dtype: Any) -> Float[Array, " half"]:
 
 
 def sinusoidal(
-    positions: Int[AnyArray, "*shape"], D: int, *, base: float = 10000.0, dtype: Any = jnp.float32
+    positions: Int[AnyArray, "*shape"],
+    D: int,
+    *,
+    base: float = 10000.0,
+    style: Literal["half", "interleaved"] = "interleaved",
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "*shape D"]:
     """Encodes positions `[...]` as `[..., D]`: sin(p ω) in even channels, cos(p ω) in odd ones.
 
-    ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5.
+    ω of channels 2i and 2i + 1 is base^(−2i/D). Vaswani et al. 2017, section 3.5. With style "half"
+    the first half of the channels are the sines and the second half the cosines, as in Marian.
 
     Raises ValueError for an odd D.
 
@@ -86,12 +99,13 @@ def sinusoidal(
     if D % 2:
         raise ValueError(f"sinusoidal: expected an even width D >= 2, got {D}")
     check_number("base", base, positive=True)
+    check_choice("style", style, ("half", "interleaved"))
     check_dtype("dtype", dtype)
     compute_dtype = accumulation(dtype)
     angle = positions.astype(compute_dtype)[..., None] * _with_leading_axes(
         _frequencies(D, base, compute_dtype), positions.ndim
     )
-    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-2 if style == "half" else -1)
     return pairs.reshape(*positions.shape, D).astype(dtype)
 
 
@@ -156,6 +170,8 @@ class Yarn:
             section 3.2, or the index of the "pair", as in the paper's code and its models.
         amplitude: a factor by which rotated queries and keys are multiplied; by default the paper's
             0.1 · ln(factor) + 1 (section 3.4).
+        truncate: whether the ends of the ramp by "pair" are rounded to whole pairs, as in the
+            paper's code.
 
     Llama 3.1 uses ramp "turns", factor 8, slow 1, fast 4 and amplitude 1.
 
@@ -172,9 +188,11 @@ class Yarn:
     fast: float = 32.0
     ramp: Literal["turns", "pair"] = "turns"
     amplitude: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         check_size("original_length", self.original_length)
+        check_flag("truncate", self.truncate)
         for name in ("factor", "slow", "fast"):
             _check_positive_number(name, getattr(self, name))
         if not self.slow < self.fast:
@@ -197,9 +215,10 @@ class Yarn:
         if self.ramp == "turns":
             turns = frequencies * (self.original_length / (2 * math.pi))
             return jnp.clip((turns - self.slow) / (self.fast - self.slow), 0, 1)
-        # Rounding, limits and 1e-3 are those of the paper's code.
-        first = max(math.floor(self._pair_with_turns(self.fast, size, base)), 0)
-        last = min(math.ceil(self._pair_with_turns(self.slow, size, base)), size - 1)
+        first, last = (self._pair_with_turns(x, size, base) for x in (self.fast, self.slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)  # limits and 1e-3: of the paper's code
         pairs = jnp.arange(len(frequencies), dtype=frequencies.dtype)
         return 1 - jnp.clip((pairs - first) / max(last - first, 1e-3), 0, 1)
 

@@ -27,6 +27,7 @@ PAGES = {
         "experiments/translation/README.md",
         "jattn/cache/README.md",
         "jattn/kernels/README.md",
+        "jattn/nn/README.md",
         "jattn/parallel/README.md",
         "tests/README.md",
     )

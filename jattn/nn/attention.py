@@ -1,6 +1,7 @@
 """`MultiHeadAttention`, the module that projects the inputs and outputs of `jattn.attention`."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax.numpy as jnp
@@ -57,14 +58,15 @@ class MultiHeadAttention(Module):
         sinks: whether each head has a learned logit that takes part in the softmax without a value
             (`sink` of `jattn.attention`): a parameter `[N]`, initially 0.
         dropout_rate: the rate of dropout on the attention weights.
-        use_bias: whether the four projections have biases.
+        use_bias: whether the four projections have biases; "qkv" for all but the output's.
         dtype: the dtype of the computation, by default that of inputs and parameters, promoted.
         param_dtype: the dtype of the parameters.
         precision: the precision of the matrix products, as in `jax.lax.Precision`.
         kernel_init: the initializer of the four kernels; default `nnx.initializers.lecun_normal()`.
         bias_init: the initializer of the four biases; default zeros.
         normalize_qk: whether each head's queries and keys are normalised (Dehghani et al. 2023)
-            with a learned scale: "layer" (also True) or "rms" normalisation.
+            with a learned scale: "layer" (also True) or "rms" normalisation, or a function that
+            makes the module, such as `functools.partial(RMSNorm, epsilon=1e-5)`.
         rotary: the `Rotary` or, for images, `AxialRotary` that rotates queries and keys by their
             positions; True means `Rotary()`.
         mask, score: a mask and a score function for every call. A call's own mask is combined with
@@ -102,13 +104,13 @@ class MultiHeadAttention(Module):
         scale: float | None = None,
         sinks: bool = False,
         dropout_rate: float = 0.0,
-        use_bias: bool = True,
+        use_bias: bool | Literal["qkv"] = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
         kernel_init: Initializer = LECUN,
         bias_init: Initializer = ZEROS,
-        normalize_qk: bool | Literal["layer", "rms"] = False,
+        normalize_qk: bool | Literal["layer", "rms"] | Callable[..., LayerNorm | RMSNorm] = False,
         rotary: Rotary | AxialRotary | bool = False,
         mask: MaskLike = None,
         score: ScoreLike | LearnedScore = None,
@@ -116,7 +118,8 @@ class MultiHeadAttention(Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        check_flag("use_bias", use_bias)
+        if use_bias != "qkv":
+            check_flag("use_bias", use_bias)
         check_flag("sinks", sinks)
         _check_options(scale, precision, normalize_qk, rotary, implementation)
         self.num_heads = num_heads
@@ -156,15 +159,17 @@ class MultiHeadAttention(Module):
         check_size("value_dim", self.value_dim)
         N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
         heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
-        names = ("use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+        names = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init")
         options = {name: getattr(self, name) for name in names}
+        options["use_bias"] = bool(self.use_bias)
         make = functools.partial(linear, nnx.LinearGeneral, rngs=rngs, **options)
         self.query = make(self.in_features, (N, H), ("embed", *heads))
         self.key = make(self.in_kv_features, (K, H), ("embed", *kv_heads))
         self.value = make(self.in_kv_features, (K, V), ("embed", *kv_heads))
         self.query_ln = self._norm(rngs)
         self.key_ln = self._norm(rngs)
-        self.out = make((N, V), self.out_features, (*heads, "embed"), axis=(-2, -1))
+        options = {"axis": (-2, -1), "use_bias": self.use_bias is True}
+        self.out = make((N, V), self.out_features, (*heads, "embed"), **options)
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
 
@@ -172,10 +177,13 @@ class MultiHeadAttention(Module):
         """Makes the normalisation of queries or keys; None without `normalize_qk`."""
         if not self.normalize_qk:
             return None
-        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+        dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        options: Any = {"axis": "head_size", "rngs": rngs, **dtypes}
+        if callable(self.normalize_qk):
+            return self.normalize_qk(self.head_dim, **options)
         if self.normalize_qk == "rms":
-            return RMSNorm(self.head_dim, axis="head_size", **options)
-        return LayerNorm(self.head_dim, axis="head_size", use_bias=False, **options)
+            return RMSNorm(self.head_dim, **options)
+        return LayerNorm(self.head_dim, use_bias=False, **options)
 
     def project_queries(
         self, inputs_q: Float[Array, "..."], positions: Positions = None
@@ -444,7 +452,8 @@ def _check_options(
         check_number("scale", scale)
     check_precision("precision", precision)
     check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
+    if not callable(normalize_qk):
+        check_choice("normalize_qk", normalize_qk, (False, True, "layer", "rms"))
     if not isinstance(rotary, bool | Rotary | AxialRotary):
         raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
 

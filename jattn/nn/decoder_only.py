@@ -2,16 +2,21 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, Unpack
+import os
+from collections.abc import Iterable
+from typing import Any, Literal, Self, Unpack
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
-from jattn.checks import check_choice, check_flag, check_size
+from jattn.checks import check_choice, check_flag, check_number, check_size
+from jattn.nn import pretrained
 from jattn.nn._types import CacheOptions, Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.embedding import (
     DEFAULT_INIT,
@@ -42,7 +47,7 @@ class DecoderOnlyOptions(LayerOptions):
     ('pre', 'post')
     """
 
-    norm: Literal["post", "pre"] = "pre"
+    norm: Literal["post", "pre", "sandwich"] = "pre"
 
 
 class DecoderOnlyLayer(EncoderLayer):
@@ -102,6 +107,9 @@ class DecoderOnly(Module):
         tie_embeddings: whether the embedding is also the output projection.
         scale_embeddings: whether embedded tokens are multiplied by √D, as in Vaswani et al. 2017;
             GPT-2 and Llama do not.
+        logits_bias: whether the output projection has a bias; by default only with `use_bias` and
+            without `tie_embeddings`.
+        logit_cap: a soft cap of the logits, cap · tanh(logits / cap), as in Gemma 2.
         embedding_init: the initializer of the embedding `[vocabulary, D]` and of learned positions
             `[max_length, D]`.
         options: those of `DecoderOnlyOptions`. `self_attention` sets further options of the
@@ -136,6 +144,8 @@ class DecoderOnly(Module):
         | None = "rotary",
         tie_embeddings: bool = True,
         scale_embeddings: bool = True,
+        logits_bias: bool | None = None,
+        logit_cap: float | None = None,
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
@@ -153,6 +163,10 @@ class DecoderOnly(Module):
             max_length=max_length,
         )
         check_flag("tie_embeddings", tie_embeddings)
+        if logits_bias is not None:
+            check_flag("logits_bias", logits_bias)
+        if logit_cap is not None:
+            check_number("logit_cap", logit_cap, positive=True)
         rotary = positions if isinstance(positions, Rotary | AxialRotary) else None
         if rotary is None:
             check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
@@ -160,22 +174,67 @@ class DecoderOnly(Module):
         added = positions if isinstance(positions, str) and rotary is None else None
         tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.vocabulary = vocabulary
+        tied_bias = bool(tie_embeddings and logits_bias)
         self.tokens = TokenEmbedding(
-            vocabulary, features, scale_embeddings=scale_embeddings, **tables
+            vocabulary, features, scale_embeddings=scale_embeddings, use_bias=tied_bias, **tables
         )
         self.positions = position_vectors(added, max_length, features, tables)
         self.dropout = Dropout(settings.dropout_rate, rngs=rngs)
         attention_options = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "rotary": rotary}
         given_options = {name: x for name, x in attention_options.items() if x is not None}
-        attention = functools.partial(settings.self_attention, **given_options)
-        layer_options: Any = {**vars(settings), "self_attention": attention}
+        layers: Any = settings.of_layers(num_layers)
+        for layer in layers:
+            layer["self_attention"] = functools.partial(layer["self_attention"], **given_options)
         self.layers = nnx.List(
-            DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **layer_options)
-            for _ in range(num_layers)
+            DecoderOnlyLayer(features, num_heads, feed_forward, rngs=rngs, **layer)
+            for layer in layers
         )
         self.norm = settings.make_final_norm(features, rngs)
-        output = {"use_bias": settings.use_bias, "rngs": rngs, **settings.matrices}
+        self.logit_cap = logit_cap
+        use_bias = settings.use_bias if logits_bias is None else logits_bias
+        output = {"use_bias": use_bias, "rngs": rngs, **settings.matrices}
         self.output = None if tie_embeddings else OutputProjection(features, vocabulary, **output)
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: Dtype | None = None,
+        dropout_rate: float = 0.0,
+        length: int | None = None,
+        ignored: Iterable[str] = (),
+        mesh: Mesh | None = None,
+    ) -> Self:
+        """Constructs a model with the weights in a folder of the Hugging Face hub's layout.
+
+            model = nn.DecoderOnly.from_safetensors(folder)
+            tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+            prompt = jnp.array([tokenizer.encode("Once upon a time").ids])
+            tokens = jattn.generate(model, prompt, max_tokens=20).tokens
+
+        The folder has `config.json`, with the `model_type` llama, mistral, qwen2, qwen3, gemma,
+        gemma2, gemma3_text or gpt2, and `model.safetensors`, or the files that
+        `model.safetensors.index.json` lists. Tensors `self_attn.sinks` `[N]` are attention sinks.
+
+        Args:
+            folder: the path of the folder.
+            dtype: the dtype of the parameters; by default that of the embedding in the file.
+            dropout_rate: the rate of dropout, in place of those in the config.
+            length: the number of tokens for which dynamic rotary scaling chooses frequencies.
+            ignored: names of options in the config that do not change the logits.
+            mesh: the device mesh on which parameters are placed, by their logical axes under
+                `nnx.logical_axis_rules`; by default they are on the default device.
+
+        Raises:
+            FileNotFoundError: for a missing file.
+            ImportError: without the package safetensors, in `pip install "jattn[weights]"`.
+            NotImplementedError: for a `model_type` or an option that is not supported.
+            ValueError: for missing and unexpected tensors, for tensors of a wrong shape, and for
+                damaged files.
+        """
+        options: Any = {"dtype": dtype, "dropout_rate": dropout_rate, "length": length}
+        return pretrained.load(cls, folder, **options, ignored=ignored, mesh=mesh)
 
     @advised_by(DECODER_ONLY_ADVICE, SelfOptions)
     def __call__(self, tokens: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B T vocabulary"]:
@@ -203,14 +262,14 @@ class DecoderOnly(Module):
 
     def logits(self, features: Float[Array, "*B T D"]) -> Float[Array, "*B T vocabulary"]:
         """Maps the result of `features` to logits, by the output projection or tied embedding."""
-        return self.tokens.attend(features) if self.output is None else self.output(features)
+        output = self.tokens.attend if self.output is None else self.output
+        logits, cap = output(features), self.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @property
     def projection(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
-        """The kernel and the bias (or None) of `logits`."""
-        if self.output is None:
-            return self.tokens.embedding[...], None
-        return self.output.arrays
+        """The kernel and the bias (or None) of `logits`, before the soft cap."""
+        return (self.tokens if self.output is None else self.output).arrays
 
     def start(
         self,

@@ -10,7 +10,14 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float
 
-from jattn.checks import check_array, check_dtype, check_flag, check_number, check_size
+from jattn.checks import (
+    check_array,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_size,
+)
 from jattn.functions.integers import known_range
 from jattn.nn._types import Ids, Positions
 from jattn.nn.layers import sharded
@@ -56,7 +63,8 @@ class TokenEmbedding(Module):
 
     The factor (Vaswani et al. 2017, section 3.4) lets one table serve both as embedding, with
     entries of variance 1, and through `attend` as output projection, with entries of variance 1/D.
-    With `scale_embeddings=False` vectors are not multiplied, as in GPT-2 and Llama.
+    With `scale_embeddings=False` vectors are not multiplied, as in GPT-2 and Llama. With
+    `use_bias=True` the output projection has a bias `[vocabulary]`.
 
     >>> nn.TokenEmbedding(9, 8, rngs=nnx.Rngs(0))(jnp.ones((2, 5), int)).shape
     (2, 5, 8)
@@ -68,6 +76,7 @@ class TokenEmbedding(Module):
         features: int,
         *,
         scale_embeddings: bool = True,
+        use_bias: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         embedding_init: Initializer = DEFAULT_INIT,
@@ -76,10 +85,17 @@ class TokenEmbedding(Module):
         init = {"embedding_init": embedding_init}
         sizes = {"vocabulary": vocabulary, "features": features}
         check_flag("scale_embeddings", scale_embeddings)
+        check_flag("use_bias", use_bias)
         self.vocabulary = vocabulary
         self.features = features
         self.scale_embeddings = scale_embeddings
         self.embedding, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
+        self.bias = _bias(use_bias, vocabulary, param_dtype)
+
+    @property
+    def arrays(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
+        """The table, and the bias or None."""
+        return self.embedding[...], None if self.bias is None else self.bias[...]
 
     def __call__(self, ids: Ids) -> Float[Array, "... D"]:
         """Maps ids `[*B, T]` to vectors `[*B, T, D]`.
@@ -93,9 +109,9 @@ class TokenEmbedding(Module):
         return rows * jnp.asarray(math.sqrt(self.features), self.dtype)
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
-        """Returns logits `[*B, T, vocabulary]`, the products of x with the unscaled vectors."""
+        """Returns logits `[*B, T, vocabulary]`: x times the unscaled vectors, plus the bias."""
         check_features("x", x, "T, D", "features", self.features)
-        return _logits(x, self.embedding[...], self.dtype)
+        return _logits(x, *self.arrays, self.dtype)
 
 
 class OutputProjection(Module):
@@ -123,8 +139,7 @@ class OutputProjection(Module):
         check_flag("use_bias", use_bias)
         self.features = features
         self.kernel, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
-        bias = nnx.Param(jnp.zeros((vocabulary,), param_dtype), **sharded("vocabulary"))
-        self.bias = bias if use_bias else None
+        self.bias = _bias(use_bias, vocabulary, param_dtype)
 
     @property
     def arrays(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
@@ -133,18 +148,26 @@ class OutputProjection(Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
         check_features("x", x, "T, D", "features", self.features)
-        kernel, bias = self.arrays
-        logits = _logits(x, kernel, self.dtype)
-        if bias is None:
-            return logits
-        bias = bias.astype(self.dtype)
-        return logits + bias.reshape((1,) * (logits.ndim - 1) + bias.shape)
+        return _logits(x, *self.arrays, self.dtype)
+
+
+def _bias(use_bias: bool, vocabulary: int, param_dtype: Dtype) -> nnx.Param[Array] | None:
+    """Makes the bias of logits; None without `use_bias`."""
+    if not use_bias:
+        return None
+    return nnx.Param(jnp.zeros((vocabulary,), param_dtype), **sharded("vocabulary"))
 
 
 def _logits(
-    x: Float[Array, "... D"], table: Float[Array, "vocabulary D"], dtype: Dtype
+    x: Float[Array, "... D"],
+    table: Float[Array, "vocabulary D"],
+    bias: Float[Array, " vocabulary"] | None,
+    dtype: Dtype,
 ) -> Float[Array, "... vocabulary"]:
-    return jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype))
+    logits = jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype))
+    if bias is None:
+        return logits
+    return logits + bias.astype(dtype).reshape((1,) * (logits.ndim - 1) + bias.shape)
 
 
 class LearnedPositions(Module):
@@ -181,29 +204,47 @@ class LearnedPositions(Module):
 class SinusoidalPositions(Module):
     """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length.
 
+    `style` is that of `jattn.positions.sinusoidal`.
+
     >>> nn.SinusoidalPositions(8)(jnp.arange(5)).shape
     (5, 8)
     """
 
-    def __init__(self, features: int, *, base: float = 10000.0, dtype: Any = jnp.float32):
+    def __init__(
+        self,
+        features: int,
+        *,
+        base: float = 10000.0,
+        style: Literal["half", "interleaved"] = "interleaved",
+        dtype: Any = jnp.float32,
+    ):
         check_size("features", features)
         check_number("base", base, positive=True)
+        check_choice("style", style, ("half", "interleaved"))
         check_dtype("dtype", dtype)
         self.features = features
         self.base = base
+        self.style: Literal["half", "interleaved"] = style
         self.dtype = dtype
 
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end."""
-        return sinusoidal(positions, self.features, base=self.base, dtype=self.dtype)
+        D, style = self.features, self.style
+        return sinusoidal(positions, D, base=self.base, style=style, dtype=self.dtype)
 
 
 def position_vectors(
-    kind: str | None, max_length: int, features: int, tables: dict[str, Any]
+    kind: str | SinusoidalPositions | None, max_length: int, features: int, tables: dict[str, Any]
 ) -> LearnedPositions | SinusoidalPositions | None:
     """Makes the module of the position vectors; `tables` are the options of `TokenEmbedding`."""
     if kind is None:
         return None
+    if isinstance(kind, SinusoidalPositions):  # in a module of its own, as trees share none
+        if kind.features != features:
+            raise ValueError(
+                f"positions: expected SinusoidalPositions({features}), got ({kind.features})"
+            )
+        return SinusoidalPositions(features, base=kind.base, style=kind.style, dtype=kind.dtype)
     if kind == "learned":
         return LearnedPositions(max_length, features, **tables)
     dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]

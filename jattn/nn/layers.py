@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from jattn import dropout
 from jattn._explicit import joined, sharding_of
+from jattn._types import accumulation
 from jattn.checks import check_array, check_flag, check_rate
 from jattn.nn._types import RandomSource
 from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
@@ -175,10 +176,21 @@ class LayerNorm(nnx.LayerNorm):
             return super().__call__(x, mask=mask)
 
 
+def _promote_and_add_one(
+    args: _Arrays, /, *, dtype: Dtype | None = None, inexact: bool = True
+) -> _Arrays:
+    """`promote` of an input and a scale; returns 1 + scale, in no less than float32."""
+    x, scale = promote(args, dtype=dtype)
+    one_more: Any = (x, None if scale is None else 1 + scale.astype(accumulation(scale.dtype)))
+    return one_more
+
+
 class RMSNorm(nnx.RMSNorm):
     """Flax's root mean square normalisation over the last axis, also under strict promotion.
 
-    `axis` is the logical name of the axis; the other arguments are those of `flax.nnx.RMSNorm`.
+    `axis` is the logical name of the axis. With `zero_centered=True` the scale is 1 + the parameter
+    `scale`, which is initially 0, as in Gemma. The other arguments are those of
+    `flax.nnx.RMSNorm`.
 
     >>> print(nn.RMSNorm(4, rngs=nnx.Rngs(0))(jnp.array([0.0, 0.0, 0.0, 4.0])).round(2))
     [0. 0. 0. 2.]
@@ -191,18 +203,26 @@ class RMSNorm(nnx.RMSNorm):
         num_features: int,
         *,
         axis: str = "embed",
+        zero_centered: bool = False,
         rngs: nnx.Rngs,
         **options: Unpack[_RMSNormOptions],
     ):
         check_module(rngs, num_features=num_features)
-        arguments = {"promote_dtype": promote, "scale_metadata": sharded(axis), "rngs": rngs}
+        check_flag("zero_centered", zero_centered)
+        self.zero_centered = zero_centered
+        if zero_centered:
+            options = {"scale_init": ZEROS, **options}
+        promotion = _promote_and_add_one if zero_centered else promote
+        arguments = {"promote_dtype": promotion, "scale_metadata": sharded(axis), "rngs": rngs}
         super().__init__(num_features, **arguments, **options)
 
     def __call__(
         self, x: Float[Array, "... D"], mask: Array | None = None
     ) -> Float[Array, "... D"]:
+        scale = None if self.scale is None else self.scale[...]
+        dtype = promote((x, scale), dtype=self.dtype)[0].dtype
         with jax.numpy_dtype_promotion("standard"):
-            return super().__call__(x, mask=mask)
+            return super().__call__(x, mask=mask).astype(dtype)
 
 
 class Dropout(nnx.Dropout):

@@ -1,12 +1,14 @@
 """The Transformer (Vaswani et al. 2017): its layers, encoder, decoder, and the two together."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jattn._advice import (
@@ -26,6 +28,7 @@ from jattn.checks import (
     check_size,
 )
 from jattn.masks import Causal, Mask, MaskLike
+from jattn.nn import pretrained
 from jattn.nn._types import (
     CacheOptions,
     CrossOptions,
@@ -41,12 +44,22 @@ from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     OutputProjection,
+    SinusoidalPositions,
     TokenEmbedding,
     embedded,
     position_vectors,
 )
 from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
 from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
+
+
+MakeAttention = Callable[..., MultiHeadAttention]
+Normalization = Literal["layer", "rms"] | Callable[..., LayerNorm | RMSNorm]
+_ATTENTIONS = ("self_attention", "cross_attention")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,17 +69,20 @@ class LayerOptions:
     dropout_rate: the rate of dropout on attention weights, inside the feed-forward network, on the
         result of each sublayer and on the embedded tokens.
     norm: "post" normalises the residual sums, as in the 2017 paper; "pre" normalises the input of
-        each sublayer and the result of a stack.
-    normalization: "layer" (Ba et al. 2016) or "rms" (Zhang and Sennrich 2019).
-    final_norm: whether the result of a stack of layers is normalised; by default only with
-        `norm="pre"`. PyTorch's `nn.Transformer` always normalises it.
+        each sublayer and the result of a stack; "sandwich" normalises each sublayer's result too
+        (Ding et al. 2021), as in Gemma 2.
+    normalization: "layer" (Ba et al. 2016), "rms" (Zhang and Sennrich 2019), or a function that
+        makes the module, such as `functools.partial(RMSNorm, zero_centered=True)`.
+    final_norm: whether the result of a stack of layers is normalised; by default except with
+        `norm="post"`. PyTorch's `nn.Transformer` always normalises it.
     norm_epsilon: the number that normalisation adds to the variance.
     activation: the activation function of the feed-forward network.
     gated: whether the feed-forward network is gated, see `FeedForward`.
     use_bias: whether linear layers and layer normalisation have biases. False also holds for the
         attention modules; with True, `self_attention` and `cross_attention` set their own.
     self_attention, cross_attention: functions that make the attention modules, for instance
-        `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`.
+        `functools.partial(MultiHeadAttention, rotary=True, num_kv_heads=2)`. A stack also takes a
+        list with one function for each of its layers.
     kernel_init: the initializer of all matrices except for embeddings.
     dtype: the dtype of the computation, by default that of inputs and parameters, promoted.
     param_dtype: the dtype of the parameters.
@@ -77,22 +93,23 @@ class LayerOptions:
     """
 
     dropout_rate: float = 0.1
-    norm: Literal["post", "pre"] = "post"
-    normalization: Literal["layer", "rms"] = "layer"
+    norm: Literal["post", "pre", "sandwich"] = "post"
+    normalization: Normalization = "layer"
     final_norm: bool | None = None
     norm_epsilon: float = 1e-6
     activation: Callable[[Array], Array] = nnx.relu
     gated: bool = False
     use_bias: bool = True
-    self_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
-    cross_attention: Callable[..., MultiHeadAttention] = MultiHeadAttention
+    self_attention: MakeAttention | Sequence[MakeAttention] = MultiHeadAttention
+    cross_attention: MakeAttention | Sequence[MakeAttention] = MultiHeadAttention
     kernel_init: Initializer = GLOROT
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
 
     def __post_init__(self):
-        check_choice("norm", self.norm, ("post", "pre"))
-        check_choice("normalization", self.normalization, ("layer", "rms"))
+        check_choice("norm", self.norm, ("post", "pre", "sandwich"))
+        if not callable(self.normalization):
+            check_choice("normalization", self.normalization, ("layer", "rms"))
         if self.final_norm is not None:
             check_flag("final_norm", self.final_norm)
         check_number("norm_epsilon", self.norm_epsilon, positive=True)
@@ -100,7 +117,9 @@ class LayerOptions:
         check_flag("use_bias", self.use_bias)
         check_rate("dropout_rate", self.dropout_rate)
         for name in ("activation", "self_attention", "cross_attention", "kernel_init"):
-            check_function(name, getattr(self, name))
+            value = getattr(self, name)
+            for function in value if name in _ATTENTIONS and _is_list(value) else (value,):
+                check_function(name, function)
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -118,16 +137,34 @@ class LayerOptions:
         biases = {} if self.use_bias else {"use_bias": False}
         return {"dropout_rate": self.dropout_rate, **biases, **self.matrices}
 
+    def of_layers(self, num_layers: int) -> list[dict[str, Any]]:
+        """Returns the options of each layer of a stack, as keyword arguments."""
+        options = [dict(vars(self)) for _ in range(num_layers)]
+        for name in _ATTENTIONS:
+            functions = getattr(self, name)
+            if not _is_list(functions):
+                continue
+            if len(functions) != num_layers:
+                raise ValueError(
+                    f"{name}: expected one function for each of {num_layers} layers, got "
+                    f"{len(functions)}"
+                )
+            for layer, function in zip(options, functions, strict=True):
+                layer[name] = function
+        return options
+
     def make_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
         """Makes a normalisation of this width."""
         options = {"epsilon": self.norm_epsilon, "rngs": rngs, **self.dtypes}
+        if callable(self.normalization):
+            return self.normalization(features, **options)
         if self.normalization == "rms":
             return RMSNorm(features, **options)
         return LayerNorm(features, use_bias=self.use_bias, **options)
 
     def make_final_norm(self, features: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
         """Makes the normalisation of a stack's result; None if it is not normalised."""
-        is_normalised = self.norm == "pre" if self.final_norm is None else self.final_norm
+        is_normalised = self.norm != "post" if self.final_norm is None else self.final_norm
         return self.make_norm(features, rngs) if is_normalised else None
 
     def make_feed_forward(self, features: int, hidden: int, rngs: nnx.Rngs) -> FeedForward:
@@ -148,15 +185,15 @@ class LayerArguments(TypedDict, total=False):
     """The fields of `LayerOptions` as keyword arguments."""
 
     dropout_rate: float
-    norm: Literal["post", "pre"]
-    normalization: Literal["layer", "rms"]
+    norm: Literal["post", "pre", "sandwich"]
+    normalization: Normalization
     final_norm: bool | None
     norm_epsilon: float
     activation: Callable[[Array], Array]
     gated: bool
     use_bias: bool
-    self_attention: Callable[..., MultiHeadAttention]
-    cross_attention: Callable[..., MultiHeadAttention]
+    self_attention: MakeAttention | Sequence[MakeAttention]
+    cross_attention: MakeAttention | Sequence[MakeAttention]
     kernel_init: Initializer
     dtype: Dtype | None
     param_dtype: Dtype
@@ -165,7 +202,8 @@ class LayerArguments(TypedDict, total=False):
 class Residual(Module):
     """The residual connection around a sublayer.
 
-    Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`.
+    Post-norm is `norm(x + dropout(sublayer(x)))`, pre-norm `x + dropout(sublayer(norm(x)))`, and
+    sandwich norm `x + dropout(output_norm(sublayer(norm(x))))`.
 
     >>> residual = nn.Residual(8, nn.LayerOptions(norm="pre"), rngs=nnx.Rngs(0))
     >>> x = jnp.ones((2, 5, 8))
@@ -176,6 +214,8 @@ class Residual(Module):
     def __init__(self, features: int, options: LayerOptions, *, rngs: nnx.Rngs):
         self.order = options.norm
         self.norm = options.make_norm(features, rngs)
+        is_sandwich = options.norm == "sandwich"
+        self.output_norm = options.make_norm(features, rngs) if is_sandwich else None
         self.dropout = Dropout(options.dropout_rate, rngs=rngs)
 
     def __call__(
@@ -187,13 +227,14 @@ class Residual(Module):
         return self.leave(x, sublayer(self.enter(x)), **run)
 
     def enter(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        """Returns the input of the sublayer: `norm(x)` with pre-norm, else x."""
-        return self.norm(x) if self.order == "pre" else x
+        """Returns the input of the sublayer: x with post-norm, else `norm(x)`."""
+        return x if self.order == "post" else self.norm(x)
 
     def leave(
         self, x: Float[Array, "*B T D"], y: Float[Array, "*B T D"], **run: Unpack[RunOptions]
     ) -> Float[Array, "*B T D"]:
         """Returns the sum of x and the sublayer's result y, normalised with post-norm."""
+        y = y if self.output_norm is None else self.output_norm(y)
         x, y = promote((x, self.dropout(y, **run)))
         x = x + y
         return self.norm(x) if self.order == "post" else x
@@ -220,10 +261,11 @@ class _Layer(Module):
         check_module(rngs, features=features, feed_forward=feed_forward, **settings.dtypes)
         self.features = features
         attention = {"rngs": rngs, **settings.attention}
-        self.self_attention = settings.self_attention(num_heads, features, **attention)
+        make: Any = settings.of_layers(1)[0]
+        self.self_attention = make["self_attention"](num_heads, features, **attention)
         self.self_attention_residual = Residual(features, settings, rngs=rngs)
         if self.attends_to_memory:
-            self.cross_attention = settings.cross_attention(num_heads, features, **attention)
+            self.cross_attention = make["cross_attention"](num_heads, features, **attention)
             self.cross_attention_residual = Residual(features, settings, rngs=rngs)
         self.feed_forward = settings.make_feed_forward(features, feed_forward, rngs)
         self.feed_forward_residual = Residual(features, settings, rngs=rngs)
@@ -351,7 +393,7 @@ class _Stack(Module):
         check_size("num_layers", num_layers, 0)
         sizes = (features, num_heads, feed_forward)
         self.layers = nnx.List(
-            type(self).layer(*sizes, rngs=rngs, **options) for _ in range(num_layers)
+            type(self).layer(*sizes, rngs=rngs, **layer) for layer in settings.of_layers(num_layers)
         )
         self.norm = settings.make_final_norm(features, rngs)
 
@@ -470,11 +512,14 @@ class Transformer(Module):
         features: D, the width of the model.
         num_heads, feed_forward: the number of heads and the inner width of every layer.
         encoder_layers, decoder_layers: the numbers of layers.
-        positions: the vectors that are added to the embedded tokens: "sinusoidal", "learned", or
-            None for no vectors.
+        positions: the vectors that are added to the embedded tokens: "sinusoidal", "learned",
+            `SinusoidalPositions` with options, or None for no vectors.
         max_length: the number of learned positions of the source, and of the target.
-        tie_embeddings: with True, the target embedding is also the output projection, which then
-            has no bias; with "all", it is also the source embedding, for a joint vocabulary.
+        tie_embeddings: with True, the target embedding is also the output projection; with "all",
+            it is also the source embedding, for a joint vocabulary.
+        scale_embeddings: whether embedded tokens are multiplied by √D.
+        logits_bias: whether the output projection has a bias; by default only without
+            `tie_embeddings`.
         embedding_init: the initializer of token embeddings `[vocabulary, D]` and learned positions
             `[max_length, D]`.
         options: those of `LayerOptions`.
@@ -501,8 +546,10 @@ class Transformer(Module):
         encoder_layers: int = 6,
         decoder_layers: int = 6,
         max_length: int = 512,
-        positions: Literal["sinusoidal", "learned"] | None = "sinusoidal",
+        positions: Literal["sinusoidal", "learned"] | SinusoidalPositions | None = "sinusoidal",
         tie_embeddings: bool | Literal["all"] = False,
+        scale_embeddings: bool = True,
+        logits_bias: bool | None = None,
         embedding_init: Initializer = DEFAULT_INIT,
         rngs: nnx.Rngs,
         **options: Unpack[LayerArguments],
@@ -519,7 +566,10 @@ class Transformer(Module):
             feed_forward=feed_forward,
             max_length=max_length,
         )
-        check_choice("positions", positions, ("sinusoidal", "learned", None))
+        if not isinstance(positions, SinusoidalPositions):
+            check_choice("positions", positions, ("sinusoidal", "learned", None))
+        if logits_bias is not None:
+            check_flag("logits_bias", logits_bias)
         check_size("encoder_layers", encoder_layers, 0)
         check_size("decoder_layers", decoder_layers, 0)
         check_choice("tie_embeddings", tie_embeddings, (False, True, "all"))
@@ -529,22 +579,43 @@ class Transformer(Module):
                 "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
                 f"{source_vocabulary} and {target_vocabulary}"
             )
-        tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
+        tables: Any = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
+        embedding = {"scale_embeddings": scale_embeddings, **tables}
         self.source_tokens = (
-            None if is_joint else TokenEmbedding(source_vocabulary, features, **tables)
+            None if is_joint else TokenEmbedding(source_vocabulary, features, **embedding)
         )
-        self.target_tokens = TokenEmbedding(target_vocabulary, features, **tables)
+        tied_bias = bool(tie_embeddings and logits_bias)
+        self.target_tokens = TokenEmbedding(
+            target_vocabulary, features, use_bias=tied_bias, **embedding
+        )
         self.source_positions = position_vectors(positions, max_length, features, tables)
         self.target_positions = position_vectors(positions, max_length, features, tables)
         self.dropout = Dropout(settings.dropout_rate, rngs=rngs)
         sizes = (features, num_heads, feed_forward)
         self.encoder = Encoder(encoder_layers, *sizes, rngs=rngs, **options)
         self.decoder = Decoder(decoder_layers, *sizes, rngs=rngs, **options)
+        output: Any = {"use_bias": logits_bias is not False, "rngs": rngs, **settings.matrices}
         self.output = (
-            None
-            if tie_embeddings
-            else OutputProjection(features, target_vocabulary, rngs=rngs, **settings.matrices)
+            None if tie_embeddings else OutputProjection(features, target_vocabulary, **output)
         )
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: Dtype | None = None,
+        dropout_rate: float = 0.0,
+        ignored: Iterable[str] = (),
+        mesh: Mesh | None = None,
+    ) -> Self:
+        """Constructs a model with the weights of Marian in a folder of the Hugging Face hub.
+
+        `config.json` has the `model_type` marian. The arguments and errors are those of
+        `DecoderOnly.from_safetensors`.
+        """
+        options: Any = {"dtype": dtype, "dropout_rate": dropout_rate}
+        return pretrained.load(cls, folder, **options, ignored=ignored, mesh=mesh)
 
     @advised_by(TRANSFORMER_ADVICE, TransformerOptions)
     def __call__(
@@ -593,9 +664,7 @@ class Transformer(Module):
     @property
     def projection(self) -> tuple[Float[Array, "vocabulary D"], Float[Array, " vocabulary"] | None]:
         """The kernel and the bias (or None) of `logits`."""
-        if self.output is None:
-            return self.target_tokens.embedding[...], None
-        return self.output.arrays
+        return (self.target_tokens if self.output is None else self.output).arrays
 
     @advised_by({}, SelfOptions)
     def encode(self, source_ids: Ids, **call: Unpack[SelfOptions]) -> Float[Array, "*B S D"]:

@@ -1,0 +1,388 @@
+"""Weights of trained models: the logits of the transformers library, for calls and for steps.
+
+`tests/pretrained.py` describes the models. The quick tests compare with golden files; the slow ones
+also with the library itself, which `pip install 'jattn[interop]'` brings.
+"""
+
+import contextlib
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn import masks, nn
+from jattn.cache import DenseCache, RollingCache
+from tests import pretrained
+from tests.devices import mesh_of
+from tests.pretrained import CASES, WINDOW, PretrainedCase, T
+
+
+pytest.importorskip("safetensors")
+safetensors: Any = importlib.import_module("safetensors.numpy")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TOLERANCE: Any = {"rtol": 0, "atol": 1e-4}
+PADDING = masks.Lengths(kv=np.array(pretrained.SOURCE_LENGTHS))
+WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3")
+STEPPED = ("llama_dynamic", "llama_sinks", "gpt2", *WINDOWED)
+
+
+def some_slow(names: Any, slow: str) -> list[Any]:
+    """Marks some parameters of a test as slow."""
+    return [pytest.param(x, marks=pytest.mark.slow if x in slow.split() else ()) for x in names]
+
+
+def saved(folder: Path, config: Any, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes a folder of a model."""
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def golden_folder(folder: Path, name: str, **config: Any) -> Path:
+    """Writes the folder of a golden file, with other options in its config."""
+    options, tensors, _ = pretrained.golden(name)
+    return saved(folder, options | config, tensors)
+
+
+def loaded(folder: Path, case: PretrainedCase, **options: Any) -> Any:
+    if case.prefix == "Marian":
+        return nn.Transformer.from_safetensors(folder, **options)
+    return nn.DecoderOnly.from_safetensors(folder, length=case.length, **options)
+
+
+@nnx.jit
+def logits(model: Any, ids: dict[str, Any]) -> Any:
+    run: Any = {"deterministic": True}
+    if "source" in ids:
+        run |= {"source_mask": PADDING, "cross_mask": PADDING}
+        return model(ids["source"], ids["tokens"], **run)
+    return model(ids["tokens"], **run)
+
+
+def ids_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return {name: jnp.asarray(x) for name, x in arrays.items() if name != "logits"}
+
+
+def caches_of(model: Any, kind: Any, chunk: int) -> list[Any]:
+    """Caches for steps of at most `chunk` tokens; rolling ones for the layers with windows."""
+    if kind is DenseCache:
+        return model.start(2, T)
+    attentions = [layer.self_attention for layer in model.layers]
+    return [
+        x.empty_cache(2, T) if x.mask is None else x.empty_cache(2, WINDOW - 1, kind, chunk=chunk)
+        for x in attentions
+    ]
+
+
+def assert_steps_equal(model: Any, kind: Any, tokens: np.ndarray, expected: np.ndarray) -> None:
+    """A prompt of 6 tokens, then 3 tokens, then single ones, far past the window."""
+    caches, step = caches_of(model, kind, 6), nnx.jit(lambda m, x, c: m.step(x, c))
+    for begin, end in ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T))):
+        out, caches = step(model, jnp.asarray(tokens[:, begin:end]), caches)
+        np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
+
+
+def assert_translation_steps_equal(model: Any, ids: dict[str, Any], expected: np.ndarray) -> None:
+    memory = model.encode(ids["source"], mask=PADDING, deterministic=True)
+    lengths = jnp.array(pretrained.SOURCE_LENGTHS)
+    caches = model.decoder.start(memory, T, memory_lengths=lengths)
+    step = nnx.jit(lambda m, x, c: m.step(x, c, deterministic=True))
+    for begin, end in ((0, 9), *((n, n + 1) for n in range(9, T))):
+        out, caches = step(model, ids["tokens"][:, begin:end], caches)
+        np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "llama mistral_full gemma gpt2_untied"))
+def test_logits_of_golden_files(name, tmp_path):
+    _, _, arrays = pretrained.golden(name)
+    model = loaded(golden_folder(tmp_path, name), CASES[name])
+    assert np.std(arrays["logits"]) > 1
+    np.testing.assert_allclose(logits(model, ids_of(arrays)), arrays["logits"], **TOLERANCE)
+    if name == "marian":
+        assert_translation_steps_equal(model, ids_of(arrays), arrays["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in QUICK else pytest.mark.slow)
+        for QUICK in [{("mistral", RollingCache), ("gemma3", DenseCache)}]
+        for kind in (DenseCache, RollingCache)
+        for name in (STEPPED if kind is DenseCache else WINDOWED)
+    ],
+)
+def test_steps_past_windows(name, kind, tmp_path):
+    _, _, arrays = pretrained.golden(name)
+    model = loaded(golden_folder(tmp_path, name), CASES[name])
+    assert_steps_equal(model, kind, arrays["tokens"], arrays["logits"])
+
+
+OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "rope_scaling": (
+        "llama",
+        {"rope_parameters": None, "rope_theta": 100.0, "torch_dtype": "float32"}
+        | {"rope_scaling": {k: v for k, v in pretrained.LLAMA3.items() if k != "rope_theta"}},
+    ),
+    "type": (
+        "llama_biases",
+        {"rope_parameters": None, "rope_theta": 100.0}
+        | {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 8.0}}
+        | {"max_position_embeddings": 64},
+    ),
+    "gemma 1": ("gemma", {"hidden_act": "gelu"}),
+    "gemma 2": ("gemma2", {"layer_types": None, "rope_parameters": None, "rope_theta": 10000.0}),
+    "gemma 3": (
+        "gemma3",
+        {"layer_types": None, "sliding_window_pattern": 2, "rope_parameters": None}
+        | {"rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.5}}
+        | {"rope_local_base_freq": 50.0},
+    ),
+    "qwen 2": ("qwen2", {"layer_types": None}),
+}
+
+
+def structure(model: Any) -> Any:
+    """The parts of a model that a config decides and no tensor shows."""
+    layers = [(x.self_attention.rotary, x.self_attention.mask) for x in model.layers]
+    return [(rotary, mask and mask()) for rotary, mask in layers], model.layers[
+        0
+    ].feed_forward.activation
+
+
+@pytest.mark.parametrize("name", some_slow(OLDER, "rope_scaling"))
+def test_older_configs(name, tmp_path):
+    """The options of earlier versions of the transformers library."""
+    case, options = OLDER[name]
+    newer = loaded(golden_folder(tmp_path, case), CASES[case])
+    older = loaded(golden_folder(tmp_path, case, **options), CASES[case])
+    assert structure(older) == structure(newer)
+
+
+def test_other_files_with_the_same_tensors(tmp_path):
+    """Several files, tensors of old files, a tied matrix of its own, names without a prefix."""
+    config, tensors, _ = pretrained.golden("gpt2")
+    expected = nnx.state(nn.DecoderOnly.from_safetensors(saved(tmp_path, config, tensors)))
+    (tmp_path / "model.safetensors").unlink()
+    bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, T, T), np.float32)
+    bare["lm_head.weight"] = bare["wte.weight"]
+    names = sorted(bare)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        safetensors.save_file({name: bare[name] for name in part}, tmp_path / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    before = {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
+    model = nn.DecoderOnly.from_safetensors(str(tmp_path))
+    assert before == {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), expected)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"b\.safetensors: this file of the index"):
+        nn.DecoderOnly.from_safetensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": weight_map | {"x": "a.safetensors"}}))
+    safetensors.save_file(
+        {name: bare[name] for name in parts["b.safetensors"]}, tmp_path / "b.safetensors"
+    )
+    with pytest.raises(ValueError, match="x are not in their files"):
+        nn.DecoderOnly.from_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", some_slow(["bfloat16", "float16"], "float16"))
+def test_half_precision(dtype, tmp_path):
+    config, tensors, arrays = pretrained.golden("gemma2")
+    saved(tmp_path, config, {name: x.astype(jnp.dtype(dtype)) for name, x in tensors.items()})
+    model = nn.DecoderOnly.from_safetensors(tmp_path)
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {dtype}
+    out = logits(model, ids_of(arrays))
+    assert out.dtype.name == dtype
+    error = np.abs(np.asarray(out, np.float32) - arrays["logits"])
+    assert error.max() < {"bfloat16": 0.5, "float16": 0.06}[dtype]
+    wide = nn.DecoderOnly.from_safetensors(tmp_path, dtype="float32")
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(wide))} == {"float32"}
+
+
+def test_parameters_on_a_mesh(tmp_path):
+    """Parameters have their logical axes, and go to a mesh by them."""
+    golden_folder(tmp_path, "qwen2")
+    mesh = mesh_of(model=2)
+    rules = {name: None for name in nn.LOGICAL_AXES} | {"heads": "model", "mlp": "model"}
+    with nnx.logical_axis_rules(list(rules.items())):
+        model = nn.DecoderOnly.from_safetensors(tmp_path, mesh=mesh)
+    attention: Any = model.layers[0].self_attention
+    kernel = attention.query.kernel
+    assert kernel.get_metadata()["out_sharding"] == ("embed", "heads", "head_size")
+    assert kernel[...].sharding.spec == jax.P(None, "model", None)
+    with pytest.raises(ValueError, match=r"mesh: .* nnx\.logical_axis_rules"):
+        nn.DecoderOnly.from_safetensors(tmp_path, mesh=mesh)
+
+
+CHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "kind": (
+        NotImplementedError,
+        {"model_type": "gpt_oss"},
+        r"model_type 'gpt_oss' is not .* llama",
+    ),
+    "class": (ValueError, {"model_type": "marian"}, r"is an nn\.Transformer; call nn\.Transformer"),
+    "option": (NotImplementedError, {"gate_scale": 2}, r"\{'gate_scale': 2\} .*ignored=\['gate_sc"),
+    "absent": (ValueError, {"vocab_size": None}, "expected the option vocab_size"),
+    "activation": (NotImplementedError, {"hidden_act": "xielu"}, "'xielu'} is not supported"),
+    "rotary": (
+        NotImplementedError,
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rotary scaling 'longrope' is not supported",
+    ),
+    "rotary option": (
+        NotImplementedError,
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}},
+        "{'mrope_section': .* are not supported",
+    ),
+    "no factor": (
+        ValueError,
+        {"rope_parameters": {"rope_type": "linear"}},
+        "expected the rotary option factor",
+    ),
+    "dynamic": (ValueError, {"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, "^length:"),
+    "missing": (
+        ValueError,
+        {"attention_bias": True},
+        r"missing model\.layers\.0\.self_attn\.k_pro",
+    ),
+    "unexpected": (ValueError, {"num_hidden_layers": 1}, r"unexpected model\.layers\.1\.input_la"),
+    "shape": (
+        ValueError,
+        {"intermediate_size": 21},
+        r"layers.0.mlp.\w+.weight: expected shape \[2",
+    ),
+    "tied": (
+        ValueError,
+        {"tie_word_embeddings": True},
+        r"missing none; unexpected lm_head\.weight",
+    ),
+    "quantised": (NotImplementedError, {"quantization_config": {"bits": 4}}, "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_configs_that_do_not_fit(name, tmp_path):
+    error, options, message = CHANGED[name]
+    with pytest.raises(error, match=message):
+        nn.DecoderOnly.from_safetensors(golden_folder(tmp_path, "llama", **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' are not"),
+        ("qwen2", {"use_sliding_window": False}, "layer_types=.* is not supported"),
+        ("marian", {"decoder_ffn_dim": 7}, "decoder_ffn_dim=7 is not supported, only 20"),
+        ("marian", {"normalize_embedding": True}, "normalize_embedding=True is not supported"),
+    ],
+)
+def test_options_that_are_not_supported(name, options, message, tmp_path):
+    with pytest.raises(NotImplementedError, match=message):
+        loaded(golden_folder(tmp_path, name, **options), CASES[name])
+
+
+def test_options_can_be_ignored(tmp_path):
+    golden_folder(tmp_path, "llama", note="a name", other=None)
+    nn.DecoderOnly.from_safetensors(tmp_path, ignored=["note"])
+
+
+def test_damaged_files(tmp_path):
+    folder = golden_folder(tmp_path, "gpt2")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:5], whole[:-1], b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
+            nn.DecoderOnly.from_safetensors(folder)
+    config, tensors, _ = pretrained.golden("gpt2")
+    saved(folder, config, tensors | {"transformer.ln_f.bias": np.zeros(24, np.int8)})
+    with pytest.raises(NotImplementedError, match=r"ln_f\.bias: expected a dtype of .* got I8"):
+        nn.DecoderOnly.from_safetensors(folder)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*pytorch_model"):
+        nn.DecoderOnly.from_safetensors(folder)
+    for text in ("{", "[]"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=r"config\.json: (not valid JSON|expected a JSON obje)"
+        ):
+            nn.DecoderOnly.from_safetensors(folder)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"self_attention": [nn.MultiHeadAttention]}, "one function for each of 2 layers, got 1"),
+        ({"normalization": "batch"}, "normalization: expected"),
+        ({"logit_cap": 0.0}, "logit_cap: expected"),
+        ({"norm": "both"}, "norm: expected"),
+    ],
+)
+def test_wrong_options_of_layers(options, message):
+    sizes = {"features": 4, "num_heads": 1, "feed_forward": 4, "num_layers": 2}
+    with pytest.raises(ValueError, match=message):
+        nn.DecoderOnly(5, **sizes, **options, rngs=nnx.Rngs(0))
+
+
+@contextlib.contextmanager
+def plain_torch():
+    """The transformers library, without its messages."""
+    transformers: Any = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield transformers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_the_transformers_library(name, tmp_path):
+    """Folders that the library writes, in several files; and the golden file is what it gives."""
+    case = CASES[name]
+    with plain_torch():
+        theirs = pretrained.transformers_model(case)
+        expected = pretrained.transformers_logits(case, theirs)
+        theirs.save_pretrained(tmp_path, max_shard_size="9KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    golden_logits = pretrained.golden(name)[2]["logits"]
+    np.testing.assert_allclose(golden_logits, expected, **TOLERANCE)
+    ours = loaded(tmp_path, case)
+    ids = ids_of(pretrained.tokens(case))
+    np.testing.assert_allclose(logits(ours, ids), expected, **TOLERANCE)
+    if "source" in ids:
+        assert_translation_steps_equal(ours, ids, expected)
+    else:
+        assert_steps_equal(ours, DenseCache, pretrained.tokens(case)["tokens"], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", WINDOWED)
+def test_cached_steps_of_the_transformers_library(name):
+    """Its steps past a window give what its whole calls give, and so what ours give."""
+    case = CASES[name]
+    torch: Any = pytest.importorskip("torch")
+    with plain_torch():
+        theirs = pretrained.transformers_model(case)
+        ids = torch.from_numpy(pretrained.tokens(case)["tokens"])
+        expected = pretrained.golden(name)[2]["logits"]
+        past, out = None, []
+        with torch.no_grad():
+            for begin, end in ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T))):
+                result = theirs(ids[:, begin:end], past_key_values=past, use_cache=True)
+                past = result.past_key_values
+                out.append(result.logits.numpy())
+    np.testing.assert_allclose(np.concatenate(out, 1), expected, **TOLERANCE)
