@@ -184,7 +184,7 @@ def axis_names(tree: Any) -> Any:
         if field.metadata.get("static"):
             pass
         elif letters is not None:
-            value = jax.tree.map(lambda _, letters=letters: letters, value)
+            value = jax.tree.broadcast(letters, value)
         elif isinstance(value, tuple):
             value = tuple(axis_names(item) for item in value)
         else:

@@ -1,6 +1,7 @@
 """`Cache`, the base class of caches, and what all of them check."""
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, typed_like
 from jattn._types import Size, Tree
 from jattn.cache.paths import checked_path, read_slots
+from jattn.cache.quantized import Quantized, as_floats
 from jattn.cache.rows import chosen, picked_rows, put_rows, shorter
+from jattn.cache.storage import Stored
 from jattn.checks import check_array, check_size, shown
 from jattn.functions import integers
 from jattn.functions.integers import is_known
@@ -53,6 +56,18 @@ class Cache:
         return self.keys.shape[1]
 
     @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a token's keys and values, with their scales if they are quantised."""
+        arrays = jax.tree.leaves((self.keys, self.values))
+        return sum(math.prod((x.shape[1], *x.shape[3:])) * x.dtype.itemsize for x in arrays)
+
+    def axis_names_by_value(self) -> dict[str, Any]:
+        """Returns the letters of the axes of quantised arrays, by field."""
+        letters = {x.name: x.metadata.get("letters", "") for x in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        quantized = (x for x in letters if isinstance(getattr(self, x), Quantized))
+        return {x: Quantized(letters[x], letters[x].rpartition(" ")[0]) for x in quantized}
+
+    @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
         """The position of the token in each slot; None if slot i holds position i."""
         return self.positions
@@ -62,15 +77,15 @@ class Cache:
         return Lengths(kv=self.lengths)
 
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
-        """Returns the keys and values of all slots."""
-        return self.keys, self.values
+        """Returns the keys and values of all slots; in float32 if they are quantised."""
+        return as_floats(self.keys), as_floats(self.values)
 
     def nan_if_overflowed(self, results: Tree) -> Tree:
         """Returns a tree of results `[B, ...]`, with NaN for the batch rows that overflowed."""
         flag = lambda x: self.overflowed.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
         return jax.tree.map(lambda x: jnp.where(flag(x), jnp.nan, x), results)
 
-    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+    def pages(self) -> tuple[Stored, Stored, Int[Array, "B M"]]:
         """Returns the stored keys and values as P pages of p slots, and a table of M page numbers
         for each batch row.
 
@@ -82,12 +97,11 @@ class Cache:
     def block(
         self, start: Any, size: int
     ) -> tuple[Float[Array, "B K s H"], Float[Array, "B K s V"]]:
-        """Returns the keys and values of the `size` slots from `start` on. In a paged cache both
-        are multiples of the page size."""
-        keys, values = (
-            jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.keys, self.values)
-        )
-        return keys, values
+        """Returns the keys and values of the `size` slots from `start` on, as `read` does. In a
+        paged cache both are multiples of the page size."""
+        slice_slots = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)  # noqa: E731
+        keys, values = jax.tree.map(slice_slots, (self.keys, self.values))
+        return as_floats(keys), as_floats(values)
 
     def append(
         self: SomeCache, key: Any, value: Any, valid: Valid = None, positions: Positions = None

@@ -18,6 +18,7 @@ from jattn.cache.pages import allocate, count_pages
 from jattn.cache.paths import read_pooled
 from jattn.cache.rows import chosen, put_rows
 from jattn.cache.storage import (
+    Stored,
     empty,
     no_tokens,
     positions_of,
@@ -117,7 +118,7 @@ class PagedCache(Cache):
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
         return self._gather(self.table)
 
-    def pages(self) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p V"], Int[Array, "B M"]]:
+    def pages(self) -> tuple[Stored, Stored, Int[Array, "B M"]]:
         return self.keys, self.values, self._table_in_use()
 
     def block(

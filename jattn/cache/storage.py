@@ -1,4 +1,8 @@
-"""The arrays of caches: how tokens are written to slots and pages, and how pages are read."""
+"""The arrays of caches: how tokens are written to slots and pages, and how pages are read.
+
+`Stored` keys or values are one array, or the two arrays of a `Quantized`: the axes of `[B, K, S]`
+come first in each of them.
+"""
 
 from typing import Any
 
@@ -9,19 +13,26 @@ from jaxtyping import Array, Float, Int
 
 from jattn._explicit import partition_spec_of, partitioned_by_xla, sharding_of
 from jattn._types import Shape, Size
-from jattn.checks import check_dtype, check_flag, check_size
+from jattn.cache.quantized import Quantized, as_floats, converted, storage_dtype, zeros
+from jattn.checks import check_flag, check_sizes
+
+
+Stored = Float[Array, "B K S H"] | Quantized
+
+
+def _shardings(stored: Stored, *_: Any) -> Any:
+    return jax.tree.map(partition_spec_of, stored)
 
 
 @jax.jit
-@partitioned_by_xla(lambda buffer, *_: partition_spec_of(buffer))
-def write(
-    buffer: Float[Array, "B K S H"], tokens: Any, slots: Int[Array, "B T"]
-) -> Float[Array, "B K S H"]:
+@partitioned_by_xla(_shardings)
+def write(buffer: Stored, tokens: Any, slots: Int[Array, "B T"]) -> Stored:
     """Writes tokens `[B, T, K, H]` to slots of their batch rows; leaves out tokens with slot S."""
-    tokens = jnp.swapaxes(jnp.asarray(tokens).astype(buffer.dtype), 1, 2)
+    tokens = converted(jnp.swapaxes(jnp.asarray(tokens), 1, 2), buffer.dtype)
 
-    def write_head(buffer: Array, tokens: Array, slots: Array) -> Array:
-        return buffer.at[slots].set(tokens, mode="drop")  # drop: leaves out slots beyond the end
+    def write_head(buffer: Stored, tokens: Stored, slots: Array) -> Stored:
+        # drop: leaves out slots beyond the end
+        return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), buffer, tokens)
 
     # `vmap` over batch rows, not an index, shows XLA that batch rows on different devices are
     # independent. `vmap` over heads keeps the layout: for an index XLA for TPUs would copy the
@@ -30,13 +41,15 @@ def write(
     return jax.vmap(jax.vmap(write_head))(buffer, tokens, slots)
 
 
-def empty(shape: Shape, head_size: int, value_size: int | None, dtype: Any) -> tuple[Array, Array]:
+def empty(
+    shape: Shape, head_size: int, value_size: int | None, dtype: Any
+) -> tuple[Stored, Stored]:
     """Returns the keys and values of an empty cache: zeros `[*shape, H]` and `[*shape, V]`."""
-    sizes = (head_size, head_size if value_size is None else value_size)
-    check_size("head_size", sizes[0])
-    check_size("value_size", sizes[1])
-    check_dtype("dtype", dtype)
-    keys, values = (jnp.zeros((*shape, size), dtype) for size in sizes)
+    value_size = head_size if value_size is None else value_size
+    sizes = {"head_size": head_size, "value_size": value_size}
+    check_sizes(**sizes)
+    dtype = storage_dtype("dtype", dtype, **sizes)
+    keys, values = (zeros((*shape, size), dtype) for size in sizes.values())
     return keys, values
 
 
@@ -60,13 +73,13 @@ def no_tokens(batch: Size) -> tuple[Array, Array]:
 
 
 @jax.jit
-@partitioned_by_xla(lambda pool, *_: partition_spec_of(pool))
+@partitioned_by_xla(_shardings)
 def write_pages(
-    pool: Float[Array, "P K p H"],
+    pool: Stored,
     tokens: Float[Array, "B T K H"],
     index: Int[Array, "B T 2"],
     copies: tuple[Int[Array, " B"], Int[Array, " B"]],
-) -> Float[Array, "P K p H"]:
+) -> Stored:
     """Copies pages within the pool, then writes tokens.
 
     `copies` are the pages to copy from, and the pages to copy to. `index` is the page of each token
@@ -76,25 +89,35 @@ def write_pages(
     under `vmap` would transpose the pool `[P, K, p, H]` to make K its first axis.
     """
     sources, destinations = copies
-    pool = pool.at[destinations].set(pool.at[sources].get(mode="clip"), mode="drop")
-    tokens = tokens.astype(pool.dtype)
     index = jnp.broadcast_to(index[:, :, None], (*tokens.shape[:3], 2))
-    axes = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(3,),
-        inserted_window_dims=(0, 2),
-        scatter_dims_to_operand_dims=(0, 2),
-        operand_batching_dims=(1,),
-        scatter_indices_batching_dims=(2,),
-    )
-    drop = jax.lax.GatherScatterMode.FILL_OR_DROP
-    return jax.lax.scatter(pool, index, tokens, axes, mode=drop)
+
+    def write_array(pool: Array, tokens: Array) -> Array:
+        pool = pool.at[destinations].set(pool.at[sources].get(mode="clip"), mode="drop")
+        axes = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(range(3, pool.ndim)),
+            inserted_window_dims=(0, 2),
+            scatter_dims_to_operand_dims=(0, 2),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(2,),
+        )
+        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+        return jax.lax.scatter(pool, index, tokens, axes, mode=drop)
+
+    return jax.tree.map(write_array, pool, converted(tokens, pool.dtype))
+
+
+def _read_shardings(pool: Stored, table: Array) -> PartitionSpec:
+    (heads,) = {sharding_of(x)[1] for x in jax.tree.leaves(pool)}
+    return PartitionSpec(sharding_of(table)[0], heads, None, None)
 
 
 @jax.jit
-@partitioned_by_xla(
-    lambda pool, table: PartitionSpec(sharding_of(table)[0], sharding_of(pool)[1], None, None)
-)
-def read_pages(pool: Float[Array, "P K p H"], table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
+@partitioned_by_xla(_read_shardings)
+def read_pages(pool: Stored, table: Int[Array, "B m"]) -> Float[Array, "B K S H"]:
     """Gathers the pages of a table and concatenates the pages of each batch row: S = m · p."""
-    pages = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)  # [B, K, m, p, H]
-    return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
+
+    def read_array(pool: Array) -> Array:
+        pages = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)  # [B, K, m, p, ...]
+        return pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])
+
+    return as_floats(jax.tree.map(read_array, pool))

@@ -47,8 +47,8 @@ mlir.register_lowering(_tangent, refuse)
 batching.primitive_batchers[_tangent] = refuse
 
 
-def inputs(arrays: Iterable[Array], context: Tree = ()) -> list[Array]:
-    """Returns `arrays` as operands of a function whose derivative rule is for reverse mode only.
+def inputs(arrays: Iterable[Tree], context: Tree = ()) -> list[Any]:
+    """Returns `arrays`, or trees of arrays, as operands of a function whose derivative rule is for reverse mode only.
 
     A forward-mode derivative by one of them raises NotImplementedError. `context` is a tree of all
     else that the function reads.
@@ -57,8 +57,7 @@ def inputs(arrays: Iterable[Array], context: Tree = ()) -> list[Array]:
     `arrays` and `context` varies. The results and their cotangents vary over the same axes. If an
     array was the same on several devices, its gradient is the sum over these.
     """
-    operands = list(arrays)
-    return [_input.bind(x) for x in varied_like(operands, context)]
+    return jax.tree.map(_input.bind, varied_like(list(arrays), context))
 
 
 def varying_alike(operands: Tree) -> tuple[Any, Any]:

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float
 from jattn import masks, softmax, tile, tuning
 from jattn._explicit import in_context_mesh
 from jattn._types import Index, Output, Shape, Tree, accumulation
-from jattn.cache import Cache, PagedCache
+from jattn.cache import Cache, PagedCache, Quantized
+from jattn.cache.storage import Stored
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.protocol import Reader
@@ -154,7 +155,8 @@ def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
-    if exact or isinstance(cache, PagedCache):  # both copy keys and values: a block at a time
+    is_copied = isinstance(cache, PagedCache) or isinstance(cache.keys, Quantized)
+    if exact or is_copied:  # a block at a time
         return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which doubles its time: blocks pay if half are skipped.
     most_are_visited = 2 * count > S // size
@@ -202,7 +204,7 @@ def attend_part(
 
 
 def _attend_to_contents(
-    spec: Spec, cache: Any, params: list[Array], query: Array, keys: Array, values: Array
+    spec: Spec, cache: Any, params: list[Array], query: Array, keys: Stored, values: Stored
 ) -> tuple[Output, Normalizer]:
     """Computes the results of `attend` by blockwise attention to the contents of the cache."""
     contents = dataclasses.replace(cache, keys=keys, values=values).read()
@@ -226,7 +228,7 @@ def attend(
 
     @jax.custom_vjp
     def run(
-        params: list[Array], query: Array, keys: Array, values: Array, rest: Tree
+        params: list[Array], query: Array, keys: Stored, values: Stored, rest: Tree
     ) -> tuple[Array, Normalizer]:
         spec, cache = rest
         cache = dataclasses.replace(cache, keys=keys, values=values)
