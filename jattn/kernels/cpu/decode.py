@@ -18,7 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn import masks, scores, tile, tuning
 from jattn._pytree import is_static, leading, number
 from jattn._types import accumulation
-from jattn.cache import Cache
+from jattn.cache import Cache, Quantized
+from jattn.cache.quantized import LARGEST
+from jattn.cache.storage import Stored
 from jattn.call import Call
 from jattn.kernels.common import few_queries, lowering, slicing, tile_schedule
 from jattn.kernels.cpu import library
@@ -56,11 +58,12 @@ def unavailable(dtype: DTypeLike) -> str | None:
 class PagedKV(NamedTuple):
     """Keys and values in pages, `[P, K, page, H]`, or `[P, page, K, H]` if `by_token`.
 
-    `table` lists the pages of each batch row. Without a table, row b has page b alone.
+    `table` lists the pages of each batch row. Without a table, row b has page b alone. Quantised
+    numbers are not `by_token`.
     """
 
-    keys: Float[Array, "P _ _ H"]
-    values: Float[Array, "P _ _ V"]
+    keys: Stored
+    values: Stored
     table: Int[Array, "B M"] | None = None
     by_token: bool = False
 
@@ -116,10 +119,13 @@ def attend(
     rows = jax.ShapeDtypeStruct((B, T, N), dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]
     name = library.target("decode", dtype)
+    (keys, key_scales), (values, value_scales) = map(_numbers_and_scales, paged[:2])
     out, maximum, log_total = jax.ffi.ffi_call(name, like, vmap_method="broadcast_all")(
         query.astype(dtype),
-        paged.keys,
-        paged.values,
+        keys,
+        values,
+        key_scales,
+        value_scales,
         table,
         _allowed(spec, shapes),
         _bias(spec, shapes, dtype),
@@ -127,6 +133,13 @@ def attend(
         by_token=paged.by_token,
     )
     return out, Normalizer(maximum, log_total)
+
+
+def _numbers_and_scales(stored: Stored) -> tuple[Array, Array]:
+    """Returns stored numbers and their scales `[P, K, page]`, of size 0 if they have none."""
+    if isinstance(stored, Quantized):
+        return stored.numbers, stored.scales
+    return stored, jnp.zeros((1, 1, 0), jnp.float32)
 
 
 def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> PagedKV:
@@ -137,9 +150,10 @@ def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> Pa
 
 
 def readable(dtype: DTypeLike, query_dtype: DTypeLike) -> bool:
-    """Returns whether the kernel reads keys of a dtype: that of sums, or bfloat16 with float32."""
+    """Returns whether the kernel reads keys of a dtype: that of sums or, if that is float32, also
+    bfloat16 and quantised numbers."""
     sums = accumulation(query_dtype)
-    return dtype == sums or (dtype == jnp.bfloat16 and sums == jnp.float32)
+    return dtype == sums or (sums == jnp.float32 and (dtype == jnp.bfloat16 or dtype in LARGEST))
 
 
 def _unreadable(_: str, call: Call, cache: Cache) -> str | None:

@@ -19,23 +19,94 @@ constexpr Index kTurned = 64;         // keys that are transposed at a time
 constexpr Index kFewRows = 16;        // the most rows for which sums across lanes beat transposing keys
 constexpr Index kFewAlone = 8;        // the same if one head's keys are read at a time
 constexpr Index kFewSums = 4;         // the most rows whose sums stay in registers without `product`
+constexpr Index kOnce = 4;            // the most rows for which keys are widened as they are multiplied
 constexpr Index kPair = 2;            // keys that are multiplied side by side
 constexpr Index kLine = 64;           // bytes of a cache line
 
-#if JATTN_SINGLE
-inline T widened(Bfloat16 x) { return widened(&x, 1)[0]; }
+// `kVectors` is the number of vectors of T that a load of `kLanes` elements gives: two for Pairs of
+// int4. Stored numbers times `kFactor` are the numbers that the scales are for.
+template <typename E>
+struct Stored {
+  static constexpr Index kVectors = 1;
+  static constexpr T kFactor = 1;
+};
 
-// Rows widened to T: rows of 16-bit numbers are written to `memory`.
-inline Rows<const T> widened(Rows<const Bfloat16> from, Index count, T* memory) {
-  for (Index i = 0; i < count; ++i) {
-    T* to = memory + i * from.size;
-    Index h = 0;
-    for (; h + kLanes <= from.size; h += kLanes) store(to + h, widened(from[i] + h));
-    for (; h < from.size; ++h) to[h] = widened(from[i][h]);
-  }
-  return {memory, from.size, from.size};
+#if JATTN_SINGLE
+// Numbers with a scale for each token and head. A byte of Int4 holds number h of a row of 2 n in its
+// low and number n + h in its high half.
+struct Int8 {
+  int8_t bits;
+};
+struct Float8 {  // 4 bits of exponent and 3 of mantissa, finite
+  int8_t bits;
+};
+struct Int4 {
+  int8_t bits;
+};
+typedef int8_t Chars __attribute__((vector_size(kLanes)));
+typedef int16_t SignedShorts __attribute__((vector_size(kLanes * 2)));
+
+template <>
+struct Stored<Float8> {
+  static constexpr Index kVectors = 1;
+  static constexpr T kFactor = 256;  // the exponent is that of a float16 less 8
+};
+template <>
+struct Stored<Int4> {
+  static constexpr Index kVectors = 2;
+  static constexpr T kFactor = 1;
+};
+
+// GCC converts bytes to integers one by one, except by intrinsics or in two steps.
+inline Ints integers(const void* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(static_cast<const char*>(from)));
+#else
+  const Chars bytes = load<Chars>(static_cast<const char*>(from));
+  return __builtin_convertvector(__builtin_convertvector(bytes, SignedShorts), Ints);
+#endif
+}
+inline Vector widened(const Int8* from) { return __builtin_convertvector(integers(from), Vector); }
+inline Vector widened(const Float8* from) {
+  const SignedShorts bits = __builtin_convertvector(load<Chars>(from), SignedShorts);
+  return widened((Shorts)((bits << 7) & ~0x4000), Float16{});
 }
 #endif
+
+// Loads the vectors at h of a row: from its first half and, with two, from its second half.
+template <typename E>
+inline void widen(const E* from, Vector* to) {
+  to[0] = widened(from);
+}
+#if JATTN_SINGLE
+inline void widen(const Int4* from, Vector* to) {
+  const Ints bits = integers(from);
+  to[0] = __builtin_convertvector(bits << 28 >> 28, Vector);
+  to[1] = __builtin_convertvector(bits >> 4, Vector);
+}
+#endif
+
+// Rows widened to T, in `memory`.
+template <typename E>
+inline Rows<const T> widened(Rows<const E> from, Index count, T* memory) {
+  constexpr Index n = Stored<E>::kVectors;
+  const Index half = from.size, size = n * half;
+  for (Index i = 0; i < count; ++i) {
+    T* to = memory + i * size;
+    Vector x[n];
+    Index h = 0;
+    for (; h + kLanes <= half; h += kLanes) {
+      widen(from[i] + h, x);
+      for (Index v = 0; v < n; ++v) store(to + v * half + h, x[v]);
+    }
+    if (h == half) continue;
+    E some[kLanes] = {};
+    std::memcpy(some, from[i] + h, (half - h) * sizeof(E));
+    widen(some, x);
+    for (Index v = 0; v < n; ++v) std::memcpy(to + v * half + h, x + v, (half - h) * sizeof(T));
+  }
+  return {memory, size, size};
+}
 inline Rows<const T> widened(Rows<const T> from, Index, T*) { return from; }
 
 // Prefetches the rows of some tokens, a few cache lines at each of `steps`: the memory always has
@@ -79,22 +150,29 @@ inline Vector add_lanes(Vector* x, std::integer_sequence<int, l...> lanes) {
 }
 
 // scores[r, :] = q[r] · each of `kLanes` keys, M rows at a time and then the others.
-template <int M>
-void multiply_rows(Index rows, const T* q, Rows<const T> keys, T* scores, Index stride,
+template <int M, typename E>
+void multiply_rows(Index rows, const T* q, Rows<const E> keys, T* scores, Index stride,
                    Ahead& ahead) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-  const Index H = keys.size;
+  constexpr Index n = Stored<E>::kVectors;
+  const Index half = keys.size, H = n * half;
   for (; rows >= M; rows -= M, q += M * H, scores += M * stride) {
     Vector sums[M][kLanes];
     for (Index s = 0; s < kLanes; s += kPair) {
       Vector sum[M][kPair] = {};
       ahead.step();
-      for (Index h = 0; h < H; h += kLanes)
+      for (Index h = 0; h < half; h += kLanes) {
+        Vector key[kPair][n];
+#pragma GCC unroll 2
+        for (Index i = 0; i < kPair; ++i) widen(keys[s + i] + h, key[i]);
 #pragma GCC unroll 4
         for (Index m = 0; m < M; ++m)
 #pragma GCC unroll 2
           for (Index i = 0; i < kPair; ++i)
-            sum[m][i] += load(keys[s + i] + h) * load(q + m * H + h);
+#pragma GCC unroll 2
+            for (Index v = 0; v < n; ++v)
+              sum[m][i] += key[i][v] * load(q + m * H + v * half + h);
+      }
 #pragma GCC unroll 4
       for (Index m = 0; m < M; ++m)
 #pragma GCC unroll 2
@@ -113,6 +191,7 @@ typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 template <typename E>
 struct Pages {
   const E* start;
+  const float* scales;  // [pages, K, page]; null if there are none
   const int32_t* table;
   Index pages, rows;  // of each group of rows, which has its own pages and table
   Index K, page, size, M;
@@ -120,10 +199,18 @@ struct Pages {
 
   // Token j of row b and those after it in its page; null if the row has no such page.
   Rows<const E> at(Index b, Index k, Index j) const {
-    const Index group = b / rows, p = table ? table[b * M + j / page] : b % rows;
-    if (p < 0 || p >= pages) return {nullptr, by_token, size};
-    const Index first = (group * pages + p) * K * page * size;
-    return {start + first + k * by_head + j % page * by_token, by_token, size};
+    const Index p = page_of(b, j);
+    if (p < 0) return {nullptr, by_token, size};
+    return {start + p * K * page * size + k * by_head + j % page * by_token, by_token, size};
+  }
+  const float* scales_at(Index b, Index k, Index j) const {
+    return scales ? scales + (page_of(b, j) * K + k) * page + j % page : nullptr;
+  }
+
+ private:
+  Index page_of(Index b, Index j) const {
+    const Index p = table ? table[b * M + j / page] : b % rows;
+    return p < 0 || p >= pages ? -1 : b / rows * pages + p;
   }
 };
 
@@ -133,7 +220,7 @@ struct Call {
   Pages<E> keys, values;
   Shared<uint8_t> allowed;  // [b, n, T, S]
   Shared<T> bias;
-  Index B, T_, N, K, S;
+  Index B, T_, N, K, S, H, V;
   T scale;
   // The results: out [B, T, N, V] and, for each row, the largest score and the log of the sum of
   // weights relative to it, [B, T, N].
@@ -162,8 +249,8 @@ class Reader {
         k_(k),
         heads_(heads),
         R_(call.group() * call.T_),
-        H_(call.keys.size),
-        V_(up(call.values.size, kLanes)),
+        H_(call.H),
+        V_(up(call.V, kLanes)),
         tile_(tile),
         bench_(heads * R_ * (H_ + tile) + kTurned * (2 * H_ + V_) + tile * (V_ + 1)),
         part_(part) {
@@ -247,13 +334,13 @@ class Reader {
 
   void visit(Keys now, Keys then) {
     const Index most_few = heads_ == 1 ? kFewAlone : kFewRows;
-    const bool few = R_ <= most_few && H_ % kLanes == 0 && now.count % kLanes == 0;
+    const bool few = R_ <= most_few && call_.keys.size % kLanes == 0 && now.count % kLanes == 0;
     const Rows<const E> values = call_.values.at(b_, k_, now.j);
     const Index each = few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned;
     Ahead for_values(values, heads_, now.count, heads_ * each);
     few ? multiply(now, for_values) : multiply_turned(now, for_values);
-    if (exact_ || V_ != call_.values.size) return weigh_copies(now);
-    for (Index r = 0; r < heads_ * R_; ++r) soften(r, now);
+    if (exact_ || V_ != call_.V) return weigh_copies(now);
+    for (Index r = 0; r < heads_ * R_; ++r) soften(r, now, true);
     const Index run = heads_ == 1 && R_ > kFewSums ? kTurned : kLanes;
     const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
     const Index steps = run == kTurned ? up(now.count, run) / run : now.count * blocks;
@@ -264,6 +351,11 @@ class Reader {
       for (Index h = 0; h < heads_; ++h) {
         const Index count = std::min(run, now.count - s);
         const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
+        if constexpr (Stored<E>::kVectors == 1)
+          if (R_ <= kOnce) {
+            weigh(h, s, count, rows, for_keys);
+            continue;
+          }
         const Rows<const T> wide = widened(rows, count, wide_);
         if (run == kLanes) {
           weigh(h, s, count, wide, for_keys);
@@ -279,8 +371,11 @@ class Reader {
     for (Index s = 0; s < now.count; s += kLanes)
       for (Index h = 0; h < heads_; ++h) {
         const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
-        multiply_rows<4>(R_, q_ + h * R_ * H_, widened(rows, kLanes, wide_),
-                         scores_ + h * R_ * tile_ + s, tile_, ahead);
+        T* scores = scores_ + h * R_ * tile_ + s;
+        if (R_ <= kOnce)
+          multiply_rows<4>(R_, q_ + h * R_ * H_, rows, scores, tile_, ahead);
+        else
+          multiply_rows<4>(R_, q_ + h * R_ * H_, widened(rows, kLanes, wide_), scores, tile_, ahead);
       }
   }
 
@@ -297,7 +392,8 @@ class Reader {
   }
 
   // Weights times values for keys s .. s + count - 1 of the tile.
-  void weigh(Index h, Index s, Index count, Rows<const T> values, Ahead& ahead) {
+  template <typename A>
+  void weigh(Index h, Index s, Index count, Rows<const A> values, Ahead& ahead) {
     product<4>(R_, V_, count, scores_ + h * R_ * tile_ + s, tile_, 1, values.start, values.stride,
                part_.out + h * R_ * V_, V_, true, ahead);
   }
@@ -311,24 +407,28 @@ class Reader {
         const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
         copy(widened(rows, count, wide_), count, values_ + s * V_, V_);
       }
+      const float* scales = call_.values.scales_at(b_, k_ + h, now.j);
+      for (Index s = 0; scales && s < now.count; ++s)
+        scale(values_ + s * V_, V_, scales[s] * Stored<E>::kFactor);
       std::fill(nonfinite_, nonfinite_ + now.count, T{0});
       if (exact_) zero_nonfinite(values_, now.count, V_, nonfinite_);
       if (down_ != 1) scale(values_, now.count * V_, down_);
       for (Index r = h * R_; r < (h + 1) * R_; ++r) {
         for (Index s = 0; s < now.count; ++s) scores_[r * tile_ + s] += nonfinite_[s];
-        soften(r, now);
+        soften(r, now, false);
       }
       for (Index s = 0; s < now.count; s += kLanes)
-        weigh(h, s, std::min<Index>(kLanes, now.count - s), {values_ + s * V_, V_, V_},
-              nothing);
+        weigh(h, s, std::min<Index>(kLanes, now.count - s),
+              Rows<const T>{values_ + s * V_, V_, V_}, nothing);
     }
   }
 
-  // Products of one row become weights.
-  void soften(Index r, Keys run) {
+  // Products of one row become weights: with `scaled`, weights of the stored numbers of values.
+  void soften(Index r, Keys run, bool scaled) {
     const Index j = run.j, keys = run.count, width = up(keys, kLanes);
     T* scores = scores_ + r * tile_;
     const Index n = head(r), first = token(r) * call_.S + j;
+    scale_all(scores, call_.keys, r, run);
     std::fill(scores + keys, scores + width, -kInfinity);
     if (call_.bias.start) {
       const T* bias = call_.bias.at(b_, n) + first;
@@ -365,6 +465,19 @@ class Reader {
     part_.sum[r] *= factor;
     for (int l = 0; l < kLanes; ++l) part_.sum[r] += total[l];
     part_.most[r] = now;
+    if (scaled) scale_all(scores, call_.values, r, run);
+  }
+
+  // Multiplies a number for each key by the scales of the keys or values.
+  void scale_all(T* numbers, const Pages<E>& pages, Index r, Keys run) const {
+    const float* scales = pages.scales_at(b_, k_ + r / R_, run.j);
+    if (!scales) return;
+    Index s = 0;
+#if JATTN_SINGLE
+    for (; s + kLanes <= run.count; s += kLanes)
+      store(numbers + s, load(numbers + s) * (load(scales + s) * Stored<E>::kFactor));
+#endif
+    for (; s < run.count; ++s) numbers[s] *= scales[s] * Stored<E>::kFactor;
   }
 
   const Call<E>& call_;
@@ -399,13 +512,13 @@ void merge(const std::vector<Part>& parts, Index r, Index V, T down, T* sums, Ro
 template <typename E>
 void decode(ffi::ThreadPool& pool, const Call<E>& call) {
   const Index threads = std::max<Index>(1, pool.num_threads());
-  const Index R = call.group() * call.T_, H = call.keys.size, V = up(call.values.size, kLanes);
+  const Index R = call.group() * call.T_, H = call.H, V = up(call.V, kLanes);
   if (call.B * R == 0) return;
   // Heads that lie side by side are computed together.
   const bool together = call.keys.by_head < call.keys.by_token;
   const Index most = together ? kTogether / (R * std::max(H, V)) : 1;
   const Index heads = std::clamp<Index>(most, 1, call.K), runs = (call.K + heads - 1) / heads;
-  const Index row = heads * H * sizeof(E), units = call.B * runs;
+  const Index row = heads * call.keys.size * sizeof(E), units = call.B * runs;
   const Index tile = std::min(kMostKeys, std::max<Index>(kTile / row / kLanes, 1) * kLanes);
   // There are enough parts for all threads to end together, and none of them is small.
   const Index wanted = (8 * threads + units - 1) / units;
@@ -426,7 +539,7 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call) {
     for (Index i = 0; i < parts; ++i) own.push_back(part(unit * parts + i));
     for (Index r = 0; r < std::min(heads, call.K - k) * R; ++r) {
       const Index n = k * call.group() + r / call.T_, t = r % call.T_;
-      const Index place = (b * call.T_ + t) * call.N + n, size = call.values.size;
+      const Index place = (b * call.T_ + t) * call.N + n, size = call.V;
       merge(own, r, V, down, sums.data(), {call.out + place * size, size, size},
             call.most + place, call.log_sum + place);
     }
@@ -434,32 +547,41 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call) {
 }
 
 template <typename E>
-Pages<E> pages(const Buffer& x, const Buffer& table, Index B, bool by_token) {
+Pages<E> pages(const Buffer& x, const Buffer& scales, const Buffer& table, Index B, bool by_token) {
   const Index P = axis(x, 4), size = axis(x, 1), M = axis(table, 1);
   const Index K = axis(x, by_token ? 2 : 3), page = axis(x, by_token ? 3 : 2);
   const bool found = table.element_count() > 0;
   return {static_cast<const E*>(x.untyped_data()),
+          scales.element_count() ? static_cast<const float*>(scales.untyped_data()) : nullptr,
           found ? static_cast<const int32_t*>(table.untyped_data()) : nullptr,
           P, B / leading(x, 4), K, page, size, found ? M : 1,
           by_token ? size : page * size, by_token ? K * size : size};
 }
 
-ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values, Buffer table,
-                      Buffer allowed, Buffer bias, Out out, Out most, Out log_sum, double scale,
-                      bool by_token) {
+ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values, Buffer key_scales,
+                      Buffer value_scales, Buffer table, Buffer allowed, Buffer bias, Out out,
+                      Out most, Out log_sum, double scale, bool by_token) {
   const auto numbers = [](Out& x) { return static_cast<T*>(x->untyped_data()); };
   const auto run = [&](auto zero) {
     using E = decltype(zero);
     const Index B = leading(q, 3);
-    const Pages<E> k = pages<E>(keys, table, B, by_token), v = pages<E>(values, table, B, by_token);
+    const Pages<E> k = pages<E>(keys, key_scales, table, B, by_token);
+    const Pages<E> v = pages<E>(values, value_scales, table, B, by_token);
     const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2},
-                       {bias, B, 2}, B, axis(q, 3), axis(q, 2), k.K, k.M * k.page,
+                       {bias, B, 2}, B, axis(q, 3), axis(q, 2), k.K, k.M * k.page, axis(q, 1),
+                       v.size * Stored<E>::kVectors,
                        static_cast<T>(scale), numbers(out), numbers(most), numbers(log_sum)};
     decode(pool, call);
   };
   return reported([&] {
 #if JATTN_SINGLE
-    if (keys.element_type() == ffi::BF16) return run(Bfloat16{});
+    switch (keys.element_type()) {
+      case ffi::BF16: return run(Bfloat16{});
+      case ffi::S8: return run(Int8{});
+      case ffi::F8E4M3FN: return run(Float8{});
+      case ffi::U8: return run(Int4{});
+      default: break;
+    }
 #endif
     run(T{});
   });
@@ -471,6 +593,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_decode, run_decode,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
-                                  .Arg<Buffer>().Arg<Buffer>()
+                                  .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>()
                                   .Ret<Buffer>().Ret<Buffer>().Ret<Buffer>()
                                   .Attr<double>("scale").Attr<bool>("by_token"));

@@ -39,6 +39,10 @@ Index leading(const Buffer& x, int own) {
 template <typename A>
 struct Factors {
   static Vector row(const T* b) { return load(b); }
+  template <typename B>
+  static Vector row(const B* b) {
+    return widened(b);
+  }
   static T number(const T* a) { return *a; }
   static Vector add(Vector sum, T x, Vector row) { return sum + x * row; }
 };
@@ -133,11 +137,13 @@ typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
 inline Vector widened(const Bfloat16* from) {
   return (Vector)(__builtin_convertvector(load<Shorts>(from), Words) << 16);
 }
-inline Vector widened(const Float16* from) {
+inline Vector widened(Shorts from, Float16) {
 #if defined(__AVX512F__)
-  return (Vector)_mm512_cvtph_ps(load<__m256i>(from));
+  return (Vector)_mm512_cvtph_ps((__m256i)from);
+#elif defined(__F16C__)
+  return (Vector)_mm256_cvtph_ps((__m128i)from);
 #else
-  const Words bits = __builtin_convertvector(load<Shorts>(from), Words);
+  const Words bits = __builtin_convertvector(from, Words);
   const Words size = (bits & 0x7FFF) << 13, exponent = bits & 0x7C00;
   const Words usual = size + (112 << 23), far = size + (224 << 23);
   // Denormal numbers: 2^-14 (1 + m) - 2^-14.
@@ -146,6 +152,7 @@ inline Vector widened(const Float16* from) {
   return (Vector)(found | (bits & 0x8000) << 16);
 #endif
 }
+inline Vector widened(const Float16* from) { return widened(load<Shorts>(from), Float16{}); }
 inline Vector widened(const Pair* from) { return (Vector)load<Words>(from); }
 #endif
 // The first `count` numbers of a vector, and 0 in the other lanes.
