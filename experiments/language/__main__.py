@@ -2,6 +2,7 @@
 
     python -m experiments.language train --text FILE      about three minutes on two cores
     python -m experiments.language write --prompt "The "
+    python -m experiments.language serve                  answers requests over HTTP
 
 Without --text it trains on English sentences from the grammar of `experiments.translation` and
 learns their spelling and grammar: the held-out loss reaches 0.56 nats per character. A run's
@@ -9,6 +10,8 @@ directory contains its metrics, its checkpoint and a plot of its losses.
 """
 
 import argparse
+import contextlib
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +26,8 @@ import jattn
 from experiments.language import model as models
 from experiments.language import text, training
 from experiments.language.runs import LanguageRun
+from experiments.language.serving.engine import PAGE_SIZE, Engine
+from experiments.language.serving.server import LanguageServer
 from experiments.language.settings import LanguageSettings
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
@@ -30,6 +35,7 @@ from experiments.runs.console import speak_utf8, visible_controls
 from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
 from experiments.runs.folder import free_directory
 from experiments.runs.memory import check_fits, keep_freed_memory
+from jattn.nn import DecoderOnly
 
 
 _USUAL = Path("runs") / "language"
@@ -60,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
     write = commands.add_parser("write", help="write text with a trained model")
     write.set_defaults(command=_write)
-    write.add_argument(
-        "--run", type=Path, help="the run's directory (default: the newest in runs/)"
-    )
+    _add_trained_run(write)
     write.add_argument("--prompt", default="\n", help="the text to continue (default: a new line)")
     write.add_argument(
         "--characters",
@@ -76,7 +80,34 @@ def _parser() -> argparse.ArgumentParser:
     write.add_argument(
         "--seed", type=bounds.seed, default=0, help="the seed of the draws (default: 0)"
     )
+    serve = commands.add_parser("serve", help="answer requests over HTTP, many at once")
+    serve.set_defaults(command=_serve)
+    _add_trained_run(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="the address (default: 127.0.0.1)")
+    serve.add_argument(
+        "--port", type=bounds.whole(0, 65535), default=8000, help="0 is any (default: 8000)"
+    )
+    for name, default, meaning in (
+        ("--rows", 16, "the requests at once"),
+        ("--length", 512, "the most characters of a request, with its prompt"),
+        ("--waiting", 64, "the requests that wait before others are refused"),
+    ):
+        number = bounds.whole(1, 2**16)
+        text = f"{meaning} (default: {default})"
+        serve.add_argument(name, type=number, default=default, metavar="N", help=text)
+    serve.add_argument(
+        "--pages",
+        type=bounds.count,
+        metavar="N",
+        help=f"pages of {PAGE_SIZE} characters for all requests (default: enough for the longest)",
+    )
     return parser
+
+
+def _add_trained_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--run", type=Path, help="the run's directory (default: the newest in runs/)"
+    )
 
 
 def _named() -> str:
@@ -154,9 +185,7 @@ def _write(options: argparse.Namespace) -> None:
         if not options.prompt:
             raise ValueError("--prompt: expected at least one character")
         prompt = run.characters.encode(options.prompt)
-        definition, state = training.init_state(run)
-        state, _ = run.restore(state)
-    model = nnx.merge(definition, state.variables)
+        model = _trained(run)
 
     def show(tokens: np.ndarray) -> None:
         raise_if_asked_to_end()
@@ -181,6 +210,35 @@ def _write(options: argparse.Namespace) -> None:
             callback=show,
         )
     print()
+
+
+def _serve(options: argparse.Namespace) -> None:
+    with users_part():
+        run = LanguageRun.open(options.run or _newest())
+        sizes = {name: getattr(options, name) for name in ("rows", "length", "pages", "waiting")}
+        engine = Engine(_trained(run), **sizes)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, options.port), family=family)
+    with listener:
+        engine.start()
+        host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        print(f"serving {run.directory} at http://{host}:{port}; Ctrl-C ends", flush=True)
+        LanguageServer(engine, run.characters, _tell_request).run(sockets=[listener])
+    if engine.failure is not None:
+        raise Failure(engine.failure)
+
+
+def _tell_request(line: str) -> None:
+    with contextlib.suppress(OSError):  # requests go on without a reader of these lines
+        print(line, flush=True)
+
+
+def _trained(run: LanguageRun) -> DecoderOnly:
+    """Returns the model of a run's last checkpoint."""
+    definition, state = training.init_state(run)
+    state, _ = run.restore(state)
+    return nnx.merge(definition, state.variables)
 
 
 def _newest() -> Path:

@@ -1,0 +1,1 @@
+"""Continuous batching: requests begin and end while the model writes the others."""

@@ -1,0 +1,415 @@
+"""The server of the language experiment: its answers are those of `generate`, and it lives on."""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from experiments.language import __main__ as cli
+from experiments.language import model as models
+from experiments.language import training
+from experiments.language.serving import server as servers
+from experiments.language.serving.engine import CHUNK, PAGE_SIZE, Engine, GenerationRequest, Refused
+from experiments.language.serving.server import LanguageServer
+from experiments.language.settings import LanguageSettings
+from experiments.language.text import Characters
+from jattn.nn import DecoderOnly
+from tests import commands
+from tests.test_language import TEXT, TINY, a_run
+from tests.test_translation import assert_refused
+
+
+CHARACTERS = Characters.of(TEXT)
+BAD = "ä"  # its embedding is NaN
+LENGTH, ROWS, WAITING = 64, 4, 12
+
+
+def lively_model() -> DecoderOnly:
+    """A model with spread logits, that gives NaN after one character."""
+    settings, V = LanguageSettings().changed([*TINY, "seed=3"]), len(CHARACTERS.alphabet)
+    model = models.make(settings, V, tie_embeddings=False, use_bias=True)
+    output: Any = model.output
+    table, bad = model.tokens.embedding, CHARACTERS.alphabet.index(BAD)
+    output.kernel[...] = output.kernel[...] * 20
+    output.bias[...] = output.bias[...].at[bad].set(-1e4)  # and so nothing generates it
+    table[...] = table[...].at[bad].set(jnp.nan)
+    return model
+
+
+class WatchedEngine(Engine):
+    """An engine whose steps may take a while, and the tokens in its caches after a step."""
+
+    delay = 0.0
+    lengths = np.zeros(ROWS)
+
+    def _advance(self, inputs: Any) -> np.ndarray:
+        time.sleep(self.delay)
+        tokens = super()._advance(inputs)
+        self.lengths = sum(np.asarray(cache.lengths) for cache in self._caches)
+        return tokens
+
+
+class Served:
+    """A server in a thread of this process, and what it told."""
+
+    def __init__(self, **sizes: Any):
+        self.model, self.lines = lively_model(), list[str]()
+        sizes = {"rows": ROWS, "length": LENGTH, "waiting": WAITING} | sizes
+        self.engine = WatchedEngine(self.model, **sizes)
+        self.engine.start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.server = LanguageServer(self.engine, CHARACTERS, self.lines.append)
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+
+    def end(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, content, {"Connection": "close"})
+        return connection.getresponse()
+
+    def ask(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """Returns the status and the answer, the lines of a stream as one."""
+        response = self.send("POST", "/generate", fields)
+        lines = [json.loads(line) for line in response.read().splitlines()]
+        text = {"text": "".join(line.get("text", "") for line in lines)} if lines[1:] else {}
+        return response.status, lines[-1] | text
+
+    def health(self) -> dict[str, int]:
+        return json.loads(self.send("GET", "/health").read())
+
+    def wait_until(self, holds: Callable[[dict[str, int]], bool]) -> None:
+        end = time.monotonic() + 20
+        while not holds(self.health()):
+            assert time.monotonic() < end, self.health()
+            time.sleep(0.005)
+
+    def wait_until_idle(self) -> None:
+        """Waits until no request is left, whose pages are then free in the caches, too."""
+        self.wait_until(lambda health: health["active"] + health["waiting"] == 0)
+        assert self.health()["free_pages"] == self.engine.pages
+        self.wait_until(lambda _: not self.engine.lengths.any())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server for all tests of this module: whatever they ask, it compiles two programs."""
+    shapes, step = list[tuple[int, ...]](), DecoderOnly.step
+
+    def counted(self: Any, tokens: Any, *args: Any, **options: Any) -> Any:
+        shapes.append(tokens.shape)
+        return step(self, tokens, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecoderOnly, "step", counted)
+        served = Served()
+        yield served
+        served.end()
+    assert [shape for shape in shapes if shape[0] == ROWS] == [(ROWS, CHUNK), (ROWS, 1)]
+
+
+def generated(model: DecoderOnly, fields: dict[str, Any]) -> tuple[str, str]:
+    """Returns the answer to a request, by `generate` alone, and why it ends."""
+    stop = CHARACTERS.encode("".join(fields.get("stop", ())))
+    tokens, lengths = jattn.generate(
+        model,
+        CHARACTERS.encode(fields["prompt"])[None],
+        max_tokens=fields["max_tokens"],
+        temperature=fields["temperature"],
+        top_k=fields.get("top_k"),
+        top_p=fields.get("top_p"),
+        key=jax.random.key(fields["seed"]),
+        stop=stop.tolist(),
+    )
+    row = np.asarray(tokens[0, : lengths[0]])
+    return CHARACTERS.decode(row), "stop" if row[-1] in stop else "length"
+
+
+def requests(count: int, kinds: list[dict[str, Any]], rng: np.random.Generator) -> list[Any]:
+    letters = [x for x in CHARACTERS.alphabet if x != BAD]
+    return [
+        {
+            **{name: x for name, x in kinds[i % len(kinds)].items() if name != "length"},
+            "prompt": "".join(rng.choice(letters, kinds[i % len(kinds)]["length"])),
+            "seed": int(rng.integers(2**32)),
+        }
+        for i in range(count)
+    ]
+
+
+KINDS: list[dict[str, Any]] = [
+    {"length": 1, "max_tokens": 30, "temperature": 1.0, "stop": ["e", "\n"]},
+    {"length": 40, "max_tokens": 24, "temperature": 0.7, "top_p": 0.9},
+    {"length": 33, "max_tokens": 7, "temperature": 1.5, "top_k": 5, "top_p": 0.8},
+    {"length": 12, "max_tokens": 20, "temperature": 0},
+]
+
+
+def assert_equal_generate(served: Served, asked: list[Any]) -> None:
+    """All requests, sent at once, are answered as each alone, whether streamed or not."""
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda x: served.ask(**x[1], stream=x[0] % 3 == 0), enumerate(asked))
+        for (status, answer), fields in zip(answers, asked, strict=True):
+            want, finish = generated(served.model, fields)
+            assert (status, answer["text"], answer["finish"]) == (200, want, finish)
+    served.wait_until_idle()
+
+
+def test_many_requests_at_once_equal_generate(served):
+    asked = requests(16, KINDS, np.random.default_rng(0))
+    assert len({fields["prompt"] for fields in asked}) > 12
+    assert_equal_generate(served, asked)
+
+
+@pytest.mark.slow
+def test_random_requests_equal_generate(served):
+    rng, asked = np.random.default_rng(1), list[Any]()
+    for temperature, top_k, top_p in [(2.0, 50, None), (0.3, 1, None), (1.0, None, 1.0)] * 12:
+        length = int(rng.integers(1, 40))
+        kind = {"length": length, "max_tokens": int(rng.integers(1, LENGTH - length + 1))}
+        kind |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": ["r"]}
+        asked += requests(1, [kind], rng)
+    assert_equal_generate(served, asked)
+
+
+LONG = {"prompt": "the dog", "max_tokens": 50, "temperature": 1, "stream": True}
+
+
+@contextlib.contextmanager
+def slow_steps(served: Served, seconds: float = 0.05) -> Iterator[None]:
+    """Makes each step of the engine take a while."""
+    served.engine.delay = seconds
+    yield
+    served.engine.delay = 0.0
+
+
+def test_characters_come_one_by_one(served):
+    with slow_steps(served):
+        response = served.send("POST", "/generate", LONG)
+        assert response.getheader("content-type") == "application/x-ndjson"
+        first = json.loads(response.readline())
+        assert set(first) == {"text"} and served.health()["active"] == 1
+    lines = [first, *map(json.loads, response)]
+    assert len(lines) == 50 and all(len(line["text"]) == 1 for line in lines)
+    assert lines[-1]["finish"] == "length" and "finish" not in lines[-2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abandoned_requests_free_their_pages(served, stream):
+    """Four that are served, and two that wait."""
+    with slow_steps(served):
+        connections = []
+        for _ in range(ROWS + 2):
+            connection = http.client.HTTPConnection("127.0.0.1", served.port)
+            connection.request("POST", "/generate", json.dumps({**LONG, "stream": stream}))
+            connections.append(connection)
+        served.wait_until(lambda health: (health["active"], health["waiting"]) == (ROWS, 2))
+        assert served.health()["free_pages"] == 0
+        before, steps = served.health()["tokens_served"], 3
+        for connection in connections:
+            assert connection.sock is not None
+            connection.sock.close()
+        served.wait_until_idle()
+        assert served.health()["tokens_served"] - before <= steps * ROWS
+    served.wait_until(lambda _: [" abandoned, " in x for x in served.lines[-6:]] == [True] * 6)
+
+
+FIELDS = "prompt, max_tokens, temperature, top_k, top_p, seed, stop, stream"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "body: expected a JSON object, got something else: EOF"),
+        (b'{"prompt": "the"', "body: expected a JSON object, got something else: EOF"),
+        (b"\xff\xfe", "body: expected a JSON object, got something else: "),
+        (b"[" * 2000, "body: expected a JSON object, got something else: recursion"),
+        (b"3", "body: expected "),
+        (b"{}", "prompt: expected with every request, got none"),
+        ({"prompt": ""}, "prompt: expected at least 1 character, got ''"),
+        ({"prompt": 3}, "prompt: expected a valid string, got 3"),
+        ({"prompt": "dog X é"}, "prompt: characters that the model does not know: 'X é'"),
+        ({"prompt": "the", "max_token": 3}, f"max_token: expected one of the fields {FIELDS}; nea"),
+        ({"prompt": "the", "max_tokens": 0}, "max_tokens: expected greater than or equal to 1, go"),
+        ({"prompt": "the", "max_tokens": "9"}, "max_tokens: expected a valid integer, got '9'"),
+        ({"prompt": "the", "max_tokens": 62}, "max_tokens: expected at most 64 tokens with the "),
+        ({"prompt": "e" * 64, "max_tokens": 1}, "got 65, 64 of the prompt and 1 to generate"),
+        ({"prompt": "the", "temperature": -1}, "temperature: expected greater than or equal to 0"),
+        (b'{"prompt": "the", "temperature": NaN}', "temperature: expected a finite number, got na"),
+        ({"prompt": "the", "top_k": 0}, "top_k: expected greater than or equal to 1, got 0"),
+        ({"prompt": "the", "top_p": 1.5}, "top_p: expected less than or equal to 1, got 1.5"),
+        ({"prompt": "the", "seed": 2**32}, "seed: expected less than 4294967296, got 4294967296"),
+        ({"prompt": "the", "stop": ["the"]}, "stop: expected texts of one character, got 'the'"),
+        ({"prompt": "the", "stop": ["X"]}, "stop: characters that the model does not know: 'X'"),
+        ({"prompt": "the", "stop": [3]}, "stop.0: expected a valid string, got 3"),
+        ({"prompt": "the", "stream": 1}, "stream: expected a valid boolean, got 1"),
+    ],
+)
+def test_wrong_requests_have_one_clear_answer(served, body, message):
+    response = served.send("POST", "/generate", body)
+    answer = json.loads(response.read())
+    assert (response.status, set(answer)) == (400, {"error"}) and message in answer["error"]
+    assert "\n" not in answer["error"] and served.health()["free_pages"] == served.engine.pages
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", "/nothing", 404, "GET /nothing: expected POST /generate or GET /health"),
+        ("GET", "/generate", 405, "GET /generate: expected POST /generate or GET /health"),
+        ("POST", "/health", 405, "POST /health: expected POST /generate or GET /health"),
+        ("POST", "/generate", 413, "body: expected at most 4864 bytes, got more"),
+        ("POST", "/generate", 408, "body: expected within 0 s"),
+    ],
+)
+def test_other_errors_are_json_too(served, method, path, status, message, monkeypatch):
+    monkeypatch.setattr(servers, "_BODY_SECONDS", 0.4)
+    size = {413: 10_000, 408: 10}.get(status, 0)
+    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(head.encode())
+        client.sendall(b" " * (size if status == 413 else 0))
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        assert response.status == status
+        assert json.loads(response.read()) == {"error": message}
+
+
+def test_a_full_queue_refuses_more(served):
+    with ThreadPoolExecutor(ROWS + WAITING) as pool, slow_steps(served):
+        fields = {**LONG, "max_tokens": 20, "stream": False}
+        busy = [pool.submit(served.ask, **fields) for _ in range(ROWS)]
+        served.wait_until(lambda health: health["active"] == ROWS)
+        busy += [pool.submit(served.ask, **fields) for _ in range(WAITING)]
+        served.wait_until(lambda health: health["waiting"] == WAITING)
+        status, answer = served.ask(**LONG)
+        message = "12 requests are waiting already; try again later"
+        assert (status, answer) == (503, {"error": message})
+    assert [future.result()[0] for future in busy] == [200] * (ROWS + WAITING)
+
+
+def test_a_model_without_probabilities_fails_that_request_only(served):
+    (good,) = requests(1, KINDS, np.random.default_rng(2))
+    with ThreadPoolExecutor(1) as pool, slow_steps(served, 0.02):
+        answer = pool.submit(served.ask, **good)
+        for stream in (False, True):
+            status, error = served.ask(prompt=f"hund{BAD}", max_tokens=9, stream=stream)
+            assert status == 500 and "the model gives no probabilities (NaN)" in error["error"]
+    assert answer.result()[1]["text"] == generated(served.model, good)[0]
+    served.wait_until_idle()
+
+
+def test_requests_wait_for_pages(served, monkeypatch):
+    monkeypatch.setattr(served.engine, "pages", LENGTH // PAGE_SIZE)  # of one long request
+    assert_equal_generate(served, requests(8, KINDS, np.random.default_rng(3)))
+    with pytest.raises(ValueError, match="pages: expected at least 4, as a request of 64 tokens"):
+        Engine(served.model, rows=ROWS, length=LENGTH, pages=3)
+
+
+def last_lines(served: Served, end: Callable[[], object]) -> list[dict[str, str]]:
+    """Returns the last line of a stream that `end` interrupts, and the answer to one that waits."""
+    rows = served.engine.rows
+    with ThreadPoolExecutor(rows + 1) as pool, slow_steps(served):
+        streams = [served.send("POST", "/generate", LONG) for _ in range(rows)]
+        for stream in streams:
+            assert "text" in json.loads(stream.readline())
+        waiting = pool.submit(served.ask, **LONG)
+        served.wait_until(lambda health: health["waiting"] == 1)
+        end()
+        lines = [json.loads(stream.read().splitlines()[-1]) for stream in streams]
+        status, answer = waiting.result()
+        assert status == 503
+    served.thread.join(20)
+    assert not served.thread.is_alive() and not served.engine._thread.is_alive()
+    with pytest.raises(Refused):
+        served.engine.submit(GenerationRequest((0,), 1), print)
+    return [*lines, answer]
+
+
+def test_a_server_that_stops_ends_all_requests():
+    served = Served(rows=2)
+    lines = last_lines(served, lambda: setattr(served.server, "should_exit", True))
+    assert lines == [{"error": "the server is stopping"}] * 3
+
+
+def test_a_failure_of_the_engine_ends_all_requests():
+    served = Served(rows=2)
+
+    def fail() -> None:
+        served.engine._step = lambda *_: 1 / 0
+
+    error = "the engine failed: division by zero"
+    assert last_lines(served, fail) == [{"error": error}] * 3
+    assert served.engine.failure == error
+
+
+@pytest.fixture
+def trained(tmp_path, as_users_run_it):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, "utf-8")
+    run = a_run(tmp_path / "run", text)
+    run.save(training.init_state(run)[1], 1)
+    return run.directory
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--pages", 3), "pages: expected at least 32, as a request of 512 tokens needs, got 3"),
+        (("--port", 70000), "argument --port: expected at most 65535, got 70000"),
+        (("--host", "nowhere.invalid"), "error: "),
+        (("--rows", 0), "argument --rows: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(options, message, trained, capsys):
+    assert_refused(("serve", "--run", trained, "--port", 0, *options), message, capsys, cli.main)
+
+
+def test_a_port_in_use_is_one_clear_line(trained, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command = ("serve", "--run", trained, "--port", other.getsockname()[1])
+        assert_refused(command, "in use", capsys, cli.main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_serves_until_a_signal(number, status, trained):
+    words = ("-m", "experiments.language", "serve", "--run", trained, "--port", "0")
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options |= {"cwd": commands.ROOT, "env": commands.environment()}
+    with subprocess.Popen([sys.executable, *words], **options) as server:
+        assert server.stdout is not None
+        line, address = server.stdout.readline(), r"http://127\.0\.0\.1:(\d+)"
+        match = re.fullmatch(rf"serving {trained} at {address}; Ctrl-C ends\n", line)
+        assert match, line
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=60)
+        fields = {"prompt": "der hund", "max_tokens": 500, "stream": True}
+        connection.request("POST", "/generate", json.dumps(fields))
+        stream = connection.getresponse()
+        assert "text" in json.loads(stream.readline())
+        server.send_signal(number)
+        assert {"error": "the server is stopping"} == json.loads(stream.read().splitlines()[-1])
+        out, error = server.communicate(timeout=60)
+    assert (server.returncode, error) == (status, "interrupted\n")
+    assert re.fullmatch(r"8 \+ \d+ characters, the server is stopping, [\d.]+ s\n", out)
