@@ -154,7 +154,7 @@ class PagedCache(Cache):
         index = jnp.stack([pages, slots % page_size], axis=-1)
         overflowed = self._lost(positions) | (uncapped_lengths > self.capacity) | lacks_pages
         keys, values = (
-            write_pages(pool, jnp.asarray(tokens), index, copies)
+            write_pages(pool, tokens, index, copies)
             for pool, tokens in ((self.keys, key), (self.values, value))
         )
         new_positions = self.next_positions(T, valid, positions)

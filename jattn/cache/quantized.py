@@ -1,7 +1,8 @@
 """`Quantized`: numbers of 8 or 4 bits with a scale for each token and head.
 
-A token's vector x of one head is stored as `round(x / scale)`, where `scale` is its largest absolute
-value divided by the largest number of the dtype (Dettmers et al. 2022, "LLM.int8()", section 2.1).
+A token's vector x of one head is stored as `round(x / scale)`, where `scale` is its largest
+absolute value divided by the largest number of the dtype (Dettmers et al. 2022, "LLM.int8()",
+section 2.1).
 """
 
 import functools
@@ -30,9 +31,9 @@ SMALLEST = 1e-30
 class Quantized:
     """Keys or values of a cache in int8, float8_e4m3fn or int4: `number × scale`.
 
-    `numbers` are `[..., H]`. Two numbers of int4 share a byte of `[..., H/2]`, in uint8: byte h holds
-    number h in its low and number H/2 + h in its high half. `scales [...]` are float32, one for each
-    token and head. A vector that is not finite is stored with the scale NaN.
+    `numbers` are `[..., H]`. Two numbers of int4 share a byte of `[..., H/2]`, in uint8: byte h
+    holds number h in its low and number H/2 + h in its high half. `scales [...]` are float32, one
+    for each token and head. A vector that is not finite is stored with the scale NaN.
 
     >>> cache = jattn.cache.DenseCache.create(2, 16, 2, 8, dtype=jnp.int8).append(k, v)
     >>> cache.keys.shape, cache.keys.dtype, cache.keys.scales.shape, cache.bytes_per_token
@@ -89,8 +90,11 @@ def zeros(shape: Shape, dtype: np.dtype) -> Any:
     return Quantized(jnp.zeros(shape, dtype), jnp.zeros(shape[:-1], jnp.float32))
 
 
-def converted(x: Float[Array, "... H"], dtype: Any) -> Any:
-    """Returns vectors in a storage dtype. Quantised vectors have no derivative."""
+def converted(x: Any, dtype: Any) -> Any:
+    """Returns vectors in a storage dtype; quantised ones unchanged. These have no derivative."""
+    if isinstance(x, Quantized):
+        return x
+    x = jnp.asarray(x)
     return _quantized(dtype, x) if dtype in LARGEST else x.astype(dtype)
 
 

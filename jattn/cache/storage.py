@@ -28,7 +28,7 @@ def _shardings(stored: Stored, *_: Any) -> Any:
 @partitioned_by_xla(_shardings)
 def write(buffer: Stored, tokens: Any, slots: Int[Array, "B T"]) -> Stored:
     """Writes tokens `[B, T, K, H]` to slots of their batch rows; leaves out tokens with slot S."""
-    tokens = converted(jnp.swapaxes(jnp.asarray(tokens), 1, 2), buffer.dtype)
+    tokens = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), converted(tokens, buffer.dtype))
 
     def write_head(buffer: Stored, tokens: Stored, slots: Array) -> Stored:
         # drop: leaves out slots beyond the end

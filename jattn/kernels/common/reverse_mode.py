@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import jax
 from jax._src.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array
 
 from jattn._explicit import varied_like
 from jattn._types import Tree
@@ -48,7 +47,7 @@ batching.primitive_batchers[_tangent] = refuse
 
 
 def inputs(arrays: Iterable[Tree], context: Tree = ()) -> list[Any]:
-    """Returns `arrays`, or trees of arrays, as operands of a function whose derivative rule is for reverse mode only.
+    """Returns arrays, or trees of them, as operands of a function with a reverse-mode rule only.
 
     A forward-mode derivative by one of them raises NotImplementedError. `context` is a tree of all
     else that the function reads.
