@@ -58,14 +58,16 @@ def unavailable(dtype: DTypeLike) -> str | None:
 class PagedKV(NamedTuple):
     """Keys and values in pages, `[P, K, page, H]`, or `[P, page, K, H]` if `by_token`.
 
-    `table` lists the pages of each batch row. Without a table, row b has page b alone. Quantised
-    numbers are not `by_token`.
+    `table` lists the pages of each batch row. Without a table, row b has page b alone. If
+    `value_size` is V, values are the first V numbers of each row of `values`, which may be `keys`.
+    Quantised numbers are not `by_token`.
     """
 
     keys: Stored
     values: Stored
     table: Int[Array, "B M"] | None = None
     by_token: bool = False
+    value_size: int | None = None
 
 
 def _over_heads(
@@ -114,7 +116,8 @@ def attend(
     table = jnp.zeros((B, 0), jnp.int32) if paged.table is None else paged.table
     page = paged.keys.shape[1 if paged.by_token else 2]
     S, K = page * max(1, table.shape[1]), paged.keys.shape[2 if paged.by_token else 1]
-    H, V = paged.keys.shape[-1], paged.values.shape[-1]
+    H = paged.keys.shape[-1]
+    V = paged.values.shape[-1] if paged.value_size is None else paged.value_size
     shapes = Shapes((B,), T, S, N, K, H, V, query.dtype)
     rows = jax.ShapeDtypeStruct((B, T, N), dtype)
     like = [jax.ShapeDtypeStruct((B, T, N, V), dtype), rows, rows]

@@ -187,7 +187,8 @@ void multiply_rows(Index rows, const T* q, Rows<const E> keys, T* scores, Index 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Keys or values of E in pages of tokens and heads, in one order or the other. A table [B, M] lists
-// the pages of each row; without a table, row b has page b.
+// the pages of each row; without a table, row b has page b. The first `size` numbers of a token's head
+// are read, so that values may be the beginning of keys.
 template <typename E>
 struct Pages {
   const E* start;
@@ -195,13 +196,13 @@ struct Pages {
   const int32_t* table;
   Index pages, rows;  // of each group of rows, which has its own pages and table
   Index K, page, size, M;
-  Index by_head, by_token;
+  Index by_page, by_head, by_token;
 
   // Token j of row b and those after it in its page; null if the row has no such page.
   Rows<const E> at(Index b, Index k, Index j) const {
     const Index p = page_of(b, j);
     if (p < 0) return {nullptr, by_token, size};
-    return {start + p * K * page * size + k * by_head + j % page * by_token, by_token, size};
+    return {start + p * by_page + k * by_head + j % page * by_token, by_token, size};
   }
   const float* scales_at(Index b, Index k, Index j) const {
     return scales ? scales + (page_of(b, j) * K + k) * page + j % page : nullptr;
@@ -519,7 +520,8 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call) {
   const Index most = together ? kTogether / (R * std::max(H, V)) : 1;
   const Index heads = std::clamp<Index>(most, 1, call.K), runs = (call.K + heads - 1) / heads;
   const Index row = heads * call.keys.size * sizeof(E), units = call.B * runs;
-  const Index tile = std::min(kMostKeys, std::max<Index>(kTile / row / kLanes, 1) * kLanes);
+  const Index turned = heads == 1 && R > kFewAlone ? kTurned : kLanes;
+  const Index tile = std::min(kMostKeys, std::max<Index>(kTile / row / turned, 1) * turned);
   // There are enough parts for all threads to end together, and none of them is small.
   const Index wanted = (8 * threads + units - 1) / units;
   const Index length = up(std::max(kPart / row, (call.S + wanted - 1) / wanted), tile);
@@ -547,15 +549,16 @@ void decode(ffi::ThreadPool& pool, const Call<E>& call) {
 }
 
 template <typename E>
-Pages<E> pages(const Buffer& x, const Buffer& scales, const Buffer& table, Index B, bool by_token) {
+Pages<E> pages(const Buffer& x, const Buffer& scales, const Buffer& table, Index B, bool by_token,
+               Index read) {
   const Index P = axis(x, 4), size = axis(x, 1), M = axis(table, 1);
   const Index K = axis(x, by_token ? 2 : 3), page = axis(x, by_token ? 3 : 2);
   const bool found = table.element_count() > 0;
   return {static_cast<const E*>(x.untyped_data()),
           scales.element_count() ? static_cast<const float*>(scales.untyped_data()) : nullptr,
           found ? static_cast<const int32_t*>(table.untyped_data()) : nullptr,
-          P, B / leading(x, 4), K, page, size, found ? M : 1,
-          by_token ? size : page * size, by_token ? K * size : size};
+          P, B / leading(x, 4), K, page, read, found ? M : 1,
+          K * page * size, by_token ? size : page * size, by_token ? K * size : size};
 }
 
 ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values, Buffer key_scales,
@@ -565,8 +568,9 @@ ffi::Error run_decode(ffi::ThreadPool pool, Buffer q, Buffer keys, Buffer values
   const auto run = [&](auto zero) {
     using E = decltype(zero);
     const Index B = leading(q, 3);
-    const Pages<E> k = pages<E>(keys, key_scales, table, B, by_token);
-    const Pages<E> v = pages<E>(values, value_scales, table, B, by_token);
+    const Pages<E> k = pages<E>(keys, key_scales, table, B, by_token, axis(keys, 1));
+    const Index read = axis(*out, 1) / Stored<E>::kVectors;
+    const Pages<E> v = pages<E>(values, value_scales, table, B, by_token, read);
     const Call<E> call{static_cast<const T*>(q.untyped_data()), k, v, {allowed, B, 2},
                        {bias, B, 2}, B, axis(q, 3), axis(q, 2), k.K, k.M * k.page, axis(q, 1),
                        v.size * Stored<E>::kVectors,
