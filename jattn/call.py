@@ -221,7 +221,7 @@ def _cache_arguments(
             )
     check_array("query", query, "[*B, T, N, H]")
     B, K, S = cache.lengths.shape[0], cache.num_kv_heads, cache.capacity
-    sizes = (cache.keys.shape[-1], cache.values.shape[-1])
+    sizes = (cache.keys.shape[-1], cache.value_size)
     keys, values = (jax.ShapeDtypeStruct((B, S, K, size), query.dtype) for size in sizes)
     shapes = check_shapes(query, keys, values)
     mask = options.get("mask")

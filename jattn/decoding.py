@@ -28,7 +28,7 @@ SomeCache = TypeVar("SomeCache", bound=Cache)
 def cached_attention(
     query: Queries,
     key: Keys,
-    value: Values,
+    value: Values | None,
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
@@ -40,7 +40,7 @@ def cached_attention(
 def cached_attention(
     query: Queries,
     key: Keys,
-    value: Values,
+    value: Values | None,
     cache: SomeCache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
@@ -53,7 +53,7 @@ def cached_attention(
 def cached_attention(
     query: Queries,
     key: Keys,
-    value: Values,
+    value: Values | None,
     cache: Cache,
     *,
     valid: Bool[AnyArray, "B T"] | None = None,
@@ -69,7 +69,7 @@ def cached_attention(
     Args:
         query: `[B, T, N, H]`.
         key: `[B, T, K, H]`.
-        value: `[B, T, K, V]`.
+        value: `[B, T, K, V]`; None for a `LatentCache`.
         cache: a cache of `jattn.cache` for B batch rows.
         valid: bool `[B, T]`, False for padding, as in prompts of different lengths. Padding is not
             appended, and its `out` has no meaning. A mask would not keep it out of the cache.
@@ -117,7 +117,7 @@ def _mask_of_chunk(mask: Mask, start: Array) -> Mask:
 
 
 def _in_chunks(
-    query: Queries, key: Keys, value: Values, cache: Any, valid: Any, arguments: dict[str, Any]
+    query: Queries, key: Keys, value: Any, cache: Any, valid: Any, arguments: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Computes `cached_attention` for `cache.chunk` tokens at a time."""
     if arguments.get("dropout_rate"):
@@ -164,7 +164,9 @@ def _in_chunks(
     valid = jnp.ones((B, T), bool) if valid is None else valid  # `split` pads it with False
     starts = jnp.arange(num_chunks, dtype=jnp.int32) * chunk
     cache, results = jax.lax.scan(
-        attend_chunk, cache, (starts, *map(split, (query, key, value, valid)), split_leaves)
+        attend_chunk,
+        cache,
+        (starts, *jax.tree.map(split, (query, key, value, valid)), split_leaves),
     )
 
     def joined(x: Array, axis: int) -> Array:

@@ -33,10 +33,11 @@ attention to that batch row gives NaN.
 
 from jattn.cache.base import Cache
 from jattn.cache.dense import DenseCache
+from jattn.cache.latent import LatentCache
 from jattn.cache.paged import PagedCache
 from jattn.cache.quantized import Quantized
 from jattn.cache.rolling import RollingCache
 
 
-__all__ = ["Cache", "DenseCache", "PagedCache", "Quantized", "RollingCache"]
+__all__ = ["Cache", "DenseCache", "LatentCache", "PagedCache", "Quantized", "RollingCache"]
 __dir__ = __all__.copy

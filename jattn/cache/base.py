@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,15 @@ from jattn.masks import Lengths, Mask
 Valid = Bool[Array | np.ndarray, "B T"] | None
 Positions = Int[Array | np.ndarray, "..."] | None  # [B, T] or [T]
 SomeCache = TypeVar("SomeCache", bound="Cache")
+
+
+class CacheOptions(TypedDict, total=False):
+    """The options of the classes of `jattn.cache`, besides their sizes."""
+
+    chunk: int | None  # of a RollingCache
+    page_size: int  # of a PagedCache
+    num_pages: int | None  # of a PagedCache
+    positions: bool  # of a DenseCache or a PagedCache
 
 
 class Cache:
@@ -68,6 +77,11 @@ class Cache:
         return {x: Quantized(letters[x], letters[x].rpartition(" ")[0]) for x in quantized}
 
     @property
+    def value_size(self) -> int:
+        """V: the size of a value."""
+        return self.values.shape[-1]
+
+    @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
         """The position of the token in each slot; None if slot i holds position i."""
         return self.positions
@@ -90,7 +104,8 @@ class Cache:
         for each batch row.
 
         The table holds P where a batch row has no page. In this base class, all slots of a batch
-        row are one page.
+        row are one page. In a `LatentCache` the two arrays are the same one, and values are the
+        first V numbers of its rows.
         """
         return self.keys, self.values, jnp.arange(self.lengths.shape[0], dtype=jnp.int32)[:, None]
 
@@ -346,6 +361,13 @@ def check_cache(name: str, value: Any) -> None:
     """Raises TypeError unless the value is a cache."""
     if not isinstance(value, Cache):
         raise TypeError(f"{name}: expected a cache of jattn.cache, got {type(value).__name__}")
+
+
+def check_kind(kind: Any) -> type[Cache]:
+    """Returns the argument; raises TypeError unless it is a class of caches."""
+    if not (isinstance(kind, type) and issubclass(kind, Cache)):
+        raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
+    return kind
 
 
 @jax.jit

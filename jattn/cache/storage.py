@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jattn._explicit import partition_spec_of, partitioned_by_xla, sharding_of
 from jattn._types import Shape, Size
 from jattn.cache.quantized import Quantized, as_floats, converted, storage_dtype, zeros
-from jattn.checks import check_flag, check_sizes
+from jattn.checks import check_flag, check_size
 
 
 Stored = Float[Array, "B K S H"] | Quantized
@@ -47,7 +47,8 @@ def empty(
     """Returns the keys and values of an empty cache: zeros `[*shape, H]` and `[*shape, V]`."""
     value_size = head_size if value_size is None else value_size
     sizes = {"head_size": head_size, "value_size": value_size}
-    check_sizes(**sizes)
+    check_size("head_size", head_size)
+    check_size("value_size", value_size, 0)  # 0 in a `LatentCache`
     dtype = storage_dtype("dtype", dtype, **sizes)
     keys, values = (zeros((*shape, size), dtype) for size in sizes.values())
     return keys, values
@@ -118,6 +119,7 @@ def read_pages(pool: Stored, table: Int[Array, "B m"]) -> Float[Array, "B K S H"
 
     def read_array(pool: Array) -> Array:
         pages = jnp.swapaxes(pool.at[table].get(mode="clip"), 1, 2)  # [B, K, m, p, ...]
-        return pages.reshape(*pages.shape[:2], -1, *pages.shape[4:])
+        B, K, m, p, *rest = pages.shape
+        return pages.reshape(B, K, m * p, *rest)
 
     return as_floats(jax.tree.map(read_array, pool))

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jattn._types import Tree
-from jattn.cache import Cache, RollingCache
+from jattn.cache import Cache
 from jattn.checks import check_array, check_key, check_number, check_size, shown
 from jattn.functions import integers
 
@@ -111,7 +111,7 @@ def check_room(caches: Tree, tokens: int) -> None:
     if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):
-        if not isinstance(cache, Cache) or isinstance(cache, RollingCache):
+        if not isinstance(cache, Cache) or hasattr(cache, "window"):
             continue
         _, most = integers.known_range(cache.lengths) or (0, 0)
         if most + tokens > cache.capacity:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array
 
-from jattn.cache import Cache
+from jattn.cache import Cache, LatentCache
 from jattn.call import Call
 from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
@@ -237,7 +237,9 @@ def reader(call: Call, cache: Cache) -> Callable[[Spec, Array, Cache], CacheResu
     row, platform = KERNELS[name], _default_platform()
     refuse(name, _unsupported(row, call))
     cache_reader = row.kernel.reader
-    if cache_reader is None or cache_reader.unreadable(platform, call, cache):
+    if cache_reader is None or isinstance(cache, LatentCache):  # none takes values from keys
+        return None
+    if cache_reader.unreadable(platform, call, cache):
         return None
     if row.tracing == "default_platform":
         return functools.partial(cache_reader.read, platform)

@@ -63,15 +63,6 @@ class CallOptions(MemoryOptions, KeyPositions, total=False):
     """The options of a call of `MultiHeadAttention`."""
 
 
-class CacheOptions(TypedDict, total=False):
-    """The options of the classes of `jattn.cache`, besides their sizes."""
-
-    chunk: int | None  # of a RollingCache
-    page_size: int  # of a PagedCache
-    num_pages: int | None  # of a PagedCache
-    positions: bool  # of a DenseCache or a PagedCache
-
-
 def run_options(call: Any) -> RunOptions:
     """Returns the options among those of a call that are in `RunOptions`."""
     options: Any = {name: call[name] for name in RunOptions.__annotations__ if name in call}

@@ -15,12 +15,12 @@ from jattn._advised import advised_by
 from jattn._types import Keys, Output, Queries, Values
 from jattn.attention import IMPLEMENTATIONS, attention, attention_weights
 from jattn.cache import Cache, DenseCache
-from jattn.cache.base import check_cache
+from jattn.cache.base import CacheOptions, check_cache, check_kind
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
 from jattn.functions.integers import is_integer
 from jattn.masks import Mask, MaskLike, as_mask
-from jattn.nn._types import CacheOptions, CallOptions, MemoryOptions, Positions, Valid
+from jattn.nn._types import CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
 from jattn.nn.embedding import AxialRotary, Rotary
 from jattn.nn.layers import LECUN, ZEROS, Dropout, LayerNorm, RMSNorm, linear, sharded
@@ -369,9 +369,7 @@ class MultiHeadAttention(Module):
         `RollingCache` the length is that of its window. `dtype` is by default that of the module.
         """
         dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
-        if not (isinstance(kind, type) and issubclass(kind, Cache)):
-            raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
-        cache_class: Any = kind
+        cache_class: Any = check_kind(kind)
         sizes = (self.num_kv_heads, self.head_dim, self.value_dim)
         return cache_class.create(batch, length, *sizes, dtype=dtype, **options)
 

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
+from jattn.cache.base import CacheOptions
 from jattn.checks import check_choice, check_flag, check_number, check_size
 from jattn.nn import pretrained
-from jattn.nn._types import CacheOptions, Ids, SelfOptions, StepOptions, run_options
+from jattn.nn._types import Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.embedding import (
     DEFAULT_INIT,
     AxialRotary,

@@ -19,6 +19,7 @@ from jattn._advice import (
 )
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
+from jattn.cache.base import CacheOptions
 from jattn.checks import (
     check_choice,
     check_flag,
@@ -30,7 +31,6 @@ from jattn.checks import (
 from jattn.masks import Causal, Mask, MaskLike
 from jattn.nn import pretrained
 from jattn.nn._types import (
-    CacheOptions,
     CrossOptions,
     CrossStepOptions,
     Ids,

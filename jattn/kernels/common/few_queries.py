@@ -22,5 +22,5 @@ def unsupported(spec: Spec, shapes: Shapes) -> str | None:
 def shapes(query: Array, cache: Cache) -> Shapes:
     """The sizes of a call of `query [B, T, N, H]` on a cache of B rows."""
     B, T, N, H = query.shape
-    S, K, V = cache.capacity, cache.num_kv_heads, cache.values.shape[-1]
+    S, K, V = cache.capacity, cache.num_kv_heads, cache.value_size
     return Shapes((B,), T, S, N, K, H, V, query.dtype)

@@ -170,7 +170,7 @@ def _unreadable(_: str, call: Call, cache: Cache) -> str | None:
 
 
 def _read(_: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
-    return attend(spec, query, PagedKV(*cache.pages()))
+    return attend(spec, query, PagedKV(*cache.pages(), value_size=cache.value_size))
 
 
 READER = Reader(_unreadable, _read)

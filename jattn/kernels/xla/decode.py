@@ -7,7 +7,6 @@ in which no query attends to any key are skipped, and the online softmax of `jat
 the results of the others (after Dao et al. 2023, "Flash-Decoding").
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,7 @@ from jaxtyping import Array, Bool, Float
 from jattn import masks, softmax, tile, tuning
 from jattn._explicit import in_context_mesh
 from jattn._types import Index, Output, Shape, Tree, accumulation
-from jattn.cache import Cache, PagedCache, Quantized
-from jattn.cache.storage import Stored
+from jattn.cache import Cache, Quantized
 from jattn.kernels.common import lowering, partition, reverse_mode, slicing, tile_schedule
 from jattn.kernels.common.branches import unbatched_cond
 from jattn.kernels.protocol import Reader
@@ -115,7 +113,7 @@ def _block_size(cache: Cache) -> int:
 
     A block has whole pages, and at least one.
     """
-    page = cache.page_size if isinstance(cache, PagedCache) else 1
+    page = getattr(cache, "page_size", 1)
     pages = cache.capacity // page
     max_pages = max(1, tuning.current().decode_block // page)
     return page * max(d for d in range(1, min(max_pages, pages) + 1) if pages % d == 0)
@@ -144,18 +142,18 @@ def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple
             partial = _attend_to_run(spec, T, queries, *block, run, exact)
             return _over_heads(softmax.combine)(state, partial)
 
-        V = cache.values.shape[-1]
-        empty = softmax.empty(queries.shape[2], V, accumulation(queries.dtype))
+        empty = softmax.empty(queries.shape[2], cache.value_size, accumulation(queries.dtype))
         state = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, K, *x.shape)), empty)
         return finished(tile_schedule.repeat(0, count, add_block, state))
 
+    is_paged = hasattr(cache, "page_size")
     is_small = size < tuning.current().decode_block // 4
-    if size == S or (is_small and not isinstance(cache, PagedCache)):
+    if size == S or (is_small and not is_paged):
         return _by_token(query, *at_once(spec, queries, cache))
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
-    is_copied = isinstance(cache, PagedCache) or isinstance(cache.keys, Quantized)
+    is_copied = is_paged or isinstance(cache.keys, Quantized)
     if exact or is_copied:  # a block at a time
         return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which doubles its time: blocks pay if half are skipped.
@@ -197,19 +195,36 @@ def attend_part(
     """
     (*shape, _), dtype = query.shape, accumulation(query.dtype)
     row = jax.ShapeDtypeStruct(shape, dtype)
-    out = jax.ShapeDtypeStruct((*shape, cache.values.shape[-1]), dtype)
+    out = jax.ShapeDtypeStruct((*shape, cache.value_size), dtype)
     like = (out, Normalizer(row, row))  # pyright: ignore[reportArgumentType]
     read = partition.partitioned_on_cache(read, spec, query, cache)
     return lowering.platform_dependent(read, like, spec, query, cache)
 
 
 def _attend_to_contents(
-    spec: Spec, cache: Any, params: list[Array], query: Array, keys: Stored, values: Stored
+    spec: Spec, cache: Cache, params: list[Array], query: Array, contents: list[Any]
 ) -> tuple[Output, Normalizer]:
     """Computes the results of `attend` by blockwise attention to the contents of the cache."""
-    contents = dataclasses.replace(cache, keys=keys, values=values).read()
-    key, value = (jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in contents)
+    key, value = (
+        jnp.swapaxes(x, 1, 2).astype(query.dtype) for x in _with_contents(cache, contents).read()
+    )
     return tangents.attend(with_parameters(spec, params), query, key, value)
+
+
+def _is_differentiable(x: Array) -> bool:
+    """Returns whether an array of a cache is differentiable; float8 is for quantised numbers."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
+def _contents(cache: Cache) -> list[Array]:
+    """Returns the arrays of a cache that are differentiable."""
+    return list(filter(_is_differentiable, jax.tree.leaves(cache)))
+
+
+def _with_contents(cache: Any, contents: list[Array]) -> Any:
+    """Returns the cache with other arrays in place of those of `_contents`."""
+    arrays = iter(contents)
+    return jax.tree.map(lambda x: next(arrays) if _is_differentiable(x) else x, cache)
 
 
 def attend(
@@ -228,10 +243,10 @@ def attend(
 
     @jax.custom_vjp
     def run(
-        params: list[Array], query: Array, keys: Stored, values: Stored, rest: Tree
+        params: list[Array], query: Array, contents: list[Any], rest: Tree
     ) -> tuple[Array, Normalizer]:
         spec, cache = rest
-        cache = dataclasses.replace(cache, keys=keys, values=values)
+        cache = _with_contents(cache, contents)
         attend_once = reverse_mode.nondifferentiable(without_derivative)
         return attend_once(with_parameters(spec, params), query, cache)
 
@@ -246,7 +261,8 @@ def attend(
         return *pull(jax.tree.map(lambda d, x: d.astype(x.dtype), cotangents, results)), None
 
     run.defvjp(with_residuals, backward)
-    differentiable = (query, cache.keys, cache.values, *parameters(spec))
-    query, keys, values, *params = reverse_mode.inputs(differentiable, (spec, cache))
-    out, normalizer = run(params, query, keys, values, (spec, cache))
+    contents, params = _contents(cache), parameters(spec)
+    query, *arrays = reverse_mode.inputs((query, *contents, *params), (spec, cache))
+    contents, params = arrays[: len(contents)], arrays[len(contents) :]
+    out, normalizer = run(params, query, contents, (spec, cache))
     return out.astype(query.dtype), normalizer
