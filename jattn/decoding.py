@@ -163,11 +163,8 @@ def _in_chunks(
 
     valid = jnp.ones((B, T), bool) if valid is None else valid  # `split` pads it with False
     starts = jnp.arange(num_chunks, dtype=jnp.int32) * chunk
-    cache, results = jax.lax.scan(
-        attend_chunk,
-        cache,
-        (starts, *jax.tree.map(split, (query, key, value, valid)), split_leaves),
-    )
+    tokens = jax.tree.map(split, (query, key, value, valid))
+    cache, results = jax.lax.scan(attend_chunk, cache, (starts, *tokens, split_leaves))
 
     def joined(x: Array, axis: int) -> Array:
         """Undoes `split`: `[num_chunks, …, chunk, …]` to `[…, T, …]`, with T at `axis`."""

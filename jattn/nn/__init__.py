@@ -12,6 +12,7 @@ from jattn.nn.embedding import (
     SinusoidalPositions,
     TokenEmbedding,
 )
+from jattn.nn.latent_attention import MultiHeadLatentAttention
 from jattn.nn.layers import LOGICAL_AXES, Dropout, FeedForward, LayerNorm, RMSNorm
 from jattn.nn.recurrent import (
     GRU,
@@ -59,6 +60,7 @@ __all__ = [
     "LearnedScore",
     "Maxout",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
     "OutputProjection",
     "RMSNorm",
     "RNNsearch",

@@ -157,21 +157,25 @@ class MultiHeadAttention(Module):
         self.head_dim = self.qkv_features // self.num_heads
         self.value_dim = self.head_dim if value_dim is None else value_dim
         check_size("value_dim", self.value_dim)
-        N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
-        heads, kv_heads = ("heads", "head_size"), ("kv_heads", "head_size")
         names = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init")
         options = {name: getattr(self, name) for name in names}
-        options["use_bias"] = bool(self.use_bias)
         make = functools.partial(linear, nnx.LinearGeneral, rngs=rngs, **options)
-        self.query = make(self.in_features, (N, H), ("embed", *heads))
-        self.key = make(self.in_kv_features, (K, H), ("embed", *kv_heads))
-        self.value = make(self.in_kv_features, (K, V), ("embed", *kv_heads))
-        self.query_ln = self._norm(rngs)
-        self.key_ln = self._norm(rngs)
+        self._make_projections(functools.partial(make, use_bias=bool(self.use_bias)), rngs)
+        heads, axes = (self.num_heads, self.value_dim), ("heads", "head_size", "embed")
         options = {"axis": (-2, -1), "use_bias": self.use_bias is True}
-        self.out = make((N, V), self.out_features, (*heads, "embed"), **options)
+        self.out = make(heads, self.out_features, axes, **options)
         logits = jnp.zeros(self.num_heads, self.param_dtype)
         self.sinks = nnx.Param(logits, **sharded("heads")) if sinks else None
+
+    def _make_projections(self, make: Callable[..., Any], rngs: nnx.Rngs) -> None:
+        """Makes the projections of queries, keys and values, and their norms; `make` makes one."""
+        N, K, H, V = self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+        kv_heads = ("embed", "kv_heads", "head_size")
+        self.query = make(self.in_features, (N, H), ("embed", "heads", "head_size"))
+        self.key = make(self.in_kv_features, (K, H), kv_heads)
+        self.value = make(self.in_kv_features, (K, V), kv_heads)
+        self.query_ln = self._norm(rngs)
+        self.key_ln = self._norm(rngs)
 
     def _norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
         """Makes the normalisation of queries or keys; None without `normalize_qk`."""
@@ -368,10 +372,13 @@ class MultiHeadAttention(Module):
         `kind` is a class of `jattn.cache`, and `options` are those of its `create`; for a
         `RollingCache` the length is that of its window. `dtype` is by default that of the module.
         """
-        dtype = (self.param_dtype if self.dtype is None else self.dtype) if dtype is None else dtype
         cache_class: Any = check_kind(kind)
         sizes = (self.num_kv_heads, self.head_dim, self.value_dim)
-        return cache_class.create(batch, length, *sizes, dtype=dtype, **options)
+        return cache_class.create(batch, length, *sizes, self._cache_dtype(dtype), **options)
+
+    def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
+        """Returns the dtype of a cache: by default that of the module."""
+        return next(x for x in (dtype, self.dtype, self.param_dtype) if x is not None)
 
     def _extend(
         self, inputs_q: Float[Array, "B T D"], cache: _Cache, valid: Valid, call: CallOptions
@@ -381,11 +388,21 @@ class MultiHeadAttention(Module):
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
         positions = call.get("positions")
         new_positions = cache.next_positions(inputs_q.shape[1], valid, positions)
-        query = self.project_queries(inputs_q, new_positions)
-        key, value = self.project_keys_values(inputs_q, None, new_positions)
+        query, key, value = self._project_step(inputs_q, new_positions)
         step: Any = {"valid": valid, "positions": positions, **self._options(call)}
         heads, cache = cached_attention(query, key, value, cache, **step)
-        return self.out(heads), cache
+        return self.out(self._step_heads(heads)), cache
+
+    def _project_step(
+        self, inputs: Float[Array, "B T D"], positions: Positions
+    ) -> tuple[Queries, Keys, Values | None]:
+        """Returns the queries, and the keys and values to append to a cache."""
+        query = self.project_queries(inputs, positions)
+        return query, *self.project_keys_values(inputs, None, positions)
+
+    def _step_heads(self, heads: Output) -> Output:
+        """Returns the output of each head from the results of attention to a cache."""
+        return heads
 
     def project_memory(
         self,

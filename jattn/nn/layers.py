@@ -202,7 +202,7 @@ class RMSNorm(nnx.RMSNorm):
         self,
         num_features: int,
         *,
-        axis: str = "embed",
+        axis: str | None = "embed",
         zero_centered: bool = False,
         rngs: nnx.Rngs,
         **options: Unpack[_RMSNormOptions],
