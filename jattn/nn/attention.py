@@ -400,7 +400,7 @@ class MultiHeadAttention(Module):
         query = self.project_queries(inputs, positions)
         return query, *self.project_keys_values(inputs, None, positions)
 
-    def _step_heads(self, heads: Output) -> Output:
+    def _step_heads(self, heads: Float[Array, "B T N _"]) -> Float[Array, "B T N _"]:
         """Returns the output of each head from the results of attention to a cache."""
         return heads
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jattn._advice import CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
-from jattn._types import Keys, Output, Queries, Values
+from jattn._types import Keys, Queries, Values
 from jattn.cache import Cache, DenseCache, LatentCache
 from jattn.cache.base import CacheOptions
 from jattn.checks import check_size
@@ -223,7 +223,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         query = jnp.concatenate(promote((query, rotated)), axis=-1)
         return query, self.project_latents(inputs, positions), None
 
-    def _step_heads(self, heads: Output) -> Output:
+    def _step_heads(self, heads: Float[Array, "B T N _"]) -> Float[Array, "B T N _"]:
         return self._product("btnc,cnv->btnv", heads, self.value)
 
     def _product(self, axes: str, x: Array, projection: nnx.LinearGeneral) -> Array:

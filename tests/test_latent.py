@@ -1,0 +1,324 @@
+"""One latent vector for keys and values: the cache, and multi-head latent attention.
+
+The expected results are the formulas in NumPy, with keys and values of every head written out.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn import masks, nn, scores
+from jattn.cache import DenseCache, LatentCache, PagedCache, RollingCache
+from jattn.positions import Yarn
+from tests import oracle
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+
+
+B, T, N, C, R = 3, 11, 5, 6, 3
+W = 4  # of the window
+LENGTHS = np.array([11, 7, 0])
+KINDS: dict[str, tuple[Any, int, dict[str, int]]] = {
+    "dense": (DenseCache, T + 2, {}),
+    "rolling": (RollingCache, W, {"chunk": 3}),
+    "paged": (PagedCache, T + 1, {"page_size": 4}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def empty(kind: str, make: Any = None, **options: Any) -> LatentCache:
+    cls, length, more = KINDS[kind]
+    make = make or functools.partial(LatentCache.create, latent_size=C, rotary_size=R)
+    return make(B, length, kind=cls, **more, **options)
+
+
+def tokens(dtype: Any = "float32") -> list[jax.Array]:
+    """Queries `[B, T, N, C + R]` and keys `[B, T, 1, C + R]`, whose scores spread."""
+    query, key = normal_arrays((B, T, N, C + R), (B, T, 1, C + R), dtype=dtype)
+    return [3 * query, key]
+
+
+@functools.cache
+def formula(kind: str, dtype: str = "float32") -> oracle.OracleForward:
+    query, key = (np.asarray(x, np.float64) for x in tokens(dtype))
+    past = W if kind == "rolling" else T
+    seen = lambda pair: 0 <= pair.q - pair.kv <= past  # noqa: E731
+    return oracle.attend(oracle.OracleProblem(query, key, key[..., :C], allowed=seen))
+
+
+@functools.partial(quick_jit, static_argnames="implementation")
+def extended(cache: Any, query: Any, key: Any, valid: Any = None, implementation: Any = None):
+    return jattn.cached_attention(
+        query, key, None, cache, mask=masks.Causal(), valid=valid, implementation=implementation
+    )
+
+
+@pytest.mark.one_in(2)
+@every_kind
+@pytest.mark.parametrize("implementation", ["decode", "blockwise"])
+def test_steps_are_attention_to_the_whole(kind, implementation):
+    """Rows end early, padding and unused slots hold NaN, and a row without tokens gives 0."""
+    cache, want = empty(kind), formula(kind)
+    cache = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache
+    )
+    for start in range(0, T, 2):
+        places = np.arange(start, min(start + 2, T))
+        valid = places < LENGTHS[:, None]
+        query, key = (np.where(valid[..., None, None], x[:, places], np.nan) for x in tokens())
+        out, cache = extended(cache, query, key, valid, implementation)
+        np.testing.assert_allclose(out[valid], want.out[:, places][valid], rtol=0, atol=3e-6)
+    np.testing.assert_array_equal(cache.lengths, LENGTHS)
+    dead = jattn.attention(tokens()[0][:, :1], cache, implementation=implementation)
+    np.testing.assert_array_equal(dead[2], 0)
+
+
+@pytest.mark.one_in(2)
+@every_kind
+def test_scan_reorder_and_prompts(kind):
+    """Row 2 continues as row 0; the rolling cache takes the prompt 3 tokens at a time."""
+    query, key = tokens()
+    out, cache = extended(empty(kind), query[:, :7], key[:, :7])
+    np.testing.assert_allclose(out, formula(kind).out[:, :7], rtol=0, atol=3e-6)
+    rows = jnp.array([0, 1, 0])
+    steps = (jnp.swapaxes(x[rows, 7:, None], 0, 1) for x in (query, key))
+    call = lambda cache, x: extended(cache, *x)[::-1]  # noqa: E731
+    _, outs = jax.lax.scan(call, cache.reorder(rows), tuple(steps))
+    got = jnp.swapaxes(outs[:, :, 0], 0, 1)
+    np.testing.assert_allclose(got, formula(kind).out[rows, 7:], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_the_kernel_reads_many_query_heads(dtype):
+    """Sizes of a model, whose products are computed for blocks of heads and of keys."""
+    S, C, R = 700, 48, 16
+    for N in (1, 4, 20, 33):
+        query, key = normal_arrays((2, 1, N, C + R), (2, S, 1, C + R), dtype=dtype)
+        query, key = (
+            2 * query,
+            jnp.pad(key, ((0, 0), (0, 9), (0, 0), (0, 0)), constant_values=jnp.nan),
+        )
+        valid = np.arange(S + 9) < np.array([S, 130])[:, None]
+        cache = LatentCache.create(2, S + 9, C, R, dtype).append(key, None, valid)
+        assert "jattn_decode" in jax.jit(jattn.attention).lower(query, cache).as_text()
+        for b, length in enumerate((S, 130)):
+            q, k = (np.asarray(x[b], np.float64) for x in (query, key))
+            score = q[0] @ k[:length, 0].T / np.sqrt(C + R)
+            weights = np.exp(score - score.max(-1, keepdims=True))
+            want = weights / weights.sum(-1, keepdims=True) @ k[:length, 0, :C]
+            assert (
+                oracle.error(jattn.attention(query, cache)[b, 0], want)
+                <= {"bfloat16": 8e-3, "float32": 3e-6, "float64": 1e-14}[dtype]
+            )
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_takes_as_many_bytes_as_in_the_paper(kind, dtype):
+    cache = empty(kind, dtype=dtype)
+    slots = B * -(-cache.capacity // 4) * 4 if kind == "paged" else B * cache.capacity
+    stored = [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert sum(x.nbytes for x in stored) == slots * (C + R) * jnp.dtype(dtype).itemsize
+    keys, values = cache.read()
+    assert (keys.shape[-1], values.shape[-1]) == (C + R, C) == (C + R, cache.value_size)
+
+
+@pytest.mark.one_in(3)
+@every_kind
+def test_gradients_reach_the_stored_vectors(kind):
+    query, key = tokens("float64")
+    _, cache = extended(empty(kind, dtype="float64"), query, key)
+
+    def loss(query: Any, keys: Any, implementation: str) -> Any:
+        changed = jax.tree.map(lambda x: keys if x is cache.keys else x, cache)
+        return jnp.sum(jnp.sin(jattn.attention(query, changed, implementation=implementation)))
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    got, want = (gradient(query[:, -1:], cache.keys, x) for x in ("decode", "reference"))
+    assert_trees_close(got, want, rtol=0, atol=1e-13)
+    assert float(jnp.abs(want[1]).max()) > 0.01
+
+
+def test_wrong_arguments_are_named():
+    cache, (_, key) = empty("dense"), tokens()
+    with pytest.raises(ValueError, match=r"value: expected None: .* first 6 numbers of its keys"):
+        cache.append(key, key)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"key.* 9\].*got"):
+        cache.append(key[..., 1:])
+    with pytest.raises(TypeError, match=r"kind: expected a class of jattn\.cache"):
+        LatentCache.create(B, T, C, R, kind=dict)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="latent_size: "):
+        LatentCache.create(B, T, 0, R)
+
+
+# --- multi-head latent attention ------------------------------------------------------------------
+
+D, H, V = 10, 4, 7
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {"query_rank": 8, "use_bias": False},
+    "no query rank": {"rotary": nn.Rotary("interleaved", 100.0), "sinks": True},
+    "yarn": {"rotary": nn.Rotary(scaling=Yarn(4.0, 16)), "scale": 0.4, "query_rank": 3},
+    "alibi": {"rotary_dim": 0, "score": scores.Alibi(scores.alibi_slopes(N))},
+}
+
+
+def latent_attention(name: str, dtype: Any = jnp.float64) -> nn.MultiHeadLatentAttention:
+    """A layer with spread scores."""
+    sizes = {"kv_rank": C, "head_dim": H, "rotary_dim": 2, "value_dim": V}
+    options = {**sizes, "mask": masks.Causal(), "param_dtype": dtype, **OPTIONS[name]}
+    layer = nn.MultiHeadLatentAttention(N, D, 3, rngs=nnx.Rngs(0), **options)
+    for i, (_, x) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
+        noise = np.random.default_rng(i).normal(size=x.shape)
+        x.set_value(1.5 * x[...] + jnp.asarray(0.3 * noise, dtype))
+    return layer
+
+
+def by_the_formula(layer: Any, params: Any, x: Any) -> Any:
+    """Equations 37 to 47 of the paper (appendix C) in jnp, for `[B, T, D]`, with the biases."""
+    p = {"/".join(map(str, path)): y[...] for path, y in nnx.to_flat_state(params)}
+    rank, R = layer.kv_rank, layer.rotary_dim
+
+    def down(name: str, x: Any) -> Any:
+        y = jnp.einsum("btd,dc->btc", x, p[f"{name}/kernel"])
+        return y + p[f"{name}/bias"][None, None] if f"{name}/bias" in p else y
+
+    def norm(name: str, x: Any) -> Any:
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p[f"{name}/scale"][None, None]
+
+    def turned(x: Any) -> Any:
+        if not R:
+            return x
+        size = x.shape[1]
+        return jnp.concatenate([x[..., :-R], layer.rotary(x[..., -R:], jnp.arange(size))], -1)
+
+    c = norm("query_ln", down("query_down", x)) if layer.query_rank else x
+    q = turned(jnp.einsum("btd,dnh->btnh", c, p["query/kernel"]))
+    latent, shared = jnp.split(down("latent", x), [rank], axis=-1)
+    latent, shared = norm("latent_ln", latent), turned(shared[:, :, None])
+    key = jnp.einsum("bsc,cnh->bsnh", latent, p["key/kernel"])
+    value = jnp.einsum("bsc,cnv->bsnv", latent, p["value/kernel"])
+    score = jnp.einsum("btnh,bsnh->bnts", q[..., : layer.head_dim], key)
+    score += jnp.einsum("btnr,bsr->bnts", q[..., layer.head_dim :], shared[:, :, 0])
+    score *= layer.scale
+    size = x.shape[1]
+    distance = jnp.arange(size)[:, None] - jnp.arange(size)[None]
+    if layer.score is not None:
+        score -= scores.alibi_slopes(N)[None, :, None, None] * abs(distance)[None, None]
+    score = jnp.where((distance >= 0)[None, None], score, -jnp.inf)
+    weights = jnp.exp(score)
+    sink = jnp.exp(p["sinks"])[None, :, None, None] if "sinks" in p else 0.0
+    weights /= weights.sum(-1, keepdims=True) + sink
+    out = jnp.einsum("bnts,bsnv,nvd->btd", weights, value, p["out/kernel"])
+    return out + p["out/bias"][None, None] if "out/bias" in p else out
+
+
+def inputs(dtype: Any = "float64") -> jax.Array:
+    return 2 * normal_arrays((B, T, D), dtype=dtype)[0]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients_by_the_formula(name):
+    layer, x = latent_attention(name), inputs()
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    cotangent = normal_arrays((B, T, 3), seed=4)[0]
+
+    def call(params: Any, x: Any) -> Any:
+        return nnx.merge(graph, params, rest)(x)
+
+    def values_and_gradients(function: Any) -> Any:
+        loss = lambda *operands: jnp.sum(function(*operands) * cotangent)  # noqa: E731
+        return jax.jit(function)(params, x), jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+
+    formula = functools.partial(by_the_formula, layer)
+    got, want = values_and_gradients(call), values_and_gradients(formula)
+    assert_trees_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@nnx.jit
+def stepped(layer: Any, x: Any, cache: Any, valid: Any = None) -> Any:
+    return layer(x, cache=cache, valid=valid)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        *[(name, "dense", "float64") for name in OPTIONS],
+        ("paper", "paged", "float64"),
+        ("paper", "rolling", "float64"),
+        ("paper", "dense", "float32"),
+    ],
+)
+def test_the_absorbed_form_equals_the_expanded_form(name, kind, dtype):
+    """Prompts of three lengths padded on the left, then token by token."""
+    layer, x = latent_attention(name, dtype), inputs(dtype)
+    mask = masks.Window(left=W) if kind == "rolling" else None
+    want, limit = layer(x, mask=mask), 1e-12 if dtype == "float64" else 1e-5
+    cache = empty(kind, layer.empty_cache)
+    counts = np.array([3, 1, 2])
+    padded = jnp.stack([jnp.roll(x[b, :3], 3 - n, axis=0) for b, n in enumerate(counts)])
+    out, cache = stepped(layer, padded, cache, np.arange(3) >= 3 - counts[:, None])
+    for b, n in enumerate(counts):
+        np.testing.assert_allclose(out[b, 3 - n :], want[b, :n], rtol=0, atol=limit)
+    for step in range(8):
+        rows = np.arange(B), counts + step
+        out, cache = stepped(layer, x[rows][:, None], cache)
+        np.testing.assert_allclose(out[:, 0], want[rows], rtol=0, atol=limit)
+    assert isinstance(cache, LatentCache)
+
+
+def test_weights_memories_and_single_heads():
+    layer, x = latent_attention("paper"), inputs()
+    weights = nn.capture_weights(layer, x)[""]
+    assert weights.shape == (B, N, T, T)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
+    memory = layer.project_memory(x)
+    np.testing.assert_allclose(layer.attend_memory(x, memory), layer(x), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(nn.SingleHeads(layer)(x), layer(x), rtol=0, atol=1e-12)
+    with pytest.raises(TypeError, match=r"cache: expected a LatentCache, .*got a DenseCache"):
+        layer(x, cache=memory)
+    with pytest.raises(ValueError, match="inputs_v: expected None"):
+        layer(x, x, x)
+    make = functools.partial(nn.MultiHeadLatentAttention, 2, 8, rngs=nnx.Rngs(0))
+    assert (make().kv_rank, make().rotary_dim, make().scale) == (16, 2, 6**-0.5)
+    for wrong, message in (
+        ({"rotary_dim": 3}, "rotary_dim: expected an even number"),
+        ({"kv_rank": 0}, "kv_rank: "),
+        ({"query_rank": -1}, "query_rank: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**wrong)
+    with pytest.raises(TypeError, match="no argument 'num_kv_heads'"):
+        make(num_kv_heads=1)
+
+
+def test_a_model_step_by_step_is_the_model_at_once():
+    attention = functools.partial(nn.MultiHeadLatentAttention, kv_rank=6, query_rank=5)
+    model = nn.DecoderOnly(
+        11,
+        features=12,
+        num_heads=3,
+        head_dim=4,
+        feed_forward=7,
+        num_layers=1,
+        self_attention=attention,
+        dropout_rate=0.0,
+        rngs=nnx.Rngs(0),
+    )
+    ids = jnp.asarray(np.random.default_rng(0).integers(11, size=(2, 6)), jnp.int32)
+    caches = model.start(2, 9, PagedCache, page_size=2)
+    step, logits = nnx.jit(lambda m, t, c: m.step(t, c)), []
+    for t in range(6):
+        out, caches = step(model, ids[:, t : t + 1], caches)
+        logits.append(out)
+    call = nnx.jit(lambda m, t: m(t))
+    np.testing.assert_allclose(jnp.concatenate(logits, 1), call(model, ids), rtol=0, atol=1e-5)
+    generated = jattn.generate(model, ids[:, :2], max_tokens=4).tokens[:, -4:]
+    best = jnp.argmax(call(model, jnp.concatenate([ids[:, :2], generated], 1)), axis=-1)
+    np.testing.assert_array_equal(generated, best[:, 1:5])
