@@ -208,7 +208,8 @@ def by_the_formula(layer: Any, params: Any, x: Any) -> Any:
     size = x.shape[1]
     distance = jnp.arange(size)[:, None] - jnp.arange(size)[None]
     if layer.score is not None:
-        score -= scores.alibi_slopes(N)[None, :, None, None] * abs(distance)[None, None]
+        slopes = scores.alibi_slopes(N).astype(score.dtype)[None, :, None, None]
+        score -= slopes * abs(distance)[None, None].astype(score.dtype)
     score = jnp.where((distance >= 0)[None, None], score, -jnp.inf)
     weights = jnp.exp(score)
     sink = jnp.exp(p["sinks"])[None, :, None, None] if "sinks" in p else 0.0
@@ -285,7 +286,7 @@ def test_weights_memories_and_single_heads():
         layer(x, cache=memory)
     with pytest.raises(ValueError, match="inputs_v: expected None"):
         layer(x, x, x)
-    make = functools.partial(nn.MultiHeadLatentAttention, 2, 8, rngs=nnx.Rngs(0))
+    make: Any = functools.partial(nn.MultiHeadLatentAttention, 2, 8, rngs=nnx.Rngs(0))
     assert (make().kv_rank, make().rotary_dim, make().scale) == (16, 2, 6**-0.5)
     for wrong, message in (
         ({"rotary_dim": 3}, "rotary_dim: expected an even number"),

@@ -969,6 +969,9 @@ GOLDEN_MODULES = {
     "multi_head_attention": lambda: nn.MultiHeadAttention(
         6, 10, 30, 11, 3, 7, normalize_qk=True, rngs=nnx.Rngs(params=0)
     ),
+    "latent_attention": lambda: nn.MultiHeadLatentAttention(
+        3, 10, 11, 7, kv_rank=6, query_rank=5, head_dim=4, value_dim=9, rngs=nnx.Rngs(params=0)
+    ),
     "additive_attention": lambda: nn.AdditiveAttention(5, 4, 6, rngs=nnx.Rngs(params=0)),
     "transformer": lambda: transformer(positions="learned"),
     "transformer_pre_tied": lambda: transformer(

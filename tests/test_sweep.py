@@ -423,6 +423,15 @@ FUNCTIONS: dict[str, SweptCall] = {
     "learned": call(positions.learned, table=array(4, D), positions=TOKENS),
     **{f"{kind.__name__}.create": call(kind.create) for kind in CACHES},
     "DenseCache.of": call(cache.DenseCache.of),
+    "LatentCache.create": call(
+        cache.LatentCache.create, latent_size=Argument("size", V), rotary_size=Argument("size", 2)
+    ),
+    "LatentCache.append": method(
+        cache.LatentCache.append,
+        lambda: cache.LatentCache.create(B, L, H, 2),
+        key=array(B, T, 1, H + 2),
+        value=Argument("only none", None),
+    ),
     **{f"{kind.__name__}.append": method(kind.append, new(kind), **APPENDED) for kind in CACHES},
     **{
         f"{kind.__name__}.reorder": method(
@@ -517,6 +526,15 @@ FUNCTIONS |= {
     ),
     "nn.MultiHeadAttention": module(
         nn.MultiHeadAttention, mask=Argument("any mask", None), **KV_HEADS
+    ),
+    "nn.MultiHeadLatentAttention": module(
+        nn.MultiHeadLatentAttention,
+        mask=Argument("any mask", None),
+        head_dim=Argument("size?", 6),
+        rotary_dim=Argument("size", 2),
+        kv_rank=SIZE_OR_NONE,
+        query_rank=SIZE_OR_NONE,
+        rotary=Argument("flag", True),
     ),
     "nn.MultiHeadAttention()": method(
         nn.MultiHeadAttention.__call__,
