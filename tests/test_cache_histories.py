@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, nn, scores
-from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
 from tests.conftest import quick_jit
 from tests.devices import place
 
@@ -26,11 +26,21 @@ B, T, N, K, H, V = 4, 5, 4, 2, 3, 2
 S, W, PAGE = 15, 4, 3
 SLOPES = scores.alibi_slopes(N)
 
+
+def latent(batch: int, length: int, _: int, head_size: int, value_size: int, **options: Any):
+    """A cache of one head whose values are the first numbers of its keys."""
+    return LatentCache.create(batch, length, value_size, head_size - value_size, **options)
+
+
 CACHES: dict[str, Any] = {
     "dense": DenseCache.create,
     "rolling": functools.partial(RollingCache.create, chunk=T),
     "paged": functools.partial(PagedCache.create, page_size=PAGE),
     "dense with positions": functools.partial(DenseCache.create, positions=True),
+    "latent": latent,
+    "latent paged with positions": functools.partial(
+        latent, kind=PagedCache, page_size=PAGE, positions=True
+    ),
     "paged with positions": functools.partial(PagedCache.create, page_size=PAGE, positions=True),
 }
 every_cache = pytest.mark.parametrize("kind", CACHES)
@@ -76,9 +86,10 @@ class Row:
             keys, values, positions = (np.stack(x) for x in zip(*seen, strict=True))
             for h in range(N):
                 bias = float(SLOPES[h]) * (positions - position)
-                score = keys[:, h // 2] @ query[h] / np.sqrt(H) + bias
+                k = h * keys.shape[1] // N
+                score = keys[:, k] @ query[h] / np.sqrt(H) + bias
                 weights = np.exp(score - score.max())
-                out[h] = weights @ values[:, h // 2] / weights.sum()
+                out[h] = weights @ values[:, k] / weights.sum()
         return out
 
 
@@ -110,7 +121,7 @@ def ragged(rng: Any, batch: int) -> np.ndarray:
     return np.where(rng.random((batch, 1)) < 0.5, valid, valid[:, ::-1])
 
 
-def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
+def apply_randomly(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
     """Applies one operation with random arguments to the cache and to the lists."""
     rolling = kind == "rolling"
     match name:
@@ -134,11 +145,11 @@ def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
             rows[:] = [rows[i].copy() for i in indices]
             arguments = (indices,)
         case "admit":
-            other, others = create(kind, 2), [Row(), Row()]
+            other, other_rows = create(kind, 2), [Row(), Row()]
             for _ in range(2):
-                other = step(rng, other, others, "append", kind)
+                other = apply_randomly(rng, other, other_rows, "append", kind)
             indices = rng.choice(B + 2, 2, replace=False)
-            for index, row in zip(indices, others, strict=True):
+            for index, row in zip(indices, other_rows, strict=True):
                 if index < B:
                     rows[index] = row
             arguments = indices, other
@@ -152,7 +163,10 @@ def step(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
 def new_tokens(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
     """Random tokens as arguments of `append`, appended to the lists."""
     valid = ragged(rng, len(rows))
-    key, value = (3 * rng.normal(size=(len(rows), T, K, n)).astype("f") for n in (H, V))
+    is_latent = "latent" in kind
+    shape = (len(rows), T, 1 if is_latent else K)
+    key, value = (3 * rng.normal(size=(*shape, n)).astype("f") for n in (H, V))
+    value = key[..., :V] if is_latent else value
     positions = rng.integers(0, 2 * S, (len(rows), T))
     for b, row in enumerate(rows):
         if "positions" not in kind:
@@ -160,7 +174,7 @@ def new_tokens(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
         token = (x[b, valid[b]].astype(float) for x in (key, value, positions))
         row.append([*zip(*token, strict=True)], kind == "rolling")
     key[~valid] = value[~valid] = np.nan
-    return key, value, valid, positions if "positions" in kind else None
+    return key, None if is_latent else value, valid, positions if "positions" in kind else None
 
 
 def kept_paths(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
@@ -192,7 +206,7 @@ def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> No
     names = ["append"]
     for _ in range(12):
         names.append(str(rng.choice(["append"] * 5 + ["truncate"] + operations)))
-        cache = step(rng, cache, rows, names[-1], kind)
+        cache = apply_randomly(rng, cache, rows, names[-1], kind)
         np.testing.assert_array_equal(cache.lengths, [len(row.tokens) for row in rows])
         np.testing.assert_array_equal(cache.overflowed, [row.lost for row in rows])
         query = 2 * rng.normal(size=(B, 1, N, H)).astype("f")
@@ -371,10 +385,10 @@ def test_kept_positions_are_those_of_a_module_and_its_rules(kind):
     in_order = np.tril(np.ones((T, T), bool))[None, None]  # tokens that were appended before
     want = layer(x, mask=masks.Dense(in_order), positions=positions)
     graph, state = nnx.split(layer)
-    step = quick_jit(lambda *operands: nnx.merge(graph, state)(operands[0], **operands[1]))
+    run_step = quick_jit(lambda *operands: nnx.merge(graph, state)(operands[0], **operands[1]))
     for t in range(T):
         new = {"cache": cache, "positions": positions[:, t : t + 1]}
-        out, cache = step(x[:, t : t + 1], new)
+        out, cache = run_step(x[:, t : t + 1], new)
         np.testing.assert_allclose(out[:, 0], want[:, t], rtol=0, atol=5e-6)
     np.testing.assert_array_equal(cache.last_positions(T), positions)
     np.testing.assert_array_equal(cache.last_positions(T + 1)[:, 0], [-1, -1])
@@ -430,12 +444,12 @@ def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
         return jnp.argmax(logits, axis=-1), caches
 
     keep = quick_jit(lambda caches, *path: [cache.keep(*path) for cache in caches])
-    found = [[int(x)] for x in np.argmax(logits[:, -1], axis=-1)]
+    texts = [[int(x)] for x in np.argmax(logits[:, -1], axis=-1)]
     accepted = []
-    while min(map(len, found)) < 12:
+    while min(map(len, texts)) < 12:
         parents = np.array([[-1, *(rng.integers(0, t) for t in range(1, T))] for _ in range(2)])
         drafts = rng.integers(0, 17, (2, T))
-        for b, row in enumerate(found):
+        for b, row in enumerate(texts):
             drafts[b, 0] = row[-1]
             depths = np.asarray(masks.Tree(parents[b]).depths)
             right = rng.random(T) < 0.8
@@ -444,7 +458,7 @@ def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
         start = caches[0].lengths
         best, caches = verify(state, drafts, parents, caches)
         places, counts = np.zeros((2, T), int), np.ones(2, int)
-        for b, row in enumerate(found):
+        for b, row in enumerate(texts):
             node = 0
             while node is not None:
                 places[b, counts[b] - 1] = node
@@ -454,6 +468,6 @@ def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
                 counts[b] += node is not None
         caches = keep(caches, start, places, counts)
         accepted.extend(counts)
-    for b, row in enumerate(found):
+    for b, row in enumerate(texts):
         np.testing.assert_array_equal(row[:12], greedy[b, :12])
     assert len(set(accepted)) > 2 and not caches[0].overflowed.any()

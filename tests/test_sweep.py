@@ -421,7 +421,10 @@ FUNCTIONS: dict[str, SweptCall] = {
         positions=Argument("array", ints(B, T, 2)),
     ),
     "learned": call(positions.learned, table=array(4, D), positions=TOKENS),
-    **{f"{kind.__name__}.create": call(kind.create) for kind in CACHES},
+    **{
+        f"{kind.__name__}.create": call(kind.create, positions=Argument("flag", False))
+        for kind in CACHES
+    },
     "DenseCache.of": call(cache.DenseCache.of),
     "LatentCache.create": call(
         cache.LatentCache.create, latent_size=Argument("size", V), rotary_size=Argument("size", 2)

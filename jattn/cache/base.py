@@ -205,8 +205,8 @@ class Cache:
         truncated = self.truncate(start)
         slots, is_kept, wrong = checked_path(truncated.lengths, self.lengths, places, counts)
         key, value, positions = self._tokens_at(slots)
-        kept = truncated._extended(key, value, is_kept, positions)
-        return kept.with_lengths(kept.lengths, kept.overflowed | wrong)
+        cache = truncated._extended(key, value, is_kept, positions)
+        return cache.with_lengths(cache.lengths, cache.overflowed | wrong)
 
     def _tokens_at(self, slots: Int[Array, "B A"]) -> tuple[Any, Any, Any]:
         """Returns the stored keys, values and positions, or None, in slots of each batch row."""
@@ -306,8 +306,8 @@ class Cache:
         positions = self.kv_positions if self.positions is not None else None
         if positions is None:
             return slots
-        kept = jnp.take_along_axis(positions, jnp.maximum(slots, 0), axis=1, mode="clip")
-        return jnp.where(slots < 0, slots, kept)
+        stored = jnp.take_along_axis(positions, jnp.maximum(slots, 0), axis=1, mode="clip")
+        return jnp.where(slots < 0, slots, stored)
 
     def _lost(self, positions: Positions) -> Bool[Array, " B"]:
         """Returns which batch rows cannot get further tokens of these positions: rows that had

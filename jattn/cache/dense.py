@@ -47,8 +47,8 @@ class DenseCache(Cache):
         """
         check_sizes(batch=batch, length=length, num_kv_heads=num_kv_heads)
         shape = (batch, num_kv_heads, length)
-        kept = positions_of(positions, (batch, length))
-        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), kept)
+        stored_positions = positions_of(positions, (batch, length))
+        return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), stored_positions)
 
     @classmethod
     def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":

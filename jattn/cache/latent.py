@@ -1,6 +1,7 @@
 """`LatentCache`: one vector for each token, from which keys and values are both read."""
 
 import dataclasses
+import functools
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -8,10 +9,20 @@ from jaxtyping import Array, Float, Int
 
 from jattn._pytree import pytree_dataclass, static_field
 from jattn._types import Size
-from jattn.cache.base import Cache, CacheOptions, Valid, check_kind
+from jattn.cache.base import Cache, CacheOptions, Positions, Valid, check_admission, check_kind
 from jattn.cache.dense import DenseCache
 from jattn.checks import check_size
 from jattn.masks import Mask
+
+
+def _by_stored(name: str) -> Any:
+    """Returns the method of this name: it changes `stored` by the method of `stored`."""
+
+    @functools.wraps(getattr(Cache, name))
+    def method(self: "LatentCache", *arguments: Any, **options: Any) -> "LatentCache":
+        return self._with(getattr(self.stored, name)(*arguments, **options))
+
+    return method
 
 
 @pytree_dataclass
@@ -79,6 +90,11 @@ class LatentCache(Cache):
     def kv_positions(self) -> Int[Array, "B S"] | None:
         return self.stored.kv_positions
 
+    @property
+    def positions(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The position of the token in each slot, if the cache keeps them."""
+        return self.stored.positions
+
     def mask(self) -> Mask:
         return self.stored.mask()
 
@@ -99,11 +115,13 @@ class LatentCache(Cache):
     def _view(self, keys: Any) -> Any:
         return keys[..., : self.latent_size]
 
-    def append(self, key: Any, value: None = None, valid: Valid = None) -> "LatentCache":
+    def append(
+        self, key: Any, value: None = None, valid: Valid = None, positions: Positions = None
+    ) -> "LatentCache":
         """Returns the cache with T more tokens in each batch row.
 
         `key` is `[B, T, 1, C + R]`: the latent vectors, and after them the rotated parts. `value`
-        must be None. `valid` and the errors are those of `Cache.append`.
+        must be None. The other arguments and the errors are those of `Cache.append`.
         """
         if value is not None:
             raise ValueError(
@@ -111,10 +129,18 @@ class LatentCache(Cache):
                 f"{self.latent_size} numbers of its keys; got an array"
             )
         key = jnp.asarray(key)
-        return self._with(self.stored.append(key, key[..., :0], valid))
+        return self._with(self.stored.append(key, key[..., :0], valid, positions))
 
-    def reorder(self, indices: Int[Array, " R"]) -> "LatentCache":
-        return self._with(self.stored.reorder(indices))
+    reorder = _by_stored("reorder")
+    fork = _by_stored("fork")
+    truncate = _by_stored("truncate")
+    keep = _by_stored("keep")
+    reset = _by_stored("reset")
+    with_lengths = _by_stored("with_lengths")
+
+    def admit(self, rows: Any, other: Any) -> "LatentCache":
+        check_admission(self, other)
+        return self._with(self.stored.admit(rows, other.stored))
 
     def _with(self, stored: Any) -> "LatentCache":
         return dataclasses.replace(self, stored=stored)

@@ -77,8 +77,10 @@ class PagedCache(Cache):
         check_size("num_pages", pages)
         shape = (pages, num_kv_heads, page_size)
         table = jnp.full((batch, per_row), pages, jnp.int32)
-        kept = positions_of(positions, (pages, page_size))
-        return cls(*empty(shape, head_size, value_size, dtype), table, *no_tokens(batch), kept)
+        stored_positions = positions_of(positions, (pages, page_size))
+        return cls(
+            *empty(shape, head_size, value_size, dtype), table, *no_tokens(batch), stored_positions
+        )
 
     @property
     def page_size(self) -> int:
@@ -158,8 +160,12 @@ class PagedCache(Cache):
             for pool, tokens in ((self.keys, key), (self.values, value))
         )
         new_positions = self.next_positions(T, valid, positions)
-        kept = write_positions(write_pages, self.positions, new_positions, index, copies)
-        return typed_like(PagedCache(keys, values, table, lengths, overflowed, kept), self)
+        stored_positions = write_positions(
+            write_pages, self.positions, new_positions, index, copies
+        )
+        return typed_like(
+            PagedCache(keys, values, table, lengths, overflowed, stored_positions), self
+        )
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
         """Raises ValueError if it is concrete that a batch row lacks a free page."""

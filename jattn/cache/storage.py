@@ -60,11 +60,11 @@ def positions_of(positions: bool, shape: Shape) -> Array | None:
     return jnp.zeros(shape, jnp.int32) if positions else None
 
 
-def write_positions(write: Any, buffer: Any, positions: Any, *where: Any) -> Any:
+def write_positions(write: Any, buffer: Any, positions: Any, *indices: Any) -> Any:
     """Writes positions `[B, T]` as `write` or `write_pages` writes keys with one head of size 1."""
     if buffer is None:
         return None
-    by_head = write(buffer[:, None, :, None], positions[:, :, None, None], *where)
+    by_head = write(buffer[:, None, :, None], positions[:, :, None, None], *indices)
     return by_head[:, 0, :, 0]
 
 
