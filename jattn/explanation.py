@@ -135,6 +135,8 @@ class Explanation(dict[str, str | None]):
             yield "tiles", str(self.tiles)
         yield "products", f"{self.flops / 1e9:.3g} GFLOP forward"
         yield "arrays", f"{self.bytes / 1e6:.3g} MB of arguments and results"
+        if isinstance(cache := self._operands[-1], Cache):
+            yield "cache", f"{cache.bytes_per_token:,} bytes of {cache.keys.dtype} per token"
         if self.temporaries is not None:
             yield "temporaries", f"{self.temporaries / 1e6:.3g} MB forward"
         if self.tokens:

@@ -29,6 +29,8 @@ CACHES = {
     "dense": lambda **options: DenseCache.create(B, S, K, H, V, **options),
     "rolling": lambda: RollingCache.create(B, 6, K, H, V),
     "paged": lambda: PagedCache.create(B, S, K, H, V, page_size=PAGE),
+    "dense int8": lambda: DenseCache.create(B, S, K, H, V, jnp.int8),
+    "paged int8": lambda: PagedCache.create(B, S, K, H, V, jnp.int8, page_size=PAGE),
 }
 HEADS = P("data", "model")
 CUTS: dict[str, dict[str, P]] = {
@@ -38,6 +40,7 @@ CUTS: dict[str, dict[str, P]] = {
     "paged": {"keys": P(None, "model"), "values": P(None, "model")},
 }
 CUTS["paged"] |= {name: P("data") for name in ("table", "lengths", "overflowed")}
+CUTS |= {f"{kind} int8": CUTS[kind] for kind in ("dense", "paged")}
 
 
 def tokens(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,6 +77,11 @@ def sizes_of(kinds: str, compiled: Any) -> list[int]:
 gathered = functools.partial(sizes_of, "all-gather|all-to-all|collective-permute")
 
 
+def assert_sharded_alike(stored: Any, like: Any) -> None:
+    for x, y in zip(jax.tree.leaves(stored), jax.tree.leaves(like), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
 agree = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
 
 
@@ -85,7 +93,10 @@ def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, li
     """
     mesh, cache = mesh_of(data=2, model=4), filled(kind)
     want = quick_jit(decode)(cache, *tokens(T))
-    fields = {name: place(mesh, getattr(cache, name), cut) for name, cut in CUTS[kind].items()}
+    fields = {
+        name: jax.tree.map(lambda x, cut=cut: place(mesh, x, cut), getattr(cache, name))
+        for name, cut in CUTS[kind].items()
+    }
     sharded = dataclasses.replace(cache, **fields)
     new = [place(mesh, x, P("data", None, "model")) for x in tokens(T)]
     compiled = quick_jit(decode).lower(sharded, *new).compile()
@@ -102,6 +113,8 @@ def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, li
         ("dense", 4, "function"),
         ("rolling", 4, "alibi"),
         ("paged", 1, "function"),
+        ("dense int8", 1, "function"),
+        ("paged int8", 4, "alibi"),
     ],
 )
 def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
@@ -111,9 +124,9 @@ def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
 
     text, (_, cache), sharded, sizes = by_rows_and_heads(kind, T, decode)
     # Each row may copy the page of the shared pool that it goes on writing to.
-    assert max(sizes, default=0) <= (B * PAGE * H if kind == "paged" else 0)
+    assert max(sizes, default=0) <= (B * PAGE * H if "paged" in kind else 0)
     assert rule != "alibi" or "jattn_decode" in text
-    assert cache.keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
+    assert_sharded_alike(cache.keys, sharded.keys)
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("rolling", marks=pytest.mark.slow)])
@@ -145,15 +158,22 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("rule", "T"),
+    ("kind", "rule", "T"),
     [
-        *[("none", 1), ("window", 1), ("arrays", 1), ("causal", 4), ("alibi", 4), ("window", 9)],
-        ("positions", 4),
+        ("dense", "none", 1),
+        ("dense", "causal", 4),
+        ("dense", "window", 1),
+        ("dense", "alibi", 4),
+        ("dense", "arrays", 1),
+        ("dense", "window", 9),
+        ("dense int8", "causal", 4),
+        ("dense", "positions", 4),
     ],
 )
-def test_a_cache_cut_by_places_stays_cut(rule, T):
+def test_a_cache_cut_by_places_stays_cut(kind, rule, T):
     """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new tokens go to two devices."""
-    mesh, cache = mesh_of(data=2, context=4), filled("dense", positions=rule == "positions")
+    kept = {"positions": True} if rule == "positions" else {}
+    mesh, cache = mesh_of(data=2, context=4), filled(kind, **kept)
     by_place, rows = P("data", None, "context"), P("data")
     options: Any = {**PLACES[rule], "return_lse": True}
 
@@ -162,10 +182,9 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    along: Any = {"keys": by_place, "values": by_place, "lengths": rows, "overflowed": rows}
-    along["positions"] = P("data", "context") if rule == "positions" else None
-    specs: Any = dataclasses.replace(cache, **along)
-    sharded = jax.tree.map(lambda x, spec: place(mesh, x, spec), cache, specs)
+    along = P("data", "context") if kept else None
+    cuts = jax.tree.broadcast(DenseCache(by_place, by_place, rows, rows, along), cache)
+    sharded = jax.tree.map(lambda x, cut: place(mesh, x, cut), cache, cuts)
     new = [place(mesh, x, rows) for x in tokens(T)]
     with tuning.using(decode_block=2):  # a device's slots are read in two blocks
         compiled = quick_jit(decode).lower(sharded, *new).compile()
@@ -173,7 +192,7 @@ def test_a_cache_cut_by_places_stays_cut(rule, T):
     assert max(sizes_of("all-reduce", compiled)) <= B // 2 * T * N * V
     results = compiled(sharded, *new)
     agree(results, want(cache, *tokens(T)))
-    assert results[1].keys.sharding.is_equivalent_to(sharded.keys.sharding, 4)
+    assert_sharded_alike(results[1].keys, sharded.keys)
 
 
 def test_a_cache_on_one_device_goes_to_a_mesh_whose_axes_are_part_of_types():

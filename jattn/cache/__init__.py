@@ -23,8 +23,8 @@ appended, with a float32 scale for each head, see `Quantized`:
 
 In int8 each number of a key k is off by at most max|k| / 254, in int4 by max|k| / 14. In
 float8_e4m3fn number x is off by at most |x| / 16 or max|k| / 458,752, whichever is larger. With
-such a bound ε a score is off by at most δ = scale · ‖q‖₁ · ε. The output is off by at most ε of the
-values plus (exp(2 δ) − 1) · max|v|.
+such a bound ε a score is off by at most δ = scale · ‖q‖₁ · ε. The output is off by at most the
+bound ε of the values plus (exp(2 δ) − 1) · max|v|.
 
 Appending more tokens than fit raises an error if the lengths are concrete arrays. In a compiled
 program the tokens that do not fit are left out, the batch row's flag `overflowed` is set, and

@@ -10,6 +10,7 @@ from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Size
 from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens
+from jattn.cache.quantized import converted, storage_dtype
 from jattn.cache.storage import empty, no_tokens, positions_of, write, write_positions
 from jattn.checks import check_array, check_sizes
 from jattn.functions import integers
@@ -51,12 +52,12 @@ class DenseCache(Cache):
         return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), stored_positions)
 
     @classmethod
-    def of(cls, key: Any, value: Any, lengths: Any = None) -> "DenseCache":
+    def of(cls, key: Any, value: Any, lengths: Any = None, dtype: Any = None) -> "DenseCache":
         """Creates a cache that holds `key [B, S, K, H]` and `value [B, S, K, V]`, such as those of
         an encoder's output.
 
         `lengths [B]` is the number of tokens of each batch row without padding, which is on the
-        right; by default S.
+        right; by default S. `dtype` is by default that of the arrays.
 
         Raises TypeError and ValueError for wrong arrays and for concrete lengths outside 0..S;
         traced lengths outside 0..S set `overflowed`.
@@ -70,6 +71,10 @@ class DenseCache(Cache):
                     f"got {list(array.shape)}"
                 )
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
+        if dtype is not None:
+            sizes = {"key": key.shape[-1], "value": value.shape[-1]}
+            stored_as = storage_dtype("dtype", dtype, **sizes)
+            keys, values = converted(keys, stored_as), converted(values, stored_as)
         B, S = key.shape[:2]
         tokens, overflowed = no_tokens(B)
         if lengths is None:

@@ -58,8 +58,9 @@ class Array {
   xla::ffi::AnyBuffer buffer() const {
     using xla::ffi::DataType;
     const auto wide = sizeof(E) == 8 ? DataType::F64 : DataType::F32;
-    return {data_, sizes_, sizeof(E) == 2 ? DataType::BF16 : wide};
+    return buffer(sizeof(E) == 2 ? DataType::BF16 : wide);
   }
+  xla::ffi::AnyBuffer buffer(xla::ffi::DataType type) const { return {data_, sizes_, type}; }
   xla::ffi::Result<xla::ffi::AnyBuffer> result() const {
     return xla::ffi::Result<xla::ffi::AnyBuffer>(buffer());
   }

@@ -32,8 +32,9 @@ class Error {
   std::string message_;
 };
 
-enum class DataType { F32, F64, BF16, F16, S8 };
-constexpr DataType BF16 = DataType::BF16, F16 = DataType::F16;
+enum class DataType { F32, F64, BF16, F16, S8, U8, F8E4M3FN };
+constexpr DataType BF16 = DataType::BF16, F16 = DataType::F16, S8 = DataType::S8;
+constexpr DataType U8 = DataType::U8, F8E4M3FN = DataType::F8E4M3FN;
 
 class AnyBuffer {
  public:

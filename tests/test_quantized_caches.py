@@ -1,0 +1,243 @@
+"""Quantised caches: attention to the numbers that NumPy quantises, and within its error bound of
+attention to the exact ones.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, scores
+from jattn.cache import Cache, DenseCache, PagedCache, Quantized, RollingCache
+from tests import oracle
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+
+
+B, K, H, V = 3, 2, 16, 6
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}
+KINDS = {
+    "dense": lambda dtype: DenseCache.create(B, 24, K, H, V, dtype),
+    "rolling": lambda dtype: RollingCache.create(B, 9, K, H, V, dtype, chunk=4),
+    "paged": lambda dtype: PagedCache.create(B, 24, K, H, V, dtype, page_size=4),
+}
+every_dtype = pytest.mark.parametrize("dtype", LARGEST)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def quantised(x: Any, dtype: str) -> np.ndarray:
+    """What a cache holds of float32 vectors, by NumPy: `[..., H]` in float64."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / LARGEST[dtype])
+    numbers = np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)
+    if dtype.startswith("int"):
+        numbers = np.rint(numbers)
+    else:
+        numbers = numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.float64(numbers) * np.float64(scale)
+
+
+def bound(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The greatest error of each number, `[..., H]`: half a step of the stored dtype."""
+    most = np.abs(x).max(axis=-1, keepdims=True)
+    if dtype.startswith("int"):
+        return most / (2 * LARGEST[dtype]) + 0 * x
+    return np.maximum(np.abs(x) / 16, most / (448 * 2**10))
+
+
+def tokens(T: int, seed: int = 0, N: int = 4) -> list[jax.Array]:
+    """`query [B, T, N, H]` whose logits are spread by 3 and more, keys and values."""
+    shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
+    query, key, value = normal_arrays(*shapes, dtype=jnp.float32, seed=seed)
+    return [4 * query, key, value]
+
+
+@quick_jit
+def step(cache: Cache, query: Any, key: Any, value: Any, valid: Any) -> Any:
+    positions = cache.next_positions(query.shape[1], valid)
+    appended = cache.append(key, value, valid)
+    options: Any = {"mask": masks.Causal(), "q_positions": positions, "return_lse": True}
+    return jattn.attention(query, appended, **options), appended
+
+
+def history(kind: str, dtype: str, seed: int) -> None:
+    """Appends padded chunks and reorders rows at random, and compares each step with the oracle on
+    lists of the tokens that NumPy quantises."""
+    random, cache = np.random.default_rng(seed), KINDS[kind](dtype)
+    rows: list[Any] = [([], []) for _ in range(B)]
+    for i in range(6):
+        query, key, value = tokens(4, seed=100 * seed + i)
+        valid = np.arange(4) < random.integers(0, 5, (B, 1))
+        valid = valid & (np.cumsum(valid, axis=1) + np.array([[len(x[0])] for x in rows]) <= 24)
+        key, value = (jnp.where(valid[..., None, None], x, jnp.nan) for x in (key, value))
+        (out, lse), cache = step(cache, query, key, value, valid)
+        for b, t in np.argwhere(valid):
+            for stored, x in zip(rows[b], (key, value), strict=True):
+                stored.append(quantised(x[b, t], dtype))
+            first = len(rows[b][0]) - 10 if kind == "rolling" else 0
+            keys, values = (np.stack(x[max(first, 0) :])[None] for x in rows[b])
+            arrays = np.float64(query[b, t])[None, None], keys, values
+            want = oracle.attend(oracle.OracleProblem(*arrays))
+            assert_trees_close(
+                (out[b, t], lse[b, :, t]),
+                (want.out[0, 0], want.lse[0, :, 0]),
+                rtol=2e-6,
+                atol=2e-5,
+            )
+        indices = random.integers(0, B, B)
+        cache, rows = cache.reorder(jnp.asarray(indices)), [rows[r] for r in indices]
+        rows = [(list(keys), list(values)) for keys, values in rows]
+
+
+@pytest.mark.one_in(4)
+@every_kind
+@every_dtype
+def test_random_histories_are_attention_to_what_numpy_quantises(kind, dtype):
+    history(kind, dtype, 0)
+
+
+@pytest.mark.slow
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_more_random_histories(kind, dtype, seed):
+    history(kind, dtype, seed)
+
+
+@every_dtype
+def test_errors_are_within_their_bounds(dtype):
+    query, key, value = tokens(24)
+    exact, stored = (DenseCache.of(key, value, dtype=x) for x in (None, dtype))
+    q, k, v = (np.asarray(x, np.float64) for x in (query[:, -1:], key, value))
+    k_error, v_error = bound(k, dtype), bound(v, dtype)
+    for got, x, error in ((stored.keys, k, k_error), (stored.values, v, v_error)):
+        difference = np.swapaxes(np.float64(got.dequantized()), 1, 2) - x
+        assert np.all(np.abs(difference) <= error * (1 + 1e-5) + 1e-7 * np.abs(x))
+    by_head = np.repeat(k_error, 2, axis=2)
+    scores_bound = np.einsum("btnh,bsnh->bnts", np.abs(q), by_head) / np.sqrt(H)
+    logits = [jattn.attention_scores(query[:, -1:], x) for x in (exact, stored)]
+    assert np.std(logits[0], axis=-1).min() > 2 and np.std(logits[0]) >= 3
+    assert np.all(np.abs(logits[1] - logits[0]) <= scores_bound + 1e-5)
+    outputs = [jattn.attention(query[:, -1:], x) for x in (exact, stored)]
+    delta = scores_bound.max(axis=-1)[:, :, 0, None]
+    most = np.repeat(np.abs(v).max(axis=(1, 3)), 2, axis=1)[:, :, None]
+    value_bound = np.repeat(v_error.max(axis=(1, 3)), 2, axis=1)[:, :, None]
+    out_bound = value_bound + np.expm1(2 * delta) * most
+    assert np.all(np.abs(outputs[1] - outputs[0])[:, 0] <= out_bound + 1e-5)
+    assert not np.allclose(outputs[1], outputs[0], atol=1e-4), "the cache is quantised"
+
+
+@pytest.mark.one_in(6)
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_token_that_is_not_finite_makes_only_those_nan_that_see_it(kind, dtype, poison):
+    query, key, value = tokens(4)
+    for array in ("key", "value"):
+        bad_key = key.at[1, 2, 0, 3].set(poison) if array == "key" else key
+        bad_value = value.at[1, 2, 0, 3].set(poison) if array == "value" else value
+        (out, lse), _ = step(KINDS[kind](dtype), query, bad_key, bad_value, None)
+        (clean, _), _ = step(KINDS[kind](dtype), query, key, value, None)
+        bad = np.isnan(out).any(axis=-1)
+        seen = np.zeros_like(bad)
+        seen[1, 2:, :2] = True  # the heads of key head 0
+        np.testing.assert_array_equal(bad, seen)
+        np.testing.assert_allclose(out[~bad], clean[~bad], rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(np.swapaxes(np.isnan(lse), 1, 2), seen)
+
+
+@every_dtype
+def test_small_and_large_vectors_are_kept(dtype):
+    key = jnp.stack([jnp.zeros(H), jnp.full(H, 1e-38), jnp.full(H, 3e38), -jnp.ones(H)])
+    stored = DenseCache.of(*(jnp.broadcast_to(key[None, :, None], (B, 4, K, H)),) * 2, dtype=dtype)
+    np.testing.assert_allclose(stored.read()[0][0, 0], key.at[1].set(0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.one_in(9)
+@every_kind
+@every_dtype
+def test_gradients_are_those_of_a_float_cache_with_these_numbers(kind, dtype):
+    query, key, value = tokens(4)
+    cache = KINDS[kind](dtype).append(key, value)
+    keys, values = (jnp.asarray(quantised(x, dtype), jnp.float32) for x in (key, value))
+    exact = KINDS[kind]("float32").append(keys, values)
+
+    @functools.partial(quick_jit, static_argnums=3)
+    def gradients(query: Any, slopes: Any, cache: Any, implementation: str | None) -> Any:
+        def loss(query: Any, slopes: Any) -> Any:
+            options: Any = {"score": scores.Alibi(slopes), "implementation": implementation}
+            out, lse = jattn.attention(query, cache, **options, return_lse=True)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+        return jax.grad(loss, (0, 1))(query, slopes)
+
+    want = gradients(query, jnp.arange(4.0) / 4, exact, "reference")
+    for implementation in (None, "blockwise"):
+        got = gradients(query, jnp.arange(4.0) / 4, cache, implementation)
+        assert_trees_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_the_numbers_have_no_gradient_and_the_scales_theirs():
+    query, key, value = tokens(4)
+    cache = DenseCache.of(key, value, dtype=jnp.int8)
+    loss = lambda cache: jnp.sum(jattn.attention(query, cache) ** 2)  # noqa: E731
+    gradient = jax.grad(loss, allow_int=True)(cache)
+    assert gradient.keys.numbers.dtype == jax.dtypes.float0
+    floats = DenseCache.of(*(jnp.swapaxes(x, 1, 2) for x in cache.read()))
+    by_value = jax.grad(loss, allow_int=True)(floats).values
+    want = jnp.sum(by_value * cache.values.numbers.astype(jnp.float32), axis=-1)
+    np.testing.assert_allclose(gradient.values.scales, want, rtol=1e-4, atol=1e-3)
+    with pytest.raises(NotImplementedError, match=r"quantised.*have no derivatives.*stop_gradient"):
+        jax.grad(lambda key: jnp.sum(DenseCache.of(key, value, dtype="int8").read()[0]))(key)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.one_in(4)
+@every_dtype
+@pytest.mark.parametrize("heads", [2, 4, 12, 40])
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_long_caches_are_read_where_they_lie(dtype, heads, kind):
+    S, size = 1200, 32
+    shapes = ((B, 1, heads, size), (B, S, K, size), (B, S, K, size))
+    query, key, value = normal_arrays(*shapes, dtype=jnp.float32, seed=5)
+    cache: Any = (
+        DenseCache.create(B, S, K, size, dtype=dtype)
+        if kind == "dense"
+        else PagedCache.create(B, S, K, size, dtype=dtype, page_size=48)
+    )
+    cache = cache.append(key, value, np.arange(S) < np.array([[S], [700], [33]]))
+    keys, values = (np.swapaxes(np.float64(x), 1, 2) for x in cache.read())
+    out = jattn.attention(3 * query, cache)
+    for b, n in enumerate((S, 700, 33)):
+        arrays = np.float64(3 * query[b])[None], keys[b : b + 1, :n], values[b : b + 1, :n]
+        want = oracle.attend(oracle.OracleProblem(*arrays))
+        np.testing.assert_allclose(out[b], want.out[0], rtol=0, atol=5e-6)
+
+
+def test_bytes_per_token_are_those_on_paper():
+    sizes = {"float32": 4 * (H + V), "bfloat16": 2 * (H + V), "int8": H + V + 8}
+    sizes |= {"float8_e4m3fn": H + V + 8, "int4": (H + V) // 2 + 8}
+    for dtype, size in sizes.items():
+        for create in KINDS.values():
+            assert create(dtype).bytes_per_token == K * size
+    cache = KINDS["paged"]("int4")
+    assert isinstance(cache.keys, Quantized) and cache.keys.shape == (18, K, 4, H)
+
+
+@pytest.mark.slow
+def test_explain_tells_the_bytes_per_token():
+    cache = KINDS["paged"]("int4")
+    assert f"{K * ((H + V) // 2 + 8)} bytes of int4 per token" in str(
+        jattn.explain(tokens(1)[0], cache)
+    )
+
+
+def test_wrong_dtypes_are_refused():
+    with pytest.raises(TypeError, match=r"dtype: expected a floating.*int8 and int4"):
+        DenseCache.create(B, 8, K, H, dtype=jnp.int16)
+    with pytest.raises(ValueError, match="value_size: expected an even number for int4, got 5"):
+        PagedCache.create(B, 8, K, H, 5, jnp.int4)
