@@ -11,6 +11,7 @@ from jattn._pytree import pytree_dataclass, static_field
 from jattn._types import Size
 from jattn.cache.base import Cache, CacheOptions, Positions, Valid, check_admission, check_kind
 from jattn.cache.dense import DenseCache
+from jattn.cache.quantized import Quantized
 from jattn.checks import check_size
 from jattn.masks import Mask
 
@@ -64,6 +65,8 @@ class LatentCache(Cache):
         """
         check_size("latent_size", latent_size)
         check_size("rotary_size", rotary_size, 0)
+        if dtype == jnp.int4:
+            raise ValueError("dtype: expected a dtype of floats, int8 or float8_e4m3fn, got int4")
         cache_class: Any = check_kind(kind)
         sizes = (1, latent_size + rotary_size, 0)
         return cls(cache_class.create(batch, length, *sizes, dtype=dtype, **options), latent_size)
@@ -113,7 +116,13 @@ class LatentCache(Cache):
         return keys, self._view(keys)
 
     def _view(self, keys: Any) -> Any:
+        if isinstance(keys, Quantized):
+            return dataclasses.replace(keys, numbers=self._view(keys.numbers))
         return keys[..., : self.latent_size]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.stored.bytes_per_token
 
     def append(
         self, key: Any, value: None = None, valid: Valid = None, positions: Positions = None

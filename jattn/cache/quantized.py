@@ -106,7 +106,7 @@ def as_floats(stored: Any) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _quantized(dtype: np.dtype, x: Array) -> Quantized:
     x, largest = x.astype(jnp.float32), LARGEST[dtype]
-    most = jnp.max(jnp.abs(x), axis=-1)
+    most = jnp.max(jnp.abs(x), axis=-1, initial=0)
     # XLA computes the same product for a division, but not everywhere.
     scales = jnp.where(most < SMALLEST, 0, most * (1 / largest))
     # XLA's maximum of vectors with NaN is not always NaN on a CPU.
