@@ -252,12 +252,18 @@ def test_rows_are_lists_of_tokens_after_a_thousand_histories(kind):
         check_history(kind, seed)
 
 
+def ones(kind: str, batch: int) -> tuple[Any, Any]:
+    """Keys and values of T tokens."""
+    if "latent" in kind:
+        return np.ones((batch, T, 1, H), np.float32), None
+    return np.ones((batch, T, K, H), np.float32), np.ones((batch, T, K, V), np.float32)
+
+
 def filled(kind: str, *counts: int) -> Any:
     """A cache with these numbers of tokens in its rows."""
     cache, remaining = create(kind, len(counts)), np.array(counts)
     while remaining.any():
-        new = (np.ones((len(counts), T, K, n), np.float32) for n in (H, V))
-        cache = cache.append(*new, np.arange(T) < remaining[:, None])
+        cache = cache.append(*ones(kind, len(counts)), np.arange(T) < remaining[:, None])
         remaining = np.maximum(remaining - T, 0)
     return cache
 
@@ -358,9 +364,8 @@ def test_a_life_of_a_server_compiles_each_step_once(kind):
 
     serve = {name: counted(name, run) for name, run in RUN.items()}
     rng, cache = np.random.default_rng(0), create(kind)
-    new = [np.ones((B, T, K, n), np.float32) for n in (H, V)]
     for _ in range(20):
-        cache = serve["append"](cache, *new, ragged(rng, B))
+        cache = serve["append"](cache, *ones(kind, B), ragged(rng, B))
         cache = serve["reset"](cache, np.asarray(cache.lengths) > S - T)
         cache = serve["truncate"](cache, np.maximum(np.asarray(cache.lengths) - 1, 0))
         cache = serve["admit"](cache, rng.integers(B, size=1), filled(kind, 3))
