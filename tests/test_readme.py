@@ -23,6 +23,7 @@ PAGES = {
         ".github/CONTRIBUTING.md",
         "experiments/benchmark/README.md",
         "experiments/gallery/README.md",
+        "experiments/language/README.md",
         "experiments/offline/README.md",
         "experiments/translation/README.md",
         "jattn/cache/README.md",

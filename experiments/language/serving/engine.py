@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.language.serving.step import Draws, StepInputs, step
+from experiments.language.serving.step import Draws, StepInputs, run_step
 from experiments.runs.ending import one_line
 from jattn.cache import PagedCache
 from jattn.nn import DecoderOnly
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What to generate; the fields are arguments of `jattn.generate`, with a seed as the key."""
+    """A prompt and arguments of `jattn.generate`, with a seed in place of a key."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -104,7 +104,7 @@ class Job:
 def _compiled_step(definition: nnx.GraphDef) -> Any:
     """Returns the compiled step of a model. If the definition were a static argument, every step
     would compare it, which takes most of a millisecond."""
-    return jax.jit(functools.partial(step, definition), donate_argnums=1)
+    return jax.jit(functools.partial(run_step, definition), donate_argnums=1)
 
 
 class Engine:

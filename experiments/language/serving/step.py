@@ -5,7 +5,6 @@ is compiled once for each T, whatever requests come. A row draws the tokens that
 draws for its request alone.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jattn.cache import Cache
 
 
 class Draws(NamedTuple):
-    """How the next token of each of R rows is chosen, as NumPy arrays.
+    """The parameters that choose the next token of each of R rows, as NumPy arrays.
 
     Attributes:
         keys: `[R, n]`, the data of `jax.random.key(seed)`.
@@ -53,13 +52,13 @@ class StepInputs(NamedTuple):
     draws: Draws
 
 
-def step(
+def run_step(
     definition: nnx.GraphDef, variables: Any, caches: list[Cache], inputs: StepInputs
 ) -> tuple[Int[Array, " R"], list[Cache]]:
     """Appends tokens to the rows of the caches; returns the token that follows in each row, −1 if
     the model's logits contain NaN, and the caches."""
     model = nnx.merge(definition, variables)
-    caches = [emptied(cache, inputs.reset) for cache in caches]
+    caches = [cache.reset(inputs.reset) for cache in caches]
     T = inputs.tokens.shape[1]
     valid = jnp.arange(T, dtype=jnp.int32)[None, :] < inputs.counts[:, None]
     logits, caches = model.step(inputs.tokens, caches, valid=valid, deterministic=True)
@@ -67,12 +66,6 @@ def step(
     logits = jnp.take_along_axis(logits, last, axis=1)[:, 0].astype(jnp.float32)
     chosen = choose(logits, inputs.draws)
     return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen), caches
-
-
-def emptied(cache: Any, rows: Any) -> Any:
-    """Returns the cache without the tokens of some rows, whose pages become free."""
-    lengths = jnp.where(rows, 0, cache.lengths)
-    return dataclasses.replace(cache, lengths=lengths, overflowed=cache.overflowed & ~rows)
 
 
 def choose(logits: Float[Array, "R V"], draws: Draws) -> Int[Array, " R"]:
@@ -100,7 +93,7 @@ def choose(logits: Float[Array, "R V"], draws: Draws) -> Int[Array, " R"]:
     return jnp.where(greedy, likeliest, jnp.where(draws.by_rank, of_rank, drawn))
 
 
-def _draw(key: Array, place: Array, logits: Float[Array, " V"]) -> Array:
+def _draw(key: Any, place: Any, logits: Float[Array, " V"]) -> Array:
     """Draws an index with the key of `jattn.generate` for this place of a batch's first row."""
     key = jax.random.fold_in(jax.random.wrap_key_data(key), place)
     return jax.random.categorical(jax.random.fold_in(key, 0), logits).astype(jnp.int32)
