@@ -34,6 +34,8 @@ from tests.test_language import TEXT, TINY, a_run
 from tests.test_translation import assert_refused
 
 
+pytestmark = pytest.mark.default_tiles  # so that all servers share their compiled programs
+
 CHARACTERS = Characters.of(TEXT)
 BAD = "ä"  # its embedding is NaN
 LENGTH, ROWS, WAITING = 64, 4, 12
@@ -353,19 +355,19 @@ def last_lines(served: Served, end: Callable[[], object]) -> list[dict[str, str]
 
 
 def test_a_server_that_stops_ends_all_requests():
-    served = Served(rows=2)
+    served = Served()
     lines = last_lines(served, lambda: setattr(served.server, "should_exit", True))
-    assert lines == [{"error": "the server is stopping"}] * 3
+    assert lines == [{"error": "the server is stopping"}] * (ROWS + 1)
 
 
 def test_a_failure_of_the_engine_ends_all_requests():
-    served = Served(rows=2)
+    served = Served()
 
     def fail() -> None:
         served.engine._step = lambda *_: 1 / 0
 
     error = "the engine failed: division by zero"
-    assert last_lines(served, fail) == [{"error": error}] * 3
+    assert last_lines(served, fail) == [{"error": error}] * (ROWS + 1)
     assert served.engine.failure == error
 
 
