@@ -135,10 +135,10 @@ def stick_breaking() -> OracleNormalizer:
         return result
 
     def pull(scores: Row, w: Row, dw: Row, pairs: list[At]) -> Any:
-        ds, before = np.zeros_like(scores), scores.dtype.type(0)
+        ds, sum_before = np.zeros_like(scores), scores.dtype.type(0)
         for j, score in enumerate(scores):
-            ds[j] = dw[j] * w[j] * logistic(-score) - logistic(score) * before
-            before = before + dw[j] * w[j]
+            ds[j] = dw[j] * w[j] * logistic(-score) - logistic(score) * sum_before
+            sum_before = sum_before + dw[j] * w[j]
         return ds, []
 
     return OracleNormalizer(weights, pull)
@@ -175,9 +175,9 @@ def running(
         """Returns the combined scores, and for each key the combination of the later terms."""
         result, laters, later = [], [], None
         for score, pair in zip(scores[::-1], pairs[::-1], strict=True):
-            own, own_term = first.value(score, pair), term.value(score, pair)
+            number, own_term = first.value(score, pair), term.value(score, pair)
             laters.append(later)
-            result.append(own if later is None else operate(own, later))
+            result.append(number if later is None else operate(number, later))
             later = own_term if later is None else operate(own_term, later)
         return _array(result[::-1], scores), laters[::-1]
 

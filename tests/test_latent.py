@@ -32,9 +32,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def empty(kind: str, make: Any = None, **options: Any) -> LatentCache:
-    cls, length, more = KINDS[kind]
+    cls, length, kind_options = KINDS[kind]
     make = make or functools.partial(LatentCache.create, latent_size=C, rotary_size=R)
-    return make(B, length, kind=cls, **more, **options)
+    return make(B, length, kind=cls, **kind_options, **options)
 
 
 def tokens(dtype: Any = "float32") -> list[jax.Array]:
@@ -267,8 +267,8 @@ def test_the_absorbed_form_equals_the_expanded_form(name, kind, dtype):
     out, cache = stepped(layer, padded, cache, np.arange(3) >= 3 - counts[:, None])
     for b, n in enumerate(counts):
         np.testing.assert_allclose(out[b, 3 - n :], want[b, :n], rtol=0, atol=limit)
-    for step in range(8):
-        rows = np.arange(B), counts + step
+    for place in range(8):
+        rows = np.arange(B), counts + place
         out, cache = stepped(layer, x[rows][:, None], cache)
         np.testing.assert_allclose(out[:, 0], want[rows], rtol=0, atol=limit)
     assert isinstance(cache, LatentCache)
@@ -314,9 +314,9 @@ def test_a_model_step_by_step_is_the_model_at_once():
     )
     ids = jnp.asarray(np.random.default_rng(0).integers(11, size=(2, 6)), jnp.int32)
     caches = model.start(2, 9, PagedCache, page_size=2)
-    step, logits = nnx.jit(lambda m, t, c: m.step(t, c)), []
+    run_step, logits = nnx.jit(lambda m, t, c: m.step(t, c)), []
     for t in range(6):
-        out, caches = step(model, ids[:, t : t + 1], caches)
+        out, caches = run_step(model, ids[:, t : t + 1], caches)
         logits.append(out)
     call = nnx.jit(lambda m, t: m(t))
     np.testing.assert_allclose(jnp.concatenate(logits, 1), call(model, ids), rtol=0, atol=1e-5)

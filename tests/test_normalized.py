@@ -171,8 +171,8 @@ def test_an_operation_of_running_has_the_values_that_its_function_reads_now():
         combined = ((1 + rate[0] * score) * later - 1) / rate[0]
         assert error(weights(rate), np.asarray(jax.nn.softmax(combined))) <= 1e-14
     d_weight = jax.grad(lambda c: weights([c])[0, 0, 0, 0])(0.5)
-    step = 1e-6
-    slope = (weights([0.5 + step]) - weights([0.5 - step]))[0, 0, 0, 0] / (2 * step)
+    epsilon = 1e-6
+    slope = (weights([0.5 + epsilon]) - weights([0.5 - epsilon]))[0, 0, 0, 0] / (2 * epsilon)
     assert abs(d_weight - slope) <= 1e-7 * abs(slope) + 1e-8
 
 

@@ -82,9 +82,9 @@ def caches_of(model: Any, kind: Any, chunk: int) -> list[Any]:
 
 def assert_steps_equal(model: Any, kind: Any, tokens: np.ndarray, expected: np.ndarray) -> None:
     """A prompt of 6 tokens, then 3 tokens, then single ones, far past the window."""
-    caches, step = caches_of(model, kind, 6), nnx.jit(lambda m, x, c: m.step(x, c))
+    caches, run_step = caches_of(model, kind, 6), nnx.jit(lambda m, x, c: m.step(x, c))
     for begin, end in ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T))):
-        out, caches = step(model, jnp.asarray(tokens[:, begin:end]), caches)
+        out, caches = run_step(model, jnp.asarray(tokens[:, begin:end]), caches)
         np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
 
 
@@ -92,9 +92,9 @@ def assert_translation_steps_equal(model: Any, ids: dict[str, Any], expected: np
     memory = model.encode(ids["source"], mask=PADDING, deterministic=True)
     lengths = jnp.array(pretrained.SOURCE_LENGTHS)
     caches = model.decoder.start(memory, T, memory_lengths=lengths)
-    step = nnx.jit(lambda m, x, c: m.step(x, c, deterministic=True))
+    run_step = nnx.jit(lambda m, x, c: m.step(x, c, deterministic=True))
     for begin, end in ((0, 9), *((n, n + 1) for n in range(9, T))):
-        out, caches = step(model, ids["tokens"][:, begin:end], caches)
+        out, caches = run_step(model, ids["tokens"][:, begin:end], caches)
         np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
 
 
@@ -179,9 +179,9 @@ def test_other_files_with_the_same_tensors(tmp_path):
     weight_map = {name: file for file, part in parts.items() for name in part}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
-    before = {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
+    times = {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
     model = nn.DecoderOnly.from_safetensors(str(tmp_path))
-    assert before == {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
+    assert times == {x: x.stat().st_mtime_ns for x in tmp_path.iterdir()}
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), expected)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors: this file of the index"):

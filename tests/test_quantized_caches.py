@@ -30,7 +30,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def quantised(x: Any, dtype: str) -> np.ndarray:
-    """What a cache holds of float32 vectors, by NumPy: `[..., H]` in float64."""
+    """Float32 vectors as a cache stores them, by NumPy: `[..., H]` in float64."""
     x = np.asarray(x, np.float32)
     scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / LARGEST[dtype])
     numbers = np.divide(x, scale, out=np.zeros_like(x), where=scale > 0)
@@ -57,7 +57,7 @@ def tokens(T: int, seed: int = 0, N: int = 4) -> list[jax.Array]:
 
 
 @quick_jit
-def step(cache: Cache, query: Any, key: Any, value: Any, valid: Any) -> Any:
+def attend_once(cache: Cache, query: Any, key: Any, value: Any, valid: Any) -> Any:
     positions = cache.next_positions(query.shape[1], valid)
     appended = cache.append(key, value, valid)
     options: Any = {"mask": masks.Causal(), "q_positions": positions, "return_lse": True}
@@ -74,7 +74,7 @@ def history(kind: str, dtype: str, seed: int) -> None:
         valid = np.arange(4) < random.integers(0, 5, (B, 1))
         valid = valid & (np.cumsum(valid, axis=1) + np.array([[len(x[0])] for x in rows]) <= 24)
         key, value = (jnp.where(valid[..., None, None], x, jnp.nan) for x in (key, value))
-        (out, lse), cache = step(cache, query, key, value, valid)
+        (out, lse), cache = attend_once(cache, query, key, value, valid)
         for b, t in np.argwhere(valid):
             for stored, x in zip(rows[b], (key, value), strict=True):
                 stored.append(quantised(x[b, t], dtype))
@@ -140,8 +140,8 @@ def test_a_token_that_is_not_finite_makes_only_those_nan_that_see_it(kind, dtype
     for array in ("key", "value"):
         bad_key = key.at[1, 2, 0, 3].set(poison) if array == "key" else key
         bad_value = value.at[1, 2, 0, 3].set(poison) if array == "value" else value
-        (out, lse), _ = step(KINDS[kind](dtype), query, bad_key, bad_value, None)
-        (clean, _), _ = step(KINDS[kind](dtype), query, key, value, None)
+        (out, lse), _ = attend_once(KINDS[kind](dtype), query, bad_key, bad_value, None)
+        (clean, _), _ = attend_once(KINDS[kind](dtype), query, key, value, None)
         bad = np.isnan(out).any(axis=-1)
         seen = np.zeros_like(bad)
         seen[1, 2:, :2] = True  # the heads of key head 0

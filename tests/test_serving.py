@@ -171,31 +171,31 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def assert_equal_generate(served: Served, asked: list[Any]) -> None:
+def assert_equal_generate(served: Served, bodies: list[Any]) -> None:
     """All requests, sent at once, are answered as each alone, whether streamed or not."""
     with ThreadPoolExecutor(16) as pool:
-        answers = pool.map(lambda x: served.ask(**x[1], stream=x[0] % 3 == 0), enumerate(asked))
-        for (status, answer), fields in zip(answers, asked, strict=True):
+        answers = pool.map(lambda x: served.ask(**x[1], stream=x[0] % 3 == 0), enumerate(bodies))
+        for (status, answer), fields in zip(answers, bodies, strict=True):
             want, finish = generated(served.model, fields)
             assert (status, answer["text"], answer["finish"]) == (200, want, finish)
     served.wait_until_idle()
 
 
 def test_many_requests_at_once_equal_generate(served):
-    asked = requests(16, KINDS, np.random.default_rng(0))
-    assert len({fields["prompt"] for fields in asked}) > 12
-    assert_equal_generate(served, asked)
+    bodies = requests(16, KINDS, np.random.default_rng(0))
+    assert len({fields["prompt"] for fields in bodies}) > 12
+    assert_equal_generate(served, bodies)
 
 
 @pytest.mark.slow
 def test_random_requests_equal_generate(served):
-    rng, asked = np.random.default_rng(1), list[Any]()
+    rng, bodies = np.random.default_rng(1), list[Any]()
     for temperature, top_k, top_p in [(2.0, 50, 0.8), (0.3, 1, None), (1.0, None, 1.0)] * 12:
         length = int(rng.integers(1, 40))
         kind = {"length": length, "max_tokens": int(rng.integers(1, LENGTH - length + 1))}
         kind |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": ["r"]}
-        asked += requests(1, [kind], rng)
-    assert_equal_generate(served, asked)
+        bodies += requests(1, [kind], rng)
+    assert_equal_generate(served, bodies)
 
 
 LONG = {"prompt": "the dog", "max_tokens": 50, "temperature": 1, "stream": True}
@@ -231,12 +231,12 @@ def test_abandoned_requests_free_their_pages(served, stream):
             connections.append(connection)
         served.wait_until(lambda health: (health["active"], health["waiting"]) == (ROWS, 2))
         assert served.health()["free_pages"] == 0
-        before, steps = served.health()["tokens_served"], 3
+        num_served, steps = served.health()["tokens_served"], 3
         for connection in connections:
             assert connection.sock is not None
             connection.sock.close()
         served.wait_until_idle()
-        assert served.health()["tokens_served"] - before <= steps * ROWS
+        assert served.health()["tokens_served"] - num_served <= steps * ROWS
     served.wait_until(lambda _: [" abandoned, " in x for x in served.lines[-6:]] == [True] * 6)
 
 

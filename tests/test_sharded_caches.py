@@ -172,8 +172,8 @@ PLACES: dict[str, dict[str, Any]] = {
 )
 def test_a_cache_cut_by_places_stays_cut(kind, rule, T):
     """Rows hold 5, 2, 4 and 0 tokens, devices 4 slots: new tokens go to two devices."""
-    kept = {"positions": True} if rule == "positions" else {}
-    mesh, cache = mesh_of(data=2, context=4), filled(kind, **kept)
+    position_options = {"positions": True} if rule == "positions" else {}
+    mesh, cache = mesh_of(data=2, context=4), filled(kind, **position_options)
     by_place, rows = P("data", None, "context"), P("data")
     options: Any = {**PLACES[rule], "return_lse": True}
 
@@ -182,7 +182,7 @@ def test_a_cache_cut_by_places_stays_cut(kind, rule, T):
         return parallel.cached_attention(q, k, v, cache, **options, **cut)
 
     want = quick_jit(lambda cache, q, k, v: jattn.cached_attention(q, k, v, cache, **options))
-    along = P("data", "context") if kept else None
+    along = P("data", "context") if position_options else None
     cuts = jax.tree.broadcast(DenseCache(by_place, by_place, rows, rows, along), cache)
     sharded = jax.tree.map(lambda x, cut: place(mesh, x, cut), cache, cuts)
     new = [place(mesh, x, rows) for x in tokens(T)]

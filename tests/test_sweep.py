@@ -214,13 +214,14 @@ ARGUMENTS = {
         "name?": dict.fromkeys(("implementation", "platform", "batch_axis", "head_axis")),
         "flag": {"return_lse": False, "return_weights": False, "pad": False, "reverse": False}
         | {"bidirectional": True, "normalize_qk": False, "rotary": False, "sinks": False}
-        | {"gated": True, "use_bias": False, "tie_embeddings": False, "scale_embeddings": False},
+        | {"truncate": True, "logits_bias": False, "gated": True, "use_bias": False}
+        | {"tie_embeddings": False, "scale_embeddings": False},
         "flag?": {"deterministic": None, "final_norm": True},
         "rngs?": {"rngs": None},
         "dtype": {"dtype": jnp.float32, "param_dtype": jnp.float32},
         "positive": {"base": 100.0, "factor": 2.0, "fast": 4.0, "cap": 2.0, "t": 2.0}
         | {"temperature": 0.5, "norm_epsilon": 1e-5},
-        "positive?": {"amplitude": None},
+        "positive?": {"amplitude": None, "logit_cap": None},
         "slow": {"slow": 1.0},
         "function": {"activation": nnx.relu}
         | dict.fromkeys(("kernel_init", "bias_init", "recurrent_init", "embedding_init"), INIT)
@@ -446,8 +447,8 @@ FUNCTIONS: dict[str, SweptCall] = {
     "last_positions": method(cache.DenseCache.last_positions, new(cache.DenseCache)),
     "parallel.attention": call(parallel.attention, named=AXES),
     "parallel.attention_shard": call(
-        lambda **given: jax.shard_map(
-            lambda: parallel.attention_shard(**given),
+        lambda **arguments: jax.shard_map(
+            lambda: parallel.attention_shard(**arguments),
             mesh=MESH,
             in_specs=(),
             out_specs=jax.sharding.PartitionSpec(None, "x"),

@@ -214,8 +214,8 @@ def _is_copy(name: str, tables: list[str], tensors: _Tensors) -> bool:
 
 def _listed(names: list[str]) -> str:
     """Returns some of the names, for a message."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(names[:8]) or "none") + more
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (", ".join(names[:8]) or "none") + rest
 
 
 def _read_json(path: Path) -> dict[str, Any]:
