@@ -371,6 +371,7 @@ FUNCTIONS: dict[str, SweptCall] = {
     ),
     "Predicate": call(
         lambda fn, operand, bounds: masks.Predicate(fn, operand, bounds=bounds),
+        named={"fn": "mask"},
         fn=Argument("function", lambda b, h, q, kv, x: kv <= q + x),
         operand=Argument("operand", 1),
         bounds=Argument("function?", _bounds),
@@ -407,6 +408,7 @@ FUNCTIONS: dict[str, SweptCall] = {
     "Bias": call(scores.Bias, array=Argument("any array", array(B, N, T, S))),
     "Score": call(
         lambda operand, fn: scores.Score(fn, operand),
+        named={"fn": "score"},
         fn=Argument("function", lambda s, b, h, q, kv, x: s + x),
         operand=Argument("operand", 1.0),
     ),
