@@ -256,6 +256,14 @@ def test_wide_beams_find_what_brute_force_finds(alpha, least, penalty):
         np.testing.assert_allclose(generated.log_probs[row], total, rtol=1e-5)
 
 
+def test_there_are_always_as_many_beams():
+    """Also if the likeliest continuations of all beams are stop tokens, of which there are two."""
+    table = np.log(np.tile(np.array([0.41, 0.11, 0.1, 0.38], np.float32), (4, 1)))
+    options: dict[str, Any] = {"max_tokens": 4, "stop": [0, 3], "length_penalty": 8.0}
+    generated = jattn.generate(Bigram(table), np.array([[1]]), beams=2, **options)
+    assert generated.tokens.tolist() == [[1, 1, 1, 0]]  # ln(0.41 * 0.11^3) / 1.5^8 = -0.29
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("callback", [None, len])
 def test_processors_change_the_logits_in_order(callback):
@@ -318,8 +326,17 @@ def test_a_processor_counts_by_value():
     box[0] = 4
     assert forced(read_box) == 4
     assert Bigram.traced == traced
+    for rows in (2, 3):  # the same function for other shapes
+        options: dict[str, Any] = {"max_tokens": 1, "processors": [force_row_numbers]}
+        tokens = jattn.generate(module, np.ones((rows, 1), int), **options).tokens
+        assert tokens[:, 0].tolist() == list(range(rows))
     inside = jax.jit(lambda token: forced_in_jit(module, functools.partial(write, token)))
     assert [int(inside(jnp.int32(token))) for token in (3, 7)] == [3, 7]
+
+
+def force_row_numbers(logits: Any, tokens: Any, lengths: Any) -> Any:
+    rows = jnp.arange(logits.shape[0])
+    return logits.at[rows, rows].set(99)
 
 
 def forced_in_jit(module: Any, processor: Any) -> Any:
@@ -356,11 +373,12 @@ def test_samples_and_beams_share_a_prompt(kind):
     assert got.tokens.tolist() == want.tokens.tolist()
     assert len(np.unique(got.tokens, axis=0)) >= 5
     np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4)
-    best = jattn.generate(module, prompt, beams=3, **options)
+    count = 3 if kind else 8
+    best = jattn.generate(module, prompt, beams=3, **options | {"max_tokens": count})
     for row in range(2):
         text, total = [*prompt[row, valid[row]]], 0.0
         for token in best.tokens[row].tolist():
-            padded = jnp.asarray([text + [0] * (LENGTH + 1 - len(text))], jnp.int32)
+            padded = jnp.asarray([text + [0] * (15 - len(text))], jnp.int32)
             logits = np.asarray(call(module, padded)[0, len(text) - 1], np.float64)
             total += logits[token] - np.logaddexp.reduce(logits)
             text.append(token)

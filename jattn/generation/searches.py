@@ -1,7 +1,7 @@
 """Searches for likely sequences: `each_token` chooses one token at a time, `beam_search` keeps
 several hypotheses.
 
-A search calls the model as `step(state, tokens [R])`, with the next token of each of R rows. The
+A search calls the model as `next_logits(state, tokens [R])`, with the next token of each of R rows. The
 step returns the logits `[R, V]` of the tokens that follow, and the state for the next call. The
 search does not look into the state.
 
@@ -105,7 +105,7 @@ class Progress(NamedTuple):
 
 
 def each_token(
-    step: Step,
+    next_logits: Step,
     state: Any,
     first: Int[Array, " B"],
     choose: Choose,
@@ -115,9 +115,9 @@ def each_token(
     """Generates at each place the tokens that `choose` selects.
 
     Args:
-        step: the model; see the head of this module.
-        state: the state for the first call of `step`, with B rows.
-        first: the tokens for the first call of `step`.
+        next_logits: the model; see the head of this module.
+        state: the state for the first call of `next_logits`, with B rows.
+        first: the tokens for the first call of `next_logits`.
         choose: `choose(logits [B, V], place)` returns a token for each row; `place` is the number
             of tokens before it.
         ending: where sequences end.
@@ -125,15 +125,15 @@ def each_token(
 
     Raises TypeError and ValueError for a length that is not a positive integer.
 
-    >>> step = lambda state, tokens: (jax.nn.one_hot(tokens + 1, 9), state)
+    >>> next_logits = lambda state, tokens: (jax.nn.one_hot(tokens + 1, 9), state)
     >>> likeliest = lambda logits, place: jnp.argmax(logits, axis=-1)
     >>> jattn.generation.each_token(
-    ...     step, (), jnp.array([0, 5]), likeliest, jattn.generation.Ending(4, stop=(3,))
+    ...     next_logits, (), jnp.array([0, 5]), likeliest, jattn.generation.Ending(4, stop=(3,))
     ... ).tokens.tolist()
     [[1, 2, 3, 0], [6, 7, 8, 0]]
     """
     start = begin(state, first, ending, active)
-    advance_once = lambda progress: advance(step, progress, choose, ending)  # noqa: E731
+    advance_once = lambda progress: advance(next_logits, progress, choose, ending)  # noqa: E731
     return jax.lax.while_loop(lambda x: jnp.any(x.active), advance_once, start).generated
 
 
@@ -147,10 +147,10 @@ def begin(state: Any, first: Array, ending: Ending, active: Array | None = None)
     return Progress(jnp.zeros((), jnp.int32), first.astype(jnp.int32), active, generated, state)
 
 
-def advance(step: Step, progress: Progress, choose: Choose, ending: Ending) -> Progress:
+def advance(next_logits: Step, progress: Progress, choose: Choose, ending: Ending) -> Progress:
     """Appends one token to each row that has not ended."""
     place, last, active, generated, state = progress
-    logits, state = step(state, last)
+    logits, state = next_logits(state, last)
     chosen = choose(logits, place).astype(jnp.int32)
     log_probs = jnp.take_along_axis(log_softmax(logits), chosen[:, None], axis=-1)[:, 0]
     tokens = jnp.where(active, chosen, ending.pad)
@@ -187,7 +187,7 @@ class _Beams(NamedTuple):
 
 
 def beam_search(
-    step: Step,
+    next_logits: Step,
     state: Any,
     first: Int[Array, " B"],
     ending: Ending,
@@ -210,8 +210,8 @@ def beam_search(
     With one beam the search is greedy: it ends at the first stop token and finds one hypothesis.
 
     Args:
-        step, first, ending, active: as in `each_token`.
-        state: the state for the first call of `step`, with B·K rows, grouped by prompt.
+        next_logits, first, ending, active: as in `each_token`.
+        state: the state for the first call of `next_logits`, with B·K rows, grouped by prompt.
         beams: K.
         penalties: the divisors of the log probabilities of sequences of 0..length tokens,
             monotonic; see `length_penalties`.
@@ -239,14 +239,14 @@ def beam_search(
     nothing = _no_hypotheses(B, n_best, ending)
     if beams == 1:
         choose = lambda logits, _: jnp.argmax(logits, axis=-1)  # noqa: E731
-        sequences = each_token(step, state, first, choose, ending, active)
+        sequences = each_token(next_logits, state, first, choose, ending, active)
         return _best(n_best, _scored(sequences, active, penalties), nothing)
     limits = ending.row_limits(B)[:, None]
     first_rows = beams * jnp.arange(B, dtype=jnp.int32)[:, None]
 
     def advance_beams(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         place, alive, finished, state = carry
-        logits, state = step(state, alive.last.reshape(-1))
+        logits, state = next_logits(state, alive.last.reshape(-1))
         parents, longer = _expanded(alive, logits, place, 1 + len(ending.stop))
         stops = ending.is_stop(longer.last)
         new = _hypotheses(stops, longer, place + 1, penalties[place + 1])

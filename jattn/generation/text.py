@@ -244,11 +244,11 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
     @partitioned_by_xla(shardings)
     def run(inputs: _Inputs) -> Generated:
         model = nnx.merge(definition, inputs.variables)
-        step, choose = _step(model, options, inputs), _choice(options, inputs)
+        next_logits, choose = _logits_function(model, options, inputs), _choice(options, inputs)
         first, state = _begin(model, options, inputs)
         if options.beams == 1:
-            return each_token(step, state, first, choose, options.ending)
-        return _beams(step, state, first[:: options.beams], options, inputs.numbers)
+            return each_token(next_logits, state, first, choose, options.ending)
+        return _beams(next_logits, state, first[:: options.beams], options, inputs.numbers)
 
     return run(inputs)
 
@@ -274,8 +274,8 @@ def _advanced(
 ) -> Progress:
     @partitioned_by_xla(lambda progress, _: jax.tree.map(partition_spec_of, progress))
     def run(progress: Progress, inputs: _Inputs) -> Progress:
-        step = _step(nnx.merge(definition, inputs.variables), options, inputs)
-        return advance(step, progress, _choice(options, inputs), options.ending)
+        next_logits = _logits_function(nnx.merge(definition, inputs.variables), options, inputs)
+        return advance(next_logits, progress, _choice(options, inputs), options.ending)
 
     return run(progress, inputs)
 
@@ -357,11 +357,11 @@ def _reads_text(options: _Options, inputs: _Inputs) -> bool:
     return bool(options.processors) or inputs.numbers.repetition_penalty is not None
 
 
-def _step(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
+def _logits_function(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
     """Returns the step of the searches: the model's, followed by the processors."""
     numbers = inputs.numbers
 
-    def step(state: _State, tokens: Array) -> tuple[Array, _State]:
+    def next_logits(state: _State, tokens: Array) -> tuple[Array, _State]:
         place, caches, text, lengths = state
         if _reads_text(options, inputs):
             text = text.at[jnp.arange(len(text)), lengths].set(tokens)
@@ -376,7 +376,7 @@ def _step(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
             logits = forbid_stop(logits, options.ending, place < numbers.min_tokens)
         return logits, _State(place + 1, caches, text, lengths)
 
-    return step
+    return next_logits
 
 
 def _choice(options: _Options, inputs: _Inputs) -> Any:
@@ -397,7 +397,7 @@ def _choice(options: _Options, inputs: _Inputs) -> Any:
 
 
 def _beams(
-    step: Any, state: _State, first: Array, options: _Options, numbers: Numbers
+    next_logits: Any, state: _State, first: Array, options: _Options, numbers: Numbers
 ) -> Generated:
     """Returns the best hypothesis of each prompt."""
 
@@ -408,7 +408,7 @@ def _beams(
     ending, penalties = options.ending, numbers.length_penalties
     assert penalties is not None
     beams = {"beams": options.beams, "penalties": penalties, "reorder": reorder}
-    hypotheses = beam_search(step, state, first, ending, **beams)
+    hypotheses = beam_search(next_logits, state, first, ending, **beams)
     tokens, lengths, log_probs = (x[:, 0] for x in hypotheses[:3])
     possible = log_probs > -jnp.inf
     return Generated(
