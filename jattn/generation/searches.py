@@ -1,11 +1,11 @@
 """Searches for likely sequences: `each_token` chooses one token at a time, `beam_search` keeps
 several hypotheses.
 
-A search calls the model as `next_logits(state, tokens [R])`, with the next token of each of R rows. The
-step returns the logits `[R, V]` of the tokens that follow, and the state for the next call. The
+A search calls the model as `next_logits(state, tokens [R])`, with the next token of each of R rows.
+The result is the logits `[R, V]` of the tokens that follow, and the state for the next call. The
 search does not look into the state.
 
-Every search is one loop over the whole batch and traces the step once, whatever the length. After
+Every search is one loop over the whole batch and traces the model once, whatever the length. After
 its stop token a row is unchanged and filled with `pad`; the loop ends when all rows have ended. Of
 equally likely tokens the one with the lower number comes first.
 
@@ -304,7 +304,7 @@ def _expanded(alive: _Beams, logits: Array, place: Array, per_beam: int) -> tupl
     B, K = alive.log_probs.shape
     V = logits.shape[-1]
     totals = alive.log_probs[:, :, None] + log_softmax(logits).reshape(B, K, V)
-    # Absent beams stay absent, whatever logits the step returned for them, NaN included.
+    # Absent beams stay absent, whatever logits the model returned for them, NaN included.
     totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT)
     totals, chosen = jax.lax.top_k(totals.reshape(B, K * V), K * min(per_beam, V))
     parents, last = chosen // V, chosen % V

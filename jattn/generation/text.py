@@ -358,7 +358,7 @@ def _reads_text(options: _Options, inputs: _Inputs) -> bool:
 
 
 def _logits_function(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
-    """Returns the step of the searches: the model's, followed by the processors."""
+    """Returns the function that the searches call: the model, followed by the processors."""
     numbers = inputs.numbers
 
     def next_logits(state: _State, tokens: Array) -> tuple[Array, _State]:
