@@ -374,7 +374,8 @@ def test_samples_and_beams_share_a_prompt(kind):
     assert len(np.unique(got.tokens, axis=0)) >= 5
     np.testing.assert_allclose(got.log_probs, want.log_probs, rtol=1e-4)
     count = 3 if kind else 8
-    best = jattn.generate(module, prompt, beams=3, **options | {"max_tokens": count})
+    options["max_tokens"] = count
+    best = jattn.generate(module, prompt, beams=3, **options)
     for row in range(2):
         text, total = [*prompt[row, valid[row]]], 0.0
         for token in best.tokens[row].tolist():

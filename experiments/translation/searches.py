@@ -1,8 +1,8 @@
 """Searches for likely translations under a model: `greedy`, `sample` and `beam`.
 
-The loops are those of `jattn.generation`. A search calls the model as `step(state, tokens [R])`,
-starting with `<bos>`, and a sequence ends after `<eos>`. `<pad>` and `<bos>` are never generated:
-log probabilities (natural, float32) are normalized over the other tokens.
+The loops are those of `jattn.generation`. A search calls the model as `next_logits(state, tokens)`,
+starting with `<bos>` in all R rows, and a sequence ends after `<eos>`. `<pad>` and `<bos>` are
+never generated: log probabilities (natural, float32) are normalized over the other tokens.
 """
 
 import math
@@ -33,13 +33,13 @@ _MOST_BEAMS = 1000
 
 
 def greedy(
-    step: Step, state: Any, active: Array, length: int, *, limits: Array | None = None
+    next_logits: Step, state: Any, active: Array, length: int, *, limits: Array | None = None
 ) -> Generated:
     """Generates the likeliest token at each position.
 
     Args:
-        step: the model; see the head of this module.
-        state: the state for the first call of `step`, with B rows.
+        next_logits: the model; see the head of this module.
+        state: the state for the first call of `next_logits`, with B rows.
         active: bool `[B]`, true for rows with a sentence; the others stay `<pad>`.
         length: the greatest number of tokens of a sequence, `<eos>` counted.
         limits: the greatest number of tokens of each row, int32 `[B]`, at most `length`; by
@@ -52,11 +52,11 @@ def greedy(
     def likeliest(logits: Array, _: Array) -> Array:
         return jnp.argmax(logits, axis=-1)
 
-    return _each_token(step, state, active, length, likeliest, limits)
+    return _each_token(next_logits, state, active, length, likeliest, limits)
 
 
 def sample(
-    step: Step,
+    next_logits: Step,
     state: Any,
     active: Array,
     length: int,
@@ -73,7 +73,7 @@ def sample(
     The log probabilities returned are the model's, whatever the options.
 
     Args:
-        step, state, active, length: see `greedy`.
+        next_logits, state, active, length: see `greedy`.
         key: the key of the batch, from which the key of each row is derived by its number; or the
             keys of the rows, `[B]`. In both cases a row's tokens do not depend on the number of
             rows.
@@ -88,7 +88,7 @@ def sample(
     """
     check_sampling(temperature, top_k, top_p)
     if temperature < np.finfo(np.float32).tiny:
-        return greedy(step, state, active, length, limits=limits)
+        return greedy(next_logits, state, active, length, limits=limits)
     rows = jnp.arange(active.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
@@ -96,11 +96,11 @@ def sample(
         position_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         return sample_tokens(position_keys, logits, temperature, top_k, top_p)
 
-    return _each_token(step, state, active, length, draw, limits)
+    return _each_token(next_logits, state, active, length, draw, limits)
 
 
 def beam(
-    step: Step,
+    next_logits: Step,
     state: Any,
     active: Array,
     length: int,
@@ -114,8 +114,8 @@ def beam(
     """Returns the best hypotheses of a beam search, see `jattn.generation.beam_search`.
 
     Args:
-        step, active, length, limits: as in `greedy`.
-        state: the state for the first call of `step`, with B·K rows, grouped by sentence.
+        next_logits, active, length, limits: as in `greedy`.
+        state: the state for the first call of `next_logits`, with B·K rows, grouped by sentence.
         beams: K.
         n_best: N, the number of hypotheses returned.
         length_penalty: α of `jattn.generation.length_penalties`; 0 for none.
@@ -124,7 +124,7 @@ def beam(
     check_beam(beams, n_best, length_penalty)
     _check_counts(length=length)
     return beam_search(
-        _with_allowed_logits(step),
+        _with_allowed_logits(next_logits),
         state,
         _first_tokens(active),
         Ending(length, (EOS,), PAD, limits),
@@ -155,7 +155,7 @@ def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
 
 
 def _each_token(
-    step: Step,
+    next_logits: Step,
     state: Any,
     active: Array,
     length: int,
@@ -164,19 +164,19 @@ def _each_token(
 ) -> Generated:
     _check_counts(length=length)
     ending = Ending(length, (EOS,), PAD, limits)
-    step = _with_allowed_logits(step)
-    return each_token(step, state, _first_tokens(active), choose, ending, active)
+    next_logits = _with_allowed_logits(next_logits)
+    return each_token(next_logits, state, _first_tokens(active), choose, ending, active)
 
 
 def _first_tokens(active: Array) -> Array:
     return jnp.full(active.shape, BOS, jnp.int32)
 
 
-def _with_allowed_logits(step: Step) -> Step:
-    """Returns the step with float32 logits `[R, V]`, -inf for `<pad>` and `<bos>`."""
+def _with_allowed_logits(next_logits: Step) -> Step:
+    """Returns `next_logits` with float32 logits `[R, V]`, -inf for `<pad>` and `<bos>`."""
 
     def allowed(state: Any, tokens: Array) -> tuple[Array, Any]:
-        logits, state = step(state, tokens)
+        logits, state = next_logits(state, tokens)
         forbidden = jnp.asarray([PAD, BOS])
         return logits.astype(jnp.float32).at[:, forbidden].set(-jnp.inf), state
 
