@@ -225,7 +225,7 @@ MUTANTS: dict[str, Mutant] = {
     "cache-write-clamped": mutant(
         CACHE,
         "slots = jnp.⟦where(self._fits(slots, valid), ⇒minimum(⟧slots, self.capacity⟦⇒ - 1⟧)\n"
-        "        overflowed =",
+        "        new_positions =",
         "cache",
     ),
     "rotary-offset-dropped": mutant(

@@ -274,6 +274,7 @@ def test_the_absorbed_form_equals_the_expanded_form(name, kind, dtype):
     assert isinstance(cache, LatentCache)
 
 
+@pytest.mark.slow
 def test_weights_memories_and_single_heads():
     layer, x = latent_attention("paper"), inputs()
     weights = nn.capture_weights(layer, x)[""]

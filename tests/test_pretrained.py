@@ -346,7 +346,7 @@ def plain_torch():
     yield transformers
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_the_transformers_library(name, tmp_path):
@@ -368,7 +368,7 @@ def test_logits_of_the_transformers_library(name, tmp_path):
         assert_steps_equal(ours, DenseCache, pretrained.tokens(case)["tokens"], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", WINDOWED)
 def test_cached_steps_of_the_transformers_library(name):

@@ -38,7 +38,7 @@ def quantised(x: Any, dtype: str) -> np.ndarray:
         numbers = np.rint(numbers)
     else:
         numbers = numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    return np.float64(numbers) * np.float64(scale)
+    return numbers.astype(np.float64) * scale.astype(np.float64)
 
 
 def bound(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -80,7 +80,7 @@ def history(kind: str, dtype: str, seed: int) -> None:
                 stored.append(quantised(x[b, t], dtype))
             first = len(rows[b][0]) - 10 if kind == "rolling" else 0
             keys, values = (np.stack(x[max(first, 0) :])[None] for x in rows[b])
-            arrays = np.float64(query[b, t])[None, None], keys, values
+            arrays = np.asarray(query[b, t], np.float64)[None, None], keys, values
             want = oracle.attend(oracle.OracleProblem(*arrays))
             assert_trees_close(
                 (out[b, t], lse[b, :, t]),
@@ -119,7 +119,7 @@ def test_errors_are_within_their_bounds(dtype):
         assert np.all(np.abs(difference) <= error * (1 + 1e-5) + 1e-7 * np.abs(x))
     by_head = np.repeat(k_error, 2, axis=2)
     scores_bound = np.einsum("btnh,bsnh->bnts", np.abs(q), by_head) / np.sqrt(H)
-    logits = [jattn.attention_scores(query[:, -1:], x) for x in (exact, stored)]
+    logits: list[Any] = [jattn.attention_scores(query[:, -1:], x) for x in (exact, stored)]  # pyright: ignore[reportArgumentType]
     assert np.std(logits[0], axis=-1).min() > 2 and np.std(logits[0]) >= 3
     assert np.all(np.abs(logits[1] - logits[0]) <= scores_bound + 1e-5)
     outputs = [jattn.attention(query[:, -1:], x) for x in (exact, stored)]
@@ -213,7 +213,11 @@ def test_long_caches_are_read_where_they_lie(dtype, heads, kind):
     keys, values = (np.swapaxes(np.float64(x), 1, 2) for x in cache.read())
     out = jattn.attention(3 * query, cache)
     for b, n in enumerate((S, 700, 33)):
-        arrays = np.float64(3 * query[b])[None], keys[b : b + 1, :n], values[b : b + 1, :n]
+        arrays = (
+            np.asarray(3 * query[b], np.float64)[None],
+            keys[b : b + 1, :n],
+            values[b : b + 1, :n],
+        )
         want = oracle.attend(oracle.OracleProblem(*arrays))
         np.testing.assert_allclose(out[b], want.out[0], rtol=0, atol=5e-6)
 

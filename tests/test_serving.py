@@ -209,6 +209,7 @@ def slow_steps(served: Served, seconds: float = 0.05) -> Iterator[None]:
     served.engine.delay = 0.0
 
 
+@pytest.mark.slow
 def test_characters_come_one_by_one(served):
     with slow_steps(served):
         response = served.send("POST", "/generate", LONG)

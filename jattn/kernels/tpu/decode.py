@@ -371,19 +371,19 @@ class _Kernel(NamedTuple):
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """Computes `out [B, T, N, V]` in float32 and the normalizers `[B, T, N]` of a prepared spec,
     for a call that the kernel supports; interpreted on a CPU."""
-    keys, values, table = cache.pages()
+    pools: Any
+    *pools, table = cache.pages()  # arrays: the kernel reads no quantised numbers
     shapes = few_queries.shapes(query, cache)
     (B,), T, _, N, K, H, V, _ = shapes
-    layout = Layout.of(shapes, keys.shape[2])
+    layout = Layout.of(shapes, pools[0].shape[2])
     assert layout is not None, "the caller checks that the kernel supports the call"
     spec = slicing.pad_spec(spec, T, shapes.S, T, layout.S)
-    steps = Steps.of(spec, shapes, layout, table, keys.shape[0])
+    steps = Steps.of(spec, shapes, layout, table, pools[0].shape[0])
     kernel = _Kernel(spec, shapes, layout, layout.operands(spec))
     query = jnp.pad(query, ((0, 0), (0, layout.T - T), (0, 0), (0, 0)))
     rows = jnp.swapaxes(query, 1, 2).reshape(B, K, kernel.rows, H)
     pools = [
-        jnp.swapaxes(x, 2, 3) if axis else x
-        for x, axis in zip((keys, values), layout.axes, strict=True)
+        jnp.swapaxes(x, 2, 3) if axis else x for x, axis in zip(pools, layout.axes, strict=True)
     ]
     out, *statistics = _launch(kernel, steps, rows, pools, platform == "cpu")
     out, *statistics = (

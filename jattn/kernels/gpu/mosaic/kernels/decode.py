@@ -118,6 +118,7 @@ def attend(
     masked value that is not finite makes the output not finite, as 0 × NaN is NaN: XLA then
     computes it again.
     """
+    keys: Any
     call, (keys, values, table) = (spec, query, cache), cache.pages()
     shapes = few_queries.shapes(query, cache)
     sizes = _DecodeSizes.of(kernel, spec, shapes, keys.shape[2])
