@@ -298,7 +298,9 @@ struct ByThreshold {
           const Vector score = load(x.scores + at);
           const Vector share =
               rule.share(score, most, threshold, rule.weight(score, most, threshold));
-          sum += share * load(d_weights + at), total += share;
+          // The cotangent of a masked weight may be infinite.
+          sum += score != -kInfinity ? share * load(d_weights + at) : Vector{};
+          total += share;
         }
         store(sums + i, sum), store(totals + i, total);
       }
