@@ -219,7 +219,7 @@ def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> No
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5, err_msg=f"{seed}: {names}")
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(7, slow=True)
 @every_cache
 @pytest.mark.parametrize("axes", [("rows", "heads"), ("rows",), (None, "heads")])
 def test_rows_are_lists_of_tokens_on_a_mesh_whose_axes_are_part_of_types(kind, axes):

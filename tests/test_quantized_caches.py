@@ -100,7 +100,7 @@ def test_random_histories_are_attention_to_what_numpy_quantises(kind, dtype):
     history(kind, dtype, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_kind
 @every_dtype
 @pytest.mark.parametrize("seed", range(1, 8))
