@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -206,7 +206,7 @@ class DecoderOnly(Module):
         length: int | None = None,
         ignored: Iterable[str] = (),
         mesh: Mesh | None = None,
-    ) -> Self:
+    ) -> "DecoderOnly":
         """Constructs a model with the weights in a folder of the Hugging Face hub's layout.
 
             model = nn.DecoderOnly.from_safetensors(folder)

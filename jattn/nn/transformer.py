@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -608,7 +608,7 @@ class Transformer(Module):
         dropout_rate: float = 0.0,
         ignored: Iterable[str] = (),
         mesh: Mesh | None = None,
-    ) -> Self:
+    ) -> "Transformer":
         """Constructs a model with the weights of Marian in a folder of the Hugging Face hub.
 
         `config.json` has the `model_type` marian. The arguments and errors are those of
