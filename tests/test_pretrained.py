@@ -295,6 +295,8 @@ def test_options_that_are_not_supported(name, options, message, tmp_path):
 
 def test_options_can_be_ignored(tmp_path):
     golden_folder(tmp_path, "llama", note="a name", other=None)
+    with pytest.raises(NotImplementedError, match="note"):
+        nn.DecoderOnly.from_safetensors(tmp_path)
     nn.DecoderOnly.from_safetensors(tmp_path, ignored=["note"])
 
 

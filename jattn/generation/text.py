@@ -391,7 +391,9 @@ def _choice(options: _Options, inputs: _Inputs) -> Any:
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
             drawn_from = keys, logits, sampling.temperature, options.top_k, sampling.top_p
             chosen = sample_tokens(*drawn_from)
-        return jnp.where(jnp.max(logits, axis=-1) > -jnp.inf, chosen.astype(jnp.int32), -1)
+        # XLA's maximum of many numbers with NaN among them is not always NaN on a CPU.
+        impossible = jnp.all(logits == -jnp.inf, axis=-1) | jnp.any(jnp.isnan(logits), axis=-1)
+        return jnp.where(impossible, -1, chosen.astype(jnp.int32))
 
     return choose
 
