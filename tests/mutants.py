@@ -193,13 +193,13 @@ MUTANTS: dict[str, Mutant] = {
     "entmax-mean-in-c": mutant(
         f"{C}/rows.h",
         "load(sums + i) / (total == 0 ? all(1) : total)⟦⇒ * 0⟧ + (factor - factor));",
-        "normalizers_native",
+        "normalizers_rows",
         "contract",
     ),
     "threshold-excludes-ties-in-c": mutant(
         f"{C}/rows.h",
         "return score <⟦⇒=⟧ threshold ? Vector{} : exponential(score - most);",
-        "normalizers_native",
+        "normalizers_rows",
         "contract",
     ),
     # Dropout.
