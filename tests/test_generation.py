@@ -194,7 +194,7 @@ def test_nan_logits_give_no_token():
 
 
 def test_a_nan_among_many_logits_gives_no_token():
-    """XLA's maximum of so many numbers is not NaN."""
+    """XLA's maximum of many numbers is not NaN."""
     table = np.random.default_rng(0).normal(size=(8, 8000))
     table[:, 4000] = np.nan
     assert jattn.generate(Bigram(table), np.arange(8)[:, None], max_tokens=1).tokens.max() == -1
