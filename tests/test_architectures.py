@@ -235,6 +235,14 @@ def test_a_run_of_another_architecture_is_refused(tmp_path):
         run.check_same(other)
 
 
+def test_a_cache_dtype_without_caches_is_refused():
+    message = (
+        "cache_dtype: expected none with architecture=rnnsearch, which has no caches, got int8"
+    )
+    with pytest.raises(ValueError, match=message):
+        bench_of("rnnsearch").model.check_cache_dtype("int8")
+
+
 def test_the_preset_is_an_rnnsearch_of_the_tutorials_sizes():
     shapes = Model(PRESETS["rnnsearch"], 50, 60).shapes
     assert shapes["encoder/backward/candidate"].shape == (512, 512)

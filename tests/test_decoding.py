@@ -613,6 +613,21 @@ def test_the_order_of_lines_is_kept_and_empty_ones_stay_empty(translate):
     assert translate(stdin="\u200b\n\ufeff \u2060\n") == ["", ""]
 
 
+def test_quantised_caches_change_log_probabilities_slightly(translate):
+    lines = translate("--cache-dtype", "int8", "--scores", stdin=text(4))
+    quantized, exact = translations(4, cache_dtype="int8"), translations(4)
+    assert lines[0].split("\t")[1:] == [
+        f"{quantized[0][0].log_prob:.4f}",
+        bench().target.decode(quantized[0][0].ids),
+    ]
+    log_probs = np.array([[row[0].log_prob for row in rows] for rows in (quantized, exact)])
+    same = [np.array_equal(a[0].ids, b[0].ids) for a, b in zip(quantized, exact, strict=True)]
+    assert sum(same) >= 3
+    errors = np.abs(log_probs[0] - log_probs[1])[same]
+    assert 0 < errors.max() < 0.01 * np.abs(log_probs).max()
+    assert "int8" in str(Search(cache_dtype="int8"))
+
+
 @pytest.mark.usefixtures("as_users_run_it")
 def test_a_row_without_words_has_an_empty_translation():
     rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]

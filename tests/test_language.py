@@ -199,5 +199,6 @@ def test_learns_to_continue_a_text(file, tmp_path, capsys):
     assert LanguageRun.open(run).metrics()[-1]["validation_loss"] < 0.2
     capsys.readouterr()
     options = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)
-    assert run_command("write", "--run", run, *options) == 0
-    assert capsys.readouterr().out == TEXT[:68] + "\n"
+    for cache in ((), ("--cache-dtype", "int8"), ("--cache-dtype", "float8_e4m3fn")):
+        assert run_command("write", "--run", run, *options, *cache) == 0
+        assert capsys.readouterr().out == TEXT[:68] + "\n"

@@ -126,6 +126,7 @@ def test_a_token_takes_as_many_bytes_as_in_the_paper(kind, dtype):
     assert sum(x.nbytes for x in stored) == slots * (C + R) * jnp.dtype(dtype).itemsize
     keys, values = cache.read()
     assert (keys.shape[-1], values.shape[-1]) == (C + R, C) == (C + R, cache.value_size)
+    assert empty(kind, dtype=jnp.int8).bytes_per_token == C + R + 4  # one scale
 
 
 @pytest.mark.one_in(3)

@@ -404,6 +404,7 @@ def test_a_port_in_use_is_one_clear_line(trained, capsys):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_serves_until_a_signal(number, status, trained):
     words = ("-m", "experiments.language", "serve", "--run", trained, "--port", "0")
+    words += ("--cache-dtype", "int8")
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     options |= {"cwd": commands.ROOT, "env": commands.environment()}
     with subprocess.Popen([sys.executable, *words], **options) as server:

@@ -30,7 +30,7 @@ from experiments.language.serving.engine import PAGE_SIZE, Engine
 from experiments.language.serving.server import LanguageServer
 from experiments.language.settings import LanguageSettings
 from experiments.runs import bounds
-from experiments.runs.command_line import Parser
+from experiments.runs.command_line import Parser, add_cache_dtype
 from experiments.runs.console import speak_utf8, visible_controls
 from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
 from experiments.runs.folder import free_directory
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     write = commands.add_parser("write", help="write text with a trained model")
     write.set_defaults(command=_write)
     _add_trained_run(write)
+    add_cache_dtype(write)
     write.add_argument("--prompt", default="\n", help="the text to continue (default: a new line)")
     write.add_argument(
         "--characters",
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="answer requests over HTTP, many at once")
     serve.set_defaults(command=_serve)
     _add_trained_run(serve)
+    add_cache_dtype(serve)
     serve.add_argument("--host", default="127.0.0.1", help="the address (default: 127.0.0.1)")
     serve.add_argument(
         "--port", type=bounds.whole(0, 65535), default=8000, help="0 is any (default: 8000)"
@@ -206,7 +208,7 @@ def _write(options: argparse.Namespace) -> None:
             top_k=options.top_k,
             top_p=options.top_p,
             key=jax.random.key(options.seed),
-            caches=models.start(model, run.settings),
+            caches=models.start(model, run.settings, options.cache_dtype),
             callback=show,
         )
     print()
@@ -215,8 +217,8 @@ def _write(options: argparse.Namespace) -> None:
 def _serve(options: argparse.Namespace) -> None:
     with users_part():
         run = LanguageRun.open(options.run or _newest())
-        sizes = {name: getattr(options, name) for name in ("rows", "length", "pages", "waiting")}
-        engine = Engine(_trained(run), **sizes)
+        names = ("rows", "length", "pages", "waiting", "cache_dtype")
+        engine = Engine(_trained(run), **{name: getattr(options, name) for name in names})
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family)
     with listener:

@@ -48,9 +48,13 @@ def size(settings: LanguageSettings, vocabulary: int) -> int:
     return sum(x.size for x in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
 
 
-def start(model: DecoderOnly, settings: LanguageSettings) -> Any:
-    """Returns caches with which `jattn.generate` writes one text of any length."""
-    return model.start(1, settings.length, cache.RollingCache)
+def start(
+    model: DecoderOnly, settings: LanguageSettings, dtype: str | None = None
+) -> list[cache.Cache]:
+    """Returns caches with which `jattn.generate` writes one text of any length; `dtype` is that of
+    keys and values, by default the model's."""
+    stored_as = None if dtype is None else jnp.dtype(dtype)
+    return model.start(1, settings.length, cache.RollingCache, stored_as)
 
 
 def loss(model: DecoderOnly, rows: Array, key: Array | None = None) -> Array:

@@ -37,6 +37,16 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; nearest: {', '.join(matches)}" if matches else ""
 
 
+def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--cache-dtype`, the dtype in which caches store keys and values."""
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"),
+        help="how caches store keys and values: int8 takes about a quarter of the memory of "
+        "float32, which bounds the speed of long texts (default: as the model computes)",
+    )
+
+
 def utf8(argument: str) -> str:
     """Decodes a command-line argument as UTF-8, whatever the platform's default is."""
     try:

@@ -30,6 +30,9 @@ _EMBEDDING_INITS = {
 class Architecture(Protocol):
     """The interface of an architecture."""
 
+    has_caches: bool
+    """Whether the state of decoding has caches of keys and values."""
+
     def make(
         self,
         config: Config,
@@ -57,8 +60,11 @@ class Architecture(Protocol):
         """
         ...
 
-    def start(self, module: Any, source: Ids, source_lengths: Ids, length: int) -> Any:
-        """Returns the state from which `module.step` decodes up to `length` tokens."""
+    def start(
+        self, module: Any, source: Ids, source_lengths: Ids, length: int, dtype: str | None
+    ) -> Any:
+        """Returns the state from which `module.step` decodes up to `length` tokens; `dtype` is that
+        of the caches, by default the module's. It is None if the state has no caches."""
         ...
 
     def reorder(self, state: Any, rows: Array, *, memory: bool) -> Any:
@@ -88,6 +94,8 @@ class _SharedAttention(jattn.nn.MultiHeadAttention):
 
 class _Transformer:
     """The architecture of `jattn.nn.Transformer`."""
+
+    has_caches = True
 
     def make(
         self,
@@ -134,11 +142,17 @@ class _Transformer:
         }
 
     def start(
-        self, module: jattn.nn.Transformer, source: Ids, source_lengths: Ids, length: int
+        self,
+        module: jattn.nn.Transformer,
+        source: Ids,
+        source_lengths: Ids,
+        length: int,
+        dtype: str | None,
     ) -> list[jattn.nn.LayerCache]:
         mask = masks.Lengths(kv=source_lengths)
         memory = module.encode(source, mask=mask, deterministic=True)
-        return module.decoder.start(memory, length, memory_lengths=source_lengths)
+        stored_as = None if dtype is None else jnp.dtype(dtype)
+        return module.decoder.start(memory, length, memory_lengths=source_lengths, dtype=stored_as)
 
     def reorder(
         self, state: list[jattn.nn.LayerCache], rows: Array, *, memory: bool
@@ -151,6 +165,8 @@ class _Transformer:
 
 class _RNNsearch:
     """The architecture of `jattn.nn.RNNsearch`."""
+
+    has_caches = False
 
     def make(
         self,
@@ -178,7 +194,12 @@ class _RNNsearch:
         raise ValueError("packed_width: expected 0 with architecture='rnnsearch': a state runs on")
 
     def start(
-        self, module: jattn.nn.RNNsearch, source: Ids, source_lengths: Ids, length: int
+        self,
+        module: jattn.nn.RNNsearch,
+        source: Ids,
+        source_lengths: Ids,
+        length: int,
+        dtype: str | None,
     ) -> jattn.nn.RecurrentState:
         memory = module.encode(source, source_lengths=source_lengths, deterministic=True)
         return module.decoder.start(memory, memory_lengths=source_lengths)

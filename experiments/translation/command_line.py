@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs import bounds, processes
-from experiments.runs.command_line import Parser, utf8
+from experiments.runs.command_line import Parser, add_cache_dtype, utf8
 from experiments.translation.data import MOST_UNPACKED
 from experiments.translation.decoding import Search
 from experiments.translation.presets import PRESETS, SETTINGS
@@ -43,6 +43,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     _add_beam(evaluate)
     _add_translation(translate)
     _add_search(translate)
+    for command in (evaluate, translate):
+        add_cache_dtype(command)
     plot.add_argument("--sentence", type=utf8, help="the sentence to translate and draw")
     return parser
 
@@ -177,4 +179,4 @@ def make_search(options: argparse.Namespace) -> Search:
             raise ValueError(f"--{option}: expected --{_ONLY_WITH[name]} with it")
     if options.beam is not None:
         fields["beams"] = options.beam
-    return Search(kind=kind, n_best=n_best, **fields)
+    return Search(kind=kind, n_best=n_best, cache_dtype=options.cache_dtype, **fields)

@@ -41,6 +41,8 @@ class Search:
         top_k: the number of likeliest tokens to sample from.
         top_p: the least probability of the nucleus to sample from.
         seed: the seed of sampling; with a sentence's index in the list it decides the sample.
+        cache_dtype: the dtype in which caches store keys and values, such as "int8"; by default
+            that in which the model computes.
 
     Raises:
         ValueError: a value is out of its range; the message names it.
@@ -54,6 +56,7 @@ class Search:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -75,7 +78,8 @@ class Search:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the kind and the fields that it uses, as JSON data."""
-        return {"kind": self.kind} | {name: getattr(self, name) for name in _READ_BY[self.kind]}
+        names = (*_READ_BY[self.kind], *(["cache_dtype"] if self.cache_dtype else ()))
+        return {"kind": self.kind} | {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         kind, *fields = self.to_json().items()
@@ -134,7 +138,9 @@ def search_batch(
             see `longest_translation`.
         search: the settings of the search, except its seed.
     """
-    state = model.start(params, source, source_lengths, length, copies=search.rows)
+    state = model.start(
+        params, source, source_lengths, length, search.rows, cache_dtype=search.cache_dtype
+    )
     decode_step = functools.partial(model.step, params)
     arguments = decode_step, state, source_lengths > 0, length
     limits = longest_translation(source_lengths)

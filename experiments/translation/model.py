@@ -110,16 +110,35 @@ class Model:
         return projection.logits(features)
 
     def start(
-        self, params: Params, source: Ids, source_lengths: Ids, length: int, copies: int = 1
+        self,
+        params: Params,
+        source: Ids,
+        source_lengths: Ids,
+        length: int,
+        copies: int = 1,
+        cache_dtype: str | None = None,
     ) -> Any:
         """Encodes the source and returns the state from which `step` decodes up to `length` tokens.
 
-        Each sentence has `copies` rows in the state.
+        Each sentence has `copies` rows in the state, whose caches store keys and values in
+        `cache_dtype`, by default the dtype in which the model computes.
+
+        Raises:
+            ValueError: `cache_dtype` is not None, and the state has no caches.
         """
+        self.check_cache_dtype(cache_dtype)
         module = self.module(params)
-        state = self._architecture.start(module, source, source_lengths, length)
+        state = self._architecture.start(module, source, source_lengths, length, cache_dtype)
         rows = jnp.repeat(jnp.arange(len(source), dtype=jnp.int32), copies)
         return state if copies == 1 else self._architecture.reorder(state, rows, memory=True)
+
+    def check_cache_dtype(self, cache_dtype: str | None) -> None:
+        """Raises ValueError if a dtype is chosen for caches that the model does not have."""
+        if cache_dtype is not None and not self._architecture.has_caches:
+            raise ValueError(
+                f"cache_dtype: expected none with architecture={self.config.architecture}, which "
+                f"has no caches, got {cache_dtype}"
+            )
 
     def step(self, params: Params, state: Any, tokens: Ids) -> tuple[Array, Any]:
         """Decodes one more token of each of R rows.

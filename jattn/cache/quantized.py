@@ -85,6 +85,8 @@ def zeros(shape: Shape, dtype: np.dtype) -> Any:
     """Returns vectors `shape = [..., H]` of zeros in a storage dtype."""
     if dtype not in LARGEST:
         return jnp.zeros(shape, dtype)
+    if shape[-1] == 0:  # as the values of a `LatentCache`: without scales
+        return jnp.zeros(shape, jnp.float32)
     if dtype == jnp.int4:
         dtype, shape = np.dtype(jnp.uint8), (*shape[:-1], shape[-1] // 2)
     return Quantized(jnp.zeros(shape, dtype), jnp.zeros(shape[:-1], jnp.float32))

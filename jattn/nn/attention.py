@@ -409,13 +409,16 @@ class MultiHeadAttention(Module):
         inputs_k: Float[Array, "B S E"],
         lengths: Int[Array | np.ndarray, " B"] | None = None,
         positions: Positions = None,
+        dtype: Dtype | None = None,
     ) -> DenseCache:
         """Projects `inputs_k [B, S, E]` to keys and values, for several calls of `attend_memory`.
 
         `lengths [B]`, by default S, is the number of positions of each row before its padding.
-        `positions` are `[B, S]` or `[S]`, by default `arange(S)`.
+        `positions` are `[B, S]` or `[S]`, by default `arange(S)`. `dtype` is that of the stored
+        keys and values, by default that of the projections.
         """
-        return DenseCache.of(*self.project_keys_values(inputs_k, None, positions), lengths)
+        keys_values = self.project_keys_values(inputs_k, None, positions)
+        return DenseCache.of(*keys_values, lengths, dtype)
 
     @advised_by(LAYER_ADVICE, MemoryOptions)
     def attend_memory(

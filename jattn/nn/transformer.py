@@ -457,13 +457,16 @@ class Decoder(_Stack):
         memory.
 
         `memory_lengths [B]` is the number of positions of each row before its padding; `kind`,
-        `dtype` and `options` are those of `MultiHeadAttention.empty_cache`.
+        `dtype` and `options` are those of `MultiHeadAttention.empty_cache`. The projected memory
+        is stored in this `dtype` too.
         """
         layers: Any = self.layers
         return [
             LayerCache(
                 layer.self_attention.empty_cache(len(memory), length, kind, dtype, **options),
-                layer.cross_attention.project_memory(memory, memory_lengths, memory_positions),
+                layer.cross_attention.project_memory(
+                    memory, memory_lengths, memory_positions, dtype
+                ),
             )
             for layer in layers
         ]

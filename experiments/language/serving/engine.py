@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -117,6 +118,7 @@ class Engine:
         pages: the number of pages of all requests together, by default as many as the longest ones
             need.
         waiting: the most requests that wait for a row.
+        cache_dtype: the dtype of keys and values in the caches, by default the model's.
 
     Raises ValueError if one request of `length` tokens needs more pages than there are.
     """
@@ -129,6 +131,7 @@ class Engine:
         length: int,
         pages: int | None = None,
         waiting: int = 64,
+        cache_dtype: str | None = None,
     ):
         per_row = num_pages(length)
         self.pages = rows * per_row if pages is None else pages
@@ -141,6 +144,8 @@ class Engine:
         self.tokens_served = 0
         self.failure: str | None = None
         options: Any = {"page_size": PAGE_SIZE, "num_pages": self.pages}
+        if cache_dtype is not None:
+            options["dtype"] = jnp.dtype(cache_dtype)
         self._caches: Any = model.start(rows, length, PagedCache, **options)
         definition, self._variables = nnx.split(model)
         self._step = _compiled_step(definition)

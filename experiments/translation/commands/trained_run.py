@@ -24,6 +24,7 @@ def open_run(options: argparse.Namespace) -> TrainedRun:
     """Opens the run that the options name, with the parameters trained so far."""
     run = TranslationRun.open(options.run)
     model = Model(run.config, len(run.source), len(run.target))
+    model.check_cache_dtype(getattr(options, "cache_dtype", None))
     params, steps = run.parameters(model.shapes)
     return TrainedRun(run, model, params, steps)
 
