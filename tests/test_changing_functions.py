@@ -457,7 +457,7 @@ def check(kind: str, make: Holder, T: int, implementation: str | None, numbers: 
             np.testing.assert_allclose(call(*x), want(*x), atol=1e-12)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
@@ -508,7 +508,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_reads_its_functions_again(name, kind):

@@ -155,6 +155,7 @@ def test_every_command_knows_pieces_of_words(trained):
     assert pieces > len(sentence.split())
 
 
+@pytest.mark.slow
 def test_vocabularies_are_learned_from_training_text_alone(trained):
     opened = TranslationRun.open(trained.directory)
     assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]

@@ -170,7 +170,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @every_case
 def test_the_oracles_gradients_agree_with_a_complex_step(name):
     case = CASES[name]
@@ -449,7 +449,7 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(36)
 @pytest.mark.parametrize("name", WITH_DEAD_PLACES)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
@@ -475,7 +475,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         assert not got.gradients["v"][columns].any()
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
@@ -594,7 +594,7 @@ def test_weights_keep_their_digits(implementation):
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", [*VARIED, "sigmoid", "sparsemax", "forgetting"])
 @pytest.mark.parametrize("how", ["eager", "checkpoint"])
 @pytest.mark.parametrize("implementation", GENERAL)
@@ -631,7 +631,7 @@ MAPPED = [
 ]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(
     "name", ["chain", "places_and_positions", "dropout_masked", "sigmoid", "entmax", "forgetting"]
 )
@@ -750,7 +750,7 @@ def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
     return tangents, along
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every_implementation
 @pytest.mark.parametrize(
     "name",
@@ -801,7 +801,7 @@ def change_of_gradients(problem: oracle.OracleProblem, along: Any, x: CaseInputs
     return {n: (plus[n] - minus[n]) / 2e-5 for n in plus}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @every_case
 def test_runs_or_gives_its_reason(implementation, name):

@@ -270,7 +270,7 @@ def formula(query: Any, key: Any, value: Any, bias: Any = None, **options: Any) 
 original = jax.nn.dot_product_attention
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["odd_sizes", "window", "lengths", "bias"])
 def test_around_it_the_contract_holds(monkeypatch, name):
     """A formula replaces cuDNN for rows without keys and poison behind masks."""

@@ -150,6 +150,7 @@ def both_of(total_of: Callable[[str], Callable[[Any], Any]], x: Any, *which: str
     return run(x)
 
 
+@pytest.mark.slow
 def test_jacobians_and_hessians():
     (q, k, v, slopes), ids = problem(6)
 
@@ -167,7 +168,7 @@ def test_jacobians_and_hessians():
     assert_equal(*run(q))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("wrap", ["scan", "checkpoint", "jit"])
 def test_within_a_transform_of_the_call(wrap):
     def scan(call: Any) -> Any:

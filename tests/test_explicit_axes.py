@@ -187,7 +187,7 @@ def test_programs_within_a_function_may_close_over_a_sharded_array(name, mesh):
         assert_trees_close(quick_jit(run)(place(mesh, table)), want, rtol=1e-10)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("cut", [(), (None, "tokens"), (None, None, "heads")], ids=str)
 @pytest.mark.parametrize("sink_cut", [None, "tokens", "heads"])
 def test_eager_gradients_of_a_sink(cut, sink_cut, mesh):
@@ -220,7 +220,7 @@ def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.one_in(60)
+@pytest.mark.one_in(120)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, implementation, mesh):
@@ -269,7 +269,7 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize(
     "name", ["additive", "gru", pytest.param("rnnsearch", marks=pytest.mark.slow)]

@@ -136,7 +136,7 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
         np.testing.assert_allclose(x[finite], y[finite], rtol=0, atol=rtol * size)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.default_tiles

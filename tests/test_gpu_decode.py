@@ -183,6 +183,7 @@ def test_values(call, implementation, read_in_place):
     assert_right(call, got)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "paged"])
 def test_slots_never_written_have_no_effect(kind):
     """NaN in slots after the last token, and in pages that no row holds, has no effect."""

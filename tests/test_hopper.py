@@ -401,7 +401,7 @@ HUGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @each_kernel
 @pytest.mark.parametrize("name", HUGE)
 def test_weights_sum_to_one_where_score_functions_make_huge_logits(name, implementation):
@@ -482,7 +482,7 @@ HOPPER = {f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys")}
 KERNELS = HOPPER | {"jattn_mosaic_d_parameter", "jattn_mosaic_decode"}
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_is_translated_for_cuda(name):
     call = TRANSLATED[name]
@@ -673,7 +673,7 @@ LAUNCH = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1), jnp.int32)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize(
     ("mask", "idle"),
@@ -919,7 +919,7 @@ DIVISIONS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, transposed):
@@ -1114,7 +1114,7 @@ def moves(query: Any, key: Any, columns: int) -> list[bool]:
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.skipif(not ON_CPU, reason="compiled kernels have no callbacks")
 @each_kernel
 @pytest.mark.parametrize(

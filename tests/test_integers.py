@@ -116,7 +116,7 @@ def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
                 assert_close(traced(lengths), meant(rule, qkv))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint32, np.uint64])
 def test_sides_of_windows_may_be_traced_in_any_dtype(dtype, side):
@@ -247,7 +247,7 @@ def filled(kind: Any) -> Any:
     return kind.create(2, 8, 1, 4).append(keys, keys)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("rows", [[5, -1], [0, 2], [-1, 0], [2**32, 0]])
 @with_and_without_64_bits

@@ -202,6 +202,7 @@ def test_a_mean_that_is_finite_is_finite(implementation, mask):
     np.testing.assert_allclose(np.asarray(out, np.float64), 3e38, rtol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @every_kernel
 @pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["full", "causal"])
 def test_small_values_keep_their_digits_beside_no_large_ones(implementation, mask):

@@ -111,6 +111,7 @@ def _marks(implementation: str, name: str) -> Any:
     return pytest.mark.slow if name in SELECTED[1:3] else pytest.mark.exhaustive
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize(
     ("implementation", "name"),

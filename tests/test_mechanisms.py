@@ -517,6 +517,7 @@ def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, poisoned):
             np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-13, err_msg=name)
 
 
+@pytest.mark.slow
 def test_additive_attention_over_tiles_is_mapped_and_differentiated(tiles_of_16):
     arrays = on_device(additive_inputs(queries=40, keys=70))
     lengths = jnp.array([23, 64])

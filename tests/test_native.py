@@ -85,6 +85,7 @@ TYPED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "dtype"), TYPED)
 def test_contract(name, dtype):
     """Values and gradients, and further runs, also with masked places poisoned, that are equal
@@ -100,14 +101,14 @@ def test_contract(name, dtype):
         contract.assert_same(run(name, poisoned(name, x, poison)), got)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", contract.WITH_HIDDEN_KEYS)
 def test_poison_reaches_only_who_attends_to_it(name):
     if not refused(name):
         contract.check_reach_of_poison(run, name)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["lengths_both", "alibi_causal", "dropout", "causal_segments"])
 def test_vmap_is_a_loop(name):
     parts = ("q",), ("k", "v"), ("operands", "d_out"), ("parameters", "d_lse")
@@ -284,6 +285,7 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
     assert_accurate(got, want, 8 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.slow
 def test_decoding_reads_nothing_that_is_masked():
     for kind in ("dense", "paged"):
         q, cache = cached(kind, 2, 16, 16, jnp.float32)

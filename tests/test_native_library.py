@@ -376,7 +376,7 @@ FAILING = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_compiler_that_fails_says_why(fresh, monkeypatch, tmp_path, kind):
     """The compiler is called once in a process; blockwise runs, and the named kernel raises."""
@@ -640,6 +640,7 @@ def test_one_message_says_that_a_library_is_built(fresh, monkeypatch, caplog, qu
     assert terminal.getvalue() == "one line\n"
 
 
+@pytest.mark.slow
 def test_another_process_finds_it(built, quick, tmp_path):
     home, library = copied(built, tmp_path)
     stat, log = library.stat(), Path(quick).with_name("log")

@@ -36,6 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 pytestmark = pytest.mark.default_tiles
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [x for x in KERNELS if x != "cudnn"])

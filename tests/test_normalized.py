@@ -244,7 +244,7 @@ FREE = {
 
 
 @pytest.mark.default_tiles
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", MEASURED)
 @pytest.mark.parametrize("which", ["forward", "gradient"])
 def test_memory_is_linear(name, which):

@@ -224,6 +224,7 @@ def test_arrays_of_a_normalizer_are_trained_only_if_learned():
         nn.MultiHeadAttention(N, 8, normalizer=learned, sinks=True, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_a_model_generates_with_a_normalizer():
     """The tokens that a cache gives are those that whole sequences give."""
     model = nn.DecoderOnly(
@@ -338,7 +339,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("scheme", "name"), SCHEMES)
 def test_several_devices_equal_one(scheme, name):
     options: Any = {"mesh": mesh_of(t=4), "axis_name": "t", "scheme": scheme}

@@ -90,7 +90,7 @@ def native(normalizer: Any, arrays: Any, **options: Any) -> tuple[Any, ...]:
     return out_and_gradients(functools.partial(attend, **options), qkv, d_out)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @every_normalizer
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_values_and_gradients(name, dtype):
@@ -140,7 +140,7 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("case", CASES)
 @every_normalizer
 @pytest.mark.parametrize("tiles", [None, "16, 8, 16"])

@@ -457,7 +457,7 @@ def test_the_status_is_1_where_something_does_not_compile(monkeypatch, tmp_path,
         command.main([*options, "dropout"])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", calls.CALLS)
 def test_each_case_is_a_call_with_gradients(name):
     call = calls.CALLS[name]

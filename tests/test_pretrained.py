@@ -98,6 +98,7 @@ def assert_translation_steps_equal(model: Any, ids: dict[str, Any], expected: np
         np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", some_slow(CASES, "llama mistral_full gemma gpt2_untied"))
 def test_logits_of_golden_files(name, tmp_path):
     _, _, arrays = pretrained.golden(name)
@@ -155,6 +156,7 @@ def structure(model: Any) -> Any:
     ].feed_forward.activation
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", some_slow(OLDER, "rope_scaling"))
 def test_older_configs(name, tmp_path):
     """The options of earlier versions of the transformers library."""

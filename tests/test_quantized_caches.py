@@ -196,7 +196,7 @@ def test_the_numbers_have_no_gradient_and_the_scales_theirs():
 
 
 @pytest.mark.default_tiles
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_dtype
 @pytest.mark.parametrize("heads", [2, 4, 12, 40])
 @pytest.mark.parametrize("kind", ["dense", "paged"])

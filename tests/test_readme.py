@@ -102,7 +102,15 @@ def run(
     return commands.run(*command, cwd=folder, env=environment)
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text)])
+TRAINS = "experiments/translation/README.md"
+WITH_EXAMPLES = [
+    pytest.param(page, marks=[pytest.mark.slow] if page == TRAINS else [])
+    for page, text in PAGES.items()
+    if blocks(text)
+]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES)
 def test_examples_run_in_order(page, tmp_path):
     result = run(PAGES[page], tmp_path)
     assert result.returncode == 0, result.stderr

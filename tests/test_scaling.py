@@ -62,7 +62,7 @@ WAYS = [("ring", "contiguous"), ("all_to_all", "zigzag"), ("gather", "zigzag"), 
 WAYS += [("all_to_all", "contiguous"), ("gather", "contiguous")]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("with_arrays", [False, True])
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize(("scheme", "order"), WAYS)

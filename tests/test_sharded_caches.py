@@ -105,7 +105,7 @@ def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, li
     return compiled.as_text(), results, sharded, gathered(compiled)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "T", "rule"),
     [
@@ -156,7 +156,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "rule", "T"),
     [

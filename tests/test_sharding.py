@@ -146,7 +146,7 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
             np.testing.assert_allclose(d, wanted[name], rtol=1e-11, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_mesh
 @every_implementation
 def test_keys_values_and_parameters_are_shared(implementation, mesh):
@@ -155,7 +155,7 @@ def test_keys_values_and_parameters_are_shared(implementation, mesh):
     run_check(problem, mesh, ("q", "ids"))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_one_array_is_shared_or_all_others_are(implementation, name):

@@ -37,6 +37,7 @@ def formula(sink: Any) -> tuple[Any, Any, Any]:
     return jnp.einsum("bnts,bsnv->btnv", weights, v), lse, weights
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", [None, "reference", "blockwise", "native"])
 @pytest.mark.parametrize("sink", [SINK, np.asarray(SINK), jnp.float32(0.3), 0.3, -np.inf])
 def test_a_sink_is_a_column_without_a_value(implementation, sink):
@@ -76,6 +77,7 @@ def test_gradients_reach_the_sink(implementation):
     np.testing.assert_allclose(through, jax.grad(lambda x: formula(x)[2].sum())(sink), atol=1e-12)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["reference", "blockwise", "native", "cache", "ring", "all_to_all"])
 def test_at_large_logits(how):
     """Shares of the sink are exact where float32 has no digits left for the sum."""
@@ -123,6 +125,7 @@ def test_dropout_acts_on_the_weights_beside_the_sink():
     np.testing.assert_allclose(out, jnp.einsum("bnts,bsnv->btnv", weights, v), atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "cache",
     [
@@ -145,6 +148,7 @@ def test_through_caches(cache: Cache):
     np.testing.assert_allclose(weights.sum(-1), all_weights[:, :, -1:].sum(-1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_over_several_devices():
     mesh = mesh_of(t=2, n=2)
     axes: Any = {"axis_name": "t", "head_axis": "n", "mask": masks.Causal()}

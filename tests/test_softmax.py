@@ -98,7 +98,7 @@ def test_any_order_and_any_grouping(seed, order):
 CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):

@@ -58,6 +58,7 @@ def choice(
     return layout
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 99])
 @pytest.mark.parametrize("block", [(1, 3), (3, 3), (4, 2), (2, 5), (50, 4), (3, 50)])
@@ -143,7 +144,7 @@ def problem(q: Any, k: Any, v: Any, layout: np.ndarray, block: tuple[int, int]) 
     return oracle.OracleProblem(np.asarray(q), np.asarray(k), np.asarray(v), allowed=allowed)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
 @pytest.mark.parametrize(("block", "count"), [((1, 3), 2), ((4, 4), 1), ((2, 3), 3)])
 def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementation):
@@ -302,7 +303,7 @@ def test_errors_name_what_was_expected(unchecked):
         sparse(q, k, v, gates, mask=masks.Causal())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("causal", [False, True])
 def test_meshes_with_explicit_axes(causal):
     q, k, v, _ = attention_arrays((2, 8, 8, 4, 2, H, V))

@@ -136,6 +136,7 @@ def dense_derivatives() -> Any:
     return quick_jit(jax.grad(dense, (0, 1, 2)))(*query_and_key(), jnp.asarray(SLOPES))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", HOW)
 def test_statistics_are_differentiated(how):
     def ours(query: Any, key: Any, slopes: Any) -> Any:

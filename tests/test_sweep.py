@@ -673,7 +673,7 @@ def test_each_call_is_right_as_it_stands(name):
     called(FUNCTIONS[name].made())
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(("name", "argument"), SWEPT)
 def test_what_is_no_argument_raises_and_is_named(name, argument):
     check_argument(name, argument)

@@ -75,6 +75,7 @@ RULES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_values_and_gradients(rule):
     options, allowed, bias = RULES[rule]
@@ -133,6 +134,7 @@ def test_what_is_masked_does_not_exist():
     assert not jattn.talking_heads_attention(q, k, v, *mixtures).any()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes_and_batch_axes(dtype):
     arrays: Any = attention_arrays(SIZES, dtype)[:3]

@@ -234,7 +234,7 @@ def assert_exported(function: Callable[..., Any], axes: str) -> None:
         assert_trees_close(exported.call(*arrays), jax.jit(function)(*arrays), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("axes", ["t", "s", "b,t,s"])
 @pytest.mark.parametrize("name", FOR_ANY_LENGTH)
 def test_exported_for_any_length(name, axes):

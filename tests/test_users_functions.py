@@ -265,7 +265,7 @@ def or_refuse(implementation: Any, row: UserScore, **options: Any) -> None:
         assert row.refuses and implementation == "native", reason
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SCORES)
@@ -455,6 +455,7 @@ def test_functions_are_called_once_for_values_and_gradients(implementation, snap
     assert calls == {"mask": 1, "score": 1}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_operand", [True, False])
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])
 def test_a_rule_on_what_all_pairs_share_gets_the_sum_of_all(implementation, is_operand):
@@ -523,6 +524,7 @@ ON_PARTS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether the grad
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", ON_PARTS)
 def test_a_rule_on_parts_of_an_operand_is_linear_or_refused(name, implementation):
@@ -541,6 +543,7 @@ def test_a_rule_on_parts_of_an_operand_is_linear_or_refused(name, implementation
         assert np.isfinite(jax.grad(loss)(x)).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 def test_a_rule_on_operands_gets_the_sum_over_all_chunks_of_a_cache(chunk):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 2, 8), jnp.float32)
