@@ -57,6 +57,25 @@ def test_the_command_measures_who_runs_and_says_why_others_do_not(tmp_path, monk
     assert out.count("not measured") == len(device.FLOORS)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_caches_are_compared(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "TURN", 0.001)
+    assert benchmark.main(["caches", "--tokens", "40", "--seconds", "0"]) == 0
+    _, _, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [row[:2] for row in rows] == [
+        ["float32", "4,096"],
+        ["bfloat16", "2,048"],
+        ["int8", "1,088"],
+        ["float8_e4m3fn", "1,088"],
+        ["int4", "576"],
+    ]
+    errors = {row[0]: float(row[3]) for row in rows}
+    assert errors["float32"] == 0 < errors["bfloat16"] < errors["int8"] < errors["int4"] < 1
+    with pytest.raises(SystemExit):
+        benchmark.main(["caches", "--heads", "9"])
+    assert "--heads: expected a multiple of 8, got 9" in capsys.readouterr().err
+
+
 def test_unknown_names_are_refused(capsys):
     assert benchmark.main(["device", "--implementations", "flash"]) == 2
     assert "unknown implementations ['flash']; there are cudnn" in capsys.readouterr().err

@@ -6,6 +6,7 @@
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
     python -m experiments.benchmark normalizers          normalizers beside the softmax
+    python -m experiments.benchmark caches               quantised caches beside float32
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
     python -m experiments.benchmark device               a GPU, with cuDNN, FlexAttention and floors
@@ -32,6 +33,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from experiments.benchmark import (
+    caching,
     cases,
     device,
     engines,
@@ -195,6 +197,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 _COMMANDS = {
     "normalizers": normalizing.main,
+    "caches": caching.main,
     "training": training.main,
     "tune": tune.main,
     "device": device.main,
