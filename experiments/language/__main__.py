@@ -1,7 +1,7 @@
 """Trains a small character-level language model on a text file, and generates text with it.
 
     python -m experiments.language train --text FILE      about three minutes on two cores
-    python -m experiments.language write --prompt "The "
+    python -m experiments.language write --prompt "the "
     python -m experiments.language serve                  answers requests over HTTP
 
 Without --text it trains on English sentences from the grammar of `experiments.translation` and
@@ -89,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--port", type=bounds.whole(0, 65535), default=8000, help="0 is any (default: 8000)"
     )
-    for name, default, meaning in (
-        ("--rows", 16, "the requests at once"),
-        ("--length", 512, "the most characters of a request, with its prompt"),
-        ("--waiting", 64, "the requests that wait before others are refused"),
+    for name, default, meaning, least in (
+        ("--rows", 16, "the requests at once", 1),
+        ("--length", 512, "the most characters of a request, with its prompt", 2),
+        ("--waiting", 64, "the requests that wait before others are refused", 1),
     ):
-        number = bounds.whole(1, 2**16)
+        number = bounds.whole(least, 2**16)
         text = f"{meaning} (default: {default})"
         serve.add_argument(name, type=number, default=default, metavar="N", help=text)
     serve.add_argument(

@@ -31,7 +31,10 @@ class Characters:
         """
         indices = {character: index for index, character in enumerate(self.alphabet)}
         if unknown := sorted(set(text) - indices.keys()):
-            raise ValueError(f"characters that the model does not know: {' '.join(unknown)!r}")
+            known = self.alphabet if len(self.alphabet) <= 100 else f"{self.alphabet[:100]}…"
+            raise ValueError(
+                f"characters that the model does not know: {' '.join(unknown)!r}; it knows {known!r}"
+            )
         return np.array([indices[character] for character in text], np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:

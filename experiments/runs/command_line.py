@@ -42,8 +42,8 @@ def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"),
-        help="how caches store keys and values: int8 takes about a quarter of the memory of "
-        "float32, which bounds the speed of long texts (default: as the model computes)",
+        help="how caches store keys and values; in int8 they take about a quarter of the memory of "
+        "float32 (default: as the model computes)",
     )
 
 

@@ -20,7 +20,8 @@ class RequestBody:
 
     Attributes:
         prompt: the text to continue.
-        max_tokens: the largest number of characters to generate.
+        max_tokens: the largest number of characters to generate; by default 100, or as many as fit
+            if these are fewer.
         temperature: 0 is greedy.
         top_k: draw from this many characters.
         top_p: draw from the nucleus of this probability.
@@ -30,7 +31,7 @@ class RequestBody:
     """
 
     prompt: Annotated[str, Field(min_length=1)]
-    max_tokens: settings.Count = 100
+    max_tokens: settings.Count | None = None
     temperature: settings.Limit = 0.7
     top_k: settings.Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -40,6 +41,7 @@ class RequestBody:
 
 
 _BODY = TypeAdapter(RequestBody)
+_MAX_TOKENS = 100
 
 
 def read_body(content: bytes) -> RequestBody:
@@ -60,18 +62,20 @@ def _described(details: Any) -> str:
     name = ".".join(map(str, details["loc"]))
     match details["type"]:
         case "json_invalid":
-            return f"body: expected a JSON object, got something else: {details['ctx']['error']}"
+            return f"body: not valid JSON: {details['ctx']['error']}"
         case "unexpected_keyword_argument":
             known = f"{name}: expected one of the fields {', '.join(fields)}"
             return known + nearest(name, fields)
         case "missing_argument" | "missing":
             return f"{name}: expected with every request, got none"
+        case "list_type" if name == "stop":
+            return f"stop: expected a list of characters, got {details['input']!r:.80}"
     expected = re.sub("^.* should (be|have) ", "", details["msg"])
     return f"{name or 'body'}: expected {expected}, got {details['input']!r:.80}"
 
 
-def generation_request(body: RequestBody, characters: Characters) -> GenerationRequest:
-    """Encodes the texts of a body.
+def generation_request(body: RequestBody, characters: Characters, length: int) -> GenerationRequest:
+    """Encodes the texts of a body, for an engine of requests of at most `length` tokens.
 
     Raises:
         ValueError: they have characters that the model does not know, or a stop is not one
@@ -80,9 +84,11 @@ def generation_request(body: RequestBody, characters: Characters) -> GenerationR
     for text in body.stop:
         if len(text) != 1:
             raise ValueError(f"stop: expected texts of one character, got {text!r:.80}")
+    prompt = _encoded("prompt", body.prompt, characters).tolist()
+    fits = max(length - len(prompt), 1)  # the engine refuses a prompt that leaves no room
     return GenerationRequest(
-        tuple(_encoded("prompt", body.prompt, characters).tolist()),
-        body.max_tokens,
+        tuple(prompt),
+        min(_MAX_TOKENS, fits) if body.max_tokens is None else body.max_tokens,
         body.temperature,
         body.top_k,
         body.top_p,

@@ -81,7 +81,9 @@ class LanguageServer(uvicorn.Server):
         own."""
         try:
             body = read_body(await self._read(http))
-            events = self._events(http, generation_request(body, self.characters))
+            events = self._events(
+                http, generation_request(body, self.characters, self.engine.length)
+            )
             lines = [self._line(await anext(events))]
         except ValueError as error:
             return _error(400, str(error))
