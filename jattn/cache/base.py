@@ -257,8 +257,7 @@ class Cache:
         [7, 4]
         """
         check_admission(self, other)
-        indices, outside = picked_rows("rows", rows, len(self.lengths), (0, 1))
-        indices, outside = jnp.atleast_1d(indices), jnp.atleast_1d(outside)
+        indices, outside = jnp.atleast_1d(*picked_rows("rows", rows, len(self.lengths), (0, 1)))
         if len(indices) != len(other.lengths):
             raise ValueError(
                 f"rows: expected one for each of the other cache's {len(other.lengths)} batch "
@@ -303,9 +302,9 @@ class Cache:
         """Returns the positions of the T tokens that were appended last."""
         check_size("T", T, 0)
         slots = self.lengths[:, None] + jnp.arange(-T, 0, dtype=jnp.int32)[None, :]
-        positions = self.kv_positions if self.positions is not None else None
-        if positions is None:
+        if self.positions is None:
             return slots
+        positions: Any = self.kv_positions
         stored = jnp.take_along_axis(positions, jnp.maximum(slots, 0), axis=1, mode="clip")
         return jnp.where(slots < 0, slots, stored)
 
@@ -320,8 +319,8 @@ class Cache:
         fits = slots < self.capacity
         return fits if valid is None else fits & valid
 
-    def _check(self, key: Any, value: Any, valid: Valid) -> int:
-        """Checks the shapes of appended keys and values, and returns T."""
+    def _check(self, key: Any, value: Any, valid: Valid) -> None:
+        """Checks the shapes of appended keys and values."""
         B, K = self.lengths.shape[0], self.num_kv_heads
         for name, array, stored in (("key", key, self.keys), ("value", value, self.values)):
             size, letters = stored.shape[-1], f"[B, T, K, {'H' if name == 'key' else 'V'}]"
@@ -333,7 +332,6 @@ class Cache:
                     f"got {list(array.shape)}"
                 )
         self._check_valid(valid, key.shape[1])
-        return key.shape[1]
 
     def _check_positions(self, positions: Any, T: int) -> None:
         if self.positions is None:
@@ -374,11 +372,7 @@ def check_kind(kind: Any) -> type[Cache]:
 @partitioned_by_xla(lambda cache, rows, _: jax.tree.map(lambda x: as_rows(x, len(rows)), cache))
 def select_rows(cache: Any, rows: Int[Array, " R"], out_of_range: Bool[Array, " R"]) -> Any:
     """Selects batch rows of a cache, whose arrays all have a batch axis. Rows that are out of range
-    are flagged.
-
-    The pool of a paged cache has no batch axis: `PagedCache.reorder` passes a dense cache with the
-    table in place of values and without keys.
-    """
+    are flagged."""
     selected = jax.tree.map(lambda x: x[rows], cache)
     return dataclasses.replace(selected, overflowed=selected.overflowed | out_of_range)
 

@@ -72,9 +72,8 @@ class DenseCache(Cache):
                 )
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         if dtype is not None:
-            sizes = {"key": key.shape[-1], "value": value.shape[-1]}
-            stored_as = storage_dtype("dtype", dtype, **sizes)
-            keys, values = converted(keys, stored_as), converted(values, stored_as)
+            dtype = storage_dtype("dtype", dtype, key=key.shape[-1], value=value.shape[-1])
+            keys, values = converted(keys, dtype), converted(values, dtype)
         B, S = key.shape[:2]
         tokens, overflowed = no_tokens(B)
         if lengths is None:

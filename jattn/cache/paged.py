@@ -13,7 +13,6 @@ from jattn._explicit import typed_like
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Size
 from jattn.cache.base import Cache, Positions, Valid, check_counts, count_tokens, select_rows
-from jattn.cache.dense import DenseCache
 from jattn.cache.pages import allocate, count_pages
 from jattn.cache.paths import read_pooled
 from jattn.cache.rows import chosen, put_rows
@@ -111,11 +110,14 @@ class PagedCache(Cache):
         """The number of pages that no batch row holds."""
         return jnp.sum(self.pages_held() == 0, dtype=jnp.int32)
 
+    def _in_use(self) -> Bool[Array, "B M"]:
+        """Returns which pages of the table hold tokens of the batch row."""
+        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
+        return m * self.page_size < self.lengths[:, None]
+
     def _table_in_use(self) -> Int[Array, "B M"]:
         """Returns the table, with P in place of pages in which a batch row has no tokens."""
-        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
-        in_use = m * self.page_size < self.lengths[:, None]
-        return jnp.where(in_use, self.table, self.num_pages)
+        return jnp.where(self._in_use(), self.table, self.num_pages)
 
     def read(self) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
         return self._gather(self.table)
@@ -155,17 +157,11 @@ class PagedCache(Cache):
         pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
         index = jnp.stack([pages, slots % page_size], axis=-1)
         overflowed = self._lost(positions) | (uncapped_lengths > self.capacity) | lacks_pages
-        keys, values = (
-            write_pages(pool, tokens, index, copies)
-            for pool, tokens in ((self.keys, key), (self.values, value))
-        )
-        new_positions = self.next_positions(T, valid, positions)
-        stored_positions = write_positions(
-            write_pages, self.positions, new_positions, index, copies
-        )
-        return typed_like(
-            PagedCache(keys, values, table, lengths, overflowed, stored_positions), self
-        )
+        keys = write_pages(self.keys, key, index, copies)
+        values = write_pages(self.values, value, index, copies)
+        positions = self.next_positions(T, valid, positions)
+        positions = write_positions(write_pages, self.positions, positions, index, copies)
+        return typed_like(PagedCache(keys, values, table, lengths, overflowed, positions), self)
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
         """Raises ValueError if it is concrete that a batch row lacks a free page."""
@@ -179,18 +175,14 @@ class PagedCache(Cache):
         """Returns the cache with other batch rows in place of its own, see `Cache.admit`. If pages
         are lacking, ValueError is raised or, in a compiled program, batch rows are flagged."""
         admitted = super().admit(rows, other)
-        m = jnp.arange(self.table.shape[1], dtype=jnp.int32)[None, :]
-        is_lacking = (m * self.page_size < admitted.lengths[:, None]) & (
-            admitted.table == self.num_pages
-        )
+        is_lacking = admitted._in_use() & (admitted.table == self.num_pages)
         self._check_pages(chosen(rows, len(self.lengths)) & jnp.any(is_lacking, axis=1), "admit")
         return admitted
 
     def _admitted(self, rows: Int[Array, " R"], other: Any) -> "PagedCache":
         emptied = put_rows(self.lengths, rows, jnp.zeros_like(other.lengths))
-        lengths, overflowed = put_rows(
-            (self.lengths, self.overflowed), rows, (other.lengths, other.overflowed)
-        )
+        lengths = put_rows(self.lengths, rows, other.lengths)
+        overflowed = put_rows(self.overflowed, rows, other.overflowed)
         holders = dataclasses.replace(self, lengths=emptied).pages_held()
         table, _, lacks_pages = allocate(
             holders, self.table, emptied, lengths, page_size=self.page_size
@@ -208,10 +200,8 @@ class PagedCache(Cache):
         return PagedCache(keys, values, table, lengths, overflowed | lacks_pages, positions)
 
     def _selected(self, rows: Array, out_of_range: Array) -> "PagedCache":
-        # The pool stays as it is. The arrays with a batch axis are selected as a dense cache, whose
-        # `values` are the table.
-        by_row = DenseCache(None, self.table, self.lengths, self.overflowed)
-        by_row = select_rows(by_row, rows, out_of_range)
-        return dataclasses.replace(
-            self, table=by_row.values, lengths=by_row.lengths, overflowed=by_row.overflowed
-        )
+        # The pool has no batch axis, and stays unchanged.
+        without_pool = dataclasses.replace(self, keys=None, values=None, positions=None)
+        selected = select_rows(without_pool, rows, out_of_range)
+        pool: Any = {name: getattr(self, name) for name in ("keys", "values", "positions")}
+        return dataclasses.replace(selected, **pool)
