@@ -7,7 +7,6 @@ from typing import Any, TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, typed_like
@@ -413,13 +412,10 @@ def count_tokens(T: int, valid: Valid) -> Any:
 
 
 def check_counts(counts: Any, limit: Any, limit_name: str, owner: str = "append") -> None:
-    """Raises ValueError if counts of tokens are concrete and exceed a limit. `counts` is an array
-    `[B]`, or one number for all batch rows."""
-    if isinstance(counts, Tracer) or not np.any(np.asarray(counts) > limit):
-        return
-    counts = np.atleast_1d(np.asarray(counts))
-    row = int(np.argmax(counts > limit))
-    raise ValueError(
-        f"{owner}: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
-        f"{int(counts[row])} in batch row {row}"
-    )
+    """Raises ValueError if counts of tokens `[B]` are concrete and exceed a limit."""
+    if is_known(counts) and np.any(np.asarray(counts) > limit):
+        row = int(np.argmax(np.asarray(counts) > limit))
+        raise ValueError(
+            f"{owner}: expected at most {limit_name} = {int(limit)} tokens in each batch row, got "
+            f"{int(counts[row])} in batch row {row}"
+        )

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn._explicit import typed_like
@@ -26,6 +25,7 @@ from jattn.cache.storage import (
     write_positions,
 )
 from jattn.checks import check_size, check_sizes
+from jattn.functions.integers import is_known
 
 
 @pytree_dataclass
@@ -165,7 +165,7 @@ class PagedCache(Cache):
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
         """Raises ValueError if it is concrete that a batch row lacks a free page."""
-        if not isinstance(lacks_pages, Tracer) and np.any(np.asarray(lacks_pages)):
+        if is_known(lacks_pages) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"{owner}: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "
                 f"all num_pages = {self.num_pages} are in use"
