@@ -262,7 +262,8 @@ def beam_search(
         return place + 1, alive, finished, state
 
     start = jnp.zeros((), jnp.int32), _first_beams(active, first, beams, ending), nothing, state
-    return jax.lax.while_loop(_unfinished, advance_beams, start)[2]
+    is_any_open = lambda carry: jnp.any(carry[1].log_probs > _ABSENT)  # noqa: E731
+    return jax.lax.while_loop(is_any_open, advance_beams, start)[2]
 
 
 def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
@@ -282,10 +283,6 @@ def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
     # NumPy computes them, because the last digit of XLA's powers depends on the array's size, so
     # that a sequence's score would depend on the other sequences.
     return jnp.asarray(((5 + np.arange(length + 1)) / 6) ** alpha, jnp.float32)
-
-
-def _unfinished(carry: tuple[Any, ...]) -> Array:
-    return jnp.any(carry[1].log_probs > _ABSENT)
 
 
 def _first_beams(active: Array, first: Array, beams: int, ending: Ending) -> _Beams:

@@ -236,12 +236,7 @@ def _token_by_token(
 def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> Generated:
     """Generates all tokens in one compiled program."""
 
-    def shardings(inputs: _Inputs) -> Any:
-        rows = sharding_of(inputs.prompt)[0]
-        specs: Any = PartitionSpec(rows, None), PartitionSpec(rows), PartitionSpec(rows)
-        return Generated(*specs)
-
-    @partitioned_by_xla(shardings)
+    @partitioned_by_xla(lambda inputs: lambda _: PartitionSpec(sharding_of(inputs.prompt)[0]))
     def run(inputs: _Inputs) -> Generated:
         model = nnx.merge(definition, inputs.variables)
         next_logits, choose = _logits_function(model, options, inputs), _choice(options, inputs)
@@ -313,11 +308,11 @@ def _begin(model: LanguageModel, options: _Options, inputs: _Inputs) -> tuple[Ar
     rows = jnp.arange(B * options.copies, dtype=jnp.int32) // options.copies
     if options.copies > 1:
         caches, last = _reordered(caches, rows), last[rows]
-    if not _reads_text(options, inputs):
-        return last, _State(jnp.zeros((), jnp.int32), caches, None, None)
+    place = jnp.zeros((), jnp.int32)
+    if not options.processors and inputs.numbers.repetition_penalty is None:
+        return last, _State(place, caches, None, None)
     text = jnp.pad(text, ((0, 0), (0, options.ending.length)))[rows]
-    lengths = jnp.maximum(lengths - 1, 0)[rows]
-    return last, _State(jnp.zeros((), jnp.int32), caches, text, lengths)
+    return last, _State(place, caches, text, jnp.maximum(lengths - 1, 0)[rows])
 
 
 def _prefilled(
@@ -353,17 +348,13 @@ def _reordered(caches: Tree, rows: Array) -> Tree:
     return jax.tree.map(select, caches, is_leaf=lambda x: hasattr(x, "reorder"))
 
 
-def _reads_text(options: _Options, inputs: _Inputs) -> bool:
-    return bool(options.processors) or inputs.numbers.repetition_penalty is not None
-
-
 def _logits_function(model: LanguageModel, options: _Options, inputs: _Inputs) -> Any:
     """Returns the function that the searches call: the model, followed by the processors."""
     numbers = inputs.numbers
 
     def next_logits(state: _State, tokens: Array) -> tuple[Array, _State]:
         place, caches, text, lengths = state
-        if _reads_text(options, inputs):
+        if state.text is not None:
             text = text.at[jnp.arange(len(text)), lengths].set(tokens)
             lengths = lengths + 1
         logits, caches = model.step(tokens[:, None], caches, deterministic=True)
@@ -389,8 +380,8 @@ def _choice(options: _Options, inputs: _Inputs) -> Any:
             key = jax.random.fold_in(sampling.key, place)
             rows = jnp.arange(len(logits), dtype=jnp.uint32)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-            drawn_from = keys, logits, sampling.temperature, options.top_k, sampling.top_p
-            chosen = sample_tokens(*drawn_from)
+            _, temperature, top_p = sampling
+            chosen = sample_tokens(keys, logits, temperature, options.top_k, top_p)
         # XLA's maximum of many numbers with NaN among them is not always NaN on a CPU.
         impossible = jnp.all(logits == -jnp.inf, axis=-1) | jnp.any(jnp.isnan(logits), axis=-1)
         return jnp.where(impossible, -1, chosen.astype(jnp.int32))
