@@ -48,6 +48,7 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
 _REQUIRED: Any = object()
 
 
+@dataclasses.dataclass
 class Config:
     """The options of a config.json, which remembers those that were used.
 
@@ -55,15 +56,11 @@ class Config:
     `from_safetensors`.
     """
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        tensors: Container[str],
-        length: int | None = None,
-        ignored: Set[str] = frozenset(),
-    ):
-        self.options, self.tensors, self.length, self.ignored = options, tensors, length, ignored
-        self.used: set[str] = set()
+    options: dict[str, Any]
+    tensors: Container[str]
+    length: int | None
+    ignored: Set[str]
+    used: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns an option, or the default if it is absent or null."""
@@ -289,13 +286,9 @@ def _gemma3(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_rotary(config: Config, size: int, kind: str) -> Rotary:
-    by_kind = {
-        "full_attention": _rotary(config, size, "full_attention", 1e6),
-        "sliding_attention": _rotary(
-            config, size, "sliding_attention", base_name="rope_local_base_freq"
-        ),
-    }
-    return by_kind[kind]
+    full = _rotary(config, size, "full_attention", 1e6)
+    local = _rotary(config, size, "sliding_attention", base_name="rope_local_base_freq")
+    return full if kind == "full_attention" else local
 
 
 def _window_by_kind(config: Config, layer: int, is_sliding: bool) -> int | None:
@@ -388,68 +381,68 @@ def _marian(config: Config) -> dict[str, Any]:
     }
 
 
-def _in_layers(ours: str, theirs: str, **names: str) -> dict[str, str]:
-    """Returns the names of the modules of layers; `__` stands for `/`."""
-    return {
-        f"{ours}layers/*/{name.replace('__', '/')}".rstrip("/"): f"{theirs}.{module}"
-        for name, module in names.items()
-    }
-
-
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+
+
+def _in_layers(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of the modules of layers."""
+    return {f"{ours}/*/{name}": f"{theirs}.*.{module}" for name, module in names.items()}
+
+
+def _attention_names(ours: str, theirs: str, out: str) -> dict[str, str]:
+    """Returns the names of the projections of an attention module."""
+    projections = _PROJECTIONS | {"out": out}
+    return {f"{ours}/{name}": f"{theirs}.{module}" for name, module in projections.items()}
+
+
+_LLAMA_LAYER = {
+    "self_attention": "self_attn",
+    **_attention_names("self_attention", "self_attn", "o_proj"),
+    "self_attention/query_ln": "self_attn.q_norm",
+    "self_attention/key_ln": "self_attn.k_norm",
+    "self_attention_residual/norm": "input_layernorm",
+    "feed_forward/gate": "mlp.gate_proj",
+    "feed_forward/hidden": "mlp.up_proj",
+    "feed_forward/out": "mlp.down_proj",
+    "feed_forward_residual/norm": "post_attention_layernorm",
+}
 _LLAMA_NAMES = {
     "tokens": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
-    **_in_layers(
-        "",
-        "model.layers.*",
-        self_attention="self_attn",
-        **{f"self_attention__{ours}": f"self_attn.{x}" for ours, x in _PROJECTIONS.items()},
-        self_attention__out="self_attn.o_proj",
-        self_attention__query_ln="self_attn.q_norm",
-        self_attention__key_ln="self_attn.k_norm",
-        self_attention_residual__norm="input_layernorm",
-        feed_forward__gate="mlp.gate_proj",
-        feed_forward__hidden="mlp.up_proj",
-        feed_forward__out="mlp.down_proj",
-        feed_forward_residual__norm="post_attention_layernorm",
-    ),
+    **_in_layers("layers", "model.layers", _LLAMA_LAYER),
 }
-_GEMMA2_NAMES = _LLAMA_NAMES | _in_layers(
-    "",
-    "model.layers.*",
-    self_attention_residual__output_norm="post_attention_layernorm",
-    feed_forward_residual__norm="pre_feedforward_layernorm",
-    feed_forward_residual__output_norm="post_feedforward_layernorm",
-)
+_GEMMA2_LAYER = {
+    "self_attention_residual/output_norm": "post_attention_layernorm",
+    "feed_forward_residual/norm": "pre_feedforward_layernorm",
+    "feed_forward_residual/output_norm": "post_feedforward_layernorm",
+}
+_GEMMA2_NAMES = _LLAMA_NAMES | _in_layers("layers", "model.layers", _GEMMA2_LAYER)
 # `name#i` is part i of the three parts of a tensor: of queries, of keys and of values.
+_GPT2_LAYER = {
+    **{f"self_attention/{name}": f"attn.c_attn#{i}" for i, name in enumerate(_PROJECTIONS)},
+    "self_attention/out": "attn.c_proj",
+    "self_attention_residual/norm": "ln_1",
+    "feed_forward/hidden": "mlp.c_fc",
+    "feed_forward/out": "mlp.c_proj",
+    "feed_forward_residual/norm": "ln_2",
+}
 _GPT2_NAMES = {
     "tokens": "transformer.wte",
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
     "output": "lm_head",
-    **_in_layers(
-        "",
-        "transformer.h.*",
-        **{f"self_attention__{ours}": f"attn.c_attn#{i}" for i, ours in enumerate(_PROJECTIONS)},
-        self_attention__out="attn.c_proj",
-        self_attention_residual__norm="ln_1",
-        feed_forward__hidden="mlp.c_fc",
-        feed_forward__out="mlp.c_proj",
-        feed_forward_residual__norm="ln_2",
-    ),
+    **_in_layers("layers", "transformer.h", _GPT2_LAYER),
 }
 
 
 def _marian_names(stack: str, sublayers: Mapping[str, str]) -> dict[str, str]:
-    names = {"feed_forward__hidden": "fc1", "feed_forward__out": "fc2"}
-    names["feed_forward_residual__norm"] = "final_layer_norm"
+    names = {"feed_forward/hidden": "fc1", "feed_forward/out": "fc2"}
+    names["feed_forward_residual/norm"] = "final_layer_norm"
     for ours, theirs in sublayers.items():
-        names |= {f"{ours}__{x}": f"{theirs}.{y}" for x, y in _PROJECTIONS.items()}
-        names |= {f"{ours}__out": f"{theirs}.out_proj"}
-        names |= {f"{ours}_residual__norm": f"{theirs}_layer_norm"}
-    return _in_layers(f"{stack}/", f"model.{stack}.layers.*", **names)
+        names |= _attention_names(ours, theirs, "out_proj")
+        names[f"{ours}_residual/norm"] = f"{theirs}_layer_norm"
+    return _in_layers(f"{stack}/layers", f"model.{stack}.layers", names)
 
 
 _MARIAN_NAMES = {

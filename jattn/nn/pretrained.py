@@ -7,7 +7,6 @@ are read one by one. `jattn.nn.families` says which models there are.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import json
 import math
@@ -28,12 +27,7 @@ from jattn.checks import check_dtype, check_size
 from jattn.nn.families import FAMILIES, Config, Family
 
 
-# Tensors that are not parameters: frequencies, causal masks and sinusoids of old files.
-_CONSTANTS = re.compile(
-    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embed_positions\.weight$|position_ids$"
-)
 _LEAVES = {name: "weight" for name in ("kernel", "scale", "embedding")}
-_LEAVES |= {"bias": "bias", "sinks": "sinks"}
 _DTYPES: dict[str, Any] = {
     "BF16": jnp.bfloat16,
     "F16": jnp.float16,
@@ -268,8 +262,8 @@ def load(
         arguments = family.arguments(config) | {"dropout_rate": dropout_rate}
         config.check_all_used()
         dtype = canonicalize_dtype(_stored_dtype(family, tensors) if dtype is None else dtype)
-        make = functools.partial(model_class, **arguments, param_dtype=dtype)
-        return _with_values(lambda: make(rngs=nnx.Rngs(0)), family, tensors, dtype, mesh)
+        make = lambda: model_class(**arguments, param_dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
+        return _with_values(make, family, tensors, dtype, mesh)
 
 
 def _stored_dtype(family: Family, tensors: _Tensors) -> Any:
