@@ -210,17 +210,19 @@ class Engine:
         """Returns the numbers of active and waiting requests, of free pages, and of tokens
         generated so far."""
         with self._changed:
-            active = [job for job in self._jobs if job is not None and not job.ended]
             return {
-                "active": len(active),
+                "active": len(self._active()),
                 "waiting": len(self._waiting),
                 "free_pages": self._free_pages(),
                 "tokens_served": self.tokens_served,
             }
 
+    def _active(self) -> list[Job]:
+        """Returns the jobs that have a row and have not ended."""
+        return [job for job in self._jobs if job is not None and not job.ended]
+
     def _free_pages(self) -> int:
-        in_use = (job.request.pages for job in self._jobs if job is not None and not job.ended)
-        return self.pages - sum(in_use)
+        return self.pages - sum(job.request.pages for job in self._active())
 
     def _run(self) -> None:
         try:
@@ -312,9 +314,8 @@ class Engine:
         """Ends all requests with an error, and takes no more."""
         with self._changed:
             self._stopping = True
-            for job in [*self._jobs, *self._waiting]:
-                if job is not None and not job.ended:
-                    job.outcome = reason
-                    job.deliver(Event(error=reason))
+            for job in [*self._active(), *self._waiting]:
+                job.outcome = reason
+                job.deliver(Event(error=reason))
             self._waiting.clear()
             self._changed.notify()
