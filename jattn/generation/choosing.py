@@ -31,7 +31,6 @@ def sample_tokens(
         keys: JAX random keys, one for each row.
         logits: float32.
         temperature: above 0.
-        top_k, top_p: as in `generate`.
 
     >>> logits = jnp.array([[0.0, 9.0, 1.0], [9.0, 0.0, 1.0]])
     >>> keys = jax.random.split(jax.random.key(0))

@@ -240,7 +240,7 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
     def run(inputs: _Inputs) -> Generated:
         model = nnx.merge(definition, inputs.variables)
         next_logits, choose = _logits_function(model, options, inputs), _choice(options, inputs)
-        first, state = _begin(model, options, inputs)
+        first, state = _read_prompt(model, options, inputs)
         if options.beams == 1:
             return each_token(next_logits, state, first, choose, options.ending)
         return _beams(next_logits, state, first[:: options.beams], options, inputs.numbers)
@@ -257,7 +257,7 @@ def _begun(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> Prog
 
     @partitioned_by_xla(shardings)
     def run(inputs: _Inputs) -> Progress:
-        first, state = _begin(nnx.merge(definition, inputs.variables), options, inputs)
+        first, state = _read_prompt(nnx.merge(definition, inputs.variables), options, inputs)
         return begin(state, first, options.ending)
 
     return run(inputs)
@@ -289,7 +289,7 @@ def _first_logits(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) 
     return model.step(first, caches, deterministic=True)[0]
 
 
-def _begin(model: LanguageModel, options: _Options, inputs: _Inputs) -> tuple[Array, _State]:
+def _read_prompt(model: LanguageModel, options: _Options, inputs: _Inputs) -> tuple[Array, _State]:
     """Returns each row's last token `[R]`, and the state after the prompt's other tokens."""
     prompt, valid, caches = inputs.prompt, inputs.valid, inputs.caches
     B, T = prompt.shape
