@@ -46,12 +46,10 @@ def empty(
 ) -> tuple[Stored, Stored]:
     """Returns the keys and values of an empty cache: zeros `[*shape, H]` and `[*shape, V]`."""
     value_size = head_size if value_size is None else value_size
-    sizes = {"head_size": head_size, "value_size": value_size}
     check_size("head_size", head_size)
     check_size("value_size", value_size, 0)  # 0 in a `LatentCache`
-    dtype = storage_dtype("dtype", dtype, **sizes)
-    keys, values = (zeros((*shape, size), dtype) for size in sizes.values())
-    return keys, values
+    dtype = storage_dtype("dtype", dtype, head_size=head_size, value_size=value_size)
+    return zeros((*shape, head_size), dtype), zeros((*shape, value_size), dtype)
 
 
 def positions_of(positions: bool, shape: Shape) -> Array | None:
