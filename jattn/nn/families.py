@@ -350,10 +350,9 @@ def _gpt2(config: Config) -> dict[str, Any]:
 
 def _marian(config: Config) -> dict[str, Any]:
     """Returns the arguments of `Transformer` for Marian."""
-    for name in ("attention_heads", "ffn_dim"):
-        encoder = config(f"encoder_{name}")
-        config.expect(**{f"decoder_{name}": encoder})
     config.expect(
+        decoder_attention_heads=config("encoder_attention_heads"),
+        decoder_ffn_dim=config("encoder_ffn_dim"),
         static_position_embeddings=True,
         normalize_before=False,
         normalize_embedding=False,
