@@ -15,7 +15,7 @@ from jattn.attention import attention
 from jattn.cache.base import Cache, check_cache
 from jattn.checks import check_array
 from jattn.functions.integers import clamped
-from jattn.masks import Blocks, Lengths, Mask, as_mask
+from jattn.masks import Blocks, Lengths, Mask, Tree, as_mask
 from jattn.normalizers import as_normalizer
 from jattn.options import CachedOptions
 from jattn.scores import Score, as_score
@@ -92,10 +92,20 @@ def cached_attention(
     arguments: dict[str, Any] = {**options, "return_lse": return_lse}
     T, chunk = query.shape[1], getattr(cache, "chunk", query.shape[1])
     new_positions = cache.next_positions(T, valid, positions)
+    if positions is None and cache.positions is not None and _has_tree(options.get("mask")):
+        raise ValueError(
+            "positions: expected those of the drafts, start[:, None] + tree.depths, as the mask "
+            "has a Tree and the cache keeps positions; got None"
+        )
     if T > chunk:
         return _in_chunks(query, key, value, cache, valid, arguments)
     appended: Any = cache.append(key, value, valid, positions)
     return attention(query, appended, q_positions=new_positions, **arguments), appended
+
+
+def _has_tree(mask: Any) -> bool:
+    nodes = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Tree))
+    return any(isinstance(x, Tree) for x in nodes)
 
 
 def _mask_of_chunk(mask: Mask, start: Array) -> Mask:

@@ -1160,7 +1160,18 @@ class Tree(Mask):
     query t is key `start + t`. `parents` is an integer array `[*B, T]`, or `[T]` for all batch
     rows: the index, among the T tokens, of each token's parent, which comes before it; −1 for a
     root. `start` is an integer or an integer array, scalar or `[*B]`: for a cache, its lengths
-    before the tokens are appended. Their positions are usually `start` plus their `depths`.
+    before the tokens are appended.
+
+    The position of a token in its sequence is `start` plus its depth, not its place. Rotary
+    embeddings, ALiBi and other functions of positions need the positions, kept by the caches:
+
+        caches = model.start(B, length, positions=True)
+        ...
+        start = caches[0].lengths
+        tree = masks.Tree(parents, start)
+        positions = start[:, None] + tree.depths
+        logits, caches = model.step(drafts, caches, mask=tree, positions=positions)
+        caches = [cache.keep(start, places, counts) for cache in caches]  # the accepted path
 
     Raises TypeError unless both are integers, ValueError for concrete parents that do not come
     before their child; traced ones count as −1.

@@ -289,7 +289,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "too few": (lambda c: c.admit(1, c), "rows: expected one for each of .* 2 batch rows, got 1"),
     "start": (
         lambda c: c.keep(np.array([10, 0]), np.zeros((2, 1), int)),
-        KEEP % "lengths: .* got 10",
+        KEEP % "start: .* got 10",
     ),
     "path": (
         lambda c: c.keep(np.array([7, 3]), np.array([[0, 1], [0, 2]])),
@@ -307,6 +307,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "dtype": (
         lambda c: c.admit(0, type(c).create(1, 4, K, H, V, dtype=jnp.bfloat16)),
+        "other: expected dtype float32 as in the cache, got bfloat16",
+    ),
+    "heads": (
+        lambda c: c.admit(0, type(c).create(1, 4, K + 1, H, V)),
         "other: expected a cache of the same class, dtype",
     ),
 }

@@ -141,6 +141,8 @@ def test_errors():
     gpt = model("gpt")
     with pytest.raises(ValueError, match="length: expected length <= max_length=9, got 10"):
         gpt.start(2, 10)
+    with pytest.raises(ValueError, match=r"tokens: .* B = 3 as in the caches, got \[2, 5\]"):
+        gpt.step(jnp.ones((2, 5), int), gpt.start(3, 5))
     with pytest.raises(ValueError, match="caches: expected one for each of 1 layers, got 0"):
         gpt.step(jnp.asarray(TOKENS), [])
     with pytest.raises(ValueError, match=r"positions: expected .* got 'alibi'"):

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jattn
 from jattn.cache import PagedCache, RollingCache
+from jattn.generation import Ending, beam_search, each_token, length_penalties
 from tests.test_decoder_only import TOKENS, V, call, model
 
 
@@ -476,6 +477,22 @@ def test_explicit_mesh():
             TypeError,
             r"processors: <lambda> must return float logits .* = \[2, 11\], got int32 \[2, 3\]",
         ),
+        (
+            {"prompt": np.array([[3], [11]])},
+            ValueError,
+            r"prompt: expected tokens 0\.\.10 of the vocabulary, got 11",
+        ),
+        (
+            {"samples": 2, "beams": 2, "temperature": 1.0, "key": jax.random.key(0)},
+            ValueError,
+            "samples: expected 1 with beams > 1, got samples=2",
+        ),
+        (
+            {"caches": model("gpt").start(3, 5)},
+            ValueError,
+            "caches: expected B = 2 batch rows as in the prompt, got 3",
+        ),
+        ({"caches": jnp.int8}, TypeError, "caches: expected what model.step gives, got"),
         ({"model": len}, TypeError, "model: expected an nnx.Module with methods start and step"),
         ({"max_tokens": 10}, ValueError, "length: expected length <= max_length=9, got 10"),
     ],
@@ -484,6 +501,55 @@ def test_errors(options, error, message):
     right: dict[str, Any] = {"prompt": TOKENS[:, :1], "max_tokens": 2, "model": model("gpt")}
     with pytest.raises(error, match=message):
         jattn.generate(**right | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    # The prompt's first 4 tokens are read: 2 pages of 2. At the end there are 7 tokens, 4 pages.
+    [
+        ({"samples": 3, "temperature": 1.0, "key": jax.random.key(0)}, 2 * (2 + 3 * 2)),
+        ({"beams": 3}, 2 * (3 + 3)),
+    ],
+)
+def test_a_pool_without_enough_pages_is_refused(options, needed):
+    module, tokens = model("gpt"), TOKENS[:, :5]
+    start = functools.partial(module.start, 2, 7, PagedCache, page_size=2)
+    message = f"caches: expected num_pages >= {needed} for 3 .* of each prompt, got num_pages=8"
+    with pytest.raises(ValueError, match=message):
+        jattn.generate(module, tokens, max_tokens=3, caches=start(), **options)
+    enough = start(num_pages=2 * (2 + 3 * 2))
+    generated = jattn.generate(module, tokens, max_tokens=3, caches=enough, **options)
+    assert generated.tokens.min() >= 0
+    if "samples" in options:  # they need exactly these
+        lacking = start(num_pages=needed - 1)
+        with pytest.raises(ValueError, match="caches: expected num_pages"):
+            jattn.generate(module, tokens, max_tokens=3, caches=lacking, **options)
+
+
+def test_padding_takes_no_room():
+    module, valid = model("gpt"), np.arange(5)[None] < np.array([[2], [2]])
+    generated = jattn.generate(
+        module, TOKENS[:, :5], max_tokens=4, valid=valid, caches=module.start(2, 5)
+    )
+    assert generated.tokens.min() >= 0
+
+
+def test_stop_tokens_may_come_from_an_iterator():
+    prompt = np.array([[2]])
+    for stop in ([3], iter([3]), 3):
+        assert jattn.generate(Bigram(CHAIN), prompt, max_tokens=4, stop=stop).lengths == 1
+
+
+def test_a_limit_of_no_tokens_gives_none():
+    next_logits = lambda state, tokens: (jax.nn.one_hot(tokens + 1, 9), state)  # noqa: E731
+    ending = Ending(4, limits=jnp.array([0, 2]))
+    likeliest = lambda logits, _: jnp.argmax(logits, axis=-1)  # noqa: E731
+    first = jnp.array([0, 5])
+    assert each_token(next_logits, (), first, likeliest, ending).lengths.tolist() == [0, 2]
+    penalties = length_penalties(4, 1.0)
+    options: Any = {"beams": 2, "penalties": penalties, "reorder": lambda state, rows: state}
+    found = beam_search(next_logits, (), first, ending, **options)
+    assert found.lengths[:, 0].tolist() == [0, 2] and found.scores[0, 0] == -jnp.inf
 
 
 def test_no_callback_inside_a_compiled_function():

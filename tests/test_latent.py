@@ -14,7 +14,7 @@ from flax import nnx
 
 import jattn
 from jattn import masks, nn, scores
-from jattn.cache import DenseCache, LatentCache, PagedCache, RollingCache
+from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
 from jattn.positions import Yarn
 from tests import oracle
 from tests.conftest import assert_trees_close, normal_arrays, quick_jit
@@ -151,8 +151,12 @@ def test_wrong_arguments_are_named():
         cache.append(key, key)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"key.* 9\].*got"):
         cache.append(key[..., 1:])
-    with pytest.raises(TypeError, match=r"kind: expected a class of jattn\.cache"):
-        LatentCache.create(B, T, C, R, kind=dict)  # pyright: ignore[reportArgumentType]
+    for kind in (dict, LatentCache, Cache):
+        with pytest.raises(TypeError, match="kind: expected DenseCache, RollingCache or Paged"):
+            LatentCache.create(B, T, C, R, kind=kind)  # pyright: ignore[reportArgumentType]
+    for dtype in (jnp.int4, "int4"):
+        with pytest.raises(ValueError, match=r"dtype: .* int8 or float8_e4m3fn, got int4"):
+            LatentCache.create(B, T, C, R, dtype=dtype)
     with pytest.raises(ValueError, match="latent_size: "):
         LatentCache.create(B, T, 0, R)
 

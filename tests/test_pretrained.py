@@ -18,6 +18,7 @@ from flax import nnx
 
 from jattn import masks, nn
 from jattn.cache import DenseCache, RollingCache
+from jattn.nn import families
 from tests import pretrained
 from tests.devices import mesh_of
 from tests.pretrained import CASES, WINDOW, PretrainedCase, T
@@ -251,6 +252,12 @@ CHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "expected the rotary option factor",
     ),
     "dynamic": (ValueError, {"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, "^length:"),
+    "no length": (
+        ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": None},
+        "expected the option max_position_embeddings",
+    ),
+    "text": (ValueError, {"hidden_size": "16"}, "an option has a wrong type"),
     "missing": (
         ValueError,
         {"attention_bias": True},
@@ -300,6 +307,20 @@ def test_options_can_be_ignored(tmp_path):
     with pytest.raises(NotImplementedError, match="note"):
         nn.DecoderOnly.from_safetensors(tmp_path)
     nn.DecoderOnly.from_safetensors(tmp_path, ignored=["note"])
+    with pytest.raises(TypeError, match="ignored: expected a list of names, got 'note'"):
+        nn.DecoderOnly.from_safetensors(tmp_path, ignored="note")
+
+
+def test_no_window_where_its_size_is_null():
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    sizes |= {"num_attention_heads": 2, "num_hidden_layers": 2, "model_type": "qwen2"}
+    options = sizes | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}
+    assert families._qwen_window(families.Config(options, (), None, frozenset()), 1) is None
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="folder: expected a folder, found none at meta/"):
+        nn.DecoderOnly.from_safetensors("meta/llama")
 
 
 def test_damaged_files(tmp_path):
@@ -310,6 +331,9 @@ def test_damaged_files(tmp_path):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
             nn.DecoderOnly.from_safetensors(folder)
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="it is a pointer of Git LFS"):
+        nn.DecoderOnly.from_safetensors(folder)
     config, tensors, _ = pretrained.golden("gpt2")
     saved(folder, config, tensors | {"transformer.ln_f.bias": np.zeros(24, np.int8)})
     with pytest.raises(NotImplementedError, match=r"ln_f\.bias: expected a dtype of .* got I8"):

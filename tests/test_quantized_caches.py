@@ -241,7 +241,10 @@ def test_explain_tells_the_bytes_per_token():
 
 
 def test_wrong_dtypes_are_refused():
-    with pytest.raises(TypeError, match=r"dtype: expected a floating.*int8 and int4"):
-        DenseCache.create(B, 8, K, H, dtype=jnp.int16)
-    with pytest.raises(ValueError, match="value_size: expected an even number for int4, got 5"):
-        PagedCache.create(B, 8, K, H, 5, jnp.int4)
+    for dtype in (jnp.int16, jnp.float8_e5m2, "float8", None, np.zeros(3)):
+        with pytest.raises(TypeError, match=r"dtype: .* 16 bits or, .* int8, float8_e4m3fn, int4"):
+            DenseCache.create(B, 8, K, H, dtype=dtype)
+    for dtype in (jnp.int4, "int4"):
+        with pytest.raises(ValueError, match="value_size: expected an even number for int4, got 5"):
+            PagedCache.create(B, 8, K, H, 5, dtype)
+    assert DenseCache.create(B, 8, K, H, dtype="int8").keys.dtype == jnp.int8

@@ -247,10 +247,10 @@ FIELDS = "prompt, max_tokens, temperature, top_k, top_p, seed, stop, stream"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "body: expected a JSON object, got something else: EOF"),
-        (b'{"prompt": "the"', "body: expected a JSON object, got something else: EOF"),
-        (b"\xff\xfe", "body: expected a JSON object, got something else: "),
-        (b"[" * 2000, "body: expected a JSON object, got something else: recursion"),
+        (b"", "body: not valid JSON: EOF"),
+        (b'{"prompt": "the"', "body: not valid JSON: EOF"),
+        (b"\xff\xfe", "body: not valid JSON: "),
+        (b"[" * 2000, "body: not valid JSON: recursion"),
         (b"3", "body: expected "),
         (b"{}", "prompt: expected with every request, got none"),
         ({"prompt": ""}, "prompt: expected at least 1 character, got ''"),

@@ -425,7 +425,9 @@ FUNCTIONS: dict[str, SweptCall] = {
     ),
     "learned": call(positions.learned, table=array(4, D), positions=TOKENS),
     **{
-        f"{kind.__name__}.create": call(kind.create, positions=Argument("flag", False))
+        f"{kind.__name__}.create": call(
+            kind.create, positions=Argument("flag" if kind.slots_in_order else "thing", False)
+        )
         for kind in CACHES
     },
     "DenseCache.of": call(cache.DenseCache.of),

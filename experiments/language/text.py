@@ -33,7 +33,8 @@ class Characters:
         if unknown := sorted(set(text) - indices.keys()):
             known = self.alphabet if len(self.alphabet) <= 100 else f"{self.alphabet[:100]}…"
             raise ValueError(
-                f"characters that the model does not know: {' '.join(unknown)!r}; it knows {known!r}"
+                f"characters that the model does not know: {' '.join(unknown)!r}, it knows only "
+                f"{known!r}"
             )
         return np.array([indices[character] for character in text], np.int32)
 

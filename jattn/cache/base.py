@@ -52,6 +52,7 @@ class Cache:
     overflowed: Bool[Array, " B"]
     positions: Any = None  # of the token in each slot, if the cache keeps them
     slots_in_order = True  # whether tokens lie in slots in the order in which they were appended
+    is_kind = False  # whether layers can make one by `create`, with their sizes
 
     @property
     def capacity(self) -> Size:
@@ -175,7 +176,11 @@ class Cache:
         >>> jattn.cache.DenseCache.of(k, v).truncate(jnp.array([5, 0])).lengths.tolist()
         [5, 0]
         """
-        lengths, outside = shorter(lengths, self.lengths)
+        return self._shortened("lengths", lengths)
+
+    def _shortened(self: SomeCache, name: str, lengths: Any) -> SomeCache:
+        """Returns the cache with these lengths, an argument of this name, see `truncate`."""
+        lengths, outside = shorter(name, lengths, self.lengths)
         return self.with_lengths(lengths, self.overflowed | outside)
 
     def keep(self: SomeCache, start: Any, places: Any, counts: Any = None) -> SomeCache:
@@ -184,13 +189,16 @@ class Cache:
 
         Args:
             start: integers `[B]`, the lengths before the tree was appended.
-            places: integers `[B, A]`, the indices of the accepted drafts among the drafts.
-            counts: integers `[B]`, how many of the A drafts are accepted; by default all.
+            places: integers `[B, A]`, the indices of the accepted tokens among the tokens of the
+                tree, in the order of the path; a root that was appended with the tree included.
+            counts: integers `[B]`, how many of the A indices are valid; by default all. The others
+                may be any number.
 
-        Keys, values and kept positions move unchanged; a cache without kept positions must have
-        been given the keys of the right positions. Raises TypeError and ValueError for wrong
-        arrays, and for concrete indices out of range; traced ones set `overflowed`. Raises
-        NotImplementedError for a `RollingCache`.
+        Keys, values and positions move unchanged: position-dependent models need a cache that was
+        created with `positions=True`, because a token's position in the tree is not its slot.
+
+        Raises TypeError and ValueError for wrong arrays, and for concrete indices out of range;
+        traced ones set `overflowed`. Raises NotImplementedError for a `RollingCache`.
 
         >>> cache, places = jattn.cache.DenseCache.of(k, v), jnp.array([[0, 2], [0, 1]])
         >>> cache.keep(jnp.array([4, 5]), places).lengths.tolist()
@@ -201,7 +209,7 @@ class Cache:
                 f"keep: expected a cache with slots in the order of tokens, got a "
                 f"{type(self).__name__}; for drafts in sequence use truncate"
             )
-        truncated = self.truncate(start)
+        truncated = self._shortened("start", start)
         slots, is_kept, wrong = checked_path(truncated.lengths, self.lengths, places, counts)
         key, value, positions = self._tokens_at(slots)
         cache = truncated._extended(key, value, is_kept, positions)
@@ -362,8 +370,10 @@ def check_cache(name: str, value: Any) -> None:
 
 def check_kind(kind: Any) -> type[Cache]:
     """Returns the argument; raises TypeError unless it is a class of caches."""
-    if not (isinstance(kind, type) and issubclass(kind, Cache)):
-        raise TypeError(f"kind: expected a class of jattn.cache, got {kind!r}")
+    if not (isinstance(kind, type) and issubclass(kind, Cache) and kind.is_kind):
+        raise TypeError(
+            f"kind: expected DenseCache, RollingCache or PagedCache of jattn.cache, got {kind!r}"
+        )
     return kind
 
 
@@ -395,6 +405,9 @@ def check_admission(cache: Any, other: Any) -> None:
         return jax.tree.structure(cache), [x.dtype for x in arrays], sizes
 
     check_cache("other", other)
+    if cache.keys.dtype != other.keys.dtype:
+        got, wanted = other.keys.dtype, cache.keys.dtype
+        raise TypeError(f"other: expected dtype {wanted} as in the cache, got {got}")
     if layout(cache) != layout(other):
         raise TypeError(
             "other: expected a cache of the same class, dtype, numbers of heads and head sizes, "

@@ -30,6 +30,7 @@ class DenseCache(Cache):
     lengths: Any = array_field("B")
     overflowed: Any = array_field("B")
     positions: Any = array_field("B S", default=None)
+    is_kind = True
 
     @classmethod
     def create(

@@ -11,7 +11,7 @@ from jattn._pytree import pytree_dataclass, static_field
 from jattn._types import Size
 from jattn.cache.base import Cache, CacheOptions, Positions, Valid, check_admission, check_kind
 from jattn.cache.dense import DenseCache
-from jattn.cache.quantized import Quantized
+from jattn.cache.quantized import Quantized, storage_dtype
 from jattn.checks import check_size
 from jattn.masks import Mask
 
@@ -33,7 +33,8 @@ class LatentCache(Cache):
     It has one key head. A key has C + R numbers: the token's latent vector, and the rotated part
     that all query heads share. The value is the latent vector: the first C numbers of the key,
     which are stored once. So a token takes C + R numbers, and attention maps queries
-    `[B, T, N, C + R]` to `[B, T, N, C]`, see `nn.MultiHeadLatentAttention`.
+    `[B, T, N, C + R]` to `[B, T, N, C]`, see `nn.MultiHeadLatentAttention`. By default scores are
+    multiplied by 1/√(C + R); a model that was trained with keys of size H + R needs its `scale`.
 
     The keys are stored in another cache, `stored`, whose values have size 0; attributes that only
     the class of `stored` has are available here too.
@@ -61,11 +62,12 @@ class LatentCache(Cache):
         """Creates an empty cache of latent vectors of size C and rotated parts of size R.
 
         `kind` is the class of `stored`, and `options` are further options of its `create`; for a
-        `RollingCache` the length is that of its window.
+        `RollingCache` the length is that of its window. int4 is refused: it packs numbers
+        h and (C + R)/2 + h into a byte, so that a value could not be read alone.
         """
         check_size("latent_size", latent_size)
         check_size("rotary_size", rotary_size, 0)
-        if dtype == jnp.int4:
+        if storage_dtype("dtype", dtype) == jnp.int4:
             raise ValueError("dtype: expected a dtype of floats, int8 or float8_e4m3fn, got int4")
         cache_class: Any = check_kind(kind)
         sizes = (1, latent_size + rotary_size, 0)

@@ -49,6 +49,7 @@ class PagedCache(Cache):
     lengths: Any = array_field("B")
     overflowed: Any = array_field("B")
     positions: Any = array_field("P p", default=None)
+    is_kind = True
 
     @classmethod
     def create(

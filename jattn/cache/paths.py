@@ -41,8 +41,8 @@ def read_pooled(pools: Any, pages: Int[Array, "B A"], places: Int[Array, "B A"])
 def checked_path(
     start: Int[Array, " B"], lengths: Int[Array, " B"], places: Any, counts: Any
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"], Bool[Array, " B"]]:
-    """Returns the slots of accepted drafts, which of them count, and which batch rows have slots or
-    counts out of range, see `Cache.keep`.
+    """Returns the slots of accepted drafts, which of them count, and which batch rows have slots
+    or counts out of range, see `Cache.keep`.
 
     Raises TypeError and ValueError for wrong arrays, and for such slots and counts if they are
     concrete.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jattn._pytree import array_field, pytree_dataclass
 from jattn._types import Shape, Size
-from jattn.checks import check_dtype
+from jattn.checks import shown
 
 
 LARGEST = {np.dtype(jnp.int8): 127.0, np.dtype(jnp.float8_e4m3fn): 448.0, np.dtype(jnp.int4): 7.0}
@@ -67,18 +67,23 @@ class Quantized:
 def storage_dtype(name: str, dtype: Any, **sizes: Size) -> np.dtype:
     """Returns the dtype in which a cache stores vectors of these sizes.
 
-    Raises TypeError unless it is a floating-point dtype, int8 or int4, and ValueError for an odd
-    size in int4.
+    Raises TypeError unless it is a floating-point dtype of at least 16 bits, float8_e4m3fn, int8 or
+    int4, and ValueError for an odd size in int4.
     """
-    if dtype == jnp.int4 and (odd := [x for x in sizes.items() if x[1] % 2]):
-        raise ValueError(f"{odd[0][0]}: expected an even number for int4, got {odd[0][1]}")
-    if any(dtype == x for x in LARGEST):
-        return np.dtype(dtype)
     try:
-        check_dtype(name, dtype)
-    except TypeError as error:
-        raise TypeError(f"{error} (int8 and int4 make a quantised cache)") from None
-    return jnp.dtype(dtype)
+        is_dtype = isinstance(dtype, str | type | np.dtype)
+        stored_as = jnp.dtype(dtype) if is_dtype else np.dtype(np.object_)
+    except TypeError:
+        stored_as = np.dtype(np.object_)
+    is_wide = jnp.issubdtype(stored_as, jnp.floating) and stored_as.itemsize > 1
+    if not is_wide and stored_as not in LARGEST:
+        raise TypeError(
+            f"{name}: expected a floating-point dtype of at least 16 bits or, for a quantised "
+            f"cache, {', '.join(x.name for x in LARGEST)}, got {shown(dtype)}"
+        )
+    if stored_as == jnp.int4 and (odd := [x for x in sizes.items() if x[1] % 2]):
+        raise ValueError(f"{odd[0][0]}: expected an even number for int4, got {odd[0][1]}")
+    return stored_as
 
 
 def zeros(shape: Shape, dtype: np.dtype) -> Any:

@@ -36,6 +36,7 @@ class RollingCache(Cache):
     oldest: Any = array_field("B")  # the position of the oldest token that was not overwritten
     window: int = static_field()
     slots_in_order = False
+    is_kind = True
 
     @classmethod
     def create(

@@ -12,20 +12,22 @@ from jattn.checks import check_array
 from jattn.functions import integers
 
 
-def shorter(lengths: Any, present: Int[Array, " B"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+def shorter(
+    name: str, lengths: Any, present: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Returns lengths `[B]`, from an array `[B]` or one integer, clamped to 0..present; and a
     boolean for each, true if it was outside.
 
     Raises TypeError unless they are integers, ValueError for wrong shapes and for concrete lengths
     outside.
     """
-    name, B = "lengths", len(present)
+    B = len(present)
     if integers.is_integer(lengths):
         lengths = np.full(B, integers.clamped(int(lengths)), np.int32)
     check_array(name, lengths, "[B]", "integer", shape=None if np.ndim(lengths) == 0 else (B,))
     least, _ = integers.known_range(lengths) or (0, 0)
     if least < 0:
-        raise ValueError(f"{name}: expected lengths >= 0, got {least}")
+        raise ValueError(f"{name}: expected {name} >= 0, got {least}")
     lengths = integers.clamped(lengths)
     if integers.is_known(lengths) and integers.is_known(present):
         too_long = np.broadcast_to(np.asarray(lengths), B) > np.asarray(present)
@@ -34,7 +36,7 @@ def shorter(lengths: Any, present: Int[Array, " B"]) -> tuple[Int[Array, " B"], 
             got = np.broadcast_to(np.asarray(lengths), B)[row]
             raise ValueError(
                 f"{name}: expected at most the present lengths, {int(present[row])} in batch row "
-                f"{row}, got {got}; `append` adds tokens"
+                f"{row}, got {got}"
             )
     clipped = jnp.clip(jnp.asarray(lengths), 0, present)
     return clipped, clipped != lengths

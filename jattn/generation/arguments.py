@@ -46,15 +46,15 @@ def rows_per_prompt(samples: Any, beams: Any, is_drawn: bool) -> int:
     """Returns the number of rows of each prompt."""
     check_size("samples", samples)
     check_size("beams", beams)
+    if samples > 1 and beams > 1:
+        raise ValueError(f"samples: expected 1 with beams > 1, got samples={samples}")
     if samples > 1 and not is_drawn:
         raise ValueError(
             f"samples: {samples} samples at temperature 0 would all be equal; pass temperature > 0 "
             "and a key"
         )
     if beams > 1 and is_drawn:
-        raise ValueError(
-            f"beams: a search with {beams} beams draws no tokens; pass temperature=0 and samples=1"
-        )
+        raise ValueError(f"beams: a search with {beams} beams draws no tokens; pass temperature=0")
     return int(samples * beams)
 
 
@@ -101,20 +101,60 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
         stop = (stop,)
     if not hasattr(stop, "__iter__"):
         raise TypeError(f"stop: expected a token or several, got {shown(stop)}")
+    stop = tuple(stop)
     for token in stop:
         check_size("stop", token, 0)
     return tuple(map(int, stop))
 
 
-def check_room(caches: Tree, tokens: int) -> None:
-    """Raises TypeError for caches with other leaves than arrays, ValueError if they lack room."""
-    if not all(hasattr(x, "dtype") for x in jax.tree.leaves(caches)):
+def check_vocabulary(model: Any, prompt: Any, valid: Any) -> None:
+    """Raises ValueError for concrete tokens outside the vocabulary, if the model tells its size."""
+    size = getattr(model, "vocabulary", None)
+    if not isinstance(size, int) or not integers.is_known(prompt):
+        return
+    outside = (np.asarray(prompt) < 0) | (np.asarray(prompt) >= size)
+    if valid is not None:
+        outside &= np.asarray(valid) if integers.is_known(valid) else False
+    if np.any(outside):
+        token = np.asarray(prompt)[outside][0]
+        raise ValueError(f"prompt: expected tokens 0..{size - 1} of the vocabulary, got {token}")
+
+
+def check_caches(
+    caches: Tree, prompt: Any, valid: Any, max_tokens: int, samples: int, beams: int
+) -> None:
+    """Raises TypeError for caches with other leaves than arrays, ValueError if they have other rows
+    than the prompt or, as far as their lengths are concrete, lack room."""
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
+    B, T = prompt.shape
+    counts = np.full(B, T) if not integers.is_known(valid) else np.asarray(valid).sum(axis=1)
     for cache in jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, Cache)):
-        if not isinstance(cache, Cache) or hasattr(cache, "window"):
+        if not isinstance(cache, Cache):
             continue
-        _, most = integers.known_range(cache.lengths) or (0, 0)
-        if most + tokens > cache.capacity:
-            raise ValueError(
-                f"caches: expected room for {most + tokens} tokens, got {cache.capacity}"
-            )
+        if len(cache.lengths) != B:
+            got = len(cache.lengths)
+            raise ValueError(f"caches: expected B = {B} batch rows as in the prompt, got {got}")
+        if hasattr(cache, "window") or not integers.is_known(cache.lengths):
+            continue
+        read = np.asarray(cache.lengths) + counts - 1  # tokens before the first one is generated
+        if np.any(read + max_tokens > cache.capacity):
+            most = int(np.max(read)) + max_tokens
+            raise ValueError(f"caches: expected room for {most} tokens, got {cache.capacity}")
+        if hasattr(cache, "page_size"):
+            _check_pages(cache, read, max_tokens, samples, beams)
+
+
+def _check_pages(cache: Any, read: Any, max_tokens: int, samples: int, beams: int) -> None:
+    """Raises ValueError if a pool has fewer pages than are needed at the end, where samples share
+    the whole pages of what was `read`, and beams at best all pages but their last."""
+    size, held = cache.page_size, np.sum(np.asarray(cache.pages_held()) > 0)
+    at_start, in_all = -(-np.asarray(cache.lengths) // size), -(-(read + max_tokens) // size)
+    shared = in_all - 1 if beams > 1 else read // size
+    needed = held + np.sum(shared - at_start + samples * beams * (in_all - shared))
+    if needed > cache.num_pages:
+        name = f"{beams} beams" if beams > 1 else f"{samples} samples"
+        raise ValueError(
+            f"caches: expected num_pages >= {needed} for {name} of each prompt, got "
+            f"num_pages={cache.num_pages}"
+        )

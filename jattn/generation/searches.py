@@ -143,8 +143,14 @@ def begin(state: Any, first: Array, ending: Ending, active: Array | None = None)
     rows = len(first)
     tokens = jnp.full((rows, ending.length), ending.pad, jnp.int32)
     generated = Generated(tokens, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32))
-    active = jnp.ones(rows, bool) if active is None else active
+    active = _with_room(active, ending, rows)
     return Progress(jnp.zeros((), jnp.int32), first.astype(jnp.int32), active, generated, state)
+
+
+def _with_room(active: Array | None, ending: Ending, rows: int) -> Array:
+    """Returns which rows are active, by default all, and may have a token."""
+    may_have_one = ending.row_limits(rows) > 0
+    return may_have_one if active is None else active & may_have_one
 
 
 def advance(next_logits: Step, progress: Progress, choose: Choose, ending: Ending) -> Progress:
@@ -235,7 +241,7 @@ def beam_search(
     """
     check_sizes(beams=beams, n_best=n_best, length=ending.length)
     B = len(first)
-    active = jnp.ones(B, bool) if active is None else active
+    active = _with_room(active, ending, B)
     nothing = _no_hypotheses(B, n_best, ending)
     if beams == 1:
         choose = lambda logits, _: jnp.argmax(logits, axis=-1)  # noqa: E731

@@ -24,8 +24,9 @@ from jattn.functions import integers
 from jattn.functions.programs import TracedFunction
 from jattn.generation.arguments import (
     Numbers,
+    check_caches,
     check_model,
-    check_room,
+    check_vocabulary,
     checked_sampling,
     logit_changes,
     rows_per_prompt,
@@ -129,7 +130,9 @@ def generate(
         valid: bool `[B, T]`, False for padding, on either side of a row.
         caches: caches that `model.step` returned for the tokens before the prompt, or caches of
             another kind from `model.start`, with B rows; by default
-            `model.start(B, T + max_tokens − 1)`.
+            `model.start(B, T + max_tokens − 1)`. Samples and beams share the pages of the prompt in
+            a `PagedCache`, and need further ones: pass `num_pages` to `start`. The caches are not
+            returned; a program that goes on with them calls `model.step` itself.
         prefill_chunk: the most tokens of the prompt that the model reads at a time, which limits
             the memory that a long prompt takes; by default all.
         callback: a function called after each step with its tokens, a NumPy array `[B]` with `pad`
@@ -140,7 +143,8 @@ def generate(
         forbid all tokens, for example after a cache has overflowed or a traced token was outside
         the vocabulary; in a beam search all tokens of the row. `log_probs` is then not finite.
 
-    Raises TypeError and ValueError for invalid arguments.
+    Raises TypeError and ValueError for invalid arguments, such as concrete tokens outside the
+    vocabulary and caches that lack room.
 
     >>> sizes = {"features": 8, "num_heads": 2, "feed_forward": 16, "num_layers": 1}
     >>> model, prompt = nn.DecoderOnly(9, **sizes, rngs=nnx.Rngs(0)), jnp.ones((2, 5), int)
@@ -159,7 +163,8 @@ def generate(
         if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
             raise ValueError("valid: expected a token in every row of the prompt, got none in some")
         valid = jnp.asarray(valid)
-    check_room(caches, prompt.shape[1] + max_tokens - 1)
+    check_vocabulary(model, prompt, valid)
+    check_caches(caches, prompt, valid, max_tokens, samples, beams)
     definition, variables = nnx.split(model)
     penalties = length_penalties(max_tokens, length_penalty)
     penalty, least = logit_changes(repetition_penalty, min_tokens, max_tokens)

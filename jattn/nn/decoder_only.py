@@ -16,7 +16,7 @@ from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.cache.base import CacheOptions
-from jattn.checks import check_choice, check_flag, check_number, check_size
+from jattn.checks import check_array, check_choice, check_flag, check_number, check_size
 from jattn.nn import pretrained
 from jattn.nn._types import Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.embedding import (
@@ -34,7 +34,6 @@ from jattn.nn.module import (
     ConstructorSignature,
     Module,
     check_features,
-    check_integers,
     check_module,
 )
 from jattn.nn.transformer import EncoderLayer, LayerArguments, LayerOptions, causal_and, step_layers
@@ -302,6 +301,7 @@ class DecoderOnly(Module):
     ) -> tuple[Float[Array, "B T vocabulary"], list[Cache]]:
         """Maps the next T tokens `[B, T]`, for any T, to logits and the extended caches.
 
+            model.eval()  # no dropout, as deterministic=True
             caches = model.start(2, 512)
             logits, caches = model.step(prompt, caches)
             logits, caches = model.step(next_tokens, caches)
@@ -315,7 +315,11 @@ class DecoderOnly(Module):
         count = len(self.layers)
         if len(caches) != count:
             raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")
-        check_integers("tokens", tokens)
+        check_array("tokens", tokens, "[B, T]", "integer", rank=2)
+        B = len(caches[0].lengths)
+        if tokens.shape[0] != B:
+            got = list(tokens.shape)
+            raise ValueError(f"tokens: expected [B, T] with B = {B} as in the caches, got {got}")
         order = call.get("valid"), call.get("positions")
         positions = caches[0].next_positions(tokens.shape[-1], *order)
         x = embedded(tokens, self.tokens, self.positions, positions)

@@ -67,7 +67,7 @@ class Config:
         self.used.add(name)
         value = self.options.get(name)
         if value is None and default is _REQUIRED:
-            raise ValueError(f"config.json: expected the option {name}, got {[*self.options]}")
+            raise ValueError(f"config.json: expected the option {name}, which is missing")
         return default if value is None else value
 
     def nullable(self, name: str, default: Any) -> Any:
@@ -135,11 +135,12 @@ def _scaling(config: Config, options: dict[str, Any]) -> Linear | NTK | Yarn | N
     """Removes the options of a rotary scaling from `options`, and returns the scaling."""
     kind = options.pop("type", "default")
     kind = options.pop("rope_type", kind)
-    longest = config("max_position_embeddings", 0)
+    config("max_position_embeddings", None)  # not needed by the first two
     if kind == "default":
         return None
     if kind == "linear":
         return Linear(_number(options, "factor"))
+    longest = config("max_position_embeddings")
     if kind == "dynamic":
         if config.length is None:
             raise ValueError(
@@ -294,7 +295,7 @@ def _gemma3_rotary(config: Config, size: int, kind: str) -> Rotary:
 def _window_by_kind(config: Config, layer: int, is_sliding: bool) -> int | None:
     """Returns the window of a layer, whose kind is in `layer_types` or else `is_sliding`."""
     names = {True: "sliding_attention", False: "full_attention"}
-    kinds, window = config("layer_types", None), config("sliding_window", 4096)
+    kinds, window = config("layer_types", None), config.nullable("sliding_window", 4096)
     kind = names[is_sliding] if kinds is None else kinds[layer]
     if kind not in names.values():
         raise NotImplementedError(f"config.json: layer_types with {kind!r} are not supported")

@@ -35,7 +35,9 @@ _DTYPES: dict[str, Any] = {
     "F64": jnp.float64,
 }
 # Tensors that are not parameters: frequencies, causal masks and sinusoids of old files.
-_CONSTANTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embed_positions\.weight$")
+_CONSTANTS = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embed_positions\.weight$|position_ids$"
+)
 # Tensors that some files have for matrices that are tied; they must equal the embedding.
 _COPIES = re.compile(r"(lm_head|embed_tokens|shared)\.weight$")
 
@@ -83,7 +85,10 @@ class _Tensors:
         try:
             return self._open_files.enter_context(safetensors.safe_open(path, framework="numpy"))
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+            with path.open("rb") as file:
+                is_pointer = file.read(40).startswith(b"version https://git-lfs")
+            reason = "it is a pointer of Git LFS, fetch the file itself" if is_pointer else error
+            raise ValueError(f"{path}: not a whole safetensors file: {reason}") from error
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.files[name].get_tensor(self.stored[name])
@@ -254,12 +259,19 @@ def load(
         check_dtype("dtype", dtype)
     if length is not None:
         check_size("length", length)
+    if isinstance(ignored, str):
+        raise TypeError(f"ignored: expected a list of names, got {ignored!r}")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder: expected a folder, found none at {folder}")
     options = _read_json(folder / "config.json")
     family = _family_of(options.get("model_type"), model_class)
     with contextlib.ExitStack() as open_files:
         tensors = _Tensors(folder, open_files, family.prefix)
         config = Config(options, tensors.files, length, {*ignored})
-        arguments = family.arguments(config) | {"dropout_rate": dropout_rate}
+        try:
+            arguments = family.arguments(config) | {"dropout_rate": dropout_rate}
+        except TypeError as error:
+            raise ValueError(f"config.json: an option has a wrong type: {error}") from error
         config.check_all_used()
         dtype = canonicalize_dtype(_stored_dtype(family, tensors) if dtype is None else dtype)
         make = lambda: model_class(**arguments, param_dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
