@@ -309,6 +309,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda c: c.admit(0, type(c).create(1, 4, K, H, V, dtype=jnp.bfloat16)),
         "other: expected dtype float32 as in the cache, got bfloat16",
     ),
+    "no positions": (
+        lambda c: c.admit(0, type(c).create(1, 4, K, H, V, positions=True)),
+        "(other: expected positions=False as in the cache|positions: expected False for a Roll)",
+    ),
     "heads": (
         lambda c: c.admit(0, type(c).create(1, 4, K + 1, H, V)),
         "other: expected a cache of the same class, dtype",

@@ -466,6 +466,17 @@ def test_explicit_mesh():
             "beams: a search with 2 beams draws no tokens; pass temperature=0",
         ),
         ({"beams": 2, "callback": len}, ValueError, "callback: expected None with beams > 1"),
+        (
+            {"repetition_penalty": 1e-46},
+            ValueError,
+            "repetition_penalty: .* fits float32, got 1e-4",
+        ),
+        (
+            {"temperature": 1e300, "key": jax.random.key(0)},
+            ValueError,
+            r"temperature: .* fits float32, got 1e\+300",
+        ),
+        ({"stop": ""}, TypeError, "stop: expected a token or several, got ''"),
         ({"min_tokens": 3}, ValueError, "min_tokens: expected at most max_tokens=2, got 3"),
         ({"repetition_penalty": 0}, ValueError, "repetition_penalty: expected a finite number > 0"),
         ({"length_penalty": 9}, ValueError, r"length_penalty: expected -8\.\.8, got 9"),
@@ -526,6 +537,13 @@ def test_a_pool_without_enough_pages_is_refused(options, needed):
             jattn.generate(module, tokens, max_tokens=3, caches=lacking, **options)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_an_infinite_logit_gives_no_token(beams):
+    force = lambda logits, tokens, lengths: logits.at[:, 3].set(jnp.inf)  # noqa: E731
+    options: Any = {"max_tokens": 2, "processors": [force], "beams": beams}
+    assert jattn.generate(Bigram(CHAIN), np.array([[2]]), **options).tokens.tolist() == [[-1, -1]]
+
+
 def test_padding_takes_no_room():
     module, valid = model("gpt"), np.arange(5)[None] < np.array([[2], [2]])
     generated = jattn.generate(
@@ -536,7 +554,7 @@ def test_padding_takes_no_room():
 
 def test_stop_tokens_may_come_from_an_iterator():
     prompt = np.array([[2]])
-    for stop in ([3], iter([3]), 3):
+    for stop in ([3], iter([3]), 3, np.array(3), jnp.array([3])):
         assert jattn.generate(Bigram(CHAIN), prompt, max_tokens=4, stop=stop).lengths == 1
 
 

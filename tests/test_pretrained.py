@@ -257,7 +257,15 @@ CHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": None},
         "expected the option max_position_embeddings",
     ),
-    "text": (ValueError, {"hidden_size": "16"}, "an option has a wrong type"),
+    "text": (ValueError, {"hidden_size": "16"}, "an option has a wrong value"),
+    "no heads": (ValueError, {"num_attention_heads": 0}, "an option has a wrong value"),
+    "a list": (NotImplementedError, {"model_type": []}, r"model_type \[\] is not supported"),
+    "share": (ValueError, {"partial_rotary_factor": 2.0}, "0 < partial_rotary_factor <= 1, got 2"),
+    "two scalings": (
+        ValueError,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+        "expected one of rope_parameters and rope_scaling, got both",
+    ),
     "missing": (
         ValueError,
         {"attention_bias": True},
@@ -318,8 +326,30 @@ def test_no_window_where_its_size_is_null():
     assert families._qwen_window(families.Config(options, (), None, frozenset()), 1) is None
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="folder: expected a folder, found none at meta/"):
+@pytest.mark.parametrize("weights", [None, [], {"x": 3}, {"x": "../x.safetensors"}, {"x": ""}])
+def test_an_index_names_files_of_its_folder(weights, tmp_path):
+    folder = golden_folder(tmp_path, "llama")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json: expected weight_map with names of files"):
+        nn.DecoderOnly.from_safetensors(folder)
+
+
+def test_numbers_that_do_not_fit_are_refused(tmp_path):
+    folder, (config, tensors, _) = golden_folder(tmp_path, "llama"), pretrained.golden("llama")
+    norm = tensors["model.norm.weight"].astype(np.float32)
+    extra = {"model.embeddings.position_ids": np.arange(3)[None]}  # a constant of old files
+    saved(folder, config, tensors | extra | {"model.norm.weight": norm * 1e6})
+    nn.DecoderOnly.from_safetensors(folder)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: .* fit float16"):
+        nn.DecoderOnly.from_safetensors(folder, dtype=jnp.float16)
+
+
+def test_what_is_no_folder_is_refused():
+    with pytest.raises(
+        FileNotFoundError, match="folder: expected a folder, found none at meta/llama"
+    ):
         nn.DecoderOnly.from_safetensors("meta/llama")
 
 

@@ -408,6 +408,8 @@ def check_admission(cache: Any, other: Any) -> None:
     if cache.keys.dtype != other.keys.dtype:
         got, wanted = other.keys.dtype, cache.keys.dtype
         raise TypeError(f"other: expected dtype {wanted} as in the cache, got {got}")
+    if (cache.positions is None) != (other.positions is None):
+        raise ValueError(f"other: expected positions={cache.positions is not None} as in the cache")
     if layout(cache) != layout(other):
         raise TypeError(
             "other: expected a cache of the same class, dtype, numbers of heads and head sizes, "

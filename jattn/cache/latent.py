@@ -12,7 +12,7 @@ from jattn._types import Size
 from jattn.cache.base import Cache, CacheOptions, Positions, Valid, check_admission, check_kind
 from jattn.cache.dense import DenseCache
 from jattn.cache.quantized import Quantized, storage_dtype
-from jattn.checks import check_size
+from jattn.checks import check_array, check_size
 from jattn.masks import Mask
 
 
@@ -139,7 +139,7 @@ class LatentCache(Cache):
                 f"value: expected None: the values of a LatentCache are the first "
                 f"{self.latent_size} numbers of its keys; got an array"
             )
-        key = jnp.asarray(key)
+        check_array("append: key", key, "[B, T, K, H]", rank=4)
         return self._with(self.stored.append(key, key[..., :0], valid, positions))
 
     reorder = _by_stored("reorder")

@@ -55,7 +55,7 @@ def picked_rows(
         rows = np.array(integers.clamped(int(rows)), np.int32)
     rank = None if np.ndim(rows) in ranks else ranks[-1]
     check_array(name, rows, "[R]" if 1 in ranks else "[]", "integer", rank=rank)
-    least, most = integers.known_range(rows) or (0, 0)
+    least, most = integers.known_range(rows) or (0, -1)
     if least < 0 or most >= B:
         wrong = least if least < 0 else most
         raise ValueError(f"{name}: expected 0 <= {name} < B = {B}, got {wrong}")

@@ -14,6 +14,9 @@ from jattn.checks import check_array, check_key, check_number, check_size, shown
 from jattn.functions import integers
 
 
+TINY = float(np.finfo(np.float32).tiny)
+
+
 class Sampling(NamedTuple):
     """The parameters of drawing tokens."""
 
@@ -64,6 +67,10 @@ def logit_changes(repetition_penalty: Any, min_tokens: Any, max_tokens: int) -> 
     check_size("min_tokens", min_tokens, 0)
     if min_tokens > max_tokens:
         raise ValueError(f"min_tokens: expected at most max_tokens={max_tokens}, got {min_tokens}")
+    if not TINY <= repetition_penalty <= 1 / TINY:
+        raise ValueError(
+            f"repetition_penalty: expected a number that fits float32, got {repetition_penalty}"
+        )
     penalty = None if repetition_penalty == 1 else jnp.float32(repetition_penalty)
     return penalty, jnp.int32(min_tokens) if min_tokens else None
 
@@ -81,7 +88,9 @@ def checked_sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> Samp
             raise ValueError(f"top_p: expected 0 < top_p <= 1, got {shown(top_p)}")
     if key is not None:
         check_key("key", key)
-    if temperature < np.finfo(np.float32).tiny:
+    if temperature > 1 / TINY:
+        raise ValueError(f"temperature: expected a number that fits float32, got {temperature}")
+    if temperature < TINY:
         return None
     if key is None:
         raise ValueError(f"key: needed for temperature = {temperature}, got None")
@@ -90,16 +99,18 @@ def checked_sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> Samp
 
 
 def _check_python_number(name: str, value: Any, *, positive: bool = False) -> None:
-    if hasattr(value, "shape"):
+    if isinstance(value, np.ndarray | jax.Array):
         raise TypeError(f"{name}: expected a Python number, got an array")
     check_number(name, value, positive=positive)
 
 
 def stop_tokens(stop: Any) -> tuple[int, ...]:
     """Returns the tokens that end a row as Python integers."""
-    if integers.is_integer(stop):
+    if integers.is_known(stop):
+        stop = np.ravel(np.asarray(stop))
+    elif integers.is_integer(stop):
         stop = (stop,)
-    if not hasattr(stop, "__iter__"):
+    if isinstance(stop, str) or not hasattr(stop, "__iter__"):
         raise TypeError(f"stop: expected a token or several, got {shown(stop)}")
     stop = tuple(stop)
     for token in stop:

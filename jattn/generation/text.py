@@ -139,7 +139,7 @@ def generate(
             in rows that have ended. The loop then runs in Python around a compiled step.
 
     Returns:
-        `Generated(tokens, lengths, log_probs)`. Tokens are −1 where the logits contain NaN or
+        `Generated(tokens, lengths, log_probs)`. Tokens are −1 where the logits contain NaN or +∞ or
         forbid all tokens, for example after a cache has overflowed or a traced token was outside
         the vocabulary; in a beam search all tokens of the row. `log_probs` is then not finite.
 
@@ -388,7 +388,8 @@ def _choice(options: _Options, inputs: _Inputs) -> Any:
             _, temperature, top_p = sampling
             chosen = sample_tokens(keys, logits, temperature, options.top_k, top_p)
         # XLA's maximum of many numbers with NaN among them is not always NaN on a CPU.
-        impossible = jnp.all(logits == -jnp.inf, axis=-1) | jnp.any(jnp.isnan(logits), axis=-1)
+        is_number = jnp.all(logits < jnp.inf, axis=-1)
+        impossible = jnp.all(logits == -jnp.inf, axis=-1) | ~is_number
         return jnp.where(impossible, -1, chosen.astype(jnp.int32))
 
     return choose

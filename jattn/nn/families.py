@@ -121,11 +121,16 @@ def _rotary(
     """
     base, scaling = config(base_name, base), config("rope_scaling", {})
     options = config("rope_parameters", scaling if base_name == "rope_theta" else {})
+    if scaling and config("rope_parameters", scaling) != scaling:
+        raise ValueError("config.json: expected one of rope_parameters and rope_scaling, got both")
     if options.keys() & {"full_attention", "sliding_attention"}:
         options = options.get(kind) or {}
     options = dict(options)
     base = options.pop("rope_theta", base)
-    rotated = int(size * options.pop("partial_rotary_factor", config("partial_rotary_factor", 1.0)))
+    share = options.pop("partial_rotary_factor", config("partial_rotary_factor", 1.0))
+    rotated = int(size * share)
+    if not 0 < rotated <= size:
+        raise ValueError(f"config.json: expected 0 < partial_rotary_factor <= 1, got {share}")
     scaling = _scaling(config, options)
     config.reject(options)
     return Rotary(base=float(base), size=None if rotated == size else rotated, scaling=scaling)

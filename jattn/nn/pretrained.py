@@ -23,7 +23,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jax.dtypes import canonicalize_dtype
 
-from jattn.checks import check_dtype, check_size
+from jattn.checks import check_dtype, check_size, shown
 from jattn.nn.families import FAMILIES, Config, Family
 
 
@@ -67,6 +67,9 @@ class _Tensors:
                 f"{sorted(x.name for x in folder.iterdir())}"
             )
         weights = _read_json(index).get("weight_map", {})
+        is_map = isinstance(weights, dict) and all(isinstance(x, str) for x in weights.values())
+        if not is_map or any(not x or Path(x).name != x for x in weights.values()):
+            raise ValueError(f"{index}: expected weight_map with names of files in the folder")
         files = {name: self._opened(folder / name) for name in {*weights.values()}}
         keys = {name: {*file.keys()} for name, file in files.items()}
         if absent := [name for name, file in weights.items() if name not in keys[file]]:
@@ -84,6 +87,8 @@ class _Tensors:
             raise FileNotFoundError(f"{path}: this file of the index does not exist")
         try:
             return self._open_files.enter_context(safetensors.safe_open(path, framework="numpy"))
+        except OSError as error:
+            raise ValueError(f"{path}: not a readable file: {error}") from error
         except safetensors.SafetensorError as error:
             with path.open("rb") as file:
                 is_pointer = file.read(40).startswith(b"version https://git-lfs")
@@ -221,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises ValueError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -230,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _family_of(kind: Any, model_class: Any) -> Family:
     """Returns the family of a `model_type`; raises an error unless it is one of the class."""
-    family = FAMILIES.get(kind)
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise NotImplementedError(
             f"config.json: model_type {kind!r} is not supported, only {', '.join(FAMILIES)}"
@@ -263,6 +268,8 @@ def load(
         raise TypeError(f"ignored: expected a list of names, got {ignored!r}")
     if not folder.is_dir():
         raise FileNotFoundError(f"folder: expected a folder, found none at {folder}")
+    if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {shown(mesh)}")
     options = _read_json(folder / "config.json")
     family = _family_of(options.get("model_type"), model_class)
     with contextlib.ExitStack() as open_files:
@@ -270,8 +277,8 @@ def load(
         config = Config(options, tensors.files, length, {*ignored})
         try:
             arguments = family.arguments(config) | {"dropout_rate": dropout_rate}
-        except TypeError as error:
-            raise ValueError(f"config.json: an option has a wrong type: {error}") from error
+        except (TypeError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(f"config.json: an option has a wrong value: {error}") from error
         config.check_all_used()
         dtype = canonicalize_dtype(_stored_dtype(family, tensors) if dtype is None else dtype)
         make = lambda: model_class(**arguments, param_dtype=dtype, rngs=nnx.Rngs(0))  # noqa: E731
@@ -297,7 +304,11 @@ def _with_values(make: Any, family: Family, tensors: _Tensors, dtype: Any, mesh:
         _check_axes(mesh, specs)
     values = {}
     for path, source in sources.items():
-        value = np.asarray(source.read(tensors), dtype)
+        with np.errstate(over="ignore"):
+            stored = source.read(tensors)
+            value = np.asarray(stored, dtype)
+        if np.any(np.isinf(value) & np.isfinite(stored)):
+            raise ValueError(f"{source.name}: expected numbers that fit {np.dtype(dtype)}")
         if mesh is None:
             values[path] = jnp.asarray(value)
         else:

@@ -59,7 +59,7 @@ def read_body(content: bytes) -> RequestBody:
 
 def _described(details: Any) -> str:
     fields = list(RequestBody.__annotations__)
-    name = ".".join(map(str, details["loc"]))
+    name = f"{'.'.join(map(str, details['loc'])):.80}"
     match details["type"]:
         case "json_invalid":
             return f"body: not valid JSON: {details['ctx']['error']}"

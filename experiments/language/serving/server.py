@@ -50,6 +50,7 @@ class LanguageServer(uvicorn.Server):
         ]
         handlers: Any = {HTTPException: _http_error, 500: _internal_error}
         app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False
         super().__init__(
             uvicorn.Config(
                 app,
