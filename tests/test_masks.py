@@ -1,7 +1,6 @@
-"""Masks: every leaf against a rule in plain Python, the laws of logic, and the kinds of tiles.
+"""Masks: every mask of the table against its rule, the laws of logic, and the kinds of tiles.
 
-The rules here are written from the documentation of the leaves, pair by pair, and share nothing
-with the library. Random expression trees carry their rule along with the mask.
+Random expression trees carry a rule of their own along with the mask.
 """
 
 import dataclasses
@@ -23,114 +22,45 @@ import jattn
 from jattn import masks, scores
 from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
+from tests import cases
+from tests.oracle import OracleProblem, allowed_everywhere
 
 
 T, S = 5, 7
-Q_POSITIONS = np.array([3, 9, 0, 4, 12])
-KV_POSITIONS = np.array([0, 11, 2, 5, 3, 8, 6])
 Q_IDS = np.array([1, 0, 1, 2, 2])
 KV_IDS = np.array([2, 1, 0, 0, 1, 2, 5])
 ARRAY = np.random.default_rng(0).random((T, S)) < 0.5
 LAYOUT = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 1]], bool)  # blocks of 2
-LAYOUT_23 = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 1]], bool)  # blocks of 2 × 3
-TABLE = np.array([4, 0, 2, 2, 1, 5, 3, 0, 1, 6, 2, 2, 3])
+MASKS = {case.name: case for case in cases.MASKS}
 
-PARENTS = np.array([-1, 0, 0, 1, -1])
-TREE = np.array(
-    [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],
-    ],
-    bool,
-)  # and a column for a key after the tree
-
-PairRule = Callable[[int, int, int, int], Any]  # (query place, key place, q position, kv position)
+every_mask = pytest.mark.parametrize("name", MASKS)
 
 
-def _odd_sum(b, h, q_idx, kv_idx):
-    return (q_idx + kv_idx) % 2 == 1
+def built(name: str) -> Any:
+    """The mask of a case."""
+    rule: Any = MASKS[name].mask
+    return masks.as_mask(rule.build(jax.tree.map(jnp.asarray, dict(rule.operands))))
 
 
-def _looked_up(b, h, q_idx, kv_idx, table, limit):
-    return table[q_idx] <= table[kv_idx] + limit
+def shuffled(problem: OracleProblem) -> OracleProblem:
+    """The problem at positions that differ from places."""
+    _, T, S, *_ = problem.sizes
+    rng = np.random.default_rng(T)
+    positions = {"q_positions": rng.permutation(T) + 2, "kv_positions": rng.permutation(S) * 2}
+    return dataclasses.replace(problem, **positions)
 
 
-LEAVES: dict[str, tuple[Callable[[], Any], PairRule]] = {
-    "full": (masks.Full, lambda i, j, q, kv: True),
-    "empty": (masks.Empty, lambda i, j, q, kv: False),
-    "causal": (masks.Causal, lambda i, j, q, kv: kv <= q),
-    "window both": (lambda: masks.Window(2, 1), lambda i, j, q, kv: q - 2 <= kv <= q + 1),
-    "window left": (lambda: masks.Window(left=1), lambda i, j, q, kv: kv >= q - 1),
-    "window right": (lambda: masks.Window(right=2), lambda i, j, q, kv: kv <= q + 2),
-    "window self": (lambda: masks.Window(0, 0), lambda i, j, q, kv: kv == q),
-    "window none": (masks.Window, lambda i, j, q, kv: True),
-    "prefix": (lambda: masks.Prefix(3), lambda i, j, q, kv: kv < 3),
-    "prefix array": (lambda: masks.Prefix(jnp.int32(4)), lambda i, j, q, kv: kv < 4),
-    "segments": (
-        lambda: masks.Segments(jnp.asarray(Q_IDS), jnp.asarray(KV_IDS)),
-        lambda i, j, q, kv: Q_IDS[i] == KV_IDS[j],
-    ),
-    "lengths q": (lambda: masks.Lengths(q=3), lambda i, j, q, kv: i < 3),
-    "lengths kv": (lambda: masks.Lengths(kv=jnp.int32(4)), lambda i, j, q, kv: j < 4),
-    "lengths both": (lambda: masks.Lengths(q=2, kv=5), lambda i, j, q, kv: i < 2 and j < 5),
-    "lengths none": (masks.Lengths, lambda i, j, q, kv: True),
-    "padding": (
-        lambda: masks.Padding(jnp.asarray(KV_IDS % 2)),
-        lambda i, j, q, kv: KV_IDS[j] % 2 == 1,
-    ),
-    "tree": (lambda: masks.Tree(PARENTS, 1), lambda i, j, q, kv: j < 1 or TREE[i, j - 1]),
-    "tree array": (
-        lambda: masks.Tree(jnp.asarray(PARENTS), jnp.int32(3)),
-        lambda i, j, q, kv: j < 3 or TREE[i, j - 3],
-    ),
-    "dilated 2": (lambda: masks.Dilated(2), lambda i, j, q, kv: (q - kv) % 2 == 0),
-    "dilated 3": (lambda: masks.Dilated(3), lambda i, j, q, kv: (q - kv) % 3 == 0),
-    "global": (lambda: masks.Global(2), lambda i, j, q, kv: q < 2 or kv < 2),
-    "blocks": (
-        lambda: masks.Blocks(jnp.asarray(LAYOUT), 2),
-        lambda i, j, q, kv: LAYOUT[i // 2, j // 2],
-    ),
-    "blocks 2x3": (
-        lambda: masks.Blocks(jnp.asarray(LAYOUT_23), (2, 3)),
-        lambda i, j, q, kv: LAYOUT_23[i // 2, j // 3],
-    ),
-    "dense": (lambda: masks.Dense(jnp.asarray(ARRAY[None])), lambda i, j, q, kv: ARRAY[i, j]),
-    "dense rows": (
-        lambda: masks.Dense(jnp.asarray(ARRAY[None, :, :1])),
-        lambda i, j, q, kv: ARRAY[i, 0],
-    ),
-    "dense columns": (
-        lambda: masks.Dense(jnp.asarray(ARRAY[None, :1])),
-        lambda i, j, q, kv: ARRAY[0, j],
-    ),
-    "predicate": (lambda: masks.Predicate(_odd_sum), lambda i, j, q, kv: (q + kv) % 2 == 1),
-    "predicate operands": (
-        lambda: masks.Predicate(_looked_up, jnp.asarray(TABLE), jnp.asarray(1)),
-        lambda i, j, q, kv: TABLE[q] <= TABLE[kv] + 1,
-    ),
-}
-
-every_leaf = pytest.mark.parametrize("name", LEAVES)
-
-
-def by_rule(rule: PairRule, q_positions: Any, kv_positions: Any) -> np.ndarray:
-    keys = list(enumerate(map(int, kv_positions)))
-    queries = enumerate(map(int, q_positions))
-    return np.array([[bool(rule(i, j, q, kv)) for j, kv in keys] for i, q in queries])
-
-
-@every_leaf
-def test_leaf_follows_its_rule(name):
-    mask, rule = LEAVES[name][0](), LEAVES[name][1]
-    dense = mask.dense(T, S)
-    assert dense.shape == (T, S)
-    assert dense.dtype == jnp.bool_
-    np.testing.assert_array_equal(dense, by_rule(rule, range(T), range(S)))
-    dense = mask.dense(T, S, q_positions=Q_POSITIONS, kv_positions=KV_POSITIONS)
-    np.testing.assert_array_equal(dense, by_rule(rule, Q_POSITIONS, KV_POSITIONS))
+@every_mask
+def test_a_mask_follows_its_rule(name):
+    case = MASKS[name]
+    batch, T, S, N, *_ = case.sizes
+    problem = case.problem(cases.inputs(case))
+    for at in (problem, shuffled(problem)):
+        positions = {"q_positions": at.q_positions, "kv_positions": at.kv_positions}
+        dense = built(name).dense(T, S, batch=batch, heads=N, **positions)
+        assert dense.shape == (*batch, N, T, S)
+        assert dense.dtype == jnp.bool_
+        np.testing.assert_array_equal(dense, np.reshape(allowed_everywhere(at), dense.shape))
 
 
 def test_predicate_sees_flat_batch_index_and_head():
@@ -186,6 +116,7 @@ def test_boolean_arrays_stand_for_dense_masks(kind):
 def test_none_stands_for_everything():
     assert isinstance(masks.as_mask(None), masks.Full)
     np.testing.assert_array_equal((masks.Causal() & None).dense(T, S), masks.Causal().dense(T, S))
+    assert all(mask.dense(T, S).all() for mask in (masks.Window(), masks.Lengths()))
 
 
 def test_dense_has_batch_and_head_axes_only_where_they_matter():
@@ -221,14 +152,16 @@ def test_dense_has_batch_and_head_axes_only_where_they_matter():
 
 
 @pytest.mark.one_in(3)
-@every_leaf
+@every_mask
 def test_a_block_with_positions_of_its_own(name):
-    mask, rule = LEAVES[name][0](), LEAVES[name][1]
-    whole = by_rule(rule, Q_POSITIONS, KV_POSITIONS)
-    i, j = np.array([4, 1, 2]), np.array([6, 2, 3, 0])
-    pairs = (Q_POSITIONS[i], i), (KV_POSITIONS[j], j)
-    rows, columns = (Span(*(jnp.asarray(x, jnp.int32) for x in pair)) for pair in pairs)
-    np.testing.assert_array_equal(mask(0, 0, rows, columns), whole[np.ix_(i, j)])
+    problem: Any = shuffled(MASKS[name].problem(cases.inputs(MASKS[name])))
+    allowed, rng = allowed_everywhere(problem), np.random.default_rng(1)
+    i, j = (rng.permutation(n)[:4] for n in allowed.shape[2:])
+    pairs = (problem.q_positions, i), (problem.kv_positions, j)
+    rows, columns = (Span(*(jnp.asarray(y, jnp.int32) for y in (x[at], at))) for x, at in pairs)
+    b, h = (n - 1 for n in allowed.shape[:2])
+    block = np.broadcast_to(built(name)(b, h, rows, columns), (len(i), len(j)))
+    np.testing.assert_array_equal(block, allowed[b, h][np.ix_(i, j)])
 
 
 TREE_T, TREE_S, TREE_B, TREE_N = 11, 13, 2, 3
@@ -709,9 +642,9 @@ def test_a_traced_map_never_holds_all_points(name):
 
 
 @pytest.mark.one_in(4)
-@every_leaf
-def test_leaves_are_pytrees_that_take_any_leaf(name):
-    mask = LEAVES[name][0]()
+@every_mask
+def test_masks_are_frozen_pytrees_that_take_any_leaf(name):
+    mask, (_, T, S, *_) = built(name), MASKS[name].sizes
     flat, structure = jax.tree.flatten(mask)
     again = jax.tree.unflatten(structure, flat)
     assert type(again) is type(mask)
@@ -722,13 +655,7 @@ def test_leaves_are_pytrees_that_take_any_leaf(name):
         if stand_in is not None:
             assert jax.tree.structure(mapped) == structure
             assert jax.tree.leaves(mapped) == [stand_in] * len(flat)
-
-
-@every_leaf
-def test_masks_are_frozen(name):
-    mask = LEAVES[name][0]()
-    fields = [field.name for field in dataclasses.fields(mask)]
-    for field in fields or ["anything"]:
+    for field in [field.name for field in dataclasses.fields(mask)] or ["anything"]:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(mask, field, 1)
 
