@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, nn, normalizers, parallel, scores, tuning, viz
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests import row_normalizers
 from tests.conftest import assert_trees_close, normal_arrays, quick_jit
 from tests.devices import mesh_of, place
+from tests.oracle import At, OracleNormalizer
 
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -37,35 +39,14 @@ ALLOWED = np.array(
 )
 
 
-def sparsemax(score: np.ndarray) -> np.ndarray:
-    """The formula with sorted scores (Martins and Astudillo 2016)."""
-    ordered = np.sort(score)[::-1]
-    counts = [k for k in range(1, len(score) + 1) if 1 + k * ordered[k - 1] > ordered[:k].sum()]
-    threshold = (ordered[: counts[-1]].sum() - 1) / counts[-1]
-    return np.maximum(score - threshold, 0)
-
-
-def top_2(score: np.ndarray) -> np.ndarray:
-    kept = np.exp(score) * (score >= np.sort(score)[-min(2, len(score))])
-    return kept / kept.sum()
-
-
-def stick_breaking(score: np.ndarray) -> np.ndarray:
-    share = 1 / (1 + np.exp(-score))
-    return np.array([x * np.prod(1 - share[j + 1 :]) for j, x in enumerate(share)])
-
-
-# A normalizer, and the weights of the scores of one head's allowed keys of one query.
-NORMALIZERS: dict[str, tuple[Any, Any]] = {
-    "sigmoid": (normalizers.Sigmoid(BIAS), lambda s, h: 1 / (1 + np.exp(-s - BIAS[h]))),
-    "relu": (normalizers.Relu(2, count_power=1), lambda s, h: np.maximum(s, 0) ** 2 / S),
-    "plus_one": (
-        normalizers.SoftmaxPlusOne(),
-        lambda s, h: np.exp(s) / (1 + np.exp(s).sum()),
-    ),
-    "sparsemax": (normalizers.Sparsemax(), lambda s, h: sparsemax(s)),
-    "top_2": (normalizers.TopK(2), lambda s, h: top_2(s)),
-    "stick_breaking": (normalizers.StickBreaking(), lambda s, h: stick_breaking(s)),
+# A normalizer and its definition.
+NORMALIZERS: dict[str, tuple[Any, OracleNormalizer]] = {
+    "sigmoid": (normalizers.Sigmoid(BIAS), row_normalizers.sigmoid(lambda pair: BIAS[pair.h])),
+    "relu": (normalizers.Relu(2, count_power=1), row_normalizers.relu(2, S)),
+    "plus_one": (normalizers.SoftmaxPlusOne(), row_normalizers.softmax(plus_one=True)),
+    "sparsemax": (normalizers.Sparsemax(), row_normalizers.sparsemax()),
+    "top_2": (normalizers.TopK(2), row_normalizers.top_k(2)),
+    "stick_breaking": (normalizers.StickBreaking(), row_normalizers.stick_breaking()),
 }
 KINDS = ("sigmoid", "sparsemax")  # a pointwise normalizer, and one of whole rows
 
@@ -78,7 +59,8 @@ def weights_of(name: str, q: Any = Q, k: Any = KEY) -> np.ndarray:
         allowed = ALLOWED[b, i]
         if allowed.any():
             score = k[b, allowed, h * K // N] @ q[b, i, h] / np.sqrt(H)
-            weights[b, h, i, allowed] = NORMALIZERS[name][1](score, h)
+            pairs = [At(b, h, i, j, i, j) for j in map(int, np.flatnonzero(allowed))]
+            weights[b, h, i, allowed] = NORMALIZERS[name][1].weights(score, pairs)
     return weights
 
 

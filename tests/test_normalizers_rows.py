@@ -1,4 +1,4 @@
-"""Normalizers of whole rows in the C++ kernel, against formulas in float64 and the reference."""
+"""Normalizers of whole rows in the C++ kernel, against definitions in float64 and the reference."""
 
 import functools
 import itertools
@@ -12,6 +12,7 @@ import pytest
 import jattn
 from jattn import masks, normalizers, scores, tuning
 from jattn.normalizers import Entmax, Sparsemax, StickBreaking, TopK
+from tests import row_normalizers
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import attention_arrays, normal_arrays, out_and_gradients
 
@@ -30,42 +31,16 @@ LIMITS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 3e-3}
 every_normalizer = pytest.mark.parametrize("name", NORMALIZERS)
 
 
-def entmax(alpha: float, scores: np.ndarray) -> np.ndarray:
-    z = (alpha - 1) * (scores - scores.max())
-
-    def with_greatest(weight: float) -> np.ndarray:
-        return np.maximum(z + weight ** (alpha - 1), 0) ** (1 / (alpha - 1))
-
-    low, high = 0.0, 1.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (low, middle) if with_greatest(middle).sum() >= 1 else (middle, high)
-    return with_greatest(high) / with_greatest(high).sum()
+DEFINITIONS = {
+    "sparsemax": row_normalizers.sparsemax(),
+    **{f"entmax {alpha}": row_normalizers.entmax(alpha) for alpha in (1.5, 1.2, 3)},
+    **{f"top {k}": row_normalizers.top_k(k) for k in (1, 20, 1000)},
+    "stick-breaking": row_normalizers.stick_breaking(),
+}
 
 
-def row(normalizer: Any, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The weights of the scores `[n]` of one query, and their derivatives `[n, n]`."""
-    match normalizer:
-        case StickBreaking():
-            beta = 1 / (1 + np.exp(-scores))
-            rest = np.append(np.cumprod((1 - beta)[:0:-1])[::-1], 1)
-            weights = beta * rest
-            later = np.triu(np.ones((len(scores), len(scores))), 1)
-            return weights, np.diag(weights * (1 - beta)) - later * np.outer(weights, beta)
-        case TopK():
-            least = np.sort(scores)[-min(normalizer.k, len(scores))]
-            weights = np.where(scores < least, 0, np.exp(scores - scores.max()))
-            weights /= weights.sum()
-            shares = weights
-        case _:
-            alpha = getattr(normalizer, "alpha", 2)
-            weights = entmax(alpha, scores)
-            shares = np.where(weights > 0, np.where(weights > 0, weights, 1) ** (2 - alpha), 0)
-    return weights, np.diag(shares) - np.outer(shares, shares) / shares.sum()
-
-
-def formula(normalizer: Any, allowed: np.ndarray, arrays: Any) -> list[np.ndarray]:
-    """Out and the gradients of q, k and v, for a mask `[T, S]`; without masks of heads."""
+def formula(name: str, allowed: np.ndarray, arrays: Any) -> list[np.ndarray]:
+    """Out and the gradients of q, k and v by definition, for a mask `[T, S]` of all heads."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in arrays)
     out, dq, dk, dv = (np.zeros_like(x) for x in (d_out, q, k, v))
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
@@ -75,9 +50,10 @@ def formula(normalizer: Any, allowed: np.ndarray, arrays: Any) -> list[np.ndarra
         if not keys.size:
             continue
         at, one = (b, keys, n // group), (b, i, n)
-        weights, jacobian = row(normalizer, k[at] @ q[one] * scale)
+        scores = k[at] @ q[one] * scale
+        weights = DEFINITIONS[name].weights(scores, [])
         out[one] = weights @ v[at]
-        ds = (v[at] @ d_out[one]) @ jacobian * scale
+        ds = DEFINITIONS[name].pull(scores, weights, v[at] @ d_out[one], [])[0] * scale
         dq[one] = ds @ k[at]
         dk[at] += np.outer(ds, q[one])
         dv[at] += np.outer(weights, d_out[one])
@@ -98,7 +74,7 @@ def test_values_and_gradients(name, dtype):
     arrays = attention_arrays((1, 197, 163, 3, 1, 10, 7), dtype, seed=1)
     arrays[0] = 3 * arrays[0]
     i, j = np.arange(197)[:, None], np.arange(163)
-    want = formula(NORMALIZERS[name], (j <= i) & (i <= j + 140) & (i != 50), arrays)
+    want = formula(name, (j <= i) & (i <= j + 140) & (i != 50), arrays)
     mask = masks.Causal() & masks.Window(left=140)
     ids = np.where(np.arange(197) == 50, 1, 0), np.zeros(163, int)
     got = native(NORMALIZERS[name], arrays, mask=mask & masks.Segments(*ids))
@@ -113,7 +89,7 @@ def test_tied_scores(name):
     rng = np.random.default_rng(2)
     shapes = (2, 37, 2, 4), (2, 71, 2, 4), (2, 71, 2, 5), (2, 37, 2, 5)
     arrays = [jnp.asarray(rng.integers(-2, 3, x), jnp.float32) for x in shapes]
-    want = formula(NORMALIZERS[name], np.ones((37, 71), bool), arrays)
+    want = formula(name, np.ones((37, 71), bool), arrays)
     assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-5)
 
 
@@ -205,7 +181,7 @@ def test_poison(name, dtype, poison):
 @pytest.mark.parametrize("heads", [1, 2])
 def test_threads_share_the_queries_of_a_key_head(name, heads):
     arrays = attention_arrays((1, 333, 90, 2, heads, 8, 8), seed=8)
-    want = formula(NORMALIZERS[name], np.ones((333, 90), bool), arrays)
+    want = formula(name, np.ones((333, 90), bool), arrays)
     assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-12)
 
 
