@@ -226,7 +226,7 @@ MUTANTS: dict[str, Mutant] = {
         CACHE,
         "slots = jnp.⟦where(self._fits(slots, valid), ⇒minimum(⟧slots, self.capacity⟦⇒ - 1⟧)\n"
         "        new_positions =",
-        "cache",
+        "cache_histories",
     ),
     "rotary-offset-dropped": mutant(
         "jattn/nn/attention.py",
