@@ -23,6 +23,7 @@ from tests import row_normalizers
 from tests.conftest import assert_trees_close, normal_arrays, quick_jit
 from tests.devices import mesh_of, place
 from tests.oracle import At, OracleNormalizer
+from tests.test_statistics import by_definition
 
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -64,23 +65,8 @@ def weights_of(name: str, q: Any = Q, k: Any = KEY) -> np.ndarray:
     return weights
 
 
-def numbers(w: np.ndarray) -> dict[str, np.ndarray]:
-    """The statistics of weights, by definition."""
-    total = w.sum(-1, keepdims=True)
-    shares = np.divide(w, total, out=np.zeros_like(w), where=total > 0)
-    logs = np.log(shares, out=np.zeros_like(w), where=shares > 0)
-    distances = abs(np.arange(T)[:, None] - np.arange(S))
-    allowed = np.broadcast_to(ALLOWED[:, None], w.shape)
-    first = np.where(allowed, w, -np.inf).argmax(-1)
-    return {
-        "entropy": -(shares * logs).sum(-1),
-        "greatest": w.max(-1),
-        "place": np.where(allowed.any(-1), first, -1),
-        "distance": (shares * distances).sum(-1),
-        "on_keys": w[..., ::2].sum(-1),
-        "above": np.where(w > 0.3, w, 0).sum(-1),
-        "received": w.sum(-2),
-    }
+def numbers(weights: np.ndarray) -> dict[str, np.ndarray]:
+    return by_definition(weights, ALLOWED[:, None], np.arange(S) % 2 == 0, 0.3)
 
 
 # --- statistics ---------------------------------------------------------------------------------

@@ -39,17 +39,24 @@ def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray
     return exponential / np.where(total == 0, 1, total)
 
 
-def wanted(weights: np.ndarray, on: np.ndarray) -> dict[str, np.ndarray]:
-    """The statistics by their definitions."""
-    logs = np.log(np.where(weights > 0, weights, 1))
-    dead = weights.sum(axis=-1) == 0
+def by_definition(
+    weights: np.ndarray, allowed: np.ndarray, on: np.ndarray, threshold: float
+) -> dict[str, np.ndarray]:
+    """The statistics of weights `[B, N, T, S]`, of which some have the sum 0 or another than 1."""
+    total = weights.sum(axis=-1, keepdims=True)
+    shares = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    logs = np.log(shares, out=np.zeros_like(weights), where=shares > 0)
+    T, S = weights.shape[2:]
+    distances = abs(np.arange(T)[:, None] - np.arange(S))
+    allowed = np.broadcast_to(allowed, weights.shape)
+    first = np.where(allowed, weights, -np.inf).argmax(axis=-1)
     return {
-        "entropy": -(weights * logs).sum(axis=-1),
+        "entropy": -(shares * logs).sum(axis=-1),
         "greatest": weights.max(axis=-1),
-        "place": np.where(dead, -1, weights.argmax(axis=-1)),
-        "distance": (weights * DISTANCE).sum(axis=-1),
+        "place": np.where(allowed.any(axis=-1), first, -1),
+        "distance": (shares * distances).sum(axis=-1),
         "on_keys": (weights * on).sum(axis=-1),
-        "above": np.where(weights > THRESHOLD, weights, 0).sum(axis=-1),
+        "above": np.where(weights > threshold, weights, 0).sum(axis=-1),
         "received": weights.sum(axis=-2),
     }
 
@@ -93,7 +100,7 @@ HOW = ["native", "tiles", "one tile"]
 def test_statistics_are_the_formulas(name, how):
     mask, allowed = MASKS[name]
     on = IDS[:, None, :T, None] == IDS[:, None, None, :]
-    want = wanted(dense_weights(QUERY, KEY, allowed, SLOPES), on)
+    want = by_definition(dense_weights(QUERY, KEY, allowed, SLOPES), allowed, on, THRESHOLD)
     rules: Any = {"mask": mask, "score": scores.Alibi(jnp.asarray(SLOPES))}
     keys = masks.Segments(IDS[:, :T], IDS)
     call = functools.partial(jattn.statistics, keys=keys, threshold=THRESHOLD, **rules)
