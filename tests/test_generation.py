@@ -82,15 +82,6 @@ def test_continues_from_caches():
         jattn.generate(module, TOKENS[:, 3:4], max_tokens=6, caches=caches)
 
 
-@pytest.mark.slow
-def test_writes_on_a_rolling_cache():
-    module = lively("llama")
-    whole = jattn.generate(module, TOKENS, max_tokens=4)
-    rolling = module.start(2, 64, RollingCache, chunk=8)
-    generated = jattn.generate(module, TOKENS, max_tokens=4, caches=rolling)
-    assert generated.tokens.tolist() == whole.tokens.tolist()
-
-
 TABLE = np.random.default_rng(5).normal(size=(V, V)).astype(np.float32) * 2
 CHAIN = np.roll(np.eye(V, dtype=np.float32), 1, axis=1)  # after each token the next
 

@@ -417,23 +417,6 @@ def test_layers_drop_independently():
     assert len(keys) == len(set(keys)) == 2 * 4
 
 
-def test_captured_weights_are_those_of_the_output():
-    module = made(nn.MultiHeadAttention, 3, 5, 12)
-    x, memory = normal(1, 2, 6, 5), normal(2, 2, 8, 5)
-    mask = masks.Lengths(kv=jnp.array([5, 8], jnp.int32))
-
-    capture: Any = nnx.jit(nn.capture_weights)
-    (weights,) = capture(module, x, memory, mask=mask).values()
-    assert weights.shape == (2, 3, 6, 8)
-    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=0, atol=1e-6)
-    assert (weights[0, :, :, 5:] == 0).all() and (weights > 0.3).any()
-    _, value = module.project_keys_values(memory)
-    out = module.out(jnp.einsum("bnts,bsnh->btnh", weights, value))
-    np.testing.assert_allclose(out, call(module, x, memory, mask=mask), rtol=0, atol=1e-5)
-    (eager,) = nn.capture_weights(module, x, memory, mask=mask).values()
-    np.testing.assert_allclose(eager, weights, rtol=0, atol=1e-6)
-
-
 def test_capture_names_every_attention_and_leaves_nothing_behind(small):
     model, source, target = small
     capture: Any = nnx.jit(nn.capture_weights)
