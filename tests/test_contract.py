@@ -30,7 +30,6 @@ from tests.cases import (
     ONE_OF_EACH_NORMALIZER,
     CallCase,
     CaseInputs,
-    CaseSizes,
     inputs,
 )
 from tests.conftest import out_and_gradients, quick_jit, users_jit
@@ -539,20 +538,6 @@ def test_no_fill_constant_decides(implementation, dtype):
         call = functools.partial(jattn.attention, mask=mask, score=scores.Bias(bias))
         out = call(x.q * 0, x.k, jnp.ones_like(x.v), implementation=implementation)
         np.testing.assert_allclose(np.asarray(out, np.float64), 1, atol=CEILINGS[dtype])
-
-
-@pytest.mark.one_in(2)
-@every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_large_logits_stay_finite(implementation, dtype):
-    """Products of about 10⁴ per channel would overflow float16 before the softmax."""
-    case = dataclasses.replace(CASES["causal"], sizes=CaseSizes(H=64))
-    x = inputs(case, dtype)
-    loud = x._replace(q=x.q * x.q.dtype.type(50), k=x.k * x.k.dtype.type(50))
-    out, lse = attend(implementation, case, on_device(loud))
-    want = oracle.attend(case.problem(loud))
-    assert error(lse, want.lse) <= CEILINGS["float32"]
-    assert error(out, want.out) <= CEILINGS[dtype] + (0.01 if dtype == "float32" else 0.0)
 
 
 @pytest.mark.one_in(2)

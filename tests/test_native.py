@@ -285,22 +285,6 @@ def test_decoding_is_what_it_is_without_the_library(monkeypatch, kind, K, H, V, 
     assert_accurate(got, want, 8 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.slow
-def test_decoding_reads_nothing_that_is_masked():
-    for kind in ("dense", "paged"):
-        q, cache = cached(kind, 2, 16, 16, jnp.float32)
-        want = jattn.attention(q, cache)
-        is_used = jnp.isin(jnp.arange(len(cache.keys), dtype=jnp.int32), cache.pages()[2])
-        poison = jnp.where(is_used[:, None, None, None] if kind == "paged" else True, 0, jnp.nan)
-        empty = cache.keys == 0  # what was never written
-        changed = DenseCache if kind == "dense" else PagedCache
-        fields = {name: getattr(cache, name) for name in cache.__dataclass_fields__}
-        fields["keys"] = jnp.where(empty, jnp.nan, cache.keys) + poison
-        fields["values"] = jnp.where(empty, jnp.nan, cache.values) + poison
-        got = jattn.attention(q, changed(**fields))
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
-
-
 def test_a_cache_of_float16_goes_without_the_library():
     q, cache = cached("dense", 2, 16, 16, jnp.float16)
     assert "jattn_decode" not in jax.jit(jattn.attention).lower(q, cache).as_text()
