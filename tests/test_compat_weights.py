@@ -39,16 +39,6 @@ def test_torch_attention_there_and_back(bias, other_width):
         np.testing.assert_array_equal(x, state[name])
 
 
-def test_parameters_of_flax_attention_need_no_conversion():
-    theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(1))
-    ours = nn.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    nnx.update(ours, nnx.to_pure_dict(nnx.state(theirs, nnx.Param)))
-    np.testing.assert_allclose(ours(jnp.asarray(X)), theirs(jnp.asarray(X)), atol=1e-5)
-    back = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(2))
-    nnx.update(back, nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
-    np.testing.assert_array_equal(back(jnp.asarray(X)), theirs(jnp.asarray(X)))
-
-
 def torch_transformer(**options: Any) -> Any:
     """A small Transformer of PyTorch, none of whose parameters are 0 or 1."""
     torch: Any = pytest.importorskip("torch")
