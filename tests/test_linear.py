@@ -15,7 +15,7 @@ from jattn import tuning
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import normal_arrays, quick_jit
 from tests.devices import mesh_of
-from tests.test_mechanisms import assert_values_and_gradients
+from tests.test_mechanisms import assert_values_and_gradients, on_device
 
 
 B, S, N, K, H, V = 2, 7, 4, 2, 3, 5
@@ -95,10 +95,6 @@ def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, Any]:
     if DECAYS[decay] is not None:
         inputs["log_decay"] = -rng.exponential(size=DECAYS[decay])
     return inputs
-
-
-def on_device(inputs: dict[str, Any], dtype: Any = "float64") -> dict[str, Any]:
-    return {name: jnp.asarray(x, dtype) for name, x in inputs.items()}
 
 
 @pytest.mark.one_in(8)
