@@ -1,10 +1,13 @@
 """Meshes of several devices, arrays that are sharded over them, and what a program exchanges."""
 
+import importlib
 import re
+import types
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,3 +37,16 @@ def collectives(compiled: Any) -> set[str]:
 def placed(mesh: Mesh, arrays: dict[str, Any], specs: dict[str, P]) -> dict[str, Any]:
     """Arrays by name sharded over the mesh; those that `specs` does not name are replicated."""
     return {name: place(mesh, x, specs.get(name, P())) for name, x in arrays.items()}
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: str, cuda: int = 13000) -> None:
+    """Pretends that there is a GPU of this capability, and a CUDA runtime of this version."""
+    ours: Any = jax.local_devices
+    gpu = types.SimpleNamespace(device_kind="GPU", compute_capability=capability)
+    versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: cuda)
+    monkeypatch.setattr(importlib.import_module("jax._src.lib"), "cuda_versions", versions)
+
+    def local_devices(*, backend: str | None = None, **options: Any) -> Any:
+        return [gpu] if backend == "cuda" else ours(backend=backend, **options)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)

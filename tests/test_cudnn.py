@@ -6,7 +6,6 @@ Nothing here runs on a GPU: the programs are lowered for one and read.
 import functools
 import json
 import re
-import types
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from jattn.kernels.common import lowering, vjp
 from jattn.kernels.gpu import cudnn
 from jattn.kernels.xla import blockwise, tangents
 from tests.conftest import attention_arrays, out_and_gradients, quick_jit
+from tests.devices import pretend_gpu
 
 
 CAUSAL, FULL = masks.Causal(), masks.Full()
@@ -157,14 +157,8 @@ def test_without_a_gpu_that_is_the_reason(name):
 
 def on(monkeypatch, capability: str) -> None:
     """Pretends that there is a GPU, also to JAX's own checks."""
-    ours = jax.local_devices
-    gpu = types.SimpleNamespace(device_kind="GPU", compute_capability=capability)
-
-    def local_devices(*, backend: str | None = None, **options: Any) -> Any:
-        return [gpu] if backend == "cuda" else ours(backend=backend, **options)
-
     cudnn._refusal.cache_clear()
-    monkeypatch.setattr(jax, "local_devices", local_devices)
+    pretend_gpu(monkeypatch, capability)
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # none is needed
     checks = "jax._src.cudnn.fused_attention_stablehlo"
     monkeypatch.setattr(f"{checks}.check_cudnn_version", lambda: 91900)

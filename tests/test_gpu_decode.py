@@ -19,6 +19,7 @@ from jattn.kernels.gpu.mosaic.kernels import ampere, decode, hopper
 from jattn.spec import Shapes
 from tests.arrays import assert_accurate
 from tests.conftest import quick_jit
+from tests.devices import pretend_gpu
 from tests.kernels import lying_mask, made
 from tests.oracle import error
 from tests.test_cache import poisoned
@@ -26,7 +27,6 @@ from tests.test_hopper import (
     _compiled_once,  # noqa: F401
     assert_within,
     each_kernel,
-    pretend,
     translated,
 )
 
@@ -281,7 +281,7 @@ def test_reasons_not_to_read_a_cache_in_place(changes, words):
 
 @pytest.mark.parametrize(("capability", "least"), [("8.0", 32), ("9.0", 8)])
 def test_threads_copy_no_small_pages(monkeypatch, capability, least):
-    pretend(monkeypatch, capability, 13000)
+    pretend_gpu(monkeypatch, capability)
     cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.bfloat16)
     shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))
     reason = ampere.READER.unreadable("cuda", made(shapes, mask=cache.mask()), cache)

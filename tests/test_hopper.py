@@ -11,7 +11,6 @@ import heapq
 import importlib.metadata
 import re
 import threading
-import types
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +44,7 @@ from jattn.spec import Origin, Shapes, Spec, Tiling
 from tests import test_contract as contract
 from tests.cases import CASES, SOFTMAX_CASES, inputs
 from tests.conftest import ON_CPU, out_and_gradients, quick_jit
+from tests.devices import pretend_gpu
 from tests.kernels import assert_accurate, assert_parts, lying_mask, made, prepared
 from tests.oracle import error
 from tests.test_contract import assert_same
@@ -546,25 +546,10 @@ def test_reasons(arguments, words):
     assert words in str(reason(**arguments))
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, capability: str, cuda: int) -> None:
-    """Pretends that there is a GPU of this capability, and a CUDA runtime of this version."""
-    ours: Any = jax.local_devices
-    gpu = types.SimpleNamespace(compute_capability=capability)
-    versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: cuda)
-    monkeypatch.setattr(importlib.import_module("jax._src.lib"), "cuda_versions", versions)
-    monkeypatch.setattr(
-        jax,
-        "local_devices",
-        lambda *, backend=None, **options: (
-            [gpu] if backend == "cuda" else ours(backend=backend, **options)
-        ),
-    )
-
-
 def test_other_gpus_lack_its_instructions(monkeypatch):
-    pretend(monkeypatch, "8.6", 13000)
+    pretend_gpu(monkeypatch, "8.6")
     assert "compute capability 9.0, got 8.6" in str(reason())
-    pretend(monkeypatch, "9.0", 13000)
+    pretend_gpu(monkeypatch, "9.0")
     assert reason() is None
     assert reason(H=256, score=scores.SoftCap(2.0), mask=masks.Causal() | masks.Global(2)) is None
 
@@ -585,7 +570,7 @@ NVCC, NVJITLINK = "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"
     ],
 )
 def test_a_compiler_that_breaks_masks_is_refused(monkeypatch, runtime, compilers, refused):
-    pretend(monkeypatch, "9.0", runtime)
+    pretend_gpu(monkeypatch, "9.0", runtime)
 
     def version(name: str) -> str:
         if name not in compilers:
@@ -1024,8 +1009,7 @@ def test_a_table_may_be_larger_than_the_tile():
     [("8.6", False, False), ("9.0", False, True), ("10.0", False, True), ("8.0", True, True)],
 )
 def test_who_copies_tiles(monkeypatch, capability, interpreted, expected):
-    device = types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    pretend_gpu(monkeypatch, capability)
     assert streams._copies_by_unit(registers.Unit(interpreted)) == expected
 
 
@@ -1042,8 +1026,7 @@ SMALL = Shapes((1,), 128, 128, 1, 1, 64, 64, jnp.dtype("bfloat16"))
     ],
 )
 def test_kernels_refuse_other_gpus(monkeypatch, kernel, capability, expected):
-    device = types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    pretend_gpu(monkeypatch, capability)
     assert kernel.supports(made(SMALL)) == expected
 
 
