@@ -13,7 +13,8 @@ def _pairs(got: Any, want: Any) -> Any:
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    """All arrays of two trees are equal; NaN equals NaN."""
+    """Two trees have one structure, and equal arrays; NaN equals NaN."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in _pairs(got, want):
         np.testing.assert_array_equal(x, y)
 

@@ -23,12 +23,12 @@ from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config
 from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
+from tests.arrays import assert_equal
 from tests.conftest import plain_jax
 from tests.test_translation import (
     TINY,
     Batch,
     Bench,
-    assert_equal,
     make_bench,
     padded,
     png_files,

@@ -30,11 +30,11 @@ from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TextOrigin, TranslationRun
 from experiments.translation.text import encode_pairs
 from experiments.translation.vocabulary import Vocabulary
+from tests.arrays import assert_equal
 from tests.conftest import plain_jax
 from tests.test_translation import (
     Bench,
     Killed,
-    assert_equal,
     bench,
     cut_short,
     one_bit_flipped,

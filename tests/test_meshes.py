@@ -15,7 +15,8 @@ from experiments.translation.meshes import Placement
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TranslationRun
-from tests.test_translation import Bench, assert_equal, make_bench
+from tests.arrays import assert_equal
+from tests.test_translation import Bench, make_bench
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")

@@ -40,6 +40,7 @@ from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint
 from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
+from tests.arrays import assert_equal
 from tests.commands import environment, run_python
 from tests.conftest import plain_jax
 
@@ -96,13 +97,6 @@ def make_bench(config: Config = TINY) -> Bench:
 @functools.cache
 def bench() -> Bench:
     return make_bench()
-
-
-def assert_equal(left, right) -> None:
-    left, right = jax.device_get((left, right))
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def first_batch() -> Batch:
