@@ -348,7 +348,7 @@ def noticed(name: str) -> str | None:
         apply(name, root)
         likely = [f"tests/test_{x}.py" for x in MUTANTS[name].noticed_by]
         # A copy is no repository: tests of the repository fail there without a mutant too.
-        elsewhere = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "adding")]
+        elsewhere = [f"--ignore=tests/test_{x}.py" for x in ("layers", "mutants", "packaging")]
         return first_failure(root, likely) or first_failure(root, elsewhere)
 
 

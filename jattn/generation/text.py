@@ -6,7 +6,7 @@ loop, compiled once, see `searches`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -85,7 +85,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     key: Array | None = None,
-    stop: int | Sequence[int] = (),
+    stop: int | Iterable[int] = (),
     pad: int = 0,
     valid: Bool[AnyArray, "B T"] | None = None,
     caches: Tree = None,
