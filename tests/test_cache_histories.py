@@ -382,7 +382,7 @@ def test_a_life_of_a_server_compiles_each_step_once(kind):
     assert not cache.overflowed.any()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("kind", ["dense with positions", "paged with positions"])
 def test_kept_positions_are_those_of_a_module_and_its_rules(kind):
     """Rotation, a learned bias and masks see them, in one call and token by token."""

@@ -226,6 +226,7 @@ def test_the_bar_still_moves_the_cursor(monkeypatch):
     assert "\r" in stream.getvalue() and "\\x0d" not in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_sentence_cannot_command_the_terminal(trained, monkeypatch):
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)

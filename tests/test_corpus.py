@@ -215,6 +215,7 @@ def test_no_pair_has_a_second_reading(pairs, nested):
     assert any(doubtful(german) for german in drawn)
 
 
+@pytest.mark.slow
 def test_every_german_sentence_has_one_english_answer():
     draw, answers, repeats = Draw(random.Random(5)), {}, 0
     rules = [*constructions.TRAINING.values(), *constructions.NESTED.values()]

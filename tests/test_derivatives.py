@@ -282,6 +282,7 @@ def test_third_derivatives_name_the_implementation_that_has_them():
             third(x)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_sequence_and_not_with_its_square():
     def temporaries(T: int) -> list[int]:
         def total(x: Any) -> Any:

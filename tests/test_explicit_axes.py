@@ -173,6 +173,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_programs_within_a_function_may_close_over_a_sharded_array(name, mesh):
     q, k, v = (jnp.asarray(random(2, 3, N, H)) for _ in range(3))
@@ -220,7 +221,7 @@ def cuts_of_case(case: CallCase) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.one_in(120)
+@pytest.mark.one_in(240)
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, implementation, mesh):

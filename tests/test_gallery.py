@@ -165,6 +165,7 @@ def test_the_page_fits_the_window(tmp_path, width, dark):
         browser.close()
 
 
+@pytest.mark.slow
 def test_the_command_checks_times_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "LENGTHS", (64, 256))
     assert cli.main(["sliding_window", "--out", str(tmp_path)]) == 0

@@ -149,7 +149,7 @@ def test_the_kernel_computes_what_the_function_says(name, dtype):
 
 
 @pytest.mark.default_tiles
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_numbers_of_another_width_than_the_scores(dtype):
     other = jnp.float64 if dtype == "float32" else jnp.float32
@@ -207,7 +207,7 @@ def test_dropout_positions_and_maps():
         np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("shared", ["none", "keys", "queries"])
 def test_under_shard_map(shared):
@@ -511,7 +511,7 @@ INTEGERS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_integers_of_64_bits(dtype):
     def of_places(f: Any, q: Any, kv: Any) -> Any:

@@ -192,7 +192,7 @@ def test_slots_never_written_have_no_effect(kind):
     assert_right(call, decoded(call, cache, "hopper"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
     """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
@@ -209,7 +209,7 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
     assert len(read_in_place) == 2
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
     monkeypatch.setattr(decode, "_TILES_EACH", 1)

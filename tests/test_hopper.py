@@ -383,7 +383,7 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
     assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_sums_of_large_values_do_not_overflow_and_small_values_keep_their_digits(implementation):
     q, k, v, *_ = operands(CALLS["full"])
@@ -418,7 +418,7 @@ def test_weights_sum_to_one_where_score_functions_make_huge_logits(name, impleme
     np.testing.assert_allclose(np.sum(np.asarray(d_value, np.float64), axis=0), 140, rtol=4e-3)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Parts are merged in float32: the error is that of one rounding to bfloat16."""
@@ -429,7 +429,7 @@ def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_vmap_is_more_programs(implementation):
     q, k, v, *_ = operands(CALLS["full"])
@@ -690,12 +690,14 @@ def test_programs_of_several_places_lose_no_more_than_programs_of_one(mask, coun
     assert 1 - busy.mean() / busy.max() <= lost(programs(mask, LAUNCH, False)[0], visited, count)
 
 
+@pytest.mark.slow
 def test_rounds_are_for_programs_known_to_take_longer():
     for mask in (masks.Full(), masks.Causal() & masks.Segments(IDS)):
         assert order_of(mask, LAUNCH, False)[0].rounds(132) is None
     assert order_of(masks.Causal(), LAUNCH, False)[0].rounds(2 * 16 * 32) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_program_continues_with_other_queries(monkeypatch, count):
     call = plain_call(1, 300, 300, 1, mask=masks.Causal())
@@ -724,6 +726,7 @@ def test_which_tiles_visit_a_diagonal(stride, shared):
         assert set(listed.tolist()) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns"), [(4, 4), (8, 2)])
 def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
     n, m = 3, 4 * rows // columns
@@ -1097,7 +1100,7 @@ def moves(query: Any, key: Any, columns: int) -> list[bool]:
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(8, slow=True)
 @pytest.mark.skipif(not ON_CPU, reason="compiled kernels have no callbacks")
 @each_kernel
 @pytest.mark.parametrize(
@@ -1122,7 +1125,7 @@ def test_sums_are_rescaled_only_where_maxima_move_far(
     assert sum(ANSWERS) == expected * len(groups)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_a_row_that_sees_keys_late_starts_there(implementation):
     """Its maximum is the lowest number until then, while those of other rows move or do not."""
@@ -1132,7 +1135,7 @@ def test_a_row_that_sees_keys_late_starts_there(implementation):
     assert not np.asarray(out[:, 5], np.float32).any()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @each_kernel
 def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
     """Float16 ends at 65,504: the dropout factor 512 is multiplied at the end. Weights of the

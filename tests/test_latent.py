@@ -93,6 +93,7 @@ def test_scan_reorder_and_prompts(kind):
     np.testing.assert_allclose(got, formula(kind).out[rows, 7:], rtol=0, atol=3e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_the_kernel_reads_many_query_heads(dtype):
     """Sizes of a model, whose products are computed for blocks of heads and of keys."""
@@ -251,7 +252,7 @@ def stepped(layer: Any, x: Any, cache: Any, valid: Any = None) -> Any:
     return layer(x, cache=cache, valid=valid)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [
@@ -305,6 +306,7 @@ def test_weights_memories_and_single_heads():
         make(num_kv_heads=1)
 
 
+@pytest.mark.slow
 def test_a_model_step_by_step_is_the_model_at_once():
     attention = functools.partial(nn.MultiHeadLatentAttention, kv_rank=6, query_rank=5)
     model = nn.DecoderOnly(

@@ -213,6 +213,19 @@ def test_imports_are_light_and_start_no_backend():
     assert kernels == {"common", "cpu", "protocol", "registry", "xla"}
 
 
+COMMANDS = """
+import experiments.language.__main__, experiments.translation.__main__
+print("imported")
+import jax; jax.numpy.ones(1)
+"""
+
+
+def test_commands_start_no_backend_when_imported():
+    """Processes must find each other, with `jax.distributed`, before a backend starts."""
+    result = commands.run_python("-c", COMMANDS, env=commands.environment(JAX_PLATFORMS="nowhere"))
+    assert (result.stdout, result.returncode) == ("imported\n", 1) and "nowhere" in result.stderr
+
+
 def tracked() -> set[str]:
     """The names in the root that git tracks or, without git, that are not ignored."""
     if (ROOT / ".git").exists():

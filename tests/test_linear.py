@@ -145,7 +145,7 @@ def test_padding_has_no_influence(decay, segments):
         assert np.all(np.isfinite(gradient))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("valid", [None, VALID])
 def test_other_queries_than_keys(valid):
     call = functools.partial(jattn.linear_attention, causal=False, valid=valid)
@@ -279,7 +279,7 @@ def test_any_batch(batch):
         assert_accurate(out[place], want[0], 1e-14)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(8, slow=True)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_transformations(decay):
     inputs = on_device(numbers(decay))
@@ -294,6 +294,7 @@ def test_transformations(decay):
     check_grads(total, (inputs,), order=2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_of_gradients_is_linear():
     def temporaries(T: int) -> int:
         x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
@@ -426,6 +427,7 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"segments": IDS}, {"segments": IDS, "causal": False}])
 def test_within_shard_map(options):
     options = dict(options)

@@ -537,7 +537,7 @@ else:
 """
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_forked_process_loads_what_its_parent_has_not(tmp_path, quick, has_cache, goes_on):

@@ -307,7 +307,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(12, slow=True)
 @pytest.mark.parametrize(("scheme", "name"), SCHEMES)
 def test_several_devices_equal_one(scheme, name):
     options: Any = {"mesh": mesh_of(t=4), "axis_name": "t", "scheme": scheme}
@@ -342,6 +342,7 @@ def test_a_ring_has_no_normalizers_of_whole_rows(name):
         parallel.attention(*operands()[:3], **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sigmoid", "running"])
 def test_tokens_cut_under_jit(name):
     """Each device computes its own queries with all keys."""

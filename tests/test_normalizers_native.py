@@ -130,7 +130,7 @@ def test_gradients_of_narrow_dtypes(name, dtype):
     assert_accurate(got, want, 4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(8, slow=True)
 @pytest.mark.parametrize("name", ["sigmoid", "relu", "sigmoid by head", "function"])
 def test_score_functions_come_first(name):
     """Their parameters, and a scale for each head, have gradients too."""

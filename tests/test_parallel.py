@@ -229,6 +229,7 @@ def test_heads_go_round_in_turn_where_they_are_sharded_too(monkeypatch):
         check_on_three_axes(PASTED_AND_DROPPED, "ring")
 
 
+@pytest.mark.slow
 def test_equals_one_device_where_heads_run_at_once():
     """On GPUs and TPUs `blockwise` computes all heads at once."""
     with tuning.using(row=tuning.sizes("cpu")._replace(in_turn=False)):
@@ -242,7 +243,7 @@ def test_batch_and_heads_are_sharded_too():
         check_on_three_axes(PASTED_AND_DROPPED, scheme)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("explicit", [("data", "context", "model"), ("context",)])
 def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
     """`jax.make_mesh` makes such a mesh by default, and a new user's first arrays are on one
@@ -255,7 +256,7 @@ def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
         check_on_three_axes(RULES[name], scheme, mesh)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_within_shard_map_under_scan_remat_and_vmap(scheme):
     """Two layers, one set of weights each, a batch that is mapped; `check_vma` is on by default."""

@@ -169,6 +169,7 @@ def test_ten_million_tokens_on_a_thousand_devices(capsys):
     assert planned.seconds == max(planned.compute_seconds, planned.send_seconds)
 
 
+@pytest.mark.slow
 def test_rows_and_plot(tmp_path, capsys):
     sizes = "--lengths 64 --devices 2 3 --schemes all_to_all --head-size 8".split()
     run_options = "--documents 20 --seconds 0.01".split()

@@ -105,7 +105,7 @@ def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, li
     return compiled.as_text(), results, sharded, gathered(compiled)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kind", "T", "rule"),
     [
@@ -129,6 +129,7 @@ def test_a_cache_cut_by_rows_and_heads_stays_cut(kind, T, rule):
     assert_sharded_alike(cache.keys, sharded.keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", pytest.param("rolling", marks=pytest.mark.slow)])
 def test_gradients_through_a_cache_stay_cut(kind):
     def gradients(cache: Any, *qkv: Any) -> Any:

@@ -258,6 +258,7 @@ def test_native_sparse_attention(block, count, window):
     assert oracle.error(got[3], d_gates) < 1e-13
 
 
+@pytest.mark.slow
 def test_native_sparse_attention_with_learned_compression():
     q, k, v, _ = attention_arrays(SIZES)
     gates = jnp.zeros((B, T, N, 3)).at[..., 0].set(1)

@@ -287,6 +287,7 @@ def test_functions_of_users_batches_and_few_bits():
                 np.testing.assert_allclose(got, want, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles
 def test_memory_is_linear():
     """A program for 8 times the length needs at most 10 times the temporary memory."""

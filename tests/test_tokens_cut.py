@@ -93,7 +93,7 @@ def in_every_mode(rule: Any, integers: Any, floats: Any, tangents: Any, cotangen
     return jvp(floats), *(jax.jvp(f, (floats,), (tangents,))[1] for f in (jvp, vjp))
 
 
-@pytest.mark.one_in(36)
+@pytest.mark.one_in(36, slow=True)
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
@@ -258,7 +258,7 @@ def test_mapped_calls_and_few_key_heads():
     run_sharded(jax.value_and_grad(squared, (0, 1)), (q, k), sharded)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("generated", [True, False], ids=["native", "tiles"])
 @pytest.mark.parametrize("name", ["causal", "segments", "pasted"])
 def test_statistics_stay_sharded(name, generated):

@@ -256,7 +256,7 @@ def test_values(kind, name, T, G):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_what_no_row_holds_does_not_exist(kind, poison):
@@ -266,7 +266,7 @@ def test_what_no_row_holds_does_not_exist(kind, poison):
     assert_equal(attend(query, poisoned(cache, poison), **rules), want)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, slow=True)
 @every_cache
 def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
     """A value that only the last query attends to, and a key outside of every window."""
@@ -291,7 +291,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
         np.testing.assert_array_equal(out[1:], want[1:])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("kind", ["dense_long", "paged", "paged_long"])
 def test_the_tile_map_decides(kind):
     """A tile that a map wrongly calls empty is not visited, and one it calls full is not masked."""

@@ -772,6 +772,7 @@ def test_exact_match_is_counted_by_construction():
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
 
 
+@pytest.mark.slow
 def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
     rng = np.random.default_rng(0)
     tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]

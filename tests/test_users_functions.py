@@ -265,7 +265,7 @@ def or_refuse(implementation: Any, row: UserScore, **options: Any) -> None:
         assert row.refuses and implementation == "native", reason
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SCORES)
@@ -404,7 +404,7 @@ def random_functions(seed: int) -> tuple[UserScore, Callable[..., Any], Callable
     return UserScore(score, (table(20),), refuses=True), mask, lambda: filled(of, rng)
 
 
-@pytest.mark.one_in(48)
+@pytest.mark.one_in(96)
 @pytest.mark.parametrize("seed", range(48))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_random_functions_before_and_after_what_they_read_changes(implementation, seed):

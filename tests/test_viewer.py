@@ -571,6 +571,7 @@ def test_controls_take_one_row_at_1280_pixels(window, ten_words):
             assert width <= 1280
 
 
+@pytest.mark.slow
 def test_keys_of_neurons_are_reached_by_arrows_and_scrolled_to(window, tmp_path):
     query, key = np.random.default_rng(10).normal(size=(2, 30, 4))
     page = viz.viewer(weights(11, 30, 30), query=query, key=key)
@@ -624,6 +625,7 @@ def test_nothing_overlaps_or_is_cut(page, page_path, size):
         assert main >= 0.5 * size[1]
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles
 def test_2048_tokens_open_within_two_seconds(window, tmp_path):
     size = 2048
@@ -654,6 +656,7 @@ def test_2048_tokens_open_within_two_seconds(window, tmp_path):
     assert window.complaints == []
 
 
+@pytest.mark.slow
 @pytest.mark.default_tiles
 def test_a_token_of_100000_letters_hangs_no_view(window, tmp_path):
     """It is drawn as far as there is room for it, and its title is whole."""

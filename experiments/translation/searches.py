@@ -20,6 +20,7 @@ from jattn.generation import (
     Generated,
     Hypotheses,
     beam_search,
+    check_length_penalty,
     each_token,
     length_penalties,
     sample_tokens,
@@ -151,7 +152,7 @@ def check_beam(beams: int, n_best: int, length_penalty: float) -> None:
     _check_counts(beams=beams, n_best=n_best)
     if beams > _MOST_BEAMS:
         raise ValueError(f"beams: expected at most {_MOST_BEAMS}, got {beams}")
-    length_penalties(1, length_penalty)
+    check_length_penalty(length_penalty)
 
 
 def _each_token(

@@ -10,6 +10,7 @@ from jattn.generation.searches import (
     Generated,
     Hypotheses,
     beam_search,
+    check_length_penalty,
     each_token,
     length_penalties,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Hypotheses",
     "LanguageModel",
     "beam_search",
+    "check_length_penalty",
     "each_token",
     "generate",
     "length_penalties",

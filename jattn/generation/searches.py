@@ -272,6 +272,16 @@ def beam_search(
     return jax.lax.while_loop(is_any_open, advance_beams, start)[2]
 
 
+def check_length_penalty(alpha: float) -> None:
+    """Raises TypeError and ValueError for an exponent of `length_penalties` that is not a number in
+    -8..8; computes nothing."""
+    check_number("length_penalty", alpha)
+    if abs(alpha) > _MOST_PENALTY:
+        raise ValueError(
+            f"length_penalty: expected -{_MOST_PENALTY}..{_MOST_PENALTY}, got {shown(alpha)}"
+        )
+
+
 def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
     """Returns the length penalties ((5 + n) / 6)^α of sequences of n = 0..`length` tokens, float32
     (Wu et al. 2016, equation 14); α = 0 is no penalty, a greater one favours longer sequences.
@@ -281,11 +291,7 @@ def length_penalties(length: int, alpha: float) -> Float[Array, " length+1"]:
     >>> jattn.generation.length_penalties(7, 1.0)[jnp.array([1, 7])].tolist()
     [1.0, 2.0]
     """
-    check_number("length_penalty", alpha)
-    if abs(alpha) > _MOST_PENALTY:
-        raise ValueError(
-            f"length_penalty: expected -{_MOST_PENALTY}..{_MOST_PENALTY}, got {shown(alpha)}"
-        )
+    check_length_penalty(alpha)
     # NumPy computes them, because the last digit of XLA's powers depends on the array's size, so
     # that a sequence's score would depend on the other sequences.
     return jnp.asarray(((5 + np.arange(length + 1)) / 6) ** alpha, jnp.float32)
