@@ -8,7 +8,7 @@ import pytest
 def thin(items: list[Any]) -> None:
     """Keeps one in n of the cases of tests marked `one_in(n)` in the quick suite.
 
-    Of the others one in 10 becomes slow (one in 30 for n >= 4, 50 for n >= 8, 80 for n >= 20) and
+    Of the others one in 20 becomes slow (one in 60 for n >= 4, 100 for n >= 8, 160 for n >= 20) and
     the rest exhaustive. `one_in(n, slow=True)` makes one in n slow and the others exhaustive.
     Cases that are exhaustive already stay so.
 
@@ -28,7 +28,7 @@ def thin(items: list[Any]) -> None:
             item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
         elif rest:
             others_before = place - place // n - 1
-            every = 80 if n >= 20 else 50 if n >= 8 else 30 if n >= 4 else 10
+            every = 160 if n >= 20 else 100 if n >= 8 else 60 if n >= 4 else 20
             often = others_before % every == 0
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 

@@ -84,7 +84,7 @@ def test_the_configuration_decides_the_module(name):
         assert np.std(glorot[table]) == pytest.approx(math.sqrt(2 / 910), rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_architecture
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
     params = parts.model.init(3)
@@ -103,7 +103,7 @@ def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
         np.testing.assert_allclose(other[name], gradient[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
@@ -140,7 +140,7 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     assert_equal(updated.params, initial)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_architecture
 @pytest.mark.parametrize(
     "search",

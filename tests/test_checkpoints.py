@@ -527,7 +527,7 @@ def test_damaged_metrics_are_named(tmp_path, line):
         run.metrics()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.25])
     monkeypatch.setattr(evaluation.Evaluator, "token_loss", lambda *_: next(losses))

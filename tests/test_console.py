@@ -141,7 +141,7 @@ def test_programs_get_the_evaluation(trained):
     assert "validation: 21 sentences" in said.err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_knows_pieces_of_words(trained):
     said = run(trained.directory, "plot", "--run", trained.directory)
     assert len(said.out.splitlines()) == 7

@@ -196,7 +196,7 @@ def test_a_case_under_flags(flags, implementation, name):
     check_case(flags, implementation, name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_conditional_that_closes_over_traced_arrays_leaks_nothing():
     with jax.checking_leaks():
         check_case("checks", "blockwise", "tiles_band")

@@ -183,7 +183,7 @@ def test_within_a_transform_of_the_call(wrap):
     assert_equal(*both_of(total, arguments, "jvp of grad", "grad of grad"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mapped_and_differentiated_by_some_arguments():
     """Modes of `vmap`, and `vmap` of others; not all arrays are mapped or have a tangent."""
     (q, k, v, slopes), ids = problem(lead=(3,))

@@ -160,7 +160,7 @@ def test_a_planted_library_is_not_executed(built, quick, tmp_path):
     assert not mark.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_cache_folder_each_process_builds_a_library(quick, tmp_path):
     (tmp_path / "jattn").write_text("a file where the folder should be")
     assert said(CALL, tmp_path, quick) == "None"
@@ -564,7 +564,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_forked_process_builds_rules(built, tmp_path, quick):
     home, _ = copied(built, tmp_path)
     slow = waits_to_go(home, quick, "rule.cc")
@@ -593,7 +593,7 @@ def test_a_process_that_ends_does_not_wait_for_a_compiler(tmp_path):
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_path, quick):
     """Programs that do not name the kernel run without it after a while, and keep doing so;
     programs that name it wait."""
@@ -616,7 +616,7 @@ def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_pa
     assert "jattn_forward" in early.lower(x.q, x.k, x.v).as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_message_says_that_a_library_is_built(fresh, monkeypatch, caplog, quick):
     """It is logged, or written on a terminal where no logger shows it."""
     monkeypatch.setenv("CXX", quick)
@@ -840,7 +840,7 @@ for step in range(2):  # functions that differ have programs that differ
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_for_several_devices_are_found_on_the_disk(serialized, quick, tmp_path):
     code = CUT.replace("{path}", str(tmp_path))
     home = serialized[1]

@@ -120,7 +120,7 @@ def test_statistics_have_gradients_of_parameters():
     np.testing.assert_allclose(jax.grad(total)(jnp.asarray(BIAS)), want, rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_statistics_in_several_blocks_equal_those_in_one():
     q, k = normal_arrays((1, 37, 2, 4), (1, 41, 2, 4), seed=3, dtype=jnp.float64)
     options: Any = {"mask": masks.Causal(), "normalizer": normalizers.TopK(3)}

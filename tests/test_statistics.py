@@ -263,7 +263,7 @@ def test_positions_and_wide_distances(how):
     np.testing.assert_allclose(result.distance, (weights * distance).sum(-1), rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_functions_of_users_batches_and_few_bits():
     """The kernel and pure JAX agree on compiled functions, keys [S] for all rows, `vmap`, and
     bfloat16."""

@@ -55,7 +55,7 @@ def assert_like_reference(run: Callable[[str], Any]) -> Any:
     return got
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_tiles():
     """Empty, full and mixed tiles, also for a group of heads; with dropout, and a last tile that
     is not whole."""

@@ -284,7 +284,7 @@ def test_functions_written_in_a_loop_over_traced_layers(implementation):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bounds_may_close_over_traced_arrays():
     x = jnp.asarray(normal(1, 40, 1, 4))
 

@@ -116,7 +116,7 @@ def widened(batch: Batch, places: int) -> Batch:
     return batch._replace(**wider)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones():
     """They are those of the same sentences, but not if the arrays that separate the pairs are
     left out."""
@@ -996,7 +996,7 @@ def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
     assert timeless(expected.metrics()) == timeless(other.metrics())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
     """Its digests were not written yet. A difference of one bit at the end would be noticed."""

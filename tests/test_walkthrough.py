@@ -410,7 +410,7 @@ sys.exit(command.main(["--out", sys.argv[1]]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.minutes
 def test_all_steps_as_pasted_and_the_page(tmp_path):
     """The command runs with users' compiler options and tiles, because some steps measure times."""
