@@ -274,7 +274,10 @@ def beam_search(
 
 def check_length_penalty(alpha: float) -> None:
     """Raises TypeError and ValueError for an exponent of `length_penalties` that is not a number in
-    -8..8; computes nothing."""
+    -8..8; computes nothing.
+
+    >>> jattn.generation.check_length_penalty(0.6)
+    """
     check_number("length_penalty", alpha)
     if abs(alpha) > _MOST_PENALTY:
         raise ValueError(
