@@ -29,7 +29,13 @@ struct Weighted {
 
 // 1 / (1 + e^-x) for all x.
 inline Vector sigmoid(Vector x) {
-#if JATTN_SINGLE
+#if JATTN_SINGLE && defined(__AVX512DQ__)
+  const Vector y = 1 + power_of_two<true>(x * -1.44269504088896341f).product();
+  const Vector r = (Vector)_mm512_rcp14_ps((__m512)y);
+  // Below -87, where y may be infinite, the result is 0.
+  const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  return (Vector)_mm512_maskz_fmadd_ps(real, (__m512)r, (__m512)(1 - y * r), (__m512)r);
+#elif JATTN_SINGLE
   const Vector found = reciprocal(1 + exponential(-x));  // e^-x may overflow
   return x < -87 ? Vector{} : found;
 #else

@@ -119,13 +119,17 @@ inline Vector scaled_exponential(Vector x, Vector* shifted) {
 
 #if defined(__AVX512DQ__)
 
-// e^x for x < 88, and 0 below -87; NaN for NaN: 2^n 2^r with n + r = x log2 e, 2^r by its minimax
-// polynomial (2e-9). The relative error is up to 1 + 1.5 |x| units of rounding. Unless kExact, for
-// weights that are rounded to bfloat16, it is 1e-4.
-template <bool kExact = true>
-inline Vector exponential(Vector x) {
-  const __m512 power = _mm512_mul_ps((__m512)x, _mm512_set1_ps(1.44269504088896341f));
-  const Vector r = (Vector)_mm512_reduce_ps(power, _MM_FROUND_TO_NEAREST_INT);
+// 2^x as the factors 2^n and 2^r with n + r = x, where 2^r is computed by its minimax polynomial (2e-9).
+// Both are NaN for NaN; of infinities r is 0.
+struct PowerOfTwo {
+  Vector n, factor;
+
+  Vector product() const { return (Vector)_mm512_scalef_ps((__m512)factor, (__m512)n); }
+};
+
+template <bool kExact>
+inline PowerOfTwo power_of_two(Vector x) {
+  const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
   Vector p = all(kExact ? 1.5353361960e-04f : 5.5008932948e-02f);
   if constexpr (kExact) {
     p = p * r + 1.3398875017e-03f;
@@ -134,9 +138,16 @@ inline Vector exponential(Vector x) {
   }
   p = p * r + (kExact ? 2.4022647738e-01f : 2.4221096933e-01f);
   p = p * r + (kExact ? 6.9314718246e-01f : 6.9328290224e-01f);
-  p = p * r + 1.0f;
+  return {x - r, p * r + 1.0f};
+}
+
+// e^x for x < 88, and 0 below -87; NaN for NaN. The relative error is up to 1 + 1.5 |x| units of
+// rounding. Unless kExact, for weights that are rounded to bfloat16, it is 1e-4.
+template <bool kExact = true>
+inline Vector exponential(Vector x) {
+  const auto [n, factor] = power_of_two<kExact>(x * 1.44269504088896341f);
   const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-  return (Vector)_mm512_maskz_scalef_ps(real, (__m512)p, _mm512_sub_ps(power, (__m512)r));
+  return (Vector)_mm512_maskz_scalef_ps(real, (__m512)factor, (__m512)n);
 }
 
 #else
