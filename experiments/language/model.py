@@ -53,8 +53,7 @@ def start(
 ) -> list[cache.Cache]:
     """Returns caches with which `jattn.generate` writes one text of any length; `dtype` is that of
     keys and values, by default the model's."""
-    stored_as = None if dtype is None else jnp.dtype(dtype)
-    return model.start(1, settings.length, cache.RollingCache, stored_as)
+    return model.start(1, settings.length, cache.RollingCache, dtype)
 
 
 def loss(model: DecoderOnly, rows: Array, key: Array | None = None) -> Array:

@@ -151,8 +151,7 @@ class _Transformer:
     ) -> list[jattn.nn.LayerCache]:
         mask = masks.Lengths(kv=source_lengths)
         memory = module.encode(source, mask=mask, deterministic=True)
-        stored_as = None if dtype is None else jnp.dtype(dtype)
-        return module.decoder.start(memory, length, memory_lengths=source_lengths, dtype=stored_as)
+        return module.decoder.start(memory, length, memory_lengths=source_lengths, dtype=dtype)
 
     def reorder(
         self, state: list[jattn.nn.LayerCache], rows: Array, *, memory: bool

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -144,9 +143,7 @@ class Engine:
         self.tokens_served = 0
         self.failure: str | None = None
         options: Any = {"page_size": PAGE_SIZE, "num_pages": self.pages}
-        if cache_dtype is not None:
-            options["dtype"] = jnp.dtype(cache_dtype)
-        self._caches: Any = model.start(rows, length, PagedCache, **options)
+        self._caches: Any = model.start(rows, length, PagedCache, cache_dtype, **options)
         definition, self._variables = nnx.split(model)
         self._step = _compiled_step(definition)
         self._key_shape = jax.random.key_data(jax.random.key(0)).shape
