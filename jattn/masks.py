@@ -607,7 +607,7 @@ def shifted(positions: Any, by: Any) -> Any:
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
     if not integers.is_narrow(positions):  # attention has int32 positions; `dense` may have int64
         return positions + by
-    while by:  # JAX has no int64 by default, so `by` is added in int32 steps, nearly always in one
+    while by:  # JAX has no int64 by default, so `by` is added in int32 steps, usually a single one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
         overflows = positions > _GREATEST - summand if summand > 0 else positions < _LEAST - summand
@@ -1163,7 +1163,7 @@ class Tree(Mask):
     before the tokens are appended.
 
     The position of a token in its sequence is `start` plus its depth, not its place. Rotary
-    embeddings, ALiBi and other functions of positions need the positions, kept by the caches:
+    embeddings, ALiBi and other functions of positions need caches with `positions=True`:
 
         caches = model.start(B, length, positions=True)
         ...
@@ -1174,7 +1174,7 @@ class Tree(Mask):
         caches = [cache.keep(start, places, counts) for cache in caches]  # the accepted path
 
     Raises TypeError unless both are integers, ValueError for concrete parents that do not come
-    before their child; traced ones count as −1.
+    before their child; traced parents that do not count as −1.
 
     >>> print(masks.Tree(jnp.array([-1, 0, 0, 1]), start=1).dense(4, 5).astype(int))
     [[1 1 0 0 0]
@@ -1183,7 +1183,7 @@ class Tree(Mask):
      [1 1 1 0 1]]
     """
 
-    ancestors: Any = array_field("*B T D")  # D = T: which of the T tokens are seen by each
+    ancestors: Any = array_field("*B T D")  # [t, d]: whether token t sees token d; D = T
     start: Any = array_field("*B", default=0)
 
     def __init__(self, parents: Any, start: Any = 0):
@@ -1243,7 +1243,7 @@ def _ancestors(parents: Int[AnyArray, "*B T"]) -> Bool[AnyArray, "*B T T"]:
     parents = jnp.where(parents < child, parents, -1)
     identity = np.eye(T, dtype=bool).reshape(*child.shape[:-1], T, T)
     reached = ((parents[..., None] == child[..., None, :]) | identity).astype(jnp.float32)
-    for _ in range(max(T - 1, 1).bit_length()):  # paths of 2ⁿ steps
+    for _ in range(max(T - 1, 1).bit_length()):  # each product doubles the length of the paths
         reached = jnp.minimum(reached @ reached, 1)
     return reached > 0
 
@@ -1273,9 +1273,9 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares such bounds with the function. Attention ignores bounds that read
-    variables that may change before gradients are computed, such as lists, dicts and objects with
-    attributes; arrays, numbers and modules are fine.
+    `check_bounds` compares such bounds with the function. The bounds may read arrays, numbers and
+    modules. If they read lists, dicts or attributes of objects, which may change before gradients
+    are computed, attention ignores them.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]

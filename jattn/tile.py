@@ -93,8 +93,8 @@ def nan_where_nonfinite(v: Float[Array, "s V"]) -> Float[Array, " s"]:
 def add_nan_of_values(spec: Spec, v: Float[Array, "s V"], x: Array) -> Array:
     """Adds NaN to the results x of all queries if any value is not finite, for specs without mask.
 
-    Without a mask, every query attends to that value. With a mask, returns x unchanged: NaN was
-    added to the scores already, by `scores` or by the kernel, for the queries that attend to it.
+    Without a mask, every query attends to that value. With a mask, returns x unchanged, because
+    `scores` or the kernel has added NaN to the scores already.
     """
     return x if has_mask(spec) else x + jnp.sum(nan_where_nonfinite(v))
 

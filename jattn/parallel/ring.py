@@ -184,9 +184,8 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Builds this structure from one value per array: the array's gradient, or something else
-        about it, such as the letters of its axes. `letters` are the axes of the parameters; they
-        tell which parameters travel."""
+        """Builds this structure from one value for each array, such as its gradient or its letters.
+        `letters` are the axes of the parameters; they tell which parameters travel."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]
         return cls((query, local), (key, value, [x if is_sent else None for is_sent, x in pairs]))

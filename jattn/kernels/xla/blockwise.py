@@ -643,16 +643,16 @@ def _with_recomputed_normalizer(
     computes the normalizer again, from scores that are computed tile by tile.
     """
 
-    def given_normalizer(per_query: PerQuery, *_: Array) -> Any:
+    def normalizer_of(per_query: PerQuery, *_: Array) -> Any:
         return per_query.maximum, per_query.log_total
 
     def new_normalizer(per_query: PerQuery, key: Array, value: Array) -> Any:
         _, normalizer = forward_loop(spec, per_query.query, key, value, call)
-        return given_normalizer(per_query.with_normalizer(normalizer))
+        return normalizer_of(per_query.with_normalizer(normalizer))
 
     is_small = jnp.max(jnp.abs(per_query.maximum), initial=0) < _LARGE_LOGITS
     maximum, log_total = unbatched_cond(
-        is_small, given_normalizer, new_normalizer, per_query, key, value
+        is_small, normalizer_of, new_normalizer, per_query, key, value
     )
     return per_query._replace(maximum=maximum, log_total=log_total)
 

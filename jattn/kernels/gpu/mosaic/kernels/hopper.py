@@ -1,12 +1,12 @@
 """Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
-`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One only copies:
-it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The other
-two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
-products of one while the other computes its softmax. Barriers synchronize the two, and signal when
-a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2
-and so on; each uses the buffer `tile_number % _BUFFERS`.
+`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One of them only
+copies: it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The
+other two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute
+the products of one while the other computes its softmax. Barriers synchronize the two, and signal
+when a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and
+so on; each uses the buffer `tile_number % _BUFFERS`.
 
 If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
 the program is persistent: the grid has only as many programs as run at once, and each computes
@@ -299,12 +299,13 @@ class _HopperGradients(backward.GradientProgram):
         """Copies all streamed tiles, in the copying warpgroup."""
         b, _, i = self.place
 
-        def visit(h: Array, x: Array, masked: bool, tile_number: Array) -> Array:
+        def visit(h: Array, block: Array, masked: bool, tile_number: Array) -> Array:
             first_kept = i * self.problem.groups * ROWS
-            index = self.tile_index(h, first_kept, x * self.problem.streamed)
-            statistics = [self.statistics.at[b, h, x]] if self.problem.by_key else []
+            index = self.tile_index(h, first_kept, block * self.problem.streamed)
+            statistics = [self.statistics.at[b, h, block]] if self.problem.by_key else []
             spec_parts = self.problem.streamed_parts(self.leaves, index)
-            self.memory.streams[0].fill(tile_number, *self.tiles(h, x), *statistics, *spec_parts)
+            tiles = self.tiles(h, block)
+            self.memory.streams[0].fill(tile_number, *tiles, *statistics, *spec_parts)
             return tile_number + 1
 
         self.memory.drain(self.fold(visit, jnp.int32(0)))
@@ -323,9 +324,9 @@ class _HopperGradients(backward.GradientProgram):
         def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
 
-            def visit(x: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            def visit(block: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 tile_number, *totals = state
-                index = self.tile_index(h, start, x * problem.streamed)
+                index = self.tile_index(h, start, block * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 # A masked tile needs more registers, so it is passed as a function and read later.
                 tile = read if masked else read()
