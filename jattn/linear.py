@@ -1,9 +1,9 @@
 """Linear attention: weights that are products of features, with a running state for decoding.
 
-The weight of key j for query i is φ(q_i)·φ(k_j), which sums over the keys allow to compute in time
-and memory linear in the tokens (Katharopoulos et al. 2020). With decays it is the recurrence of
-RetNet (Sun et al. 2023), Mamba-2 (Dao and Gu 2024) and gated linear attention (Yang et al. 2024).
-The main function is `linear_attention`. F is the number of features.
+The weight of key j for query i is φ(q_i)·φ(k_j), so the sums over keys do not depend on the query,
+and time and memory are linear in the tokens (Katharopoulos et al. 2020). With decays it is the
+recurrence of RetNet (Sun et al. 2023), Mamba-2 (Dao and Gu 2024) and gated linear attention (Yang
+et al. 2024). The main function is `linear_attention`. F is the number of features.
 """
 
 import functools
@@ -44,7 +44,7 @@ Decays = Float[AnyArray, " K"] | Float[AnyArray, "*B S K"] | Float[AnyArray, "*B
 
 @pytree_dataclass
 class LinearState:
-    """The state of linear attention after some tokens: sums whose size does not grow with them.
+    """The state of linear attention after some tokens: sums of fixed size.
 
     `values [*B, K, F, V]` is the decayed sum of φ(key) ⊗ value, `keys [*B, K, F]` that of φ(key),
     in float32 (float64 for float64), and `segment [*B]` the id of the last token's document.
@@ -83,9 +83,9 @@ class RandomFeatures:
     """Random features of the softmax kernel (FAVOR+, Choromanski et al. 2021, section 2).
 
     A feature map φ with E[φ(q)·φ(k)] = exp(q·k / √H), so that `linear_attention` approximates
-    `attention`: φ(x)_f = exp(w_f·y − |y|²/2) / √F with y = x / H^(1/4). The directions of each H
-    rows w of `projection [F, H]` are orthogonal, their lengths those of normal vectors. The error
-    falls as 1/√F, and grows exponentially with the scores q·k / √H.
+    `attention`: φ(x)_f = exp(w_f·y − |y|²/2) / √F with y = x / H^(1/4). The rows w of
+    `projection [F, H]` are orthogonal in groups of H, with the lengths of Gaussian vectors. The
+    error falls as 1/√F, and grows exponentially with the scores q·k / √H.
 
     >>> features = jattn.RandomFeatures.create(jax.random.key(0), 64, 8)
     >>> jattn.linear_attention(q, k, v, feature_map=features, causal=False).shape
@@ -129,7 +129,7 @@ class RandomFeatures:
 
 
 def _elu_plus_one(x: Array) -> Array:
-    """Returns elu(x) + 1, which is exp(x) for x ≤ 0, with all its digits."""
+    """Returns elu(x) + 1, computed as exp(x) for x ≤ 0, which loses no digits."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
@@ -196,24 +196,23 @@ def linear_attention(
         log_decay: natural logs of decays, at most 0, −inf to forget: `[K]` for each head (RetNet,
             Sun et al. 2023), `[*B, S, K]` for each token (Mamba-2, Dao and Gu 2024), or
             `[*B, S, K, F]` for each feature (gated linear attention, Yang et al. 2024). The decay
-            of a token multiplies the sums of the tokens before it. Larger logs than 0, where they
-            are traced or for each token, are not noticed; results may then overflow.
-        causal: whether query i sees keys up to i only, for which T = S.
+            of a token multiplies the sums of the tokens before it. Logs above 0 raise an error only
+            in a concrete `[K]`; elsewhere they may make results overflow.
+        causal: whether query i sees keys up to i only; requires T = S.
         normalize: whether to divide by the sum of the weights; False for RetNet and gated linear
             attention. Without weights the output is 0.
-        segments: integer ids `[*B, S]` of documents packed into a sequence, for T = S. A token
+        segments: integer ids `[*B, S]` of documents packed into a sequence; requires T = S. A token
             whose id differs from that of the token before it begins a new document, and tokens see
             their own document only. Ids are compared as 32-bit integers.
         valid: boolean `[*B, S]`. Tokens at False are padding: as if they were removed from key,
             value, log_decay and segments. If causal, or with segments, query i belongs to token i,
-            and its output is 0.
+            so queries that are padding have output 0.
         state: the state after earlier tokens, from `return_state=True`: calls for parts of the
-            tokens, in order, equal one call. The first token continues the state's document, or
-            with `segments`, does so if it has its id.
+            tokens, in order, equal one call. The first token continues the state's document;
+            with `segments`, only if it has the same id.
         return_state: whether to return the state after the S tokens too.
-        chunk: a power of two: the tokens whose weights are computed by one matrix product, by
-            default the size that was fastest where it was measured. It changes results by rounding
-            only.
+        chunk: the number of tokens whose weights one matrix product computes, a power of two; by
+            default the fastest one measured. It changes results by rounding only.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_state` also a `LinearState`.
@@ -234,10 +233,10 @@ def linear_attention(
     _check_options(feature_map, normalize=normalize, return_state=return_state, chunk=chunk)
     size = chunk or tuning.current().linear_chunk
     dtype = accumulation(query.dtype)
-    paired = valid if causal or segments is not None else None
+    query_valid = valid if causal or segments is not None else None
     features = tuple(
         _features(name, feature_map, x, exists, dtype)
-        for name, x, exists in (("query", query, paired), ("key", key, valid))
+        for name, x, exists in (("query", query, query_valid), ("key", key, valid))
     )
     F, (*batch, _, K, V) = features[1].shape[-1], value.shape
     if features[0].shape[-1] != F:
@@ -399,7 +398,8 @@ def _attend(
 
 def _attend_later(q: Array, k: Array, v: Array, logs: Any, *, chunk: int) -> tuple[Array, Array]:
     """Returns the numerators and denominators of the later tokens of each token's document."""
-    # Read backwards, a token that begins a document forgets when the token before it is read.
+    # The first token of a document forgets all tokens before it. In reverse order these follow it,
+    # so the next token must forget instead: decays shift by one token.
     logs = jnp.pad(jnp.flip(logs, 1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     sums = jnp.zeros_like(k[:, 0, :, None] * v[:, 0, None]), jnp.zeros_like(k[:, 0])
     tokens = jnp.flip(q, 2), jnp.flip(k, 1), jnp.flip(v, 1)

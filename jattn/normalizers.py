@@ -79,7 +79,7 @@ class NormalizerFunction:
         raise NotImplementedError
 
     def for_keys(self, count: Size | None) -> "NormalizerFunction":
-        """Returns the normalizer for a call with `count` keys, for one that depends on it.
+        """Returns the normalizer to use in a call with `count` keys.
 
         In calls on a cache `count` is None, and a normalizer that depends on it raises ValueError.
         """
@@ -154,8 +154,8 @@ class Sigmoid(PointwiseNormalizer):
     practices for sigmoid self-attention").
 
     `bias` is a number, or a float array: a scalar or `[N]`. By default it is −log S for S keys, the
-    masked ones included, so that the weights of a query first sum to about 1. Calls on a cache need
-    a given bias, because a cache has more slots than keys.
+    masked ones included, so that weights of scores near 0 sum to about 1. Calls on a cache must
+    pass a bias, because a cache has more slots than keys.
 
     >>> w = jattn.attention_weights(0 * q, k, normalizer=normalizers.Sigmoid())
     >>> w[0, 0, 0, 0].round(3).item()
@@ -189,9 +189,9 @@ class Relu(PointwiseNormalizer):
     """The weights max(score, 0)^power / (divisor × S^count_power), for S keys, the masked ones
     included.
 
-    The three are numbers, power at least 1. Wortsman et al. 2023, "Replacing
-    softmax with ReLU in vision transformers", for count_power 1; So et al. 2021, "Primer", for
-    power 2. Calls on a cache need count_power 0, because a cache has more slots than keys.
+    All three are numbers; `power` is at least 1. Wortsman et al. 2023, "Replacing softmax with ReLU
+    in vision transformers", use count_power 1; So et al. 2021, "Primer", use power 2. Calls on a
+    cache need count_power 0, because a cache has more slots than keys.
 
     >>> jattn.attention(q, k, v, normalizer=normalizers.Relu(2, count_power=1)).shape
     (2, 5, 4, 8)
@@ -218,11 +218,11 @@ class Relu(PointwiseNormalizer):
         return Relu(self.power, divisor=self.divisor * known**self.count_power)
 
     def evaluate(self, score, b, h, rows, columns):
-        # By selection: the derivative at 0 is 0, also the second one of a power between 1 and 2,
-        # and NaN remains.
-        negative = score <= 0
-        power, powered = number(self.power), jnp.where(negative, 1, score)
-        powered = jnp.where(negative, 0, powered if power == 1 else powered**power)
+        # `where` keeps NaN, and makes all derivatives at 0 zero, even the second one of a power
+        # between 1 and 2.
+        is_zero = score <= 0
+        power, base = number(self.power), jnp.where(is_zero, 1, score)
+        powered = jnp.where(is_zero, 0, base if power == 1 else base**power)
         return powered if self.divisor == 1 else powered / number(self.divisor)
 
 
@@ -242,8 +242,9 @@ class Exp(PointwiseNormalizer):
 def Pointwise(fn: Callable[..., Any], *operands: Any) -> PointwiseNormalizer:
     """Returns the normalizer with the weights `fn(score, *operands)`, for scalars.
 
-    Operands are passed whole; the float ones are differentiable parameters. What else the function
-    reads counts as in `scores.Score`. A function may replace a normalizer:
+    Operands are passed whole; the float ones are differentiable parameters. Other variables that
+    the function reads are treated as in `scores.Score`. A function may be passed as the
+    normalizer itself:
 
     >>> jattn.attention(q, k, v, normalizer=jax.nn.softplus).shape
     (2, 5, 4, 8)
@@ -326,9 +327,9 @@ class Entmax(NormalizerFunction):
     1 (Peters et al. 2019, "Sparse sequence-to-sequence models").
 
     α is a number above 1. Near 1 the weights are those of the softmax; the greater α is, the fewer
-    keys have a weight above 0. α = 2 is `Sparsemax`. τ is computed by Newton's method for α up to
-    2, which ends at the exact τ up to rounding, and else by bisection. Gradients are those of the
-    implicit function: only keys with a weight above 0 count.
+    keys have a weight above 0. α = 2 is `Sparsemax`. τ is computed up to rounding, by Newton's
+    method for α ≤ 2 and by bisection for larger α. Gradients are those of the implicit function:
+    only keys with a weight above 0 have one.
 
     >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Entmax(1.5))
     >>> w.sum(-1).round(5).min().item()
@@ -364,7 +365,8 @@ class Sparsemax(NormalizerFunction):
 class TopK(NormalizerFunction):
     """The softmax over the k greatest scores of each query.
 
-    Of scores that equal the k-th greatest all count. Gradients flow through the scores that count.
+    All scores that equal the k-th greatest are included, so there may be more than k. Gradients
+    flow through the included scores only.
 
     >>> w = jattn.attention_weights(q, k, normalizer=normalizers.TopK(3))
     >>> (w > 0).sum(-1).max().item()
@@ -398,13 +400,13 @@ class Running(NormalizerFunction):
 
     in the order in which the keys are stored.
 
-    term: a score function, or a function of its arguments: maps a score to the term of its pair.
-    score: likewise maps a score to the number with which the terms are combined; by default the
-        score itself.
+    term: a score function, or a function with its arguments, that maps a score to a term.
+    score: the same for score_j in the formula; by default the score itself.
     normalizer: the normalizer of the combined scores.
     combine: the operation: "add", "multiply", "maximum", "minimum", or an associative function of
-        two scalars, as `jnp.logaddexp`.
-    identity: for a function, the number e with which e ∘ x = x ∘ e = x, as −inf for `logaddexp`.
+        two scalars, such as `jnp.logaddexp`.
+    identity: the number e with e ∘ x = x ∘ e = x, required if `combine` is a function, such as −inf
+        for `logaddexp`.
 
     The forgetting transformer (Lin et al. 2025) adds the logs of the forget gates between a key and
     the query:
@@ -450,15 +452,14 @@ class Running(NormalizerFunction):
         return dataclasses.replace(self, normalizer=self.normalizer.for_keys(count))
 
     def weights(self, score, b, h, rows, columns):
-        allowed, at = score > -jnp.inf, (b, h, rows, columns)
+        allowed, indices = score > -jnp.inf, (b, h, rows, columns)
         allowed = allowed | jnp.isnan(score)
         zeroed = jnp.where(allowed, score, 0)
         combine, identity = _OPERATIONS.get(self.combine, (self.combine, self.identity))
-        first = zeroed if self.score is None else self.score.evaluate(zeroed, *at)
-        later = _later(
-            combine, identity, jnp.where(allowed, self.term.evaluate(zeroed, *at), identity)
-        )
-        return self.normalizer.weights(jnp.where(allowed, combine(first, later), -jnp.inf), *at)
+        first = zeroed if self.score is None else self.score.evaluate(zeroed, *indices)
+        terms = jnp.where(allowed, self.term.evaluate(zeroed, *indices), identity)
+        combined = combine(first, _later(combine, identity, terms))
+        return self.normalizer.weights(jnp.where(allowed, combined, -jnp.inf), *indices)
 
 
 @jax.tree_util.register_static
@@ -552,7 +553,7 @@ def _entmax(alpha: float, score: Scores) -> Scores:
     return weights / jnp.where(has_keys, total, 1)
 
 
-_MAX_STEPS = 100  # a bound: Newton's method takes about 10, bisection one for each bit
+_MAX_STEPS = 100  # of Newton's method, which takes about 10
 
 
 def _newton(z: Scores, power: float) -> Float[Array, "t 1"]:
@@ -568,8 +569,8 @@ def _newton(z: Scores, power: float) -> Float[Array, "t 1"]:
         following = jnp.clip(following, threshold, 0)
         return following, jnp.any(following > threshold), n + 1
 
-    running = (jnp.full((*z.shape[:-1], 1), -1, z.dtype), jnp.array(True), 0)
-    return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, running)[0]
+    initial = (jnp.full((*z.shape[:-1], 1), -1, z.dtype), jnp.array(True), 0)
+    return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, initial)[0]
 
 
 def _bisection(z: Scores, power: float) -> Float[Array, "t 1"]:
@@ -597,9 +598,9 @@ def _entmax_jvp(alpha: float, primals: Any, tangents: Any) -> tuple[Scores, Scor
     u = w^(2 − α) for keys with a weight above 0 and u = 0 for all others."""
     (score,), (d_score,) = primals, tangents
     weights = _entmax(alpha, score)
-    counts = weights != 0  # NaN counts
-    shares = jnp.where(counts, jnp.where(counts, weights, 1) ** (2 - alpha), 0)
+    has_weight = weights != 0  # true for NaN
+    shares = jnp.where(has_weight, jnp.where(has_weight, weights, 1) ** (2 - alpha), 0)
     total = shares.sum(axis=-1, keepdims=True)
-    d_score = jnp.where(counts, d_score, 0)
+    d_score = jnp.where(has_weight, d_score, 0)
     mean = jnp.sum(shares * d_score, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total)
     return weights, shares * (d_score - mean)

@@ -45,8 +45,8 @@ def chosen_blocks(
 ) -> Blocks:
     """The mask in which each block of queries attends to the `count` best blocks of keys.
 
-    A block of keys is scored by the product of the queries with the mean of its keys. The layout
-    `[*B, N, T/block, S/block]` is computed in the program, separately for each head.
+    A block of keys is scored by the product of the queries with the mean of its keys. Each head has
+    its own layout, in `[*B, N, T/block, S/block]`.
 
     Args:
         query: `[*B, T, N, H]`.
@@ -57,9 +57,9 @@ def chosen_blocks(
             save most.
         count: the number of blocks of keys that are kept, all if there are fewer.
         causal: whether the choice must not depend on later tokens; combine the result with
-            `masks.Causal()`. The first query of each block then chooses, among the blocks of keys
-            before its own; without `causal`, the mean of the queries does. The block of keys at a
-            query's own position is always kept and is one of the `count`.
+            `masks.Causal()`. If True, the first query of each block chooses among the key blocks
+            before its own, and the key block at a query's own position is always kept, as one of
+            the `count`. If False, the mean of the queries chooses among all key blocks.
         valid: `[*B, S]`, False for keys that are padding: they are not part of means, and a block
             of padding only is not chosen.
         q_positions: integer `[T]` or `[*B, T]`, ascending, by default arange(T); for `causal`. The
@@ -153,9 +153,9 @@ def _block_means(
     *batch, tokens, heads, width = x.shape
     blocks = -(-tokens // size)
     size = min(size, tokens)  # so that padding to whole blocks stays small
-    beyond = [(0, 0)] * len(batch) + [(0, blocks * size - tokens)]
-    valid = jnp.pad(valid, beyond).reshape(*batch, blocks, size)
-    x = jnp.pad(x, [*beyond, (0, 0), (0, 0)]).astype(accumulation(x.dtype))
+    padding = [(0, 0)] * len(batch) + [(0, blocks * size - tokens)]
+    valid = jnp.pad(valid, padding).reshape(*batch, blocks, size)
+    x = jnp.pad(x, [*padding, (0, 0), (0, 0)]).astype(accumulation(x.dtype))
     number = jnp.maximum(1, valid.sum(-1, keepdims=True)).astype(x.dtype)
     x = x.reshape(*batch, blocks, size, heads, width) / number[..., None, None]
     means = jnp.where(valid[..., None, None], x, 0).sum(-3)
@@ -174,8 +174,8 @@ def _products(
 def _own_and_earlier(
     positions: Int[Array, "*#B T"], q_block: int, kv_block: int, kv_blocks: int
 ) -> tuple[Bool[Array, "*#B 1 Tb Sb"], Bool[Array, "*#B 1 Tb Sb"]]:
-    """Returns, for each block of queries and of keys, whether a query of the one is at a position
-    in the other, and whether all its queries are at later blocks."""
+    """Returns, for each block of queries and each block of keys, whether any of the queries is at a
+    position in the block of keys, and whether all of the queries are at positions after it."""
     *batch, T = positions.shape
     blocks = -(-T // q_block)
     q_block = min(q_block, T)
@@ -193,7 +193,7 @@ def _own_and_earlier(
 def _top(scores: BlockScores, choosable: Any, own_blocks: Any, count: int) -> Choice:
     """Returns a layout with the `count` choosable blocks of each row that have the highest scores.
 
-    Own blocks are kept even if there are more, and come first."""
+    Own blocks come first, and all of them are kept, even if they are more than `count`."""
     ranked = jnp.where(own_blocks, jnp.inf, jnp.where(choosable, scores, -jnp.inf))
     _, places = jax.lax.top_k(ranked, min(count, scores.shape[-1]))
     chosen = jnp.zeros(scores.shape, bool)
@@ -236,8 +236,8 @@ def native_sparse_attention(
             projection of the tokens.
         block: the size of a block, or a pair (queries, keys); `(1, size)` as in the paper. The
             first query of a block chooses for all; `chosen_blocks` says which sizes save time.
-        count: the number of blocks that are kept; the first block, a query's own and the one before
-            it are kept first.
+        count: the number of blocks that are kept; a query's own block, the one before it and the
+            first block take precedence.
         window: the number of tokens in the window, each query's own included.
         compressed: the keys `[*B, C, K, H]` and values `[*B, C, K, V]` of the C = S // block whole
             blocks, from a network for instance; by default the means of each block.
@@ -289,13 +289,13 @@ def _gated_sum(
     blocks, options = key.shape[-3] // kv_block, {"scale": scale, **options}
     key_c, value_c = _compressed(key, value, kv_block) if compressed is None else compressed
     ends = jnp.arange(1, blocks + 1, dtype=jnp.int32) * kv_block - 1
-    rules: Any = {name: x for name, x in options.items() if name != "implementation"}
+    weight_options: Any = {x: y for x, y in options.items() if x != "implementation"}
     weights = attention_weights(
         *jax.lax.stop_gradient((query[..., ::q_block, :, :], key_c)),
         mask=Causal(),
         q_positions=jnp.arange(0, query.shape[-3], q_block, dtype=jnp.int32),
         kv_positions=ends,
-        **rules,
+        **weight_options,
     )
     layout = _important(weights, query.shape[-3], key.shape[-3:-1], sizes, count)
     branches = (
@@ -323,13 +323,13 @@ def _compressed(
 def _important(
     weights: Float[Array, "*B N Tb C"],
     T: int,
-    keys: Shape,
+    key_sizes: Shape,
     sizes: tuple[int, int],
     count: int,
 ) -> Choice:
     """Returns the layout of the blocks with the greatest weights, the same for all heads that share
-    one of the key heads. `keys` are S and K; a last, partial block of keys has no weight."""
-    (S, K), (*batch, N, rows, whole) = keys, weights.shape
+    one of the key heads. `key_sizes` are S and K; a last, partial block of keys has no weight."""
+    (S, K), (*batch, N, rows, whole) = key_sizes, weights.shape
     columns = -(-S // sizes[1])
     by_group = weights.reshape(*batch, K, N // K, rows, whole).sum(-3)
     importance = jnp.pad(by_group, [(0, 0)] * (by_group.ndim - 1) + [(0, columns - whole)])

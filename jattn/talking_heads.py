@@ -28,7 +28,7 @@ from jattn.spec import Spec
 __all__ = ["talking_heads_attention"]
 __dir__ = __all__.copy
 
-# About the number of scores, over all heads, of a block of queries: few enough for a CPU's caches.
+# The approximate number of scores of a block of queries, over all heads, which fit a CPU's caches.
 _BLOCK_SCORES = 2**20
 
 
@@ -57,8 +57,8 @@ def talking_heads_attention(
     queries that attend to it. Memory is linear in T and S, also for gradients, of every order and
     mode. To the products of attention, the mixtures add 2 N² multiplications for each pair: 8 heads
     of 64 and 2,048 tokens take 1.5 times as long as `attention` with `implementation="blockwise"`
-    on two CPU cores, and 2.1 times with gradients. XLA computes them on every platform, and masks
-    save no time.
+    on two CPU cores, and 2.1 times with gradients. XLA computes the call on every platform, and
+    masks save no time.
 
     Raises the errors of `attention`.
 

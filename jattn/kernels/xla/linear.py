@@ -83,8 +83,8 @@ def _chunk(sums: Sums, tokens: Any, *, strict: bool) -> tuple[Sums, tuple[Array,
 def _with_earlier(
     sums: Sums, query: Array, key: Array, value: Array, weights: Array, decayed: Sums | None = None
 ) -> tuple[Sums, tuple[Array, Array]]:
-    """Returns the results of `_chunk` from the weights of the chunk's pairs, from queries that
-    decay since its start, and from keys and sums that decay until its end."""
+    """Returns the results of `_chunk`. `query` includes the decay since the chunk's start; `key`
+    and `decayed`, the earlier sums, include the decay to its end."""
     numerator = jnp.einsum("rgij,rjv->rgiv", weights, value)
     numerator += jnp.einsum("rgif,rfv->rgiv", query, sums[0])
     denominator = jnp.sum(weights, axis=-1) + jnp.einsum("rgif,rf->rgi", query, sums[1])
@@ -96,7 +96,8 @@ def _with_earlier(
 def _sums_of_logs(
     logs: Float[Array, "r C d"],
 ) -> tuple[Float[Array, "r C d"], Float[Array, "r C d"], list[tuple[Array, Array]]]:
-    """Returns the sums up to and with each token, the sums after it, and the sums of each level.
+    """Returns for each token the sum of the logs up to and including it, and the sum of those after
+    it; and the sums of each level.
 
     Level m = 1, 2, 4, ... has blocks of 2m tokens. Its sums `[r, C/2m, m, d]` are: for tokens of
     the right half of a block, from the middle to the token; for the left half, from behind the

@@ -1,4 +1,4 @@
-"""Attention with a normalizer other than the softmax, for any normalizer, by blocks of queries.
+"""Attention with any normalizer other than the softmax, by blocks of queries.
 
 A block of queries has the scores of all its keys at once, so that a normalizer sees whole rows, and
 memory is linear in T and S. Derivatives of all modes and orders are JAX's own; the backward pass
@@ -30,11 +30,11 @@ def weights_and_mask(
 ) -> tuple[Float[Array, "t S"], Bool[Array, "t S"]]:
     """Computes the weights of t queries of one head for all their keys, before dropout, and which
     keys they may attend to."""
-    spec, *at = head_tile
+    spec, *indices = head_tile
     score = head_tile.modify(tile.pair_products(spec, q, k), True)
-    allowed = jnp.broadcast_to(spec.mask.evaluate(*at), score.shape)
+    allowed = jnp.broadcast_to(spec.mask.evaluate(*indices), score.shape)
     # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
-    return jnp.where(allowed, weights_of_scores(spec, score, *at), 0), allowed
+    return jnp.where(allowed, weights_of_scores(spec, score, *indices), 0), allowed
 
 
 def weighted_rows(
@@ -63,8 +63,8 @@ def no_normalizer(zeros: Array) -> Normalizer:
     return Normalizer(jnp.zeros_like(zeros), jnp.zeros_like(zeros))
 
 
-class _Blocks(NamedTuple):
-    """Consecutive blocks of queries, each with the same number of consecutive keys.
+class _BlockRun(NamedTuple):
+    """A run: consecutive blocks of queries, each with the same number of consecutive keys.
 
     first: the number of the first block.
     starts: the first key of each block.
@@ -76,24 +76,25 @@ class _Blocks(NamedTuple):
     width: int
 
 
-_MAX_RUNS = 4  # runs of blocks with a number of keys of their own; each is compiled separately
+_MAX_RUNS = 4  # each run is compiled separately
 
 
-def _runs(spec: Spec, T: int, S: int, tiling: Tiling) -> list[_Blocks]:
-    """Returns the blocks of queries with the keys between the first and last that they may see."""
+def _runs(spec: Spec, T: int, S: int, tiling: Tiling) -> list[_BlockRun]:
+    """Returns runs of blocks whose keys include all that the queries may attend to."""
     n = -(-T // tiling.block_q)
     if jax.tree.leaves((spec.mask, spec.q_positions, spec.kv_positions)):
-        return [_Blocks(0, np.zeros(n, np.int32), S)]
+        return [_BlockRun(0, np.zeros(n, np.int32), S)]
     visited = np.asarray(tile_schedule.kinds(spec, T, S, tiling)) != masks.EMPTY
-    some = visited.any(axis=1)
-    first = np.where(some, visited.argmax(axis=1), 0) * tiling.block_kv
-    stop = np.where(some, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0) * tiling.block_kv
+    has_keys = visited.any(axis=1)
+    first = np.where(has_keys, visited.argmax(axis=1), 0) * tiling.block_kv
+    stop = np.where(has_keys, visited.shape[1] - visited[:, ::-1].argmax(axis=1), 0)
+    stop = stop * tiling.block_kv
     runs = []
     for blocks in np.array_split(np.arange(n), min(n, _MAX_RUNS)):
         low, high = first[blocks], np.minimum(stop[blocks], S)
         width = int(min(S, max(1, (high - low).max())))
         starts = np.minimum(low, S - width).astype(np.int32)
-        runs.append(_Blocks(int(blocks[0]), starts, width))
+        runs.append(_BlockRun(int(blocks[0]), starts, width))
     return runs
 
 
@@ -116,14 +117,14 @@ def _by_block(letters: str, leaf: Array, n: int) -> Array | None:
 
 
 BlockFunction = Callable[..., tuple[Tree, Array | None]]
-"""A function of the tiles of a block of t queries and s keys, one for each spec, of the queries
-`[t, H]` and of arrays `[s, ...]`. It returns a tree of arrays `[t, ...]`, and an array `[s]` to sum
-over the blocks, or None."""
+"""A function `(tiles, q [t, H], *by_key [s, ...])` of a block of t queries and s keys; `tiles` has
+one for each spec. It returns a tree of arrays `[t, ...]`, and an array `[s]` to sum over the
+blocks, or None."""
 
 
 def _one_head(
     of_block: BlockFunction,
-    runs: Sequence[_Blocks],
+    runs: Sequence[_BlockRun],
     block_q: int,
     specs: tuple[Spec, ...],
     b: Index,
@@ -139,28 +140,28 @@ def _one_head(
     split = [_by_block(x, leaf, n) for x, leaf in zip(names, leaves, strict=True)]
     queries = slicing.pad_to(q, n * block_q).reshape(n, block_q, -1)
 
-    def run(total: Array | None, blocks: _Blocks) -> tuple[Array | None, Tree]:
+    def run(total: Array | None, blocks: _BlockRun) -> tuple[Array | None, Tree]:
         @jax.checkpoint
         def block(operands: Any) -> Any:
             i, start, q, split = operands
-            own = [x if y is None else y for x, y in zip(leaves, split, strict=True)]
+            block_leaves = [x if y is None else y for x, y in zip(leaves, split, strict=True)]
             keys = TileRun(start, blocks.width, True)
             tiles = [
                 slicing.HeadTile.at(spec, b, h, i * block_q, block_q, keys)
-                for spec in jax.tree.unflatten(structure, own)
+                for spec in jax.tree.unflatten(structure, block_leaves)
             ]
             return of_block(tiles, q, *(slicing.take(x, start, blocks.width) for x in by_key))
 
         def step(total: Array | None, operands: Any) -> tuple[Array | None, Tree]:
-            by_query, by_key = block(operands)
+            by_query, key_sums = block(operands)
             if total is not None:
-                total = slicing.add_at(total, by_key, operands[1], 0)
+                total = slicing.add_at(total, key_sums, operands[1], 0)
             return total, by_query
 
-        these = slice(blocks.first, blocks.first + len(blocks.starts))
-        i = jnp.arange(these.start, these.stop, dtype=jnp.int32)
-        own = jax.tree.map(lambda x: x[these], (queries, split))
-        return lax.scan(step, total, (i, jnp.asarray(blocks.starts), *own))
+        stop = blocks.first + len(blocks.starts)
+        i = jnp.arange(blocks.first, stop, dtype=jnp.int32)
+        run_arrays = jax.tree.map(lambda x: x[blocks.first : stop], (queries, split))
+        return lax.scan(step, total, (i, jnp.asarray(blocks.starts), *run_arrays))
 
     results = []
     for blocks in runs:
@@ -180,8 +181,8 @@ def by_blocks(
 ) -> tuple[Tree, Array | None]:
     """Computes the results of `of_block` for all blocks of queries of all heads, joined.
 
-    The first spec decides which keys a block has. For `out_axes` see `tile.over_heads`. The second
-    result is the sum over the blocks with `sums_keys`, else None.
+    The first spec decides which keys a block has. For `out_axes` see `tile.over_heads`. With
+    `sums_keys`, the second result is the sum over the blocks; else None.
     """
     shapes, dtype = Shapes.of(query, by_key[-1]), accumulation(query.dtype)
     tiling = _tiling(shapes, platform)
@@ -206,7 +207,7 @@ def attend(platform: str, spec: Spec, query: Array, key: Array, value: Array) ->
     return by_blocks(of_block, platform, (spec,), query, key, value, out_axes=1)[0]
 
 
-def _with(spec: Spec, platform: str, params: list[Array], *qkv: Array) -> Array:
+def _attend_with(spec: Spec, platform: str, params: list[Array], *qkv: Array) -> Array:
     return attend(platform, with_parameters(spec, params), *qkv)
 
 
@@ -221,7 +222,7 @@ def backward(
 ) -> tuple[Any, Array, Array, Array]:
     """Computes the gradients of parameters, query, key and value."""
     operands = [x.astype(accumulation(x.dtype)) for x in (per_query.query, key, value)]
-    _, pull = jax.vjp(functools.partial(_with, spec, platform), parameters(spec), *operands)
+    _, pull = jax.vjp(functools.partial(_attend_with, spec, platform), parameters(spec), *operands)
     return pull(per_query.d_out)
 
 
@@ -231,6 +232,6 @@ def tangent(
     """Computes the tangents `[B, T, N, V]` of out, and zeros for those of lse."""
     arrays = (inputs.query, inputs.tangent, *keys)
     q, dq, k, dk, v, dv = (x.astype(accumulation(x.dtype)) for x in arrays)
-    function = functools.partial(_with, spec, platform)
+    function = functools.partial(_attend_with, spec, platform)
     _, d_out = jax.jvp(function, (parameters(spec), q, k, v), (d_params, dq, dk, dv))
     return d_out, jnp.zeros(d_out.shape[:-1], d_out.dtype)
