@@ -52,7 +52,7 @@ class Cache:
     overflowed: Bool[Array, " B"]
     positions: Any = None  # of the token in each slot, if the cache keeps them
     slots_in_order = True  # whether tokens lie in slots in the order in which they were appended
-    is_kind = False  # whether layers can make one by `create`, with their sizes
+    is_kind = False  # whether the class may be passed as `kind` to layers, which call its `create`
 
     @property
     def capacity(self) -> Size:
@@ -169,9 +169,8 @@ class Cache:
 
         A batch row that had overflowed stays flagged: which of its tokens were lost is not known.
 
-        Raises ValueError for negative lengths, and if lengths and the cache are concrete for
-        lengths above the present ones. Traced lengths outside 0..present are clamped, and flagged
-        as `overflowed`.
+        Raises ValueError for negative lengths and, if the cache is concrete too, for lengths above
+        its own. Traced lengths outside this range are clamped, and flagged as `overflowed`.
 
         >>> jattn.cache.DenseCache.of(k, v).truncate(jnp.array([5, 0])).lengths.tolist()
         [5, 0]
@@ -179,7 +178,7 @@ class Cache:
         return self._shortened("lengths", lengths)
 
     def _shortened(self: SomeCache, name: str, lengths: Any) -> SomeCache:
-        """Returns the cache with these lengths, an argument of this name, see `truncate`."""
+        """Computes `truncate`; error messages call the lengths `name`."""
         lengths, outside = shorter(name, lengths, self.lengths)
         return self.with_lengths(lengths, self.overflowed | outside)
 
@@ -190,7 +189,7 @@ class Cache:
         Args:
             start: integers `[B]`, the lengths before the tree was appended.
             places: integers `[B, A]`, the indices of the accepted tokens among the tokens of the
-                tree, in the order of the path; a root that was appended with the tree included.
+                tree, in the order of the path, from the root if it was appended with the tree.
             counts: integers `[B]`, how many of the A indices are valid; by default all. The others
                 may be any number.
 
@@ -246,13 +245,13 @@ class Cache:
         """Returns the cache with the R batch rows of another cache in place of its batch rows
         `rows`, such as a prompt in place of a sequence that has ended.
 
-        A server fills the other cache, of few rows, by itself: the time of that does not grow with
-        B. Both caches have the same class and sizes, but for their capacities and numbers of pages.
+        A server can thus read prompts with a cache of few rows, in time that does not grow with B.
+        Both caches have the same class and sizes, except capacities and numbers of pages.
         Each admitted row of a paged cache gets pages of its own; `reorder` shares them.
 
         Args:
-            rows: integers `[R]` or one integer, all different; with traced integers outside 0..B−1
-                the other's row is left out.
+            rows: integers `[R]` or one integer, all different. The row of `other` for a traced
+                integer outside 0..B−1 is left out.
             other: a cache of R batch rows.
 
         Raises TypeError and ValueError for caches that do not match and for concrete rows outside
@@ -281,7 +280,7 @@ class Cache:
         return self.capacity
 
     def _admitted(self: SomeCache, rows: Int[Array, " R"], other: Any) -> SomeCache:
-        """Returns the cache with other batch rows, which fit, in place of these; row B is none."""
+        """Computes `admit` for batch rows that fit; row B means none."""
         return put_rows(self, rows, other)
 
     def with_lengths(self: SomeCache, lengths: Array, overflowed: Array) -> SomeCache:
@@ -316,8 +315,8 @@ class Cache:
         return jnp.where(slots < 0, slots, stored)
 
     def _lost(self, positions: Positions) -> Bool[Array, " B"]:
-        """Returns which batch rows cannot get further tokens of these positions: rows that had
-        overflowed or, if a position does not fit int32, all of them."""
+        """Returns which batch rows overflow whatever their lengths: those that already had or, if a
+        position does not fit int32, all of them."""
         outside = None if positions is None else integers.positions("positions", positions)[1]
         return self.overflowed if outside is None else self.overflowed | outside
 

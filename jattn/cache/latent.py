@@ -16,8 +16,8 @@ from jattn.checks import check_array, check_size
 from jattn.masks import Mask
 
 
-def _by_stored(name: str) -> Any:
-    """Returns the method of this name: it changes `stored` by the method of `stored`."""
+def _delegated(name: str) -> Any:
+    """Returns a method that replaces `stored` by the result of the method `name` of `stored`."""
 
     @functools.wraps(getattr(Cache, name))
     def method(self: "LatentCache", *arguments: Any, **options: Any) -> "LatentCache":
@@ -34,7 +34,7 @@ class LatentCache(Cache):
     that all query heads share. The value is the latent vector: the first C numbers of the key,
     which are stored once. So a token takes C + R numbers, and attention maps queries
     `[B, T, N, C + R]` to `[B, T, N, C]`, see `nn.MultiHeadLatentAttention`. By default scores are
-    multiplied by 1/√(C + R); a model that was trained with keys of size H + R needs its `scale`.
+    multiplied by 1/√(C + R); a model trained with keys of size H + R must pass its `scale`.
 
     The keys are stored in another cache, `stored`, whose values have size 0; attributes that only
     the class of `stored` has are available here too.
@@ -142,12 +142,12 @@ class LatentCache(Cache):
         check_array("append: key", key, "[B, T, K, H]", rank=4)
         return self._with(self.stored.append(key, key[..., :0], valid, positions))
 
-    reorder = _by_stored("reorder")
-    fork = _by_stored("fork")
-    truncate = _by_stored("truncate")
-    keep = _by_stored("keep")
-    reset = _by_stored("reset")
-    with_lengths = _by_stored("with_lengths")
+    reorder = _delegated("reorder")
+    fork = _delegated("fork")
+    truncate = _delegated("truncate")
+    keep = _delegated("keep")
+    reset = _delegated("reset")
+    with_lengths = _delegated("with_lengths")
 
     def admit(self, rows: Any, other: Any) -> "LatentCache":
         check_admission(self, other)

@@ -165,7 +165,7 @@ class PagedCache(Cache):
         return typed_like(PagedCache(keys, values, table, lengths, overflowed, positions), self)
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
-        """Raises ValueError if it is concrete that a batch row lacks a free page."""
+        """Raises ValueError if a batch row lacks a free page, unless this is traced."""
         if is_known(lacks_pages) and np.any(np.asarray(lacks_pages)):
             raise ValueError(
                 f"{owner}: no free page for batch row {int(np.argmax(np.asarray(lacks_pages)))}, "

@@ -1,4 +1,4 @@
-"""Which pages of a pool batch rows hold, and which they get."""
+"""The allocation of a pool's pages to batch rows."""
 
 import functools
 from typing import Any
@@ -44,10 +44,10 @@ def allocate(
     num_old, num_new = (-(-x // page_size) for x in (old_lengths, lengths))  # numbers of pages
     last_page = jnp.take_along_axis(table, jnp.maximum(num_old - 1, 0)[:, None], axis=1)[:, 0]
     writes_to_last = (lengths > old_lengths) & (old_lengths % page_size > 0)
-    appended_page = jnp.where(writes_to_last, last_page, P)
-    writers = jnp.zeros(P, jnp.int32).at[appended_page].add(1, mode="drop")
+    target_page = jnp.where(writes_to_last, last_page, P)
+    writers = jnp.zeros(P, jnp.int32).at[target_page].add(1, mode="drop")
     rows = jnp.arange(lengths.shape[0], dtype=jnp.int32)
-    first_writer = jnp.full(P, rows.shape[0], jnp.int32).at[appended_page].min(rows, mode="drop")
+    first_writer = jnp.full(P, rows.shape[0], jnp.int32).at[target_page].min(rows, mode="drop")
     # A batch row that appends to a shared page copies it. But if all batch rows that hold a page
     # append to it, the first of them may keep it.
     last_page = jnp.minimum(last_page, P - 1)

@@ -33,7 +33,7 @@ def read_slots(buffers: Any, slots: Int[Array, "B A"]) -> Any:
 @jax.jit
 @partitioned_by_xla(_token_shardings)
 def read_pooled(pools: Any, pages: Int[Array, "B A"], places: Int[Array, "B A"]) -> Any:
-    """Returns the tokens `[B, A, K, ...]` at places of pages of a tree of arrays
+    """Returns the tokens `[B, A, K, ...]` at `places` within `pages` of a tree of arrays
     `[P, K, p, ...]`."""
     return jax.tree.map(lambda x: x.at[pages, :, places].get(mode="clip"), pools)
 
@@ -61,12 +61,12 @@ def checked_path(
     counts, places = (jnp.asarray(integers.clamped(x)) for x in (counts, places))
     clamped = jnp.clip(counts, 0, A)
     is_kept = jnp.arange(A, dtype=jnp.int32)[None, :] < clamped[:, None]
-    drafts = (lengths - start)[:, None]
-    is_wrong = is_kept & ((places < 0) | (places >= drafts))
+    num_drafts = (lengths - start)[:, None]
+    is_wrong = is_kept & ((places < 0) | (places >= num_drafts))
     if integers.is_known(is_wrong) and np.any(np.asarray(is_wrong)):
         row = int(np.argmax(np.asarray(is_wrong).any(axis=1)))
         raise ValueError(
-            f"places: expected indices of the {int(drafts[row, 0])} tokens from start on in batch "
-            f"row {row}, got {np.asarray(places)[row].tolist()}"
+            f"places: expected indices of the {int(num_drafts[row, 0])} tokens from start on in "
+            f"batch row {row}, got {np.asarray(places)[row].tolist()}"
         )
     return start[:, None] + places, is_kept, jnp.any(is_wrong, axis=1) | (clamped != counts)

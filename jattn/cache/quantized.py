@@ -21,7 +21,7 @@ from jattn.checks import shown
 
 
 LARGEST = {np.dtype(jnp.int8): 127.0, np.dtype(jnp.float8_e4m3fn): 448.0, np.dtype(jnp.int4): 7.0}
-"""The largest number of each dtype that is stored, and the smallest without its sign."""
+"""The largest absolute value that is stored in each dtype."""
 
 SMALLEST = 1e-30
 """Vectors without a larger number are stored as zeros: their scale might not be a normal number."""
@@ -98,7 +98,7 @@ def zeros(shape: Shape, dtype: np.dtype) -> Any:
 
 
 def converted(x: Any, dtype: Any) -> Any:
-    """Returns vectors in a storage dtype; quantised ones unchanged. These have no derivative."""
+    """Returns vectors in a storage dtype; a `Quantized` unchanged. Quantising has no derivative."""
     if isinstance(x, Quantized):
         return x
     x = jnp.asarray(x)
@@ -114,7 +114,7 @@ def as_floats(stored: Any) -> Any:
 def _quantized(dtype: np.dtype, x: Array) -> Quantized:
     x, largest = x.astype(jnp.float32), LARGEST[dtype]
     most = jnp.max(jnp.abs(x), axis=-1, initial=0)
-    # XLA computes the same product for a division, but not everywhere.
+    # A product, because XLA turns a division by a constant into it, but not everywhere.
     scales = jnp.where(most < SMALLEST, 0, most * (1 / largest))
     # XLA's maximum of vectors with NaN is not always NaN on a CPU.
     scales = jnp.where(jnp.all(jnp.isfinite(x), axis=-1), scales, jnp.nan)

@@ -53,13 +53,13 @@ class RollingCache(Cache):
         """Creates an empty cache. `chunk` is the largest number of tokens in one `append`, by
         default `window`. With `window=0` each token attends to itself only.
 
-        Raises ValueError for `positions=True`: slots and window follow the numbers of tokens.
+        Raises ValueError for `positions=True`: slots and window depend on the order of tokens.
         """
         check_flag("positions", positions)
         if positions:
             raise ValueError(
-                "positions: expected False for a RollingCache, whose slots follow the numbers of "
-                "its tokens; a DenseCache or a PagedCache keeps positions"
+                "positions: expected False for a RollingCache, whose slots depend on the order of "
+                "tokens; a DenseCache or a PagedCache keeps positions"
             )
         check_size("window", window, 0)
         chunk = max(window, 1) if chunk is None else chunk

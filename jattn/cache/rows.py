@@ -1,4 +1,4 @@
-"""Which batch rows of a cache an operation is for, and how far they go back."""
+"""Checks and conversions of the arguments `rows` and `lengths` of caches."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def picked_rows(
     name: str, rows: Any, B: Size, ranks: tuple[int, ...] = (1,)
 ) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
     """Returns indices of batch rows clamped to 0..B−1, and a boolean for each, true if it was
-    outside. `rows` has a rank of `ranks`; of rank 0 it may also be an integer of Python.
+    outside. The rank of `rows` is one of `ranks`; a Python integer has rank 0.
 
     Raises TypeError for indices that are not integers, and ValueError for other ranks and for
     concrete indices outside.
@@ -78,8 +78,8 @@ def chosen(rows: Any, B: Size) -> Bool[Array, " B"]:
 
 
 def put_rows(tree: Any, rows: Int[Array, " R"], other: Any) -> Any:
-    """Returns a tree of arrays `[B, ...]` with other arrays `[R, ...]` in place of these rows, as
-    far as they fit the other axes; row B is left out."""
+    """Writes arrays `[R, ...]` to `rows` of a tree of arrays `[B, ...]`. Along other axes, the
+    shorter size counts. Row B is left out."""
 
     def put(x: Array, y: Array) -> Array:
         part = tuple(map(slice, map(min, x.shape[1:], y.shape[1:])))

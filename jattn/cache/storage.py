@@ -53,7 +53,7 @@ def empty(
 
 
 def positions_of(positions: bool, shape: Shape) -> Array | None:
-    """Returns the positions of empty slots `[B, S]` or of pages `[P, p]`; None unless wanted."""
+    """Returns zeros for the positions in slots `[B, S]` or pages `[P, p]`, or None without them."""
     check_flag("positions", positions)
     return jnp.zeros(shape, jnp.int32) if positions else None
 

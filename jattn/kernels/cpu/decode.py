@@ -73,7 +73,7 @@ class PagedKV(NamedTuple):
 def _over_heads(
     spec: Spec, shapes: Shapes, dtype: Any, function: Callable[[slicing.HeadTile], Array]
 ) -> Array:
-    """Returns `function` of all heads, `[1 or B, 1 or N, T, S]`: of one head if all are equal."""
+    """Computes `function` for all heads, `[B, N, T, S]`; B or N is 1 if all results are equal."""
     _, T, S, N, *_ = shapes
     batch, heads = leading(spec)
     is_predicate = lambda x: isinstance(x, masks.Predicate)  # noqa: E731
@@ -165,7 +165,7 @@ def _unreadable(_: str, call: Call, cache: Cache) -> str | None:
         return "an exported program may run where its library is not"
     kinds = cache.keys.dtype, cache.values.dtype
     if kinds[0] != kinds[1] or not readable(kinds[0], call.shapes.dtype):
-        return f"it reads no keys of {kinds[0]} and values of {kinds[1]}"
+        return f"it cannot read keys of {kinds[0]} and values of {kinds[1]}"
     return unsupported(call.spec, call.shapes) or unavailable(call.shapes.dtype)
 
 

@@ -153,8 +153,9 @@ def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple
     order, count = (
         x[0] for x in tile_schedule.where_true(jnp, _visited(spec, (B, N), T, S, size)[None])
     )
-    is_copied = is_paged or isinstance(cache.keys, Quantized)
-    if exact or is_copied:  # a block at a time
+    # Pages and quantised numbers are copied by any read, so they are always read in blocks.
+    is_always_copied = is_paged or isinstance(cache.keys, Quantized)
+    if exact or is_always_copied:
         return _by_token(query, *in_blocks(spec, queries, cache))
     # A block is copied before it is read, which doubles its time: blocks pay if half are skipped.
     most_are_visited = 2 * count > S // size
