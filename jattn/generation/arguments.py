@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`, and its numbers as arrays."""
+"""Checks of the arguments of `generate`, and conversion of its numbers to arrays."""
 
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def rows_per_prompt(samples: Any, beams: Any, is_drawn: bool) -> int:
 
 
 def logit_changes(repetition_penalty: Any, min_tokens: Any, max_tokens: int) -> Any:
-    """Returns the numbers of processors as arrays, None for those that change no logits."""
+    """Returns both numbers as arrays, or None for one that changes no logits."""
     _check_python_number("repetition_penalty", repetition_penalty, positive=True)
     check_size("min_tokens", min_tokens, 0)
     if min_tokens > max_tokens:
@@ -134,8 +134,8 @@ def check_vocabulary(model: Any, prompt: Any, valid: Any) -> None:
 def check_caches(
     caches: Tree, prompt: Any, valid: Any, max_tokens: int, samples: int, beams: int
 ) -> None:
-    """Raises TypeError for caches with other leaves than arrays, ValueError if they have other rows
-    than the prompt or, as far as their lengths are concrete, lack room."""
+    """Raises TypeError for leaves of caches that are not arrays, and ValueError if their number of
+    rows is not the prompt's or concrete lengths leave too little room."""
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(caches)):
         raise TypeError(f"caches: expected what model.step gives, got {shown(caches)}")
     B, T = prompt.shape
@@ -148,21 +148,21 @@ def check_caches(
             raise ValueError(f"caches: expected B = {B} batch rows as in the prompt, got {got}")
         if hasattr(cache, "window") or not integers.is_known(cache.lengths):
             continue
-        read = np.asarray(cache.lengths) + counts - 1  # tokens before the first one is generated
-        if np.any(read + max_tokens > cache.capacity):
-            most = int(np.max(read)) + max_tokens
+        num_read = np.asarray(cache.lengths) + counts - 1  # all but the last token of the prompt
+        if np.any(num_read + max_tokens > cache.capacity):
+            most = int(np.max(num_read)) + max_tokens
             raise ValueError(f"caches: expected room for {most} tokens, got {cache.capacity}")
         if hasattr(cache, "page_size"):
-            _check_pages(cache, read, max_tokens, samples, beams)
+            _check_pages(cache, num_read, max_tokens, samples, beams)
 
 
-def _check_pages(cache: Any, read: Any, max_tokens: int, samples: int, beams: int) -> None:
-    """Raises ValueError if a pool has fewer pages than are needed at the end, where samples share
-    the whole pages of what was `read`, and beams at best all pages but their last."""
+def _check_pages(cache: Any, num_read: Any, max_tokens: int, samples: int, beams: int) -> None:
+    """Raises ValueError if a pool has fewer pages than the last step needs at least. Samples share
+    the full pages of the `num_read` tokens; beams share at best all of their pages but the last."""
     size, held = cache.page_size, np.sum(np.asarray(cache.pages_held()) > 0)
-    at_start, in_all = -(-np.asarray(cache.lengths) // size), -(-(read + max_tokens) // size)
-    shared = in_all - 1 if beams > 1 else read // size
-    needed = held + np.sum(shared - at_start + samples * beams * (in_all - shared))
+    at_start, at_end = -(-np.asarray(cache.lengths) // size), -(-(num_read + max_tokens) // size)
+    shared = at_end - 1 if beams > 1 else num_read // size
+    needed = held + np.sum(shared - at_start + samples * beams * (at_end - shared))
     if needed > cache.num_pages:
         name = f"{beams} beams" if beams > 1 else f"{samples} samples"
         raise ValueError(

@@ -86,8 +86,8 @@ def check_processors(processors: Any) -> tuple[Processor, ...]:
 def traced_processors(
     processors: Sequence[Processor], shape: tuple[int, int], length: int
 ) -> tuple[tuple[TracedFunction, ...], tuple[Any, ...]]:
-    """Returns the programs of processors in their current state, for keys of programs, and the
-    arrays that each of them reads.
+    """Returns processors traced in their current state, which may be static arguments of `jax.jit`,
+    and the arrays that each of them reads.
 
     `shape` is that of the logits `[R, V]`, `length` that of the text `[R, length]`.
     """

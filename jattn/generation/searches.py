@@ -207,11 +207,11 @@ def beam_search(
     """Returns the best hypotheses of a beam search, by log probability divided by a length penalty
     (Sutskever et al. 2014; Wu et al. 2016).
 
-    Each place takes the (1 + s)·K likeliest continuations of the K beams, for s stop tokens. Those
-    that end join the finished hypotheses, of which the `n_best` are kept; the K likeliest others
-    are the next beams, so that there are always K. A prompt is done when no beam can become better
-    than the worst of its finished hypotheses. Beams left at a sequence's limit count as hypotheses
-    without a stop token.
+    Each step takes the (1 + s)·K likeliest continuations of the K beams, for s stop tokens. Those
+    that end join the finished hypotheses, of which the best `n_best` are kept; the K likeliest
+    others are the next beams, so that there are always K. A prompt is done when no beam can become
+    better than the worst of its finished hypotheses. Beams left at a sequence's limit count as
+    hypotheses without a stop token.
 
     With one beam the search is greedy: it ends at the first stop token and finds one hypothesis.
 

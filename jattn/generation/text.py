@@ -98,7 +98,7 @@ def generate(
     temperature, a penalty or the key does not recompile it. Dropout is off.
 
     The logits are changed by the repetition penalty, then by the processors in their order, then by
-    `min_tokens`. `log_probs` and beams are of these logits. Then a token is drawn with temperature,
+    `min_tokens`. `log_probs` and beams use these logits. Then a token is drawn with temperature,
     `top_k` and `top_p`, applied in this order.
 
     Args:
@@ -115,10 +115,10 @@ def generate(
             by ((5 + n) / 6)^α (Wu et al. 2016).
         repetition_penalty: divides positive logits, and multiplies others, of tokens in the prompt,
             without padding, and in the output (Keskar et al. 2019); above 1 against repetition.
-        processors: functions that change logits, `f(logits, tokens, lengths) -> logits`: float32
-            `[B, vocabulary]`, and the text before the next token, the first `lengths [B]` tokens of
-            each row of `tokens [B, T + max_tokens]`, without padding. They are traced, and must be
-            pure. Arrays of a `jax.tree_util.Partial` may change without compiling again.
+        processors: functions `f(logits, tokens, lengths) -> logits` that change float32 logits
+            `[B, vocabulary]`. The text so far, without padding, is the first `lengths [B]` tokens
+            of each row of `tokens [B, T + max_tokens]`. They are traced, and must be pure. Arrays
+            of a `jax.tree_util.Partial` may change without compiling again.
         temperature: the divisor of the logits before a token is drawn; at 0, the default, the
             likeliest token is chosen, and the first one of a tie.
         top_k: draw from this many of the likeliest tokens.
@@ -225,7 +225,9 @@ def _token_by_token(
     """Generates tokens in a loop of Python, which hands each step's to the callback."""
     check_function("callback", callback)
     if options.beams > 1:
-        raise ValueError("callback: expected None with beams > 1, which end all at once")
+        raise ValueError(
+            "callback: expected None with beams > 1, which give no tokens before the end"
+        )
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(inputs)):
         raise ValueError("callback: expected None inside a compiled function, got a function")
     progress = _begun(definition, options, inputs)
@@ -256,7 +258,7 @@ def _all_tokens(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) ->
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _begun(definition: nnx.GraphDef, options: _Options, inputs: _Inputs) -> Progress:
     def shardings(inputs: _Inputs) -> Any:
-        """Shards every array whose first axis has the size R of rows as the prompt is sharded."""
+        """Shards every array whose first axis has the size R like the rows of the prompt."""
         rows, R = sharding_of(inputs.prompt)[0], len(inputs.prompt) * options.copies
         return lambda x: PartitionSpec(*[rows for size in x.shape[:1] if size == R])
 

@@ -320,8 +320,8 @@ class DecoderOnly(Module):
         if tokens.shape[0] != B:
             got = list(tokens.shape)
             raise ValueError(f"tokens: expected [B, T] with B = {B} as in the caches, got {got}")
-        order = call.get("valid"), call.get("positions")
-        positions = caches[0].next_positions(tokens.shape[-1], *order)
+        valid, positions = call.get("valid"), call.get("positions")
+        positions = caches[0].next_positions(tokens.shape[-1], valid, positions)
         x = embedded(tokens, self.tokens, self.positions, positions)
         x = self.dropout(x, **run_options(call))
         x, caches = step_layers(self.layers, self.norm, x, caches, **call)

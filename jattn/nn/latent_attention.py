@@ -231,6 +231,6 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         return self._product("btnc,cnv->btnv", heads, self.value)
 
     def _product(self, axes: str, x: Array, projection: nnx.LinearGeneral) -> Array:
-        """Multiplies `x` by the kernel of a projection, contracting other axes than the module."""
+        """Multiplies `x` by a projection's kernel, along other axes than the projection does."""
         x, kernel = promote((x, projection.kernel[...]), dtype=self.dtype)
         return jnp.einsum(axes, x, kernel, precision=self.precision)

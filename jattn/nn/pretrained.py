@@ -2,7 +2,7 @@
 
 A folder has `config.json`, and `model.safetensors` or several files that
 `model.safetensors.index.json` lists. The model is constructed without values, and its parameters
-are read one by one. `jattn.nn.families` says which models there are.
+are read one by one. `jattn.nn.families` lists the supported models.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _COPIES = re.compile(r"(lm_head|embed_tokens|shared)\.weight$")
 class _Tensors:
     """The tensors of a folder's files, by name.
 
-    Names without `prefix`, as in the files of a model without an output projection, get it.
+    If no name starts with `prefix`, as in files without an output projection, all names get it.
     """
 
     def __init__(self, folder: Path, open_files: contextlib.ExitStack, prefix: str):
@@ -120,9 +120,10 @@ class _Source:
     """The tensor that has the values of a parameter.
 
     name: the name of the tensor.
-    part: the part of the tensor's last axis, if it has queries, keys and values; else None.
+    part: which third of the tensor's last axis, if it holds queries, keys and values; else None.
     shape: the shape of the parameter.
-    num_inputs: the number of input axes of a kernel; 0 for vectors, None for tables.
+    num_inputs: the number of input axes of a kernel; 0 for vectors, None for embeddings
+        and the output projection.
     transposed: whether the tensor of a kernel is `[out, in]`.
     """
 
@@ -325,5 +326,5 @@ def _check_axes(mesh: Any, specs: dict[Any, Any]) -> None:
     if unknown := sorted(names - {*mesh.axis_names}):
         raise ValueError(
             f"mesh: expected axes {unknown} to be mapped to {mesh.axis_names} or None by "
-            "nnx.logical_axis_rules, which rules for nn.LOGICAL_AXES do"
+            "nnx.logical_axis_rules, with a rule for each of nn.LOGICAL_AXES"
         )
