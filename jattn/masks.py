@@ -1173,8 +1173,8 @@ class Tree(Mask):
         logits, caches = model.step(drafts, caches, mask=tree, positions=positions)
         caches = [cache.keep(start, places, counts) for cache in caches]  # the accepted path
 
-    Raises TypeError unless both are integers, ValueError for concrete parents that do not come
-    before their child; traced parents that do not count as −1.
+    Raises TypeError unless `parents` and `start` are integers, ValueError for a parent that does
+    not come before its child. If `parents` is traced, such a parent counts as −1 instead.
 
     >>> print(masks.Tree(jnp.array([-1, 0, 0, 1]), start=1).dense(4, 5).astype(int))
     [[1 1 0 0 0]
@@ -1220,7 +1220,7 @@ class Tree(Mask):
 
 
 def _ancestors(parents: Int[AnyArray, "*B T"]) -> Bool[AnyArray, "*B T T"]:
-    """Returns which tokens are a token itself or its ancestors, from the parents of a tree."""
+    """Returns `[*B, t, d]`: whether token d is token t itself or one of its ancestors."""
     T = parents.shape[-1]
     places = np.arange(T)
     if is_known(parents):
