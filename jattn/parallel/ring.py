@@ -419,8 +419,8 @@ def _all_shards_backward(
     def compute(kv: KVShard, distance: Index, hop: HopGroup | None, total: Gradients) -> Gradients:
         if hop is None:
             return ring.backward(spec, per_query, kv, distance, all_finite, total)
-        # The gradients of every shard make all hops, even where the shard is no longer sent:
-        # `Route.home` then takes them all home over the same distance.
+        # The gradients of a shard make all hops, even those that the shard itself does not make, so
+        # that `Route.home` takes the gradients of every shard home over the same distance.
         hop_from_all = hop._replace(sources=tuple(range(ring.axes.devices)))
         arrived = hop_from_all.send(total.with_shard, ring.axes)
         # This device's contribution is computed first, and `arrived` is added to it afterwards, so
