@@ -363,9 +363,10 @@ class RelativeBias(ScoreFunction):
 def _toeplitz(values: Float[Array, " d"], t: int, s: int) -> Scores:
     """Returns the Toeplitz matrix `[t, s]` with values[j − i + t − 1] at (i, j).
 
-    The d = t + s − 1 values, padded to t + s, are repeated t times. In rows of t + s − 1, one less
-    than the period, each row begins one value earlier than the row above. The derivative, too,
-    consists of slices and reshapes; that of a gather would be a slow scatter.
+    The d = t + s − 1 values, padded to t + s, are repeated t times and split into rows of
+    t + s − 1. As that is one less than the period, each row begins one value earlier than the row
+    above. The derivative, too, consists of slices and reshapes; that of a gather would be a slow
+    scatter.
     """
     period = jnp.pad(values, (0, 1))
     repeated = jnp.broadcast_to(period, (t, t + s)).reshape(-1)[: t * (t + s - 1)]
@@ -399,9 +400,9 @@ class Score(ScoreFunction):
     uses the current values of other variables that the function reads, see `masks.Predicate`.
 
     Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear in the
-    cotangent, such as one that clips gradients, apply it to a whole operand, `clip(table)[h]`, or
-    to the score. Gradients of `clip(table[h])` raise NotImplementedError, because the rule would
-    get the sums over some of the pairs that read an entry.
+    cotangent, such as one that clips gradients, apply the function to a whole operand,
+    `clip(table)[h]`, or to the score. Gradients of `clip(table[h])` raise NotImplementedError: the
+    rule would get cotangents summed over one tile, not over all pairs.
 
     >>> nearby = scores.Score(lambda score, b, h, q, kv: score - abs(q - kv) / 2)
     >>> print(jattn.attention_scores(0 * q, k, score=nearby)[0, 0, 2])

@@ -1,6 +1,6 @@
-"""Users' masks, score functions and normalizers as keys of programs and as expressions.
+"""The functions that users write as masks, score functions and normalizers.
 
-`snapshots` and `programs` make a function a lasting key of compiled programs. `read` makes an
-expression of it (`nodes`), `intervals` bounds the expression in a tile, and `undecided` evaluates
-the tiles that bounds leave undecided.
+`snapshots` and `programs` replace equal functions by one object, so that they share compiled
+programs. `read` translates a function to an expression (`nodes`), `intervals` bounds the expression
+in a tile, and `undecided` evaluates the tiles that bounds leave undecided.
 """

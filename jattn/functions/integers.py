@@ -1,10 +1,10 @@
 """Conversion of integer arguments to int32, the dtype of positions, lengths and ids in attention.
 
 JAX narrows integers without an error: 64-bit arrays of NumPy if 64-bit types are not enabled, and
-any array in `astype`. The functions here keep their meaning. Concrete values that fit become int32,
-whatever their dtype. Of other values, ids are replaced by their ranks, as only their equality
-matters, and lengths are clamped. Positions outside int32 raise an error if they are concrete; if
-they are traced, a traced flag reports them, and the results of attention are then NaN.
+any array in `astype`. The functions here never change what an integer means. Concrete values that
+fit become int32, whatever their dtype. Of other values, ids are replaced by their ranks, as only
+their equality matters, and lengths are clamped. Positions outside int32 raise an error if they are
+concrete; if they are traced, a traced flag reports them, and the results of attention are then NaN.
 """
 
 from typing import Any
@@ -73,7 +73,7 @@ def clamped(x: Any) -> Any:
 
 
 def lengths(name: str, x: Any) -> Any:
-    """Returns lengths for `is_below`: int32 if they fit, else with more bits.
+    """Returns lengths for `is_below`: int32 if they fit, else in a dtype that holds them.
 
     Raises ValueError for concrete lengths that no enabled dtype can hold.
     """

@@ -399,7 +399,7 @@ def _increasing(roundings: int, absolute: float, function: Callable[..., Any]) -
     def rule(node: Node, x: Interval) -> Interval:
         xp = numpy_of(x)
         result = Interval(function(xp, x.lo), function(xp, x.hi), x.nan)
-        if not roundings:  # also of integers
+        if not roundings:  # `sign` may have integers, which have no epsilon
             return result
         eps = float(jnp.finfo(node.dtype).eps)
         return _moved_out(result, node.dtype, roundings, absolute * eps)

@@ -589,7 +589,7 @@ def _numpy_dtype(dtype: Any) -> Any:
 
 
 def _fits(value: Any, dtype: Any) -> bool:
-    """Returns whether a constant is in the range of a dtype; any is for floats, which round it."""
+    """Returns whether a constant is in the range of a dtype; any is in that of floats."""
     if np.issubdtype(dtype, np.integer):
         limits = np.iinfo(dtype)
         return limits.min <= value <= limits.max

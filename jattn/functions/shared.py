@@ -7,8 +7,8 @@ gradients would differ if the rule is not linear. So `split` takes these operati
 program, and their results become operands of the rest.
 
 `clip_gradient(table[h])` depends on the pair, but not on all of batch row, head, query and key. A
-rule that is not linear would get sums over tiles there too; `refused` finds the operands whose
-gradients these are.
+rule that is not linear would get sums over tiles there too; `refused` finds the operands that reach
+such a rule, and their gradients raise an error.
 """
 
 import itertools
@@ -96,8 +96,8 @@ def split(
 def refused(
     equations: Sequence[JaxprEqn], scalars: Sequence[Var], operands: Sequence[Var]
 ) -> set[Var]:
-    """Returns the float operands that reach a rule that is not linear, but of which no argument
-    depends on the score, the float among the scalars of a pair."""
+    """Returns the float operands that reach a rule that is not linear, unless an argument of the
+    rule's function depends on the score. (The score is the only float in `scalars`.)"""
     on_score = {x for x in scalars if _is_float(x.aval)}
     sources = {x: {x} for x in operands if _is_float(x.aval)}
     results = set[Var]()
@@ -121,8 +121,8 @@ def _refuse(_: None, cotangent: Array) -> NoReturn:
     raise NotImplementedError(
         "the derivative rule of a custom_vjp function that is not linear in the cotangent, such as "
         "one that clips gradients, is applied to a part of an operand, as in clip(table[h]): it "
-        "would get the sum over some of the pairs; apply it to the whole operand, as in "
-        "clip(table)[h], or to the score"
+        "would get cotangents summed over one tile, not over all pairs; apply the function to the "
+        "whole operand, as in clip(table)[h], or to the score"
     )
 
 

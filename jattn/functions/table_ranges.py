@@ -43,8 +43,8 @@ def looked_up(table: Any, indices: list[Interval]) -> Interval:
 
 
 def _side_of_rows(shapes: list[Any]) -> int | None:
-    """Returns the number of the interval, of two, whose ends vary along the first axis of the grid
-    of tiles, if the ends of the other vary along the second axis; None otherwise."""
+    """Returns 0 or 1: which of two intervals varies only along the first axis of the grid of tiles,
+    while the other varies only along the second. Returns None if neither order fits."""
     sides = [
         {n for n, size in enumerate((1,) * (2 - len(shape)) + shape) if size > 1}
         for shape in shapes

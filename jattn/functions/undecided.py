@@ -44,8 +44,8 @@ def by_parts(ends: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray, 
     """Returns `(maybe_any, surely_all, decided)` of the boxes `ends [u, 4]`, by bounds of parts.
 
     `bounds(boxes)` returns for each box whether it may have an allowed pair, and whether all of its
-    pairs are certainly allowed. A box is decided if it has both an allowed and a masked part, or
-    only parts of one of the two. Its parts are at first a few of its pairs, then its quarters, then
+    pairs are certainly allowed. A box is decided if all its parts are allowed, if all are masked,
+    or if it has both kinds. Its parts are at first a few of its pairs, then its quarters, then
     their quarters, until there are too many.
     """
     some, lacks = np.zeros((2, len(ends)), bool)  # has an allowed pair, has a masked pair
@@ -103,8 +103,9 @@ def truths(
     """Returns whether any and whether all pairs of each box are allowed, by `rule(q, kv)`, which
     returns bool `[t, s]`.
 
-    Returns None if the boxes have more than `max_exact_pairs` pairs, or `tiles` of this size fewer
-    than `min_exact_pairs`. Results are cached by `key`, which must differ for different rules.
+    Returns None if the boxes have more than `max_exact_pairs` pairs, or if all `tiles` of the call
+    together have fewer than `min_exact_pairs`. Results are cached by `key`, which must differ for
+    different rules.
     """
     sizes = tuning.current()
     ends_64 = ends.astype(np.int64)  # differences may overflow 32 bits
