@@ -37,8 +37,8 @@ class Row(NamedTuple):
         one. cuDNN needs this, because JAX has to find its calls in the traced program.
         "default_platform": when the program is traced, for JAX's default platform alone. Kernels
         that JAX interprets need this, see `_default_platform`. A call has to name them.
-    asked_when_lowered: whether None asks if the kernel supports a call only when the program is
-        lowered for one of `platforms`, because importing the file takes long.
+    asked_when_lowered: whether calls that name no kernel import this one, and test whether it
+        supports them, only when the program is lowered for one of `platforms`: it imports slowly.
     """
 
     module: str
@@ -297,8 +297,8 @@ def _default_platform() -> str:
 
     JAX traces for the platform of the mesh's abstract device, or else of the default backend. The
     kernels that ask are for CUDA alone, so that "cuda" also stands for the platforms on which they
-    cannot run. They have to know whether they are interpreted while the program is traced, because
-    JAX's interpreter has effects, which lowering cannot add to a program.
+    cannot run. They have to know already at tracing whether they will be interpreted, because JAX's
+    interpreter has effects, which lowering cannot add to a program.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     backend = jax.default_backend() if device is None else device.platform

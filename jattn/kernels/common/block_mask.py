@@ -180,12 +180,13 @@ def of(kinds: AnyArray, *, by_key: bool = False) -> BlockMask:
 
 
 def of_heads(kinds: AnyArray, separate: tuple[int, int], shared: tuple[int, int]) -> BlockMask:
-    """Returns a block mask whose blocks are the n m tiles, numbered row by row, and whose entries
+    """Returns a block mask whose blocks are the n × m tiles, numbered row by row, and whose entries
     are the batch rows and heads that visit each tile, all with the mask.
 
-    `kinds` are tile maps `[B or 1, N or 1, n, m]`. `separate` is the number of batch rows and of
-    heads that have lists of their own. Each list covers `shared` batch rows and heads: an entry is
-    batch row × heads + head. For batch rows as for heads, `separate` or `shared` is 1.
+    `kinds` are tile maps `[B or 1, N or 1, n, m]`. `separate` and `shared` are numbers of batch
+    rows and of heads; along each of these two axes one of them is 1. Each of the `separate` rows
+    and heads has lists of its own, which cover the `shared` rows and heads: an entry is row ×
+    number of shared heads + head.
     """
     xp: Any = np if isinstance(kinds, np.ndarray) else jnp
     (B, N), tiles = map(min, separate, kinds.shape), kinds.shape[2] * kinds.shape[3]

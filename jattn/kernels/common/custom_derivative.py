@@ -55,7 +55,7 @@ def with_derivative(
 def compile_and_run(primitive: Primitive, *operands: Tree, **params: Any) -> Any:
     """Runs one operation outside of any program, compiled even under `jax_disable_jit`.
 
-    Its results may be those of queries without keys.
+    Its results may contain −inf, for queries without keys.
     """
     with jax.disable_jit(False):
         run = as_operation(functools.partial(primitive.bind, **params), primitive.name)

@@ -16,9 +16,9 @@ The transposes, which reverse mode needs, are among them:
     of jvp_of_vjp, in θ̇      jvp_of_vjp itself: it is a symmetric matrix of second derivatives
 
 F and vjp are a kernel's forward and backward function. The other three are computed blockwise, by
-`DerivativeFunctions`: jvp by its `tangent`, the tangents of jvp and vjp as JAX's derivatives, in
-forward mode, of its `tangent` and its `backward`. Both read the results of the forward function,
-the residuals, and so the residuals have a tangent too.
+`DerivativeFunctions`: jvp is its `tangent`, and the tangents of jvp and vjp are JAX's forward-mode
+derivatives of its `tangent` and its `backward`. These two functions read the residuals, which are
+the results of the forward function, so the residuals have tangents too.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Residuals(NamedTuple):
     """The results of the forward function, see `AttentionVJP`, or their tangents.
 
     `weights` is a list of the weights from `forward_with_weights`, or empty. `rounded` is `out` in
-    the query's dtype: a kernel may have stored it separately from its rounding errors.
+    the query's dtype, which the caller gets; derivatives use `out`.
     """
 
     out: Tree

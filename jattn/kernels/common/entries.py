@@ -22,8 +22,8 @@ from jattn.functions.read import Entries, ProgramReader, operation
 class TileFunction(NamedTuple):
     """The entries of a function's results, the tables that they index, and the results' types.
 
-    Inputs of the entries are pairs: the number of an argument, and the axes of the tile, of "ts",
-    along which its entry is taken. Argument −1 is the place along the axis.
+    The `param` of an `input` node is a pair: the number of an argument, and the axes of the tile
+    ("t", "s", "ts" or "") that index it. If the number is −1, the entry is the index.
     """
 
     results: list[Node]
@@ -45,7 +45,7 @@ class _TileProgramReader(ProgramReader):
         self.places = [self.shared(Node("input", (), np.dtype(np.int32), (-1, x))) for x in "ts"]
 
     def argument(self, number: int, aval: Any) -> Entries:
-        """Returns the entries of an argument; a tile has all of them."""
+        """Returns the entries of an argument, readable only at the pair's row and column."""
 
         def entry(places: tuple[Any, ...]) -> Node:
             wide = [x for x, size in zip(places, aval.shape, strict=True) if size != 1]

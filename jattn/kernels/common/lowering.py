@@ -93,8 +93,9 @@ _operation = Primitive("jattn_platform_dependent")
 _on_mesh = Primitive("jattn_platform_dependent_on_mesh")
 for _primitive in (_operation, _on_mesh):
     _primitive.multiple_results = True
-# `partition` needs the mesh. JAX then requires that all arrays of a program have the same mesh,
-# which is not so in a backward pass outside of a program, if types have a mesh: hence `_on_mesh`.
+# `partition` needs the mesh, so `_operation` requires devices. JAX then requires one mesh for all
+# arrays of a program. In a backward pass that is not compiled, arrays whose types have a mesh may
+# have several meshes: for these arrays `_on_mesh` does not require devices.
 prim_requires_devices_during_lowering.add(_operation)
 
 

@@ -2,8 +2,8 @@
 
 Batch rows and heads are independent, so each device can compute its own. XLA's partitioner does not
 see into a kernel, and would gather its operands. This file declares the letters of each array, and
-the function of one device: the same function of its share, which begins at the share's first batch
-row and head. Gradients of arrays that all rows or heads share are summed.
+what one device computes: the same function of its share, with the indices of the share's first
+batch row and head. Gradients of arrays that all rows or heads share are summed.
 """
 
 import contextlib
@@ -80,9 +80,9 @@ def _first_and_second(per_query: Any, key: Any, *_: Any) -> tuple[Any, Any]:
 class Partitioned(NamedTuple):
     """A function of `(platform, spec, *operands)` and the letters of its arrays.
 
-    `choose(platform, spec, *operands)` returns the function that computes one device's share, or
-    raises NotImplementedError if there is none; without it that is `function` itself. It is called
-    if queries are sharded. `query_and_key(*operands)` returns the two arrays.
+    `function` also computes one device's share. If queries are sharded,
+    `choose(platform, spec, *operands)` instead returns the function that does, or raises
+    NotImplementedError if there is none. `query_and_key(*operands)` returns the two arrays.
     """
 
     function: Callable[..., Any]
@@ -114,7 +114,8 @@ def partitioned(
     operands: Tree,
     backward: bool,
 ) -> "Partitioned":
-    """Partitions a function of an `AttentionVJP`, `backward` or another, like its operands."""
+    """Partitions a function of an `AttentionVJP`: its backward function or, without `backward`, one
+    for the forward pass. `like` and `operands` have the shapes of its results and operands."""
     spec, per_query, key, _, *rest = operands  # rest: all_finite and, if kept, the weights
     keys = by_key(key)
     rows = [BY_QUERY[: x.ndim] for x in jax.tree.leaves(per_query)]
@@ -177,7 +178,8 @@ def _of_tree(tree: Tree, cuttable: str = "BTN") -> list[Dims]:
 def _dims(letters: str, leaf: Array, cuttable: str = "BTN") -> Dims:
     """Returns the letters of an array of a cache, or of a prepared spec with one batch axis.
 
-    The sharding of keys does not extend to arrays along S, which may also be arrays along T.
+    Axes S of a spec's arrays have no letter, so that they are not sharded like the keys: such an
+    array may have an axis T too.
     """
     named = [x.lstrip("*") for x in split_letters(letters)]
     named = named[len(named) - leaf.ndim :] if named else [""] * leaf.ndim
@@ -357,7 +359,8 @@ def cut(
 
 
 def _with_key(words: jax.Array, like: Any) -> jax.Array:
-    """The random keys whose words an operand is, if it has the type of keys."""
+    """Returns the random keys that consist of these words, if `like` has the dtype of random keys;
+    else `words` unchanged."""
     if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return words
     return jax.random.wrap_key_data(words, impl=str(like.dtype._impl.name))
@@ -388,7 +391,8 @@ def _cuts_of(dims: Dims, array: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _chosen(letters: Letters, arrays: Any, sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """Chooses each letter's mesh axes: those of the first array sharded along it, if all can be.
+    """Chooses each letter's mesh axes: those of the first array sharded along it, without the last
+    ones if the letter's size is not divisible by all.
 
     All devices hold all keys: if only keys are sharded, queries are sharded like them.
     """

@@ -29,8 +29,8 @@ class Place(NamedTuple):
     """The place of a piece: its first batch row and head, and the places `[T]` and `[S]` of its
     queries and keys; None if it has all of them.
 
-    `runs` is the number of consecutive queries and of consecutive keys. `keys_from` is the place of
-    the first key if all keys are consecutive, else None.
+    `runs` are the lengths of the runs of consecutive places in `q` and in `kv`; 0 for all places of
+    the call. `keys_from` is the place of the first key if all keys are consecutive, else None.
     """
 
     b: Any = 0
