@@ -84,8 +84,8 @@ def attention(
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
         scale: the factor of query·key, by default 1/√H: a number; or a float array, a scalar or
             `[N]` with one factor for each head, which is a differentiable parameter.
-        sink: a float array `[N]` or a scalar, one logit for each head: that of an additional key
-            without a value. It is a differentiable parameter; see `jattn.softmax.with_sink`.
+        sink: the logit of an additional key without a value: a float scalar, or `[N]` with one for
+            each head. It is a differentiable parameter; see `jattn.softmax.with_sink`.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions with which
             masks and scores are computed. T and S may differ: by default the first query and the
             first key are both at position 0, so that Causal is aligned at the top left.
@@ -157,8 +157,9 @@ def _shardings(call: Call, query: Array, *_: Any) -> Any:
 @compiled()
 def attend(call: Call, query: Array, key: Array, value: Array) -> Any:
     """Returns `out`, or `(out, lse)` if the call returns lse."""
-    # The sink is applied outside of `partitioned_by_xla`: arrays that are kept within it for the
-    # backward pass come back with explicit shardings, which only jattn's own rules expect.
+    # The sink is applied outside of `partitioned_by_xla`, because residuals saved within it reach
+    # the backward pass with explicit shardings. jattn's derivative rules convert these
+    # (`in_context_mesh`); JAX's rules, which differentiate `with_sink`, do not.
     return call.with_sink(*_attend(call, query, key, value))
 
 

@@ -111,8 +111,10 @@ class Call:
         return jax.tree.map(reshaped, results)
 
     def sink_as_normalizer(self) -> "Call":
-        """Returns the call with `SoftmaxPlusOne` as its normalizer in place of the sink of 0, for
-        functions without the option `sink`, which compute the weights of whole rows."""
+        """Turns the sink of 0 that `make` sets for `SoftmaxPlusOne` back into this normalizer.
+
+        Functions without the option `sink`, which compute the weights of whole rows, need that.
+        """
         if self.sink is None:
             return self
         spec = dataclasses.replace(self.spec, normalizer=SoftmaxPlusOne())

@@ -243,7 +243,7 @@ class MultiHeadAttention(Module):
         return attention(query, key, value, **options)
 
     def _options(self, call: MemoryOptions) -> CachedOptions:
-        """Returns the options of `jattn.attention`, the module's and a call's, but positions."""
+        """Returns the module's and a call's options of `jattn.attention`, except positions."""
         dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
         return {
             "mask": self._mask(call.get("mask")),
