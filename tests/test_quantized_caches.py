@@ -2,6 +2,7 @@
 attention to the exact ones.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -220,6 +221,37 @@ def test_long_caches_are_read_where_they_lie(dtype, heads, kind):
         )
         want = oracle.attend(oracle.OracleProblem(*arrays))
         np.testing.assert_allclose(out[b], want.out[0], rtol=0, atol=5e-6)
+
+
+@pytest.mark.default_tiles
+@every_dtype
+@pytest.mark.parametrize(("heads", "size"), [(2, 64), (6, 72), (12, 160)])
+def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
+    """The greatest number of a query or value must not cost others their digits."""
+    S, V, magnitudes = 150, 32, np.float32([3, 1e-30, 0, 1e-42])
+    shapes = (B, 1, heads, size), (B, S, K, size), (B, S, K, V)
+    query, key, value = map(np.asarray, normal_arrays(*shapes, dtype=jnp.float32, seed=6))
+    query = query * magnitudes[np.arange(heads) % 4][:, None]
+    value = value * np.float32(10.0 ** np.arange(-12, 12, 2)).repeat(13)[:S, None, None]
+    cache = DenseCache.create(B, S + 9, K, size, V, dtype=dtype).append(key, value)
+    keys, values = (np.swapaxes(np.float64(x), 1, 2)[:, :S] for x in cache.read())
+    mask = masks.Predicate(lambda b, h, q, kv: kv < 30 + 40 * b)  # up to 1e-8, 1e-2 and 1e4
+    out = np.float64(jattn.attention(query, cache, mask=mask))
+    for b in range(B):
+        n = 30 + 40 * b
+        arrays = query[b : b + 1].astype(np.float64), keys[b : b + 1, :n], values[b : b + 1, :n]
+        want = oracle.attend(oracle.OracleProblem(*arrays)).out[0]
+        error = np.abs(out[b] - want).max(axis=-1) / np.abs(want).max(axis=-1)
+        assert error.max() < 2e-6
+
+
+def test_scales_may_be_negative():
+    query, key, value = tokens(8)
+    cache = DenseCache.create(B, 8, K, H, V, "int8").append(key, value)
+    stored: Any = cache.values
+    negated = dataclasses.replace(cache, values=Quantized(-stored.numbers, -stored.scales))
+    out, expected = (jattn.attention(query[:, :1], x) for x in (negated, cache))
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_bytes_per_token_are_those_on_paper():

@@ -7,110 +7,29 @@
 // are summed, so that the memory always works. Long sequences are cut into parts, whose results are
 // merged (Dao et al. 2023, Flash-Decoding). Tiles that no query sees are not read.
 
-#include "native.h"
+#include "quantized.h"
 
 namespace {
 
 constexpr Index kTile = 1 << 17;      // bytes of a tile's keys: with its values, part of the L2 cache
 constexpr Index kMostKeys = 512;      // the most keys of a tile
 constexpr Index kPart = 1 << 20;      // the fewest bytes of keys in a part
-constexpr Index kTogether = 1 << 14;  // the most sums of heads that are computed together
+constexpr Index kTogether = 1 << 14;  // the most rows times head size of heads that are read together
 constexpr Index kTurned = 64;         // keys that are transposed at a time
-constexpr Index kFewRows = 16;        // the most rows for which sums across lanes beat transposing keys
-constexpr Index kFewAlone = 8;        // the same if one head's keys are read at a time
-constexpr Index kFewSums = 4;         // the most rows whose sums stay in registers without `product`
-constexpr Index kOnce = 4;            // the most rows for which keys are widened as they are multiplied
+constexpr Index kFewRows = 16;        // the most rows for which keys are not transposed
+constexpr Index kFewAlone = 8;        // the same if heads do not lie side by side
+constexpr Index kFewSums = 4;         // the most rows of such a head whose output stays in registers
+constexpr Index kOnce = 4;            // the most rows for which numbers are converted in registers only
 constexpr Index kPair = 2;            // keys that are multiplied side by side
 constexpr Index kLine = 64;           // bytes of a cache line
+constexpr int kRowsOfQueries = 4;     // the most rows that are multiplied by keys as integers at a time
+template <typename E>                 // the most rows that are multiplied by values so
+constexpr int kRowsOfWeights = 4 / Stored<E>::kVectors;
+template <typename E>                 // the most rows for which integers are faster than floats
+constexpr Index kFewIntegers = 8 / Stored<E>::kVectors;
 
-// `kVectors` is the number of vectors of T that a load of `kLanes` elements gives: two for Pairs of
-// int4. Stored numbers times `kFactor` are the numbers that the scales are for.
-template <typename E>
-struct Stored {
-  static constexpr Index kVectors = 1;
-  static constexpr T kFactor = 1;
-};
-
-#if JATTN_SINGLE
-// Numbers with a scale for each token and head. A byte of Int4 holds number h of a row of 2 n in its
-// low and number n + h in its high half.
-struct Int8 {
-  int8_t bits;
-};
-struct Float8 {  // 4 bits of exponent and 3 of mantissa, finite
-  int8_t bits;
-};
-struct Int4 {
-  int8_t bits;
-};
-typedef int8_t Chars __attribute__((vector_size(kLanes)));
-typedef int16_t SignedShorts __attribute__((vector_size(kLanes * 2)));
-
-template <>
-struct Stored<Float8> {
-  static constexpr Index kVectors = 1;
-  static constexpr T kFactor = 256;  // the exponent is that of a float16 less 8
-};
-template <>
-struct Stored<Int4> {
-  static constexpr Index kVectors = 2;
-  static constexpr T kFactor = 1;
-};
-
-// GCC converts bytes to integers one by one, except by intrinsics or in two steps.
-inline Ints integers(const void* from) {
-#if defined(__AVX512F__)
-  return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(static_cast<const char*>(from)));
-#else
-  const Chars bytes = load<Chars>(static_cast<const char*>(from));
-  return __builtin_convertvector(__builtin_convertvector(bytes, SignedShorts), Ints);
-#endif
-}
-inline Vector widened(const Int8* from) { return __builtin_convertvector(integers(from), Vector); }
-inline Vector widened(const Float8* from) {
-  const SignedShorts bits = __builtin_convertvector(load<Chars>(from), SignedShorts);
-  return widened((Shorts)((bits << 7) & ~0x4000), Float16{});
-}
-#endif
-
-// Loads the vectors at h of a row: from its first half and, with two, from its second half.
-template <typename E>
-inline void widen(const E* from, Vector* to) {
-  to[0] = widened(from);
-}
-#if JATTN_SINGLE
-inline void widen(const Int4* from, Vector* to) {
-  const Ints bits = integers(from);
-  to[0] = __builtin_convertvector(bits << 28 >> 28, Vector);
-  to[1] = __builtin_convertvector(bits >> 4, Vector);
-}
-#endif
-
-// Rows widened to T, in `memory`.
-template <typename E>
-inline Rows<const T> widened(Rows<const E> from, Index count, T* memory) {
-  constexpr Index n = Stored<E>::kVectors;
-  const Index half = from.size, size = n * half;
-  for (Index i = 0; i < count; ++i) {
-    T* to = memory + i * size;
-    Vector x[n];
-    Index h = 0;
-    for (; h + kLanes <= half; h += kLanes) {
-      widen(from[i] + h, x);
-      for (Index v = 0; v < n; ++v) store(to + v * half + h, x[v]);
-    }
-    if (h == half) continue;
-    E some[kLanes] = {};
-    std::memcpy(some, from[i] + h, (half - h) * sizeof(E));
-    widen(some, x);
-    for (Index v = 0; v < n; ++v) std::memcpy(to + v * half + h, x + v, (half - h) * sizeof(T));
-  }
-  return {memory, size, size};
-}
-inline Rows<const T> widened(Rows<const T> from, Index, T*) { return from; }
-
-// Prefetches the rows of some tokens, a few cache lines at each of `steps`: the memory always has
-// work, and never so much that loads have to wait.
+// Prefetches the rows of some tokens, a few cache lines at each of `steps`: memory is always being
+// read, and loads do not wait for too many prefetches.
 class Ahead {
  public:
   template <typename E>
@@ -119,7 +38,7 @@ class Ahead {
         row_(heads * rows.size * sizeof(E)),
         gap_(rows.stride * sizeof(E) - row_),
         left_(rows.start ? count : 0) {
-    if (gap_ == 0) row_ *= left_, left_ = std::min<Index>(left_, 1);  // one long row
+    if (gap_ == 0) row_ *= left_, left_ = std::min<Index>(left_, 1);  // all rows as one
     end_ = at_ + row_;
     each_ = (left_ * (up(row_, kLine) / kLine) + steps - 1) / steps;
   }
@@ -186,7 +105,7 @@ void multiply_rows(Index rows, const T* q, Rows<const E> keys, T* scores, Index 
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// Keys or values of E in pages of tokens and heads, in one order or the other. A table [B, M] lists
+// Keys or values of E in pages [K, page, size] or [page, K, size]. A table [B, M] lists
 // the pages of each row; without a table, row b has page b. The first `size` numbers of a token's head
 // are read, so that values may be the beginning of keys.
 template <typename E>
@@ -230,10 +149,10 @@ struct Call {
   Index group() const { return N / K; }
 };
 
-// The part of some keys in the results of some rows.
+// The partial results of some rows: those over some of the keys.
 struct Part {
   T *most, *sum, *out;  // [R], [R], [R, V]
-  T* down;              // the factor of values, so that sums do not overflow
+  T* down;              // what values were multiplied by, less than 1 where sums overflowed
 
   static Index size(Index R, Index V) { return R * (V + 2) + 1; }
   Part(T* memory, Index R, Index V)
@@ -253,7 +172,7 @@ class Reader {
         H_(call.H),
         V_(up(call.V, kLanes)),
         tile_(tile),
-        bench_(heads * R_ * (H_ + tile) + kTurned * (2 * H_ + V_) + tile * (V_ + 1)),
+        bench_(heads * R_ * (2 * (H_ + kLanes) + tile) + kTurned * (2 * H_ + V_) + tile * (R_ + V_ + 1)),
         part_(part) {
     *part.down = 1;
     q_ = bench_.take(heads * R_ * H_), scores_ = bench_.take(heads * R_ * tile);
@@ -263,6 +182,8 @@ class Reader {
       const T* from = call.q + ((b * call.T_ + token(r)) * call.N + head(r)) * H_;
       for (Index h = 0; h < H_; ++h) q_[r * H_ + h] = from[h] * call.scale;
     }
+    if constexpr (Stored<E>::kIntegers)
+      if (R_ <= kFewIntegers<E>) write_digits();
   }
 
   // Masked values have weight 0, and 0 × NaN is NaN: if a result is not finite, everything is computed
@@ -279,9 +200,26 @@ class Reader {
   }
 
  private:
-  struct Keys {
-    Index j, count;
+  // A tile: its first key, the number of its keys, and the keys and values of the first head.
+  struct Tile {
+    Index j = 0, count = 0;
+    Rows<const E> keys = {}, values = {};
   };
+
+  // Writes queries as integers; `by_integers_` is whether that is possible.
+  void write_digits() {
+    constexpr Index n = Stored<E>::kVectors;
+    const Index half = H_ / n, padded = up(half, kLanes), rows = heads_ * R_;
+    digits_.take(bench_, rows, n * padded, true);
+    weights_.take(bench_, R_, tile_, false);
+    by_integers_ = n == 1 || call_.values.size % kLanes == 0;
+    std::fill(wide_, wide_ + n * padded, T{0});
+    for (Index r = 0; r < rows && by_integers_; ++r) {
+      for (Index v = 0; v < n; ++v)
+        std::copy_n(q_ + r * H_ + v * half, half, wide_ + v * padded);
+      by_integers_ = digits_.write(r, wide_);
+    }
+  }
 
   // Whether all rows are finite, except those that are NaN because of their scores.
   bool finite() const {
@@ -296,9 +234,9 @@ class Reader {
     std::fill(part_.most, part_.most + rows, -kInfinity);
     std::fill(part_.sum, part_.sum + rows, T{0});
     std::fill(part_.out, part_.out + rows * V_, T{0});
-    Keys now = next(from, until);
+    Tile now = next(from, until);
     while (now.count) {
-      const Keys then = next(now.j + now.count, until);
+      const Tile then = next(now.j + now.count, until);
       visit(now, then);
       now = then;
     }
@@ -308,17 +246,25 @@ class Reader {
   Index token(Index r) const { return r % call_.T_; }
 
   // The first tile from j on that any row sees; whole vectors, except at the end of a page.
-  Keys next(Index j, Index until) const {
+  Tile next(Index j, Index until) const {
     for (Index count; j < until; j += count) {
       count = std::min({tile_, until - j, call_.keys.page - j % call_.keys.page});
       if (count > kLanes) count -= count % kLanes;
-      if (seen(j, count)) return {j, count};
+      const Rows<const E> keys = call_.keys.at(b_, k_, j);
+      if (keys.start && seen(j, count)) return {j, count, keys, call_.values.at(b_, k_, j)};
     }
-    return {j, 0};
+    return {};
+  }
+
+  // Keys or values from s on of head h of a tile.
+  Rows<const E> keys_of(const Tile& tile, Index h, Index s) const {
+    return {tile.keys[s] + h * call_.keys.by_head, tile.keys.stride, tile.keys.size};
+  }
+  Rows<const E> values_of(const Tile& tile, Index h, Index s) const {
+    return {tile.values[s] + h * call_.values.by_head, tile.values.stride, tile.values.size};
   }
 
   bool seen(Index j, Index count) const {
-    if (!call_.keys.at(b_, k_, j).start) return false;
     if (!call_.allowed.start) return true;
     for (Index r = 0; r < (call_.allowed.heads > 1 ? heads_ * R_ : call_.T_); ++r)
       if (std::memchr(call_.allowed.at(b_, head(r)) + token(r) * call_.S + j, 1, count))
@@ -326,32 +272,31 @@ class Reader {
     return false;
   }
 
-  // The number of passes over the rows, `each` at a time and then by halves.
+  // The number of passes over the rows: of `each` rows, then of half as many, and so on.
   static Index times(Index rows, Index each) {
     Index n = rows / each;
     for (Index left = rows % each; left; left &= left - 1) ++n;
     return n;
   }
 
-  void visit(Keys now, Keys then) {
+  void visit(Tile now, Tile then) {
+    if constexpr (Stored<E>::kIntegers)
+      if (by_integers_ && !exact_) return visit_by_integers(now, then);
     const Index most_few = heads_ == 1 ? kFewAlone : kFewRows;
     const bool few = R_ <= most_few && call_.keys.size % kLanes == 0 && now.count % kLanes == 0;
-    const Rows<const E> values = call_.values.at(b_, k_, now.j);
     const Index each = few ? now.count / kPair * times(R_, 4) : up(now.count, kTurned) / kTurned;
-    Ahead for_values(values, heads_, now.count, heads_ * each);
+    Ahead for_values(now.values, heads_, now.count, heads_ * each);
     few ? multiply(now, for_values) : multiply_turned(now, for_values);
     if (exact_ || V_ != call_.V) return weigh_copies(now);
     for (Index r = 0; r < heads_ * R_; ++r) soften(r, now, true);
     const Index run = heads_ == 1 && R_ > kFewSums ? kTurned : kLanes;
     const Index columns = V_ / kLanes, blocks = times(columns, kWide) * times(R_, 4);
     const Index steps = run == kTurned ? up(now.count, run) / run : now.count * blocks;
-    const Index place = then.count ? then.j : now.j;  // after the last page there is none
-    const Rows<const E> keys = call_.keys.at(b_, k_, place);
-    Ahead for_keys(keys, heads_, then.count, heads_ * steps);
+    Ahead for_keys(then.keys, heads_, then.count, heads_ * steps);
     for (Index s = 0; s < now.count; s += run)
       for (Index h = 0; h < heads_; ++h) {
         const Index count = std::min(run, now.count - s);
-        const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
+        const Rows<const E> rows = values_of(now, h, s);
         if constexpr (Stored<E>::kVectors == 1)
           if (R_ <= kOnce) {
             weigh(h, s, count, rows, for_keys);
@@ -367,11 +312,40 @@ class Reader {
       }
   }
 
+  // `visit` with products of integers. Rows whose weights are not finite or negative become NaN, so that
+  // `run` computes them exactly.
+  void visit_by_integers(Tile now, Tile then) {
+    const auto loads = [](Index size) { return up(size, 64) / 64; };
+    const Index width = up(now.count, kLanes), passes = times(R_, kRowsOfWeights<E>);
+    Ahead for_values(now.values, heads_, now.count,
+                     heads_ * width / 4 * loads(call_.keys.size) * times(R_, kRowsOfQueries));
+    for (Index s = 0; s < width; s += kLanes)
+      for (Index h = 0; h < heads_; ++h)
+        multiply_integers<kRowsOfQueries>(
+            R_, digits_, h * R_, keys_of(now, h, s), std::min<Index>(kLanes, now.count - s),
+            scores_ + h * R_ * tile_ + s, tile_, for_values);
+    for (Index r = 0; r < heads_ * R_; ++r) soften(r, now, true);
+    Ahead for_keys(then.keys, heads_, then.count,
+                   heads_ * width / 4 * loads(call_.values.size) * passes);
+    weights_.size = width;
+    for (Index h = 0; h < heads_; ++h) {
+      T* out = part_.out + h * R_ * V_;
+      bool written = true;
+      for (Index r = 0; r < R_ && written; ++r)
+        written = weights_.write(r, scores_ + (h * R_ + r) * tile_);
+      if (written)
+        weigh_integers<kRowsOfWeights<E>>(R_, weights_, 0, values_of(now, h, 0),
+                                          now.count, out, V_, for_keys);
+      else
+        std::fill(out, out + R_ * V_, std::numeric_limits<T>::quiet_NaN());
+    }
+  }
+
   // q k for few rows: keys are not transposed.
-  void multiply(Keys now, Ahead& ahead) {
+  void multiply(Tile now, Ahead& ahead) {
     for (Index s = 0; s < now.count; s += kLanes)
       for (Index h = 0; h < heads_; ++h) {
-        const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
+        const Rows<const E> rows = keys_of(now, h, s);
         T* scores = scores_ + h * R_ * tile_ + s;
         if (R_ <= kOnce)
           multiply_rows<4>(R_, q_ + h * R_ * H_, rows, scores, tile_, ahead);
@@ -380,12 +354,12 @@ class Reader {
       }
   }
 
-  void multiply_turned(Keys now, Ahead& ahead) {
+  void multiply_turned(Tile now, Ahead& ahead) {
     for (Index s = 0; s < now.count; s += kTurned)
       for (Index h = 0; h < heads_; ++h) {
         ahead.step();
         const Index count = std::min(kTurned, now.count - s), width = up(count, kLanes);
-        const Rows<const E> rows = call_.keys.at(b_, k_ + h, now.j + s);
+        const Rows<const E> rows = keys_of(now, h, s);
         transpose(widened(rows, count, wide_), count, width, transposed_, T{1});
         product(R_, width, H_, q_ + h * R_ * H_, H_, 1, transposed_, width,
                 scores_ + h * R_ * tile_ + s, tile_, false);
@@ -399,13 +373,13 @@ class Reader {
                part_.out + h * R_ * V_, V_, true, ahead);
   }
 
-  // The same with copies of values, padded to whole vectors and made finite if necessary.
-  void weigh_copies(Keys now) {
+  // Softmax and weighted sums with copies of values, in whole vectors, made finite if `exact_`.
+  void weigh_copies(Tile now) {
     Ahead nothing(Rows<const T>{nullptr, 0, 0}, 0, 0, 1);
     for (Index h = 0; h < heads_; ++h) {
       for (Index s = 0; s < now.count; s += kLanes) {
         const Index count = std::min<Index>(kLanes, now.count - s);
-        const Rows<const E> rows = call_.values.at(b_, k_ + h, now.j + s);
+        const Rows<const E> rows = values_of(now, h, s);
         copy(widened(rows, count, wide_), count, values_ + s * V_, V_);
       }
       const float* scales = call_.values.scales_at(b_, k_ + h, now.j);
@@ -424,8 +398,8 @@ class Reader {
     }
   }
 
-  // Products of one row become weights: with `scaled`, weights of the stored numbers of values.
-  void soften(Index r, Keys run, bool scaled) {
+  // Replaces products of one row by weights; with `scaled`, by weights times the scales of values.
+  void soften(Index r, Tile run, bool scaled) {
     const Index j = run.j, keys = run.count, width = up(keys, kLanes);
     T* scores = scores_ + r * tile_;
     const Index n = head(r), first = token(r) * call_.S + j;
@@ -470,7 +444,7 @@ class Reader {
   }
 
   // Multiplies a number for each key by the scales of the keys or values.
-  void scale_all(T* numbers, const Pages<E>& pages, Index r, Keys run) const {
+  void scale_all(T* numbers, const Pages<E>& pages, Index r, Tile run) const {
     const float* scales = pages.scales_at(b_, k_ + r / R_, run.j);
     if (!scales) return;
     Index s = 0;
@@ -485,9 +459,10 @@ class Reader {
   Index b_, k_, heads_, R_, H_, V_, tile_;
   Bench bench_;
   Part part_;
-  bool exact_ = false;
+  bool exact_ = false, by_integers_ = false;
   T down_ = 1;
   T *q_, *scores_, *transposed_, *wide_, *values_, *nonfinite_;
+  Digits digits_, weights_;  // of queries, and of the weights of a head
 };
 
 // Merges row r of all parts, using `sums [V]` as memory.
