@@ -6,7 +6,6 @@ columns. Blackwell's tensor memory gives 128 rows, one for each thread.
 
 import enum
 import importlib
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn._types import Index, Ref
-from jattn.kernels.gpu.mosaic.machine.versions import lowering, mlir, mosaic
+from jattn.kernels.gpu.mosaic.machine.versions import load, lowering, mlir, mosaic
 
 
 WIDTH = 64  # head sizes are multiples of it: a row of a tile in shared memory is 128 bytes
@@ -108,10 +107,7 @@ class Unit(NamedTuple):
         expected = jax.ShapeDtypeStruct(tuple(sizes[::order]), memory.dtype)
         if self.interpreted or not axes:
             return RegisterValue(memory[index], expected, axes)
-        part, load = memory.at[index], mosaic().load
-        idx = inspect.signature(load).parameters.get("idx")  # required in JAX 0.10
-        older = [()] if idx is not None and idx.default is inspect.Parameter.empty else []
-        value = self.to_layout(load(part, *older, optimized=False), axes)
+        value = self.to_layout(load(memory.at[index], optimized=False), axes)
         return RegisterValue(value, expected, axes)
 
     def look_up(self, memory: Ref, places: Array, axes: str) -> Array:

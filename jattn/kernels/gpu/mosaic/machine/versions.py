@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 from typing import Any
 
 
@@ -9,6 +10,13 @@ from typing import Any
 def mosaic() -> Any:
     """Pallas's module for Mosaic GPU. It takes longer to import than all of jattn."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def load(memory: Any, **options: Any) -> Any:
+    """Loads an array from memory to registers; `options` are those of Pallas's `load`."""
+    idx = inspect.signature(mosaic().load).parameters.get("idx")  # required in JAX 0.10
+    older = [()] if idx is not None and idx.default is inspect.Parameter.empty else []
+    return mosaic().load(memory, *older, **options)
 
 
 def lowering() -> Any:
