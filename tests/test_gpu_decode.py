@@ -5,6 +5,7 @@ The expected result is attention by the formula, in float64, to the tokens in ea
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tuning
-from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn.cache import Cache, DenseCache, PagedCache, Quantized, RollingCache
+from jattn.cache.quantized import LARGEST, converted
 from jattn.kernels.gpu.mosaic.kernels import ampere, decode, hopper
 from jattn.spec import Shapes
 from tests.arrays import assert_accurate
@@ -44,26 +46,42 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 CACHES: dict[str, Any] = {
-    "dense": lambda: DenseCache.create(B, 192, K, H, V, dtype=jnp.bfloat16),
-    "dense_odd": lambda: DenseCache.create(B, 136, K, H, V, dtype=jnp.bfloat16),
-    "rolling": lambda: RollingCache.create(B, 50, K, H, V, dtype=jnp.bfloat16, chunk=30),
-    "paged": lambda: PagedCache.create(B, 144, K, H, V, dtype=jnp.bfloat16),
-    "paged_wide": lambda: PagedCache.create(B, 256, K, H, V, dtype=jnp.bfloat16, page_size=128),
+    "dense": lambda dtype: DenseCache.create(B, 192, K, H, V, dtype),
+    "dense_odd": lambda dtype: DenseCache.create(B, 136, K, H, V, dtype),
+    "rolling": lambda dtype: RollingCache.create(B, 50, K, H, V, dtype, chunk=30),
+    "paged": lambda dtype: PagedCache.create(B, 144, K, H, V, dtype),
+    "paged_wide": lambda dtype: PagedCache.create(B, 256, K, H, V, dtype, page_size=128),
 }
 KEYS, VALUES = normal(B, TOKENS, K, H), normal(B, TOKENS, K, V)
 
 
-def filled(kind: str, unwritten: float = 0) -> Cache:
+def filled(
+    kind: str, unwritten: float = 0, dtype: Any = jnp.bfloat16, values: Any = VALUES
+) -> Cache:
     """A cache to which the tokens of each row were appended in pieces, so that pages alternate.
 
-    Slots without a token hold `unwritten`.
+    Slots without a token hold `unwritten` or, if the cache is quantised, have that scale.
     """
-    cache = poisoned(CACHES[kind](), unwritten)
+    cache = CACHES[kind](dtype)
+    cache = _with_scales(cache, unwritten) if dtype in LARGEST else poisoned(cache, unwritten)
     for start in range(0, TOKENS, 26):
         piece = slice(start, start + 26)
         valid = np.arange(start, start + 26) < LENGTHS[:, None]
-        cache = cache.append(KEYS[:, piece], VALUES[:, piece], valid=valid)
+        cache = cache.append(KEYS[:, piece], values[:, piece], valid=valid)
     return cache
+
+
+def _with_scales(cache: Any, scale: float) -> Cache:
+    """The cache with the number 1 and this scale in all slots."""
+    numbers = (jax.tree.map(jnp.ones_like, x) for x in (cache.keys, cache.values))
+    keys, values = (Quantized(x.numbers, scale * x.scales) for x in numbers)
+    return dataclasses.replace(cache, keys=keys, values=values)
+
+
+def stored(x: Any, dtype: Any) -> Any:
+    """Tokens as a cache of this dtype stores them, in float64."""
+    x = converted(x, jnp.dtype(dtype))
+    return (x.dequantized if isinstance(x, Quantized) else x.astype)(jnp.float64)
 
 
 def _thirds(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
@@ -140,18 +158,21 @@ def decoded(call: DecodeCall, cache: Cache, implementation: str, **options: Any)
     return quick_jit(functools.partial(attend, **rules))(query, cache)
 
 
-def formula(call: DecodeCall) -> Any:
-    """Returns out and lse by the formula, one row at a time, in float64."""
-    results = []
+def formula(
+    call: DecodeCall, dtype: Any = jnp.bfloat16, values: Any = VALUES, computed: Any = jnp.float64
+) -> Any:
+    """Returns out and lse by the formula for the tokens in a cache of this dtype, one row at a
+    time, computed in float64."""
+    results, keys, values = [], stored(KEYS, dtype), stored(values, dtype)
     for b, length in enumerate(LENGTHS):
         row, tokens = slice(b, b + 1), slice(0, length)
-        rules = call.rules(call.T, length, row, jnp.float64)
+        rules = call.rules(call.T, length, row, computed)
         if call.kind == "rolling":
             rules["mask"] = rules["mask"] & masks.Window(left=50)
-        query, key, value = normal(B, call.T, N, H)[row], KEYS[row, tokens], VALUES[row, tokens]
+        query, key, value = normal(B, call.T, N, H)[row], keys[row, tokens], values[row, tokens]
         results.append(
             jattn.attention(
-                *(x.astype(jnp.float64) for x in (query, key, value)),
+                *(x.astype(computed) for x in (query, key, value)),
                 q_positions=jnp.arange(length - call.T, length)[None],
                 implementation="reference",
                 return_lse=True,
@@ -190,6 +211,59 @@ def test_slots_never_written_have_no_effect(kind):
     call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan)
     assert np.isnan(np.asarray(cache.values, np.float32)).any()
     assert_right(call, decoded(call, cache, "hopper"))
+
+
+QUANTISED = tuple(LARGEST)
+each_quantised_dtype = pytest.mark.parametrize("dtype", QUANTISED, ids=lambda x: x.name)
+QUANTISED_CALLS = [
+    DecodeCall("dense", 3, functions),
+    DecodeCall("dense_odd", 2, arrays),
+    DecodeCall("rolling", 1, functions),
+    DecodeCall("paged", 3, arrays),
+    DecodeCall("paged_wide", 1, causal),
+]
+
+
+@pytest.mark.one_in(5)
+@each_quantised_dtype
+@pytest.mark.parametrize("call", QUANTISED_CALLS, ids=lambda x: f"{x.kind}-{x.T}")
+def test_quantised_caches_are_read_in_place(call, dtype, read_in_place):
+    """The error is at most twice that of the formula in bfloat16."""
+    got = decoded(call, filled(call.kind, dtype=dtype), "hopper")
+    assert len(read_in_place) == 1
+    want, plain = formula(call, dtype), formula(call, dtype, computed=jnp.bfloat16)
+    assert_within(got, want)
+    assert error(got[0], want[0]) <= 2 * error(plain[0], want[0])
+
+
+@pytest.mark.one_in(2)
+@each_quantised_dtype
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_scales_of_slots_never_written_have_no_effect(kind, dtype):
+    call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan, dtype)
+    assert jnp.isnan(cache.keys.scales).any() and jnp.isnan(cache.values.scales).any()
+    assert_within(decoded(call, cache, "hopper"), formula(call, dtype))
+
+
+@pytest.mark.one_in(3, slow=True)
+@each_quantised_dtype
+@pytest.mark.parametrize("size", [1e-29, 1e35])
+def test_quantised_values_of_any_size_keep_their_digits(dtype, size):
+    values, call = VALUES.astype(jnp.float32) * size, DecodeCall("dense", 1, causal)
+    got, _ = decoded(call, filled("dense", dtype=dtype, values=values), "hopper")
+    want, _ = formula(call, dtype, values)
+    assert error(got.astype(jnp.float64) / size, want / size) <= 1e-2
+
+
+@pytest.mark.slow
+@each_quantised_dtype
+def test_parts_of_quantised_rows_are_joined(monkeypatch, dtype, read_in_place):
+    monkeypatch.setattr(decode, "_TILES_EACH", 1)
+    with tuning.using(gpu_tiles_each=1):
+        call = DecodeCall("paged", 1, causal)
+        got = decoded(call, filled("paged", dtype=dtype), "hopper")
+    assert [x[2] for x in read_in_place] == [3]
+    assert_within(got, formula(call, dtype))
 
 
 @pytest.mark.one_in(3, slow=True)
@@ -249,9 +323,10 @@ def test_gradients_are_those_of_arrays():
 
 @pytest.mark.slow
 def test_it_is_translated_for_cuda():
-    for kind, T in (("dense_odd", 3), ("paged", 1)):
+    dtypes = (jnp.dtype(jnp.bfloat16), *QUANTISED)
+    for (kind, T), dtype in itertools.product((("dense_odd", 3), ("paged", 1)), dtypes):
         call = DecodeCall(kind, T, functions)
-        arguments = normal(B, T, N, H), filled(kind)
+        arguments = normal(B, T, N, H), filled(kind, dtype=dtype)
         rules = call.rules(T, arguments[1].capacity, slice(None), jnp.bfloat16)
         attend = functools.partial(jattn.attention, implementation="hopper", **rules)
         assert "jattn_mosaic_decode" in translated(attend, arguments)
@@ -263,17 +338,25 @@ def test_it_is_translated_for_cuda():
         ({}, None),
         ({"T": 65}, "1 to 64 queries, got 65"),
         ({"dtype": jnp.float32}, "a cache of bfloat16, got float32"),
+        ({"dtype": jnp.int8}, None),
+        ({"dtype": jnp.int4, "size": 64}, None),
+        ({"dtype": jnp.int8, "query": jnp.float16}, "bfloat16 for a cache of int8, got float16"),
+        ({"dtype": jnp.int8, "size": 192}, "up to 128 for a cache of int8, got 192"),
         ({"size": 80}, "multiples of 64, got 64 and 80"),
         ({"page_size": 12}, "pages of a multiple of 8 tokens, got 12"),
         ({"score": scores.Score(lambda s, b, h, q, kv: jnp.arctan(s))}, "needs atan"),
     ],
-    ids=["none", "queries", "dtype", "width", "page", "function"],
+    ids=[
+        *("none", "queries", "dtype", "int8", "int4", "float16", "wide_int8", "width", "page"),
+        "function",
+    ],
 )
 def test_reasons_not_to_read_a_cache_in_place(changes, words):
     T, size, dtype = (changes.get(*x) for x in (("T", 1), ("size", V), ("dtype", jnp.bfloat16)))
     page = changes.get("page_size", 16)
     cache = PagedCache.create(B, 192, K, H, size, dtype=dtype, page_size=page)
-    shapes = Shapes((B,), T, cache.capacity, N, K, H, size, jnp.dtype(jnp.bfloat16))
+    dtype = jnp.dtype(changes.get("query", jnp.bfloat16))
+    shapes = Shapes((B,), T, cache.capacity, N, K, H, size, dtype)
     call = made(shapes, mask=cache.mask(), score=changes.get("score"))
     reason = hopper.READER.unreadable("cpu", call, cache)
     assert (words in str(reason)) if words else reason is None
@@ -287,3 +370,10 @@ def test_threads_copy_no_small_pages(monkeypatch, capability, least):
     reason = ampere.READER.unreadable("cuda", made(shapes, mask=cache.mask()), cache)
     words = f"pages of a multiple of {least} tokens, got 16"
     assert (words in str(reason)) if least > 16 else reason is None
+
+
+def test_only_the_kernel_for_hopper_converts_numbers():
+    cache = PagedCache.create(B, 192, K, H, V, dtype=jnp.int8)
+    shapes = Shapes((B,), 1, cache.capacity, N, K, H, V, jnp.dtype(jnp.bfloat16))
+    reason = ampere.READER.unreadable("cpu", made(shapes, mask=cache.mask()), cache)
+    assert reason == "expected a cache of bfloat16, as this kernel does not convert int8"

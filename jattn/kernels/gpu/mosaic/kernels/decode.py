@@ -6,7 +6,10 @@ A program is one warpgroup. It keeps the queries of all heads that share a key h
 pages of a paged cache in its table (Kwon et al. 2023, PagedAttention). Tiles that the mask empties
 are not read, so that the time of a batch row depends on its length.
 
-On a CPU the kernel runs in JAX's interpreter. It compiles for GPUs, and has not run on one.
+The numbers of quantised caches are converted in shared memory, see `dequantizer`.
+
+On a CPU the kernel runs in JAX's interpreter. On an H100 it has read caches of the query's dtype.
+Reading quantised caches compiles for an H100, and has not run on one.
 """
 
 import functools
@@ -23,16 +26,19 @@ from jaxtyping import Array
 
 from jattn import masks, softmax
 from jattn._types import Index, Ref, Size, Tree
-from jattn.cache import Cache
+from jattn.cache import Cache, Quantized
+from jattn.cache.storage import Stored, read_pages
 from jattn.call import Call
 from jattn.kernels.common import block_mask, entries, few_queries, slicing
 from jattn.kernels.gpu.mosaic.kernels import mosaic_call
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, launch
 from jattn.kernels.gpu.mosaic.machine import matrix_units
-from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Unit
+from jattn.kernels.gpu.mosaic.machine.registers import ROWS, WIDTH, Products, Unit
 from jattn.kernels.gpu.mosaic.machine.streams import Stream, least_rows, put
+from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
+from jattn.kernels.gpu.mosaic.tile.dequantizer import MAX_SIZE, Dequantizer
 from jattn.kernels.gpu.mosaic.tile.grouped_rows import GroupedRefs, Grouping
 from jattn.kernels.gpu.mosaic.tile.online_softmax import finish, initial, online
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
@@ -79,7 +85,7 @@ def unreadable(
     can."""
     spec, shapes = call.spec, call.shapes
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
-    if reason := _other_arrays(shapes, keys, values):
+    if reason := _other_arrays(kernel, shapes, keys, values):
         return reason
     sizes = _DecodeSizes.of(kernel, spec, shapes, keys.shape[2])
     fewest = least_rows(Unit(platform == "cpu", by=kernel.products), min(shapes.H, shapes.V))
@@ -90,15 +96,33 @@ def unreadable(
     return entries.unsupported(_one_tile, shapes, sizes, spec=spec)
 
 
-def _other_arrays(shapes: Shapes, keys: Any, values: Any) -> str | None:
+def _other_arrays(
+    kernel: mosaic_call.ForwardKernel, shapes: Shapes, keys: Stored, values: Stored
+) -> str | None:
     if not 0 < shapes.T <= ROWS:
         return f"expected 1 to {ROWS} queries, got {shapes.T}"
     if 0 in (shapes.B, shapes.S):
         return "there are no keys"
-    if keys.dtype != shapes.dtype or values.dtype != shapes.dtype:
-        return f"expected a cache of {shapes.dtype}, got {keys.dtype} and {values.dtype}"
+    if reason := _other_dtypes(kernel, shapes, keys, values):
+        return reason
     if shapes.H % WIDTH or shapes.V % WIDTH:
         return f"expected head sizes in multiples of {WIDTH}, got {shapes.H} and {shapes.V}"
+    return None
+
+
+def _other_dtypes(
+    kernel: mosaic_call.ForwardKernel, shapes: Shapes, keys: Stored, values: Stored
+) -> str | None:
+    if keys.dtype == values.dtype == shapes.dtype:
+        return None
+    if not isinstance(keys, Quantized) or keys.dtype != values.dtype:
+        return f"expected a cache of {shapes.dtype}, got {keys.dtype} and {values.dtype}"
+    if kernel.products is not Products.WARPGROUP:
+        return f"expected a cache of {shapes.dtype}, as this kernel does not convert {keys.dtype}"
+    if shapes.dtype != jnp.bfloat16:  # weights times scales may be below the smallest float16
+        return f"expected queries in bfloat16 for a cache of {keys.dtype}, got {shapes.dtype}"
+    if (size := max(shapes.H, shapes.V)) > MAX_SIZE:
+        return f"expected head sizes up to {MAX_SIZE} for a cache of {keys.dtype}, got {size}"
     return None
 
 
@@ -119,7 +143,7 @@ def attend(
     computes it again.
     """
     keys: Any
-    call, (keys, values, table) = (spec, query, cache), cache.pages()
+    call, (keys, *_) = (spec, query, cache), cache.pages()
     shapes = few_queries.shapes(query, cache)
     sizes = _DecodeSizes.of(kernel, spec, shapes, keys.shape[2])
     spec = slicing.pad_spec(spec, shapes.T, shapes.S, shapes.T, sizes.capacity)
@@ -130,8 +154,10 @@ def attend(
     problem = GPUProblem.of(
         spec, grouped, sizes.tiling, Unit(platform == "cpu", by=kernel.products), refs
     )
+    if isinstance(keys, Quantized):  # 2^-headroom times a scale may be below the smallest bfloat16
+        problem = problem._replace(factors=problem.factors._replace(headroom=0))
     parts = block_mask.parts(grouped.B * grouped.N, problem.blocks[1] // _TILES_EACH)
-    pages = _Pages(keys, values, jnp.minimum(table, len(keys) - 1))
+    pages = _Pages.of(cache, sizes)
     results = _launch(problem, sizes, parts, visits, query, pages)
     out, *rest = (sizes.grouping.from_rows(x, 2) for x in results)
     out, normalizer = softmax.join(out, Normalizer(*rest))
@@ -151,12 +177,26 @@ def _kinds(spec: Spec, shapes: Shapes, sizes: _DecodeSizes) -> Array:
 
 
 class _Pages(NamedTuple):
-    """Keys `[P, K, page, H]` and values `[P, K, page, V]`, and the pages of each row, `[B, M]`:
-    arrays, or references to these."""
+    """Keys `[P, K, page, H]` and values `[P, K, page, V]`, the pages of each row, `[B, M]`, and, if
+    keys and values are quantised, the scales of both, `[B, K, capacity]`: arrays, or references to
+    these."""
 
     keys: Ref
     values: Ref
     table: Ref
+    scales: list[Ref]
+
+    @classmethod
+    def of(cls, cache: Cache, sizes: _DecodeSizes) -> "_Pages":
+        keys, values, table = cache.pages()
+        table = jnp.minimum(table, keys.shape[0] - 1)
+        if not isinstance(keys, Quantized) or not isinstance(values, Quantized):
+            return cls(keys, values, table, [])
+        scales = [keys.scales, values.scales]
+        if hasattr(cache, "page_size"):  # a page has too few scales to be copied alone
+            scales = [read_pages(x[..., None], table)[..., 0] for x in scales]
+        padding = (0, 0), (0, 0), (0, sizes.capacity - sizes.S)
+        return cls(keys.numbers, values.numbers, table, [jnp.pad(x, padding) for x in scales])
 
     def runs(
         self, sizes: _DecodeSizes, b: Index, kv: Array, j: Index
@@ -186,7 +226,7 @@ def _launch(
     shapes, unit, columns = problem.shapes, problem.unit, sizes.columns
 
     def kernel(read_item: Callable[[], Any], operands: Ref, results: Ref, scratch: Tree) -> None:
-        (query, pages, leaves, visits_ref), (queries, stream) = operands, scratch
+        (query, pages, leaves, visits_ref), (queries, stream, converted) = operands, scratch
         part, b, h, _ = read_item()
         kv, first = lax.div(h, np.int32(shapes.G)), jnp.int32(0)
         queries.fill(first, query.at[b, h])
@@ -196,17 +236,21 @@ def _launch(
             return TileIndex(b, h, 0, j * columns)
 
         def fetch(j: Index, turn: Index) -> None:
-            runs = pages.runs(sizes, b, kv, j)
-            stream.fill(turn, *runs, *problem.streamed_parts(leaves, index(j)))
+            runs, columns_of_tile = pages.runs(sizes, b, kv, j), pl.ds(j * columns, columns)
+            scales = [x.at[b, kv, columns_of_tile] for x in pages.scales]
+            stream.fill(turn, *runs, *scales, *problem.streamed_parts(leaves, index(j)))
 
         def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
             turn, sums = state
             k, v, *streamed = stream.wait(turn)
             fetch_next(turn + 1)
+            scales, streamed = streamed[: len(converted)], streamed[len(converted) :]
+            stored = Dequantizer(unit, [x.at[0] for x in converted], scales)
             tile = problem.tile(leaves, index(j), constants)
-            (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
-            weights, sums = online(problem, masked, tile.completed(streamed), products, sums)
-            pair = weights.astype(shapes.dtype), v
+            (products,) = matrix_units.multiply(unit, [(q, stored.keys(k))], transposed=True)
+            products, tile = stored.products(products), tile.completed(streamed)
+            weights, sums = online(problem, masked, tile, products, sums)
+            pair = stored.weights(weights).astype(shapes.dtype), stored.values(v)
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
             return turn + 1, sums._replace(weighted=weighted)
 
@@ -220,10 +264,23 @@ def _launch(
     results = forward_results(shapes, parts, heads_first=True)
     operands = query, pages, problem.refs.arrays, visits.arrays
     order = Order.of(problem, visits, shapes.N, parts)
-    # Shared memory for the queries, and for two tiles of keys and values.
-    tile = functools.partial(tiles_in_memory, dtype=shapes.dtype)
-    tiles = [tile(2, columns, size, least=columns) for size in (shapes.H, shapes.V)]
-    arrays, queries = problem.streamed_scratch(2), tile(1, ROWS, shapes.H)
+    scratch = _scratch(problem, sizes, pages)
+    return launch(_NAME, problem, order, kernel, operands, results, scratch, 1)
+
+
+def _scratch(problem: GPUProblem, sizes: _DecodeSizes, pages: _Pages) -> list[Tree]:
+    """Allocates shared memory for the queries, for two tiles of keys and values in the dtype of the
+    cache, and for one tile of each in the query's dtype if the cache is quantised."""
+    shapes, columns, tiles, converted = problem.shapes, sizes.columns, [], []
+    for x, size in ((pages.keys, shapes.H), (pages.values, shapes.V)):
+        tile = functools.partial(tiles_in_memory, rows=columns, least=min(columns, x.shape[3]))
+        tiles.append(tile(2, width=x.shape[3], dtype=x.dtype))
+        converted.append(tile(1, width=size, dtype=shapes.dtype))
+    scales = [mosaic().SMEM((2, columns), x.dtype) for x in pages.scales]
+    arrays = [*scales, *problem.streamed_scratch(2)]
+    # Queries have runs of the same size as the keys that they are multiplied with.
+    queries = tiles_in_memory(1, ROWS, shapes.H, shapes.dtype, pages.keys.shape[3])
     copies = 2 * (columns // sizes.run) + len(arrays)
-    streams = (Stream.scratch(unit, queries), Stream.scratch(unit, *tiles, *arrays, copies=copies))
-    return launch(_NAME, problem, order, kernel, operands, results, [*streams], 1)
+    streamed = Stream.scratch(problem.unit, *tiles, *arrays, copies=copies)
+    resident = Stream.scratch(problem.unit, queries)
+    return [resident, streamed, converted if pages.scales else []]
