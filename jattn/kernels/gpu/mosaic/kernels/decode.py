@@ -140,7 +140,8 @@ def attend(
 
     There is a program for every key head, group of rows and part of the keys of each batch row. A
     masked value that is not finite makes the output not finite, as 0 × NaN is NaN: XLA then
-    computes it again.
+    computes it again. Sums of quantised values have no headroom, as it would make weights times
+    scales too small for bfloat16: if they overflow, XLA computes them too.
     """
     keys: Any
     call, (keys, *_) = (spec, query, cache), cache.pages()
@@ -154,7 +155,7 @@ def attend(
     problem = GPUProblem.of(
         spec, grouped, sizes.tiling, Unit(platform == "cpu", by=kernel.products), refs
     )
-    if isinstance(keys, Quantized):  # 2^-headroom times a scale may be below the smallest bfloat16
+    if isinstance(keys, Quantized):
         problem = problem._replace(factors=problem.factors._replace(headroom=0))
     parts = block_mask.parts(grouped.B * grouped.N, problem.blocks[1] // _TILES_EACH)
     pages = _Pages.of(cache, sizes)
