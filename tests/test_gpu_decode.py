@@ -63,7 +63,11 @@ def filled(
     Slots without a token hold `unwritten` or, if the cache is quantised, have that scale.
     """
     cache = CACHES[kind](dtype)
-    cache = _with_scales(cache, unwritten) if dtype in LARGEST else poisoned(cache, unwritten)
+    cache = (
+        _with_scales(cache, unwritten)
+        if jnp.dtype(dtype) in LARGEST
+        else poisoned(cache, unwritten)
+    )
     for start in range(0, TOKENS, 26):
         piece = slice(start, start + 26)
         valid = np.arange(start, start + 26) < LENGTHS[:, None]
@@ -243,6 +247,21 @@ def test_scales_of_slots_never_written_have_no_effect(kind, dtype):
     call, cache = DecodeCall(kind, 2, causal), filled(kind, np.nan, dtype)
     assert jnp.isnan(cache.keys.scales).any() and jnp.isnan(cache.values.scales).any()
     assert_within(decoded(call, cache, "hopper"), formula(call, dtype))
+
+
+def test_a_quantised_value_that_is_not_finite_makes_only_those_nan_that_see_it():
+    """Also where its weight is 0."""
+    far = masks.Causal() & masks.Window(left=60)
+    call = DecodeCall("dense", 1, lambda *x: causal(*x) | {"mask": far, "scale": 1e3})
+    hidden, seen = (VALUES.at[0, t, 0, 3].set(np.nan) for t in (5, 100))
+    want = decoded(call, filled("dense", dtype=jnp.int8), "hopper")[0]
+    clean, dirty = (
+        decoded(call, filled("dense", dtype=jnp.int8, values=x), "hopper")[0]
+        for x in (hidden, seen)
+    )
+    np.testing.assert_array_equal(clean, want)
+    assert jnp.isnan(dirty[0, :, :2]).all()
+    assert error(dirty[1:], want[1:]) <= 1e-2 and error(dirty[0, :, 2:], want[0, :, 2:]) <= 1e-2
 
 
 @pytest.mark.one_in(3, slow=True)
