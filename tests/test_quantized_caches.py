@@ -228,15 +228,16 @@ def test_long_caches_are_read_where_they_lie(dtype, heads, kind):
 @pytest.mark.parametrize(("heads", "size"), [(2, 64), (6, 72), (12, 160)])
 def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
     """The greatest number of a query or value must not cost others their digits."""
-    S, V, magnitudes = 150, 32, np.float32([3, 1e-30, 0, 1e-42])
+    S, V, magnitudes = 150, 32, np.array([3, 1e-30, 0, 1e-42], np.float32)
     shapes = (B, 1, heads, size), (B, S, K, size), (B, S, K, V)
     query, key, value = map(np.asarray, normal_arrays(*shapes, dtype=jnp.float32, seed=6))
     query = query * magnitudes[np.arange(heads) % 4][:, None]
-    value = value * np.float32(10.0 ** np.arange(-12, 12, 2)).repeat(13)[:S, None, None]
+    powers = np.array(10.0 ** np.arange(-12, 12, 2), np.float32).repeat(13)[:S]
+    value = value * powers[:, None, None]
     cache = DenseCache.create(B, S + 9, K, size, V, dtype=dtype).append(key, value)
     keys, values = (np.swapaxes(np.float64(x), 1, 2)[:, :S] for x in cache.read())
     mask = masks.Predicate(lambda b, h, q, kv: kv < 30 + 40 * b)  # up to 1e-8, 1e-2 and 1e4
-    out = np.float64(jattn.attention(query, cache, mask=mask))
+    out = np.asarray(jattn.attention(query, cache, mask=mask), np.float64)
     for b in range(B):
         n = 30 + 40 * b
         arrays = query[b : b + 1].astype(np.float64), keys[b : b + 1, :n], values[b : b + 1, :n]
