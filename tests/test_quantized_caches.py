@@ -231,7 +231,7 @@ def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
     S, V, magnitudes = 150, 32, np.array([3, 1e-30, 0, 1e-42], np.float32)
     shapes = (B, 1, heads, size), (B, S, K, size), (B, S, K, V)
     query, key, value = map(np.asarray, normal_arrays(*shapes, dtype=jnp.float32, seed=6))
-    query = query * magnitudes[np.arange(heads) % 4][:, None]
+    query = jnp.asarray(query * magnitudes[np.arange(heads) % 4][:, None])
     powers = np.array(10.0 ** np.arange(-12, 12, 2), np.float32).repeat(13)[:S]
     value = value * powers[:, None, None]
     cache = DenseCache.create(B, S + 9, K, size, V, dtype=dtype).append(key, value)
@@ -240,7 +240,11 @@ def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
     out = np.asarray(jattn.attention(query, cache, mask=mask), np.float64)
     for b in range(B):
         n = 30 + 40 * b
-        arrays = query[b : b + 1].astype(np.float64), keys[b : b + 1, :n], values[b : b + 1, :n]
+        arrays = (
+            np.asarray(query[b : b + 1], np.float64),
+            keys[b : b + 1, :n],
+            values[b : b + 1, :n],
+        )
         want = oracle.attend(oracle.OracleProblem(*arrays)).out[0]
         error = np.abs(out[b] - want).max(axis=-1) / np.abs(want).max(axis=-1)
         assert error.max() < 2e-6
