@@ -91,25 +91,26 @@ struct ForwardBlock {
                          bool exact, T* scores) {
     const auto [lanes, seen] = piece;
     const Index t = lanes.size, keys = seen.count;
-    const bool adjusts = rules.threshold || nonfinite;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    const auto weight = [&](Index s, Index i) {
-      Vector x = load(scores + s * t + i);
-      if (!Products::kScales) x *= factor;
-      Vector w = weighted<kKind>(x, constant).weight;
-      if (!adjusts) return w;
-      if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
-      if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s]);
-      return w;
-    };
-    for (Index i = 0; i < t; i += L)
-#pragma GCC unroll 4
-      for (Index s = 0; s < Products::rows(keys); s += Products::kKeys) {
-        Vector weights[Products::kKeys] = {};
-        for (int k = 0; k < Products::kKeys; ++k)
-          if (s + k < keys) weights[k] = weight(s + k, i);
-        Products::put_weights(weights, scores + i, s, keys, t, exact);
+    const auto write = [&](auto adjusts, Index s, Index i) {
+      Vector weights[Products::kKeys] = {};
+#pragma GCC unroll 2
+      for (int k = 0; k < Products::kKeys; ++k) {
+        if (Products::kKeys > 1 && s + k >= keys) break;
+        Vector x = load(scores + (s + k) * t + i);
+        if (!Products::kScales) x *= factor;
+        Vector& w = weights[k] = weighted<kKind>(x, constant).weight;
+        if constexpr (!adjusts) continue;
+        if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s + k);
+        if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s + k]);
       }
+      Products::put_weights(weights, scores + i, s, keys, t, exact);
+    };
+    const bool adjusts = rules.threshold || nonfinite;
+    for (Index s = 0; s < Products::rows(keys); s += Products::kKeys)
+#pragma GCC unroll 4
+      for (Index i = 0; i < t; i += L)
+        adjusts ? write(std::true_type{}, s, i) : write(std::false_type{}, s, i);
   }
 
   // Turns products into weights; if scaling is the only step, the factor is above 0. Returns whether

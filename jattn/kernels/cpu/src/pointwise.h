@@ -27,15 +27,28 @@ struct Weighted {
   Vector weight, slope;
 };
 
-// 1 / (1 + e^-x) for all x.
-inline Vector sigmoid(Vector x) {
 #if JATTN_SINGLE && defined(__AVX512DQ__)
-  const Vector y = 1 + power_of_two<true>(x * -1.44269504088896341f).product();
+
+constexpr T kLog2e = 1.44269504088896341f;
+
+// e^x for all x, with a relative error of up to 1 + 1.5 |x| units of rounding.
+inline Vector exp_weight(Vector x) { return power_of_two<true>(x * kLog2e).product(); }
+
+// 1 / (1 + e^-(x + bias)) for all x.
+inline Vector sigmoid_weight(Vector x, T bias) {
+  const Vector n = x * -kLog2e - bias * kLog2e, y = 1 + power_of_two<true>(n).product();
   const Vector r = (Vector)_mm512_rcp14_ps((__m512)y);
-  // Below -87, where y may be infinite, the result is 0.
-  const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  // From 2^125.5 on, where y may be infinite, the result is 0.
+  const __mmask16 real = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(125.5f), _CMP_NGT_UQ);
   return (Vector)_mm512_maskz_fmadd_ps(real, (__m512)r, (__m512)(1 - y * r), (__m512)r);
-#elif JATTN_SINGLE
+}
+
+#else
+
+inline Vector exp_weight(Vector x) { return exp_of(x); }
+inline Vector sigmoid_weight(Vector x, T bias) {
+  x += bias;
+#if JATTN_SINGLE
   const Vector found = reciprocal(1 + exponential(-x));  // e^-x may overflow
   return x < -87 ? Vector{} : found;
 #else
@@ -43,11 +56,13 @@ inline Vector sigmoid(Vector x) {
 #endif
 }
 
+#endif
+
 template <Normalizer kKind>
 inline Weighted weighted(Vector x, T constant) {
   constexpr bool kIsRelu = kKind == Normalizer::kRelu, kSquared = kKind == Normalizer::kSquaredRelu;
   if constexpr (kKind == Normalizer::kSigmoid) {
-    const Vector w = sigmoid(x + constant);
+    const Vector w = sigmoid_weight(x, constant);
     return {w, w - w * w};
   } else if constexpr (kIsRelu) {
     return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : Vector{}};
@@ -55,7 +70,7 @@ inline Weighted weighted(Vector x, T constant) {
     const Vector y = greatest(x, Vector{});
     return {y * y * constant, y * (2 * constant)};
   } else if constexpr (kKind == Normalizer::kExp) {
-    const Vector w = exp_of(x);
+    const Vector w = exp_weight(x);
     return {w, w};
   } else {
     return {x == -kInfinity ? Vector{} : x, all(1)};
