@@ -620,7 +620,7 @@ def _shifted_by_array(positions: Any, by: Any) -> Any:
     """Computes `shifted` for an array `by`."""
     if not integers.is_narrow(positions):
         return positions + by.astype(positions.dtype)
-    # Positions differ by up to 2³² − 1, which takes three int32 steps.
+    # A shift across all positions, by 2³² − 1, takes three int32 steps.
     for _ in range(1 if integers.is_narrow(by) else 3):
         summand = integers.clamped(by)
         moved = jnp.asarray(positions, jnp.int32) + summand

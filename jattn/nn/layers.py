@@ -80,9 +80,9 @@ def product(
 ) -> Array:
     """`lax.dot_general` of the last axes of `inputs` with the first ones of `kernel`.
 
-    On a CPU it is a product of two matrices: the kernel's gradient sums over the rows, and if these
-    are several axes, XLA transposes the other factor first, which takes longer than the product.
-    Axes that are explicitly sharded over devices are not merged.
+    On a CPU the axes of rows are merged into one: the kernel's gradient sums over them, and for
+    several axes XLA would transpose an operand first, which takes longer than the product. Axes
+    that are explicitly sharded over devices are not merged.
     """
     (contracted, _), (batch, _) = dimension_numbers
     inner = len(contracted)

@@ -48,7 +48,9 @@ from jattn.softmax import Normalizer
 from jattn.spec import Shapes, Spec, Tiling
 
 
-_TILES_EACH = 4  # a program needs this many times the usual tiles: its results are whole tiles
+# The tiles of keys that justify a program, as a multiple of the usual number: each program writes
+# results for all 64 rows, also for padding.
+_TILES_EACH = 4
 _NAME = "jattn_mosaic_decode"
 
 
@@ -74,15 +76,14 @@ class _DecodeSizes(NamedTuple):
 
     @property
     def capacity(self) -> Size:
-        """The number of keys of whole tiles."""
+        """S, rounded up to whole tiles."""
         return -(-self.S // self.columns) * self.columns
 
 
 def unreadable(
     kernel: mosaic_call.ForwardKernel, platform: str, call: Call, cache: Cache
 ) -> str | None:
-    """Returns why a cache cannot be read in place, by kernels that support the call; None if it
-    can."""
+    """Returns why a kernel that supports the call cannot read a cache in place; None if it can."""
     spec, shapes = call.spec, call.shapes
     keys, values, _ = jax.eval_shape(lambda cache: cache.pages(), cache)
     if reason := _other_arrays(kernel, shapes, keys, values):
@@ -140,8 +141,8 @@ def attend(
 
     There is a program for every key head, group of rows and part of the keys of each batch row. A
     masked value that is not finite makes the output not finite, as 0 × NaN is NaN: XLA then
-    computes it again. Sums of quantised values have no headroom, as it would make weights times
-    scales too small for bfloat16: if they overflow, XLA computes them too.
+    computes it again. For quantised values `Factors.headroom` is 0, as weights times scales
+    would otherwise be too small for bfloat16: if a sum overflows, XLA computes it too.
     """
     keys: Any
     call, (keys, *_) = (spec, query, cache), cache.pages()
@@ -202,8 +203,8 @@ class _Pages(NamedTuple):
     def runs(
         self, sizes: _DecodeSizes, b: Index, kv: Array, j: Index
     ) -> tuple[list[Any], list[Any]]:
-        """The runs of keys and of values of tile j. Past the last key they are those before it,
-        which the mask excludes."""
+        """Returns the runs of keys and of values of tile j. In place of runs past the last key it
+        returns the last run again, whose keys the mask excludes there."""
         keys, values, page = [], [], np.int32(self.keys.shape[2])
         for start in range(0, sizes.columns, sizes.run):
             place = jnp.minimum(j * sizes.columns + start, sizes.S - sizes.run)
@@ -279,7 +280,7 @@ def _scratch(problem: GPUProblem, sizes: _DecodeSizes, pages: _Pages) -> list[Tr
         converted.append(tile(1, width=size, dtype=shapes.dtype))
     scales = [mosaic().SMEM((2, columns), x.dtype) for x in pages.scales]
     arrays = [*scales, *problem.streamed_scratch(2)]
-    # Queries have runs of the same size as the keys that they are multiplied with.
+    # The layout of queries has runs of the same width as the layout of keys.
     queries = tiles_in_memory(1, ROWS, shapes.H, shapes.dtype, pages.keys.shape[3])
     copies = 2 * (columns // sizes.run) + len(arrays)
     streamed = Stream.scratch(problem.unit, *tiles, *arrays, copies=copies)

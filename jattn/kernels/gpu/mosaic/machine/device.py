@@ -24,8 +24,8 @@ def capability_of(device: Any) -> tuple[int, ...]:
 
 
 def unfit(fits: Callable[[tuple[int, ...]], bool], expected: str) -> str | None:
-    """Returns why this machine's device has the wrong compute capability; None if it fits, or if
-    there is none, because the program is for another machine."""
+    """Returns why the compute capability of this machine's GPU is wrong; None if it fits,
+    or if there is no GPU, because the program is then for another machine."""
     gpu = device()
     if gpu is None or fits(capability_of(gpu)):
         return None

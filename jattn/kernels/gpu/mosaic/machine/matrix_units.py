@@ -81,6 +81,6 @@ def _as_left(x: Any) -> Array:
 def renamed_registers(registers: Any, to: Any, shape: tuple[int, ...]) -> Any:
     """Returns the registers of a sum as those of the left side of a product, in layout `to`.
 
-    Both are in the order of eight columns and then of halves of the rows.
+    Both layouts order registers by groups of eight columns, then by halves of the rows.
     """
     return registers.reshape(to.registers_shape(shape))

@@ -88,7 +88,7 @@ class Unit(NamedTuple):
         return self.to_layout(jnp.zeros(shape, jnp.float32), "ts")
 
     def spread(self, along: Array, size: int) -> Array:
-        """Broadcasts numbers of queries to a tile of `size` keys."""
+        """Broadcasts one number for each query to a tile of `size` keys."""
         t = along.shape[0]
         shape, axis = ((size, t), 1) if self.transposed else ((t, size), 0)
         return self.to_layout(lax.broadcast_in_dim(along, shape, (axis,)), "ts")

@@ -72,10 +72,10 @@ class Stream(NamedTuple):
         return lax.bitwise_and(turn, np.int32(self.places - 1))
 
     def fill(self, turn: Index, *sources: Ref) -> None:
-        """Starts to copy to the place of this turn, as soon as its previous contents were used.
+        """Starts to copy to the place of this turn.
 
-        If the only warpgroup copies, all threads must have used them: they have if they then waited
-        for another copy, or in `release`. If a unit copies they wait here. A source is a part of an
+        If threads copy, the caller must first have called `wait` or `release`, after all uses of
+        the previous contents; otherwise this method waits for these uses. A source is a part of an
         array in global memory, or a list of parts, which are consecutive in shared memory.
         """
         place = self._place(turn)
@@ -115,7 +115,7 @@ class Stream(NamedTuple):
         return [x.at[place] for x in self.arrays]
 
     def freed(self, turn: Index) -> Ref:
-        """The barrier at which those arrive that have used the arrays of this turn."""
+        """The barrier at which warpgroups arrive when they have used the arrays of this turn."""
         return self.free.at[self._place(turn)]
 
     def use(self, turn: Index, function: Callable[..., Any]) -> Tree:

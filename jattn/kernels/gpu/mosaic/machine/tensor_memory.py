@@ -72,8 +72,8 @@ def load(unit: Unit, memory: Ref, layout: Any = None) -> Array:
     return mosaic().async_load_tmem(memory, layout=layout or unit.layout("ts"))
 
 
-# Columns that one instruction moves, to or from consecutive registers. If registers are scarce, the
-# compiler finds no longer runs of these, and spills numbers.
+# The number of columns that one instruction moves to or from consecutive registers. For more, the
+# compiler finds too few consecutive registers if these are scarce, and spills numbers.
 _LOADED, _STORED = 32, 16
 
 

@@ -20,7 +20,7 @@ def load(memory: Any, **options: Any) -> Any:
 
 
 def lowering() -> Any:
-    """The module of what kernels are lowered to: arrays as registers of threads."""
+    """The module to which kernels are lowered; its arrays are the registers of threads."""
     return importlib.import_module("jax.experimental.mosaic.gpu")
 
 

@@ -17,9 +17,9 @@ from jattn.kernels.gpu.mosaic.machine.versions import has_few_registers, mosaic
 
 
 def later(count: Index) -> Array:
-    """Returns 0 in a form that the compiler does not know, from a count of 0 to 2^30.
+    """Returns 0, computed from a count below 2^30 so that the compiler does not know it.
 
-    Values computed from it are not computed in advance, and take up no registers until then.
+    Values that depend on it are not computed before the count, and take up no registers earlier.
     """
     return lax.shift_right_logical(jnp.int32(count), np.int32(30))
 
@@ -38,8 +38,8 @@ def hidden(number: Index, count: Array) -> Array:
 def tiles_in_memory(count: int, rows: int, width: int, dtype: Any, least: int = ROWS) -> Any:
     """Allocates tiles in shared memory in the layout of tensor cores, without bank conflicts.
 
-    `least` is the smallest number of rows of the tiles that these are multiplied with: the runs of
-    the layout have as many columns.
+    The layout consists of runs of at most 64 columns, and at most `least`, the smallest number of
+    rows of the tiles with which these are multiplied.
     """
     gpu, run = mosaic(), min(least, WIDTH)
     swizzled = gpu.TilingTransform((8, run)), gpu.SwizzleTransform(run * dtype.itemsize)

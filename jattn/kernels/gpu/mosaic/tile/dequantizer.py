@@ -94,13 +94,13 @@ def _converted(unit: Unit, stored: Ref, converted: Ref) -> Ref:
 def _unpacked(packed: Array) -> tuple[Array, Array]:
     """Returns the numbers in the low and in the high halves of bytes, in float32.
 
-    The lowest bits of the float32 number 2^23 + n are those of n, which saves the instruction that
-    converts integers, as it takes longer.
+    The lowest bits of the float32 number 2^23 + n are those of n. So bitwise operations and a
+    subtraction convert n, which is faster than the instruction that converts integers.
     """
     integers, zero = packed.astype(jnp.int32), np.float32(2**23 + 8)
 
     def signed(half: Array) -> Array:
-        # Adds 8, which makes −8 to 7 the numbers 0 to 15.
+        # Inverts bit 3, which adds 8 to a number from −8 to 7, and sets the exponent of 2^23.
         bits = lax.bitwise_xor(half, zero.view(np.int32))
         return lax.bitcast_convert_type(bits, jnp.float32) - zero
 

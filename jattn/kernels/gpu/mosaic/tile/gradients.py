@@ -212,7 +212,7 @@ class Derivation(NamedTuple):
         weights = self._weights(score, statistics)
         dropped = tile.drop_unscaled(weights)
         gradient = _d_scores(tile.spec, weights, dropped, d_weights, statistics) * slope
-        if self.masked:  # masked pairs of a query whose weights are NaN
+        if self.masked:  # else masked pairs would be NaN if a query's weights are NaN
             gradient = jnp.where(score == -jnp.inf, 0, gradient)
         return jnp.sum(gradient, axis=tuple({0, 1} - set(parameter.axes)))
 
@@ -244,8 +244,11 @@ class Derivation(NamedTuple):
         return jnp.where(weights == 0, 0, gradient) if self._masks(tile) else gradient
 
     def _weights(self, score: Array, statistics: RowStatistics) -> Array:
-        """Returns the weights of a tile. If it has no mask, the log of the total is part of the
-        shift, or applied at the end."""
+        """Returns the weights of a tile.
+
+        Only a masked tile may have a separate log of the total: see `stacked` and
+        `BlockMask.without_full`.
+        """
         exponent = exponents(self.factors, score, statistics.shift)
         if self.masked and statistics.log_total is not None:
             exponent = exponent - statistics.log_total[:, None]
@@ -256,7 +259,7 @@ def _d_scores(
     spec: Tree, weights: Array, dropped: Array, d_weights: Array, statistics: RowStatistics
 ) -> Array:
     """Returns the cotangent of scores, dropped × d_weights − weights × delta / dropout_scale.
-    Without dropout −delta is already part of `d_weights`: the product starts from it."""
+    Without dropout, `d_weights` includes −delta already."""
     if not spec.dropout_rate:
         return weights * d_weights
     return dropped * d_weights + weights * statistics.minus_delta[:, None]
@@ -336,8 +339,8 @@ def of_tile(
 
     loaded, early = read(), None if callable(tile) else completed()
     # Registers are scarce while products are computed. So masks and dropout of unmodified scores
-    # are computed between the two products, and other functions after them, where the tile and the
-    # statistics may be read a second time.
+    # are computed between the two products. Other functions are computed after both; they read
+    # streamed statistics again instead of keeping them.
     between = derive is None and problem.unmodified and (masked or problem.drops)
     if between:
         early = early or completed()

@@ -12,8 +12,8 @@ An operand that is also looked up with any other index is left to the kernel.
 
 T5's bias computes a logarithm for each pair of a query and a key. Without positions, a distance is
 the difference of two indices: the biases for all T + S − 1 distances are computed before the
-kernel. With positions, the buckets are computed before it, for all distances up to the one from
-which on there is only the last bucket.
+kernel. With positions, only the buckets are computed before it, for distances up to
+±`max_distance`, beyond which they do not change.
 """
 
 import dataclasses

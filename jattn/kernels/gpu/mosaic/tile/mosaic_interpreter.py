@@ -182,7 +182,7 @@ class _NodeValue(NamedTuple):
     distance: _Distance | None = None
 
 
-# The columns of a thread have the same values of these bits of their index, and differ in others.
+# The bits of a column's index that are equal in all columns of one thread.
 _THREAD_BITS = 0b110
 
 
@@ -263,8 +263,8 @@ class _Registers(NamedTuple):
     def _by_entry(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """Computes an operation entry by entry.
 
-        Arrays along fewer axes than the result are broadcast. Numbers are so only as cases of a
-        selection; other operations of Mosaic GPU take a number and an array.
+        Arrays along fewer axes than the result are broadcast. A number is broadcast only if it is a
+        case of a selection: Mosaic GPU's other operations accept a number beside an array.
         """
         axes = "".join(axis for axis in "ts" if any(axis in x.axes for x in args))
         sizes = {}
@@ -308,9 +308,9 @@ class _Registers(NamedTuple):
     def _float_distance(self, distance: _Distance, converted: _NodeValue) -> Array | None:
         """Returns a distance as floats; None unless rows and columns are runs of integers.
 
-        A difference of integers and its conversion take two operations for each entry. Rows and
-        columns that are converted to floats before take one. They are counted from the first
-        column, so that the floats are exact where converted integers are.
+        A difference of integers and its conversion take two operations for each entry; a difference
+        of rows and columns that are floats already takes one. Both are counted from the first
+        column before they become floats: so the result is exact if the converted integer is.
         """
         pair = distance.left, distance.right
         rows, columns = sorted(pair, key=lambda x: x.axes != self._first)
@@ -326,8 +326,8 @@ class _Registers(NamedTuple):
             tile = lax.broadcast_in_dim(x.astype(jnp.float32), shape, (axis,))
             return self.layout.to_layout(tile)
 
-        # The part of a column that all columns of a thread share is subtracted from the rows: then
-        # the offsets are the same numbers in each thread.
+        # The bits `_THREAD_BITS` of a column are subtracted from the rows; the other bits, the
+        # offsets, are the same numbers in each thread.
         column = columns.array - first_column
         shared_part = column & np.int32(_THREAD_BITS)
         offset, start = spread(column - shared_part, 1), spread(shared_part, 1)

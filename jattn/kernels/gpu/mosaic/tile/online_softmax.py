@@ -84,8 +84,8 @@ def _running_maximum(
 ) -> tuple[Array, Array]:
     """Returns the scores of a tile, and the running maximum, see `Factors.score_units`.
 
-    The shift must be a rounded number, equal in all operations. The compiler would fuse a product
-    with the subtraction of a shift, without rounding it; `jnp.maximum` between them prevents that.
+    All operations must use the same rounded shift. Without `jnp.maximum`, the compiler would fuse
+    the product that computes the shift with subtractions, and not round it.
     """
     score = tile.modify(times(products, factors.product_factor), masked)
     return score, jnp.maximum(maximum, times(jnp.max(score, axis=-1), factors.score_units))
@@ -145,11 +145,11 @@ def finish(factors: Factors, part: softmax.Partial) -> tuple[Array, softmax.Norm
 
 
 def _natural(shift: Array, headroom: float) -> tuple[Array, Array]:
-    """Returns a shift in units of log 2 as a natural logarithm, and an error of the log of the
-    total.
+    """Returns a shift in units of log 2 as a natural logarithm, and the rounding error that the log
+    of the total must compensate.
 
-    The shift is converted from units of log 2, and the backward pass converts it back. Both
-    conversions round, and so does the sum of shift and headroom that weights are relative to.
+    Three operations round: this conversion, its inverse in the backward pass, and the sum of shift
+    and headroom that weights are relative to.
     """
     # Without `jnp.maximum` the compiler would merge the two factors, and round only once, or fuse
     # the second product with the subtraction.

@@ -40,10 +40,10 @@ class Factors(NamedTuple):
 
     product_factor: multiplies products before score functions; it is the scale if there are any.
     score_factor: multiplies scores in the softmax; it is the scale if scores are products.
-    modified: whether there are score functions or a traced scale. The exponent of a weight is then
-        the difference of score and maximum times log2(e), because these can make scores so large
-        that a product with log2(e) has no digits left behind the point. Else it is the product of
-        score and `score_factor` log2(e) minus the maximum in these units, which is one operation.
+    modified: whether there are score functions or a traced scale. They can make scores so large
+        that score · log2(e) has no digits behind the point, so the exponent of a weight is
+        (score − maximum) · log2(e). Otherwise it is score · `score_units` − maximum, one operation,
+        with the maximum in the units of the product.
     dropout_scale: 1 / (1 − dropout rate). It multiplies sums of weighted values once at the end,
         instead of each weight that dropout keeps.
     headroom: the exponent e of the power 2^e by which weights are divided in a forward pass, so
@@ -81,7 +81,7 @@ class Factors(NamedTuple):
 
     @property
     def log2_units(self) -> float:
-        """The factor from these units to exponents of 2."""
+        """The factor from the units in which maxima are kept to exponents of 2."""
         return LOG2E if self.modified else 1.0
 
     @property
@@ -125,8 +125,8 @@ class RegisterTile(NamedTuple):
     def run_typed(self, function: Callable[..., Any], *operands: Tree) -> Tree:
         """Returns the results of `run` with their types.
 
-        Arrays in registers have no axes of size 1. The types tell a later call, whose operands the
-        results may be, where these axes are.
+        Arrays in registers have no axes of size 1. A later call that takes the results as operands
+        reads from the types where these axes are.
         """
         unit, shapes, (b, h, row, column) = self.unit, self.shapes, self.place
         rows, columns = self.refs.sizes.values()

@@ -156,7 +156,7 @@ class SpecRefs:
     def interval(self, i: int) -> Interval | None:
         """Returns the interval that holds the entries of table number i, if it is known.
 
-        It is for the buckets of `by_distance`, which are indices into another table.
+        It is known for `hoisted.ByBucket.buckets`, which are indices into another table.
         """
         if self._table_letters[i] != ["distances"] or self.tables[i].dtype != jnp.int32:
             return None
