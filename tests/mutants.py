@@ -202,6 +202,20 @@ MUTANTS: dict[str, Mutant] = {
         "normalizers_rows",
         "contract",
     ),
+    # Quantised caches.
+    "integers-without-their-last-digit-in-c": mutant(
+        f"{C}/quantized.h",
+        "⟦_mm512_cvtepi32_ps(products[0])⇒_mm512_setzero_ps()⟧);",
+        "quantized_caches",
+    ),
+    "weights-with-negative-scales-in-c": mutant(
+        f"{C}/quantized.h", "⟦if (!sums) bits |= one < 0.0f;⇒⟧", "quantized_caches"
+    ),
+    "scales-of-values-left-out-on-gpus": mutant(
+        "jattn/kernels/gpu/mosaic/kernels/decode.py",
+        "pair = ⟦stored.weights(weights)⇒weights⟧.astype(shapes.dtype), stored.values(v)",
+        "gpu_decode",
+    ),
     # Dropout.
     "dropout-before-softmax": mutant(
         TILE,
