@@ -4,7 +4,8 @@ A mask is a frozen pytree; masks combine with `&`, `|` and `~`. Every mask has e
 operations, from which the dense form, the tile map and the pictures are derived:
 
 * `mask(b, h, rows, columns) -> bool [t, s]` evaluates the mask for t queries (rows) and s keys
-  (columns) of batch row b and head h: True where the query may attend to the key;
+  (columns) of batch row b and head h: True where the query may attend to the key. (Classes define
+  it as `evaluate`.)
 * `mask.bounds(tile) -> (maybe_any, surely_all)` bounds the mask over a tile, without evaluating it.
   If `maybe_any` is False, no pair of the tile is allowed; if `surely_all` is True, all pairs are.
   Any other answer is uncertain: bounds may be loose, but never wrong.
@@ -720,8 +721,8 @@ class Causal(Mask):
     """The causal mask, kv ≤ q by position: no query attends to a later key.
 
     With default positions the first query attends to the first key only, whatever T and S are. If
-    the last query should attend to all keys, as in decoding, pass `q_positions`, for example
-    `jattn.positions.aligned_to_end(T, S)`.
+    the last query should attend to all keys, pass `q_positions`, for example
+    `jattn.positions.aligned_to_end(T, S)`; `cached_attention` passes them by itself.
 
     >>> print(masks.Causal().dense(3, 3).astype(int))
     [[1 0 0]
@@ -1163,7 +1164,8 @@ class Tree(Mask):
     before the tokens are appended.
 
     The position of a token in its sequence is `start` plus its depth, not its place. Rotary
-    embeddings, ALiBi and other functions of positions need caches with `positions=True`:
+    embeddings, ALiBi and other functions of positions need caches with `positions=True`. With the
+    indices `[B, A]` of the accepted tokens among the T, root first, and their `counts [B]`:
 
         caches = model.start(B, length, positions=True)
         ...
@@ -1171,7 +1173,7 @@ class Tree(Mask):
         tree = masks.Tree(parents, start)
         positions = start[:, None] + tree.depths
         logits, caches = model.step(drafts, caches, mask=tree, positions=positions)
-        caches = [cache.keep(start, places, counts) for cache in caches]  # the accepted path
+        caches = [cache.keep(start, accepted, counts) for cache in caches]
 
     Raises TypeError unless `parents` and `start` are integers, ValueError for a parent that does
     not come before its child. If `parents` is traced, such a parent counts as −1 instead.
@@ -1274,8 +1276,8 @@ class Predicate(Mask):
         )
 
     `check_bounds` compares such bounds with the function. The bounds may read arrays, numbers and
-    modules. If they read lists, dicts or attributes of objects, which may change before gradients
-    are computed, attention ignores them.
+    modules outside. If they read lists, dicts or attributes of objects outside, which may change
+    before gradients are computed, attention analyses the function instead.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]

@@ -326,7 +326,8 @@ class Ring(NamedTuple):
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns the state `(out, normalizer, all_finite)` with a shard's contribution added."""
+        """Returns the state with a shard's contribution added: `(out, normalizer, all_finite)`, the
+        results of a kernel's forward function (see `AttentionVJP`)."""
         shapes = Shapes.of(query, kv.value)
 
         def compute() -> Tree:

@@ -13,7 +13,7 @@ the program is persistent: the grid has only as many programs as run at once, an
 several blocks of queries. The keys of the next block are copied while the last tiles of the
 previous one are computed.
 
-Index arrays list the tiles to visit, and tell which of them need no mask, see `block_mask`. The
+Index arrays tell which tiles to visit, and which of them need no mask, see `block_mask`. The
 functions of `jattn.tile` compute the scores of a tile; `mosaic_interpreter` translates them to
 operations on registers. On a CPU, Pallas's own interpreter runs the same kernels.
 """
@@ -273,8 +273,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    # A score function, dropout or a list of tiles (`visits.order`) takes registers that a program
-    # with several work items needs.
+    # A program with several work items needs the registers that a score function, dropout or a list
+    # of tiles takes. (`visits.order` is None if the tiles are 0, 1, 2 and so on.)
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
     rest = operands, forward_results(shapes, parts), scratch, groups + 1
