@@ -250,6 +250,29 @@ def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
         assert error.max() < 2e-6
 
 
+@every_dtype
+@pytest.mark.parametrize("outlier", [1e4, 1e6, 1e37])
+def test_an_outlier_costs_a_query_no_digits(dtype, outlier):
+    """Of a query number that all keys multiply by 0, however large it is."""
+    query, key, value = tokens(8)
+    key = key.at[..., 3].set(0)
+    cache = DenseCache.create(B, 8, K, H, V, dtype).append(key, value)
+    out, expected = (
+        jattn.attention(query[:, :1].at[..., 3].set(x), cache, scale=1.0) for x in (outlier, 1)
+    )
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+@every_dtype
+def test_scales_of_values_may_be_close_to_overflow(dtype):
+    query, key, value = tokens(1)
+    cache = DenseCache.create(B, 1, K, H, V, dtype).append(key, value)
+    stored: Any = cache.values
+    large = dataclasses.replace(cache, values=Quantized(stored.numbers, 0 * stored.scales + 5e35))
+    expected = np.asarray(large.read()[1])[:, None, [0, 0, 1, 1], 0]
+    np.testing.assert_allclose(jattn.attention(query, large), expected, rtol=1e-6)
+
+
 def test_scales_may_be_negative():
     query, key, value = tokens(8)
     cache = DenseCache.create(B, 8, K, H, V, "int8").append(key, value)

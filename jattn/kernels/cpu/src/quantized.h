@@ -105,7 +105,8 @@ inline Rows<const T> widened(Rows<const T> from, Index, T*) { return from; }
 // --- Products by integers -----------------------------------------------------------------------
 
 // Rows of floats as integers of 24 bits, relative to the greatest absolute value of the row: products
-// are as exact as those of floats. An integer has three digits of base 256, which are unsigned for rows
+// err by up to 2^-25 of it for each stored number, far less than stored numbers by their rounding. An
+// integer has three digits of base 256, which are unsigned for rows
 // without negative numbers. A word is the same digit of four consecutive numbers, which a VNNI
 // instruction multiplies by four stored numbers.
 struct Digits {
@@ -140,8 +141,9 @@ void weigh_integers(Index rows, const Digits& weights, Index r, Rows<const E> va
 
 #if JATTN_INTEGERS
 
-// Converts row r. Returns false if it has numbers that are not finite, or negative ones where digits
-// are unsigned. If the greatest absolute value is a denormal number, integers are 0.
+// Converts row r. Returns false if it has numbers that are not finite or close to overflow, negative
+// ones where digits are unsigned, or signed ones of which many are small beside the greatest. If the
+// greatest absolute value is a denormal number, integers are 0.
 inline bool Digits::write(Index r, const T* x) {
   Ints bits = {};
   Vector most = {};
@@ -151,11 +153,14 @@ inline bool Digits::write(Index r, const T* x) {
     if (!sums) bits |= one < 0.0f;
     most = positive > most ? positive : most;
   }
-  if (!is_zero(bits)) return false;
-  greatest[r] = _mm512_reduce_max_ps((__m512)most);
-  const T inverse = greatest[r] < std::numeric_limits<T>::min() ? T{0} : 1 / greatest[r];
+  const T top = greatest[r] = _mm512_reduce_max_ps((__m512)most);
+  if (!is_zero(bits) || top > 1e37f) return false;
+  const T inverse = top < std::numeric_limits<T>::min() ? T{0} : 1 / top;
+  Ints small = {};
   for (Index i = 0; i < size; i += kLanes) {
-    __m512i left = _mm512_cvtps_epi32((__m512)(load(x + i) * inverse * largest()));
+    const Vector part = load(x + i) * inverse;
+    small -= (part < 1 / 256.0f) & (part > -1 / 256.0f) & (part != 0.0f);
+    __m512i left = _mm512_cvtps_epi32((__m512)(part * largest()));
     for (int d = 0; d < kCount; ++d) {
       const __m128i bytes = _mm512_cvtepi32_epi8(left);
       std::memcpy(at(r, i) + 4 * d, &bytes, sizeof(bytes));
@@ -163,6 +168,7 @@ inline bool Digits::write(Index r, const T* x) {
       left = _mm512_srai_epi32(left, 8);
     }
   }
+  if (sums && 8 * _mm512_reduce_add_epi32((__m512i)small) > size) return false;
   for (int d = 0; sums && d < kCount; ++d) {
     Int& sum = sums[r * kCount + d] = 0;
     for (Index i = 0; i < size; i += 16)
