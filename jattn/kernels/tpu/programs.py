@@ -139,17 +139,56 @@ def launch(
         *place, order, ends = indices
         return traversal.tile((order, ends), *place)
 
-    blocks = functools.partial(_block, call, tile_at)
-    parallel = ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3)
+    def block(x: Any, by_key: bool | None) -> pl.BlockSpec:
+        """Returns the block of an array or result that belongs to a step."""
+        if by_key is None:
+            shape = (None, None, *call.tiling)
+            return pl.BlockSpec(shape, lambda *at: (*at[:2], tile_at(*at).i, tile_at(*at).j))
+        axis = int(x.shape[2] == 1)  # 1 for the statistics of rows, [B, N, 1, T]
+        sizes = list(x.shape[2:])
+        sizes[axis] = call.tiling[by_key]
+
+        def index(*at: Ref) -> tuple[Any, ...]:
+            b, h, i, j = tile_at(*at)
+            inner: list[Any] = [0, 0]
+            inner[axis] = j if by_key else i
+            return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
+
+        return pl.BlockSpec((None, None, *sizes), index)
+
+    def run_step(lists: Ref, leaves: Ref, *refs: Ref) -> None:
+        array_refs, result_refs, state_refs = refs
+        place = list(map(pl.program_id, range(len(traversal.grid))))
+        run = functools.partial(call.spec_operands.run, leaves, traversal.tile(lists, *place))
+
+        @pl.when(place[-1] == 0)
+        def _start() -> None:
+            for ref, (shape, value) in zip(state_refs, state, strict=True):
+                ref[...] = jnp.full(shape, value, jnp.float32)
+
+        for kind, condition in traversal.kinds(lists, *place).items():
+
+            @pl.when(condition)
+            def _visit(masked: bool = kind == masks.MIXED) -> None:
+                blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
+                for ref, value in zip(state_refs, visit(masked, run, blocks, parts), strict=True):
+                    ref[...] = value
+
+        @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
+        def _finish() -> None:
+            values = finish(*(x[...] for x in state_refs))
+            for ref, value in zip(result_refs, values, strict=True):
+                ref[...] = value.astype(ref.dtype)
+
     return launch_steps(
         name,
-        functools.partial(_step, call, traversal, visit, finish, state),
+        run_step,
         traversal.grid,
-        parallel,
+        ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3),
         [jnp.asarray(x) for x in traversal.lists.arrays],
         (call.spec_operands, tile_at),
-        [(x, blocks(x, by_key)) for x, by_key in arrays],
-        [(x, blocks(x, by_key)) for x, by_key in results],
+        [(x, block(x, by_key)) for x, by_key in arrays],
+        [(x, block(x, by_key)) for x, by_key in results],
         [pltpu.VMEM(shape, jnp.float32) for shape, _ in state],
         call.interpret,
     )
@@ -200,63 +239,6 @@ def launch_steps(
         interpret=interpret,
     )
     return list(run_kernel(*flat))
-
-
-def _step(
-    call: TiledCall,
-    traversal: Traversal,
-    visit: Callable[..., Any],
-    finish: Callable[..., Any],
-    state: Sequence[tuple[tuple[int, int], float]],
-    lists: Ref,
-    leaves: Ref,
-    array_refs: Ref,
-    result_refs: Ref,
-    state_refs: Ref,
-) -> None:
-    """Computes one step of the grid of `launch`."""
-    place = list(map(pl.program_id, range(len(traversal.grid))))
-    run = functools.partial(call.spec_operands.run, leaves, traversal.tile(lists, *place))
-
-    @pl.when(place[-1] == 0)
-    def _start() -> None:
-        for ref, (shape, value) in zip(state_refs, state, strict=True):
-            ref[...] = jnp.full(shape, value, jnp.float32)
-
-    for kind, condition in traversal.kinds(lists, *place).items():
-
-        @pl.when(condition)
-        def _visit(masked: bool = kind == masks.MIXED) -> None:
-            blocks, parts = ([x[...] for x in refs] for refs in (array_refs, state_refs))
-            for ref, value in zip(state_refs, visit(masked, run, blocks, parts), strict=True):
-                ref[...] = value
-
-    @pl.when(place[-1] == pl.num_programs(len(place) - 1) - 1)
-    def _finish() -> None:
-        values = finish(*(x[...] for x in state_refs))
-        for ref, value in zip(result_refs, values, strict=True):
-            ref[...] = value.astype(ref.dtype)
-
-
-def _block(
-    call: TiledCall, tile_at: Callable[..., TileIndex], x: Any, by_key: bool | None
-) -> pl.BlockSpec:
-    """Returns the block of an array or result of `launch` that belongs to a step."""
-    if by_key is None:
-        return pl.BlockSpec(
-            (None, None, *call.tiling), lambda *at: (*at[:2], tile_at(*at).i, tile_at(*at).j)
-        )
-    axis = int(x.shape[2] == 1)  # 1 for the statistics of rows, [B, N, 1, T]
-    sizes = list(x.shape[2:])
-    sizes[axis] = call.tiling[by_key]
-
-    def index(*at: Ref) -> tuple[Any, ...]:
-        b, h, i, j = tile_at(*at)
-        inner: list[Any] = [0, 0]
-        inner[axis] = j if by_key else i
-        return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
-
-    return pl.BlockSpec((None, None, *sizes), index)
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:
@@ -333,14 +315,9 @@ def score_gradient(
     """
     q, d_out, *statistics = rows
 
-    def at_tile(
-        tile: slicing.HeadTile,
-        products: Array,
-        d_weights: Array,
-        maximum: Array,
-        log_total: Array,
-        delta: Array,
-    ) -> Tree:
+    def at_tile(tile: slicing.HeadTile, products: Array, *rest: Array) -> Tree:
+        d_weights, maximum, log_total, delta = rest
+
         def cotangent(score: Array, masked: bool) -> tuple[Array, Array]:
             weights = softmax.weights(score, maximum, log_total, masked)
             return weights, weights * (tile.drop(d_weights) - delta[:, None])
