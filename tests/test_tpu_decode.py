@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from experiments.offline import targets
 from jattn import masks, scores, tuning
-from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn.cache import Cache, DenseCache, PagedCache, Quantized, RollingCache
+from jattn.cache.quantized import LARGEST, converted
 from jattn.call import make
 from jattn.kernels import registry
 from jattn.kernels.tpu import decode
@@ -43,7 +44,19 @@ CACHES: dict[str, Callable[[], Any]] = {
     "paged": lambda: PagedCache.create(B, 320, K, H, V, page_size=16, num_pages=67),
     "paged_long": lambda: PagedCache.create(B, 384, K, H, V, page_size=128, num_pages=11),
 }
+QUANTISED_CACHES: dict[str, Callable[[Any], Any]] = {
+    "dense": lambda dtype: DenseCache.create(B, 320, K, H, V, dtype=dtype),
+    "dense_long": lambda dtype: DenseCache.create(B, 512, K, H, V, dtype=dtype),
+    "rolling": lambda dtype: RollingCache.create(B, WINDOW, K, H, V, chunk=100, dtype=dtype),
+    "paged": lambda dtype: PagedCache.create(
+        B, 320, K, H, V, dtype=dtype, page_size=32, num_pages=34
+    ),
+    "paged_long": lambda dtype: PagedCache.create(
+        B, 384, K, H, V, dtype=dtype, page_size=128, num_pages=11
+    ),
+}
 every_cache = pytest.mark.parametrize("kind", CACHES)
+every_quantised_dtype = pytest.mark.parametrize("dtype", LARGEST, ids=lambda x: x.name)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -60,10 +73,11 @@ class FilledCache(NamedTuple):
 
 
 @functools.cache
-def filled(kind: str) -> FilledCache:
-    """Rows of different lengths. Pages of a pool are in random order, and two rows share some."""
-    cache, lengths = CACHES[kind](), np.array(LENGTHS)
-    keys, values = normal(1, B, 300, K, H) * 1.5, normal(2, B, 300, K, V)
+def filled(kind: str, dtype: Any = None, size: float = 1.0) -> FilledCache:
+    """Rows of different lengths, with values of a `size`. Pages of a pool are in random order, and
+    two rows share some."""
+    cache, lengths = QUANTISED_CACHES[kind](dtype) if dtype else CACHES[kind](), np.array(LENGTHS)
+    keys, values = normal(1, B, 300, K, H) * 1.5, normal(2, B, 300, K, V) * np.float32(size)
     for start in range(0, 300, 100):
         piece = slice(start, start + 100)
         valid = np.arange(start, start + 100)[None, :] < lengths[:, None]
@@ -78,6 +92,8 @@ def filled(kind: str) -> FilledCache:
             places = slice(lengths[b], lengths[b] + 5)
             keys[b, places], values[b, places] = new[0][b], new[1][b]
         lengths = lengths + np.array([5, 0, 5])
+    if dtype:
+        keys, values = (np.asarray(converted(x, dtype).dequantized()) for x in (keys, values))
     return FilledCache(poisoned(cache, np.nan), keys, values, lengths)
 
 
@@ -85,22 +101,26 @@ def shuffled(cache: PagedCache) -> PagedCache:
     """The same cache with its pages in another order."""
     to = np.random.default_rng(5).permutation(cache.num_pages)
     table = np.append(to, cache.num_pages)[np.asarray(cache.table)]
-    keys, values = (x[np.argsort(to)] for x in (cache.keys, cache.values))
+    keys, values = jax.tree.map(lambda x: x[np.argsort(to)], (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values, table=jnp.asarray(table, jnp.int32))
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """The same cache with this number in all slots that hold no token of any row."""
-    pool, _, table = map(np.asarray, cache.pages())
-    is_used = np.zeros((len(pool), pool.shape[2]), bool)
+    """The same cache with this number in all slots that hold no token of any row: in its floats,
+    which of a quantised cache include the scales."""
+    pool, _, table = cache.pages()
+    is_used, table = np.zeros((pool.shape[0], pool.shape[2]), bool), np.asarray(table)
     for pages, length in zip(table, np.asarray(cache.lengths), strict=True):
         for slot in range(min(int(length), len(pages) * is_used.shape[1])):
             is_used[pages[slot // is_used.shape[1]], slot % is_used.shape[1]] = True
     assert not is_used.all()
-    keys, values = (
-        jnp.where(is_used[:, None, :, None], x, jnp.asarray(poison, x.dtype))
-        for x in (cache.keys, cache.values)
-    )
+
+    def put(x: Any) -> Any:
+        number = poison if jnp.issubdtype(x.dtype, jnp.floating) else 101
+        used = is_used[:, None, :, None] if x.ndim == 4 else is_used[:, None]
+        return jnp.where(used, x, jnp.asarray(number, x.dtype))
+
+    keys, values = jax.tree.map(put, (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
@@ -256,6 +276,82 @@ def test_values(kind, name, T, G):
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
 
 
+@pytest.mark.one_in(15)
+@every_quantised_dtype
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+@pytest.mark.parametrize(("name", "T", "G"), [
+    ("none", 1, 1),
+    ("soft_cap_then_alibi", 4, 2),
+    ("predicate", 1, 4),
+    ("segments", 4, 1),
+    ("bias", 4, 4),
+    ("relative_bias", 1, 4),
+])  # fmt: skip
+def test_quantised_values(kind, name, T, G, dtype):
+    rows, rule, N = filled(kind, dtype), RULES[name], K * G
+    query = normal(8, B, T, N, H)
+    assert reason(jnp.asarray(query), rows.cache) is None
+    assert np.isnan(rows.cache.keys.scales).any() and np.isnan(rows.cache.values.scales).any()
+    out, lse = attend(query, rows.cache, **arguments(rule, rows.cache, T, N))
+    want = truth(rows, rule, query)
+    assert oracle.error(out, want.out) < 4e-6
+    assert oracle.error(lse, want.lse) < 4e-6
+    assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
+
+
+@pytest.mark.one_in(3)
+@every_quantised_dtype
+@pytest.mark.parametrize("size", [1e-29, 1e35])
+def test_quantised_values_of_any_size(dtype, size):
+    rows, query = filled("dense", dtype, size), normal(8, B, 1, 4, H)
+    out, _ = attend(query, rows.cache)
+    want = truth(rows, RULES["none"], query).out
+    # Small weights times small scales are below the smallest number.
+    assert oracle.error(np.float64(out) / size, want / size) < (4e-6 if size > 1 else 1e-3)
+
+
+@pytest.mark.one_in(6)
+@every_quantised_dtype
+@pytest.mark.parametrize("kind", ["dense", "paged_long"])
+@pytest.mark.parametrize("field", ["keys", "values"])
+def test_what_is_quantised_and_not_finite_reaches_those_who_attend_to_it(kind, dtype, field):
+    """A token that only the last query attends to, and one outside of every window."""
+    cache, query = filled(kind, dtype).cache, normal(8, B, 4, 4, H)
+    stored, page = getattr(cache, field), cache.pages()[2][0]
+    last, bad = int(cache.lengths[0]) - 1, stored
+    for token in (last, last - 50):
+        slot = page[token // stored.shape[2]], slice(None), token % stored.shape[2]
+        bad = Quantized(bad.numbers, bad.scales.at[slot].set(jnp.nan))
+    mask = masks.Causal() & masks.Window(left=40)
+    broken = dataclasses.replace(cache, **{field: bad})
+    (out, lse), (want, lse_want) = (attend(query, x, mask=mask) for x in (broken, cache))
+    np.testing.assert_array_equal(out[0, :3], want[0, :3])
+    np.testing.assert_array_equal(lse[0, :, :3], lse_want[0, :, :3])
+    assert np.isnan(out[0, 3]).all() and np.isnan(lse[0, :, 3]).all()
+
+
+@every_quantised_dtype
+def test_quantised_caches_and_queries_of_16_bits(dtype):
+    cache, query = filled("paged", dtype).cache, jnp.asarray(normal(8, B, 1, 4, H), jnp.bfloat16)
+    (got, lse), (want, lse_want) = (
+        attend(query, cache, x, mask=masks.Causal()) for x in ("tpu", "reference")
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (got, want)), atol=0.02)
+    np.testing.assert_allclose(lse, lse_want, atol=0.02)
+
+
+@pytest.mark.one_in(5)
+@every_quantised_dtype
+@pytest.mark.parametrize("kind", QUANTISED_CACHES)
+def test_reading_of_quantised_caches_lowers_for_a_tpu(kind, dtype):
+    cache, query = filled(kind, dtype).cache, jnp.asarray(normal(8, B, 1, 4, H), jnp.bfloat16)
+    call = functools.partial(jattn.attention, mask=masks.Causal(), implementation="tpu")
+    with jax.enable_x64(False):
+        lowered = jax.jit(call).trace(query, cache).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 1
+
+
 @pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
@@ -398,8 +494,11 @@ def test_reasons():
     assert reason(few, PagedCache.create(2, 64, 2, 16, page_size=4)) == (
         "pages of 4 keys of float32 are no whole registers"
     )
-    assert "expected a cache of float32 as the query, got bfloat16" == reason(
+    assert "expected a cache of float32 as the query, got bfloat16 and bfloat16" == reason(
         few, DenseCache.create(2, 64, 2, 16, dtype=jnp.bfloat16)
+    )
+    assert reason(few, DenseCache.create(2, 48, 2, 16, dtype=jnp.int8)) == (
+        "pages of 48 keys of int8 are no whole registers"
     )
     assert "expected at most 8 queries" in str(reason(many, cache))
     long = jax.eval_shape(lambda: PagedCache.create(64, 2**17, 2, 16, page_size=16))

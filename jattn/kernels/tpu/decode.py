@@ -13,12 +13,16 @@ head come from `jattn.tile`.
 Masked values must not change results: a block whose weighted values are not all finite is computed
 again, with 0 in place of NaN and infinities.
 
+The numbers of quantised caches are copied as they are, and converted to the query's dtype one head
+of a block at a time. Their scales multiply products and weights.
+
 On a CPU the same kernel is interpreted. It compiles for TPUs, and has not run on one.
 """
 
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +33,9 @@ from jaxtyping import Array, Int
 
 from jattn import masks, tuning
 from jattn._types import Ref, Tree
-from jattn.cache import Cache
+from jattn.cache import Cache, Quantized
+from jattn.cache.quantized import LARGEST
+from jattn.cache.storage import read_pages
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing, tile_schedule
 from jattn.kernels.protocol import Reader
@@ -55,7 +61,7 @@ class Layout(NamedTuple):
     axes: the axes of the slots in a block of keys and in a block of values: 0 for `[slots, H]`, 1
         for `[H, slots]`. If H leaves lanes of registers empty and a page does not, XLA lays out
         slots along the lanes.
-    block_bytes: the bytes of a block of keys and values.
+    block_bytes: the bytes of a block of keys and values and their scales.
     """
 
     T: int
@@ -67,9 +73,10 @@ class Layout(NamedTuple):
     block_bytes: int
 
     @classmethod
-    def of(cls, shapes: Shapes, page: int) -> "Layout | None":
-        """Returns the layout for pages of `page` slots; None if pages are not whole registers."""
-        item, sizes = jnp.dtype(shapes.dtype).itemsize, (shapes.H, shapes.V)
+    def of(cls, shapes: Shapes, pools: Sequence[Array]) -> "Layout | None":
+        """Returns the layout for pages of keys and values; None if pages are not whole
+        registers."""
+        page, item, sizes = pools[0].shape[2], pools[0].dtype.itemsize, [x.shape[3] for x in pools]
         sublanes = 4 * _SUBLANES // item
         of_keys, of_values = (int(x % LANES > 0 and page % LANES == 0) for x in sizes)
         axes = of_keys, of_values
@@ -87,6 +94,7 @@ class Layout(NamedTuple):
         whole = math.lcm(pieces[-1], LANES)
         block = min(most // whole * whole, round_up(shapes.S, whole))
         T, S = round_up(shapes.T, _SUBLANES), round_up(shapes.S, block)
+        slot_bytes += 8 * round_up(shapes.K, _SUBLANES)
         return cls(T, S, block, pieces[-1], page, axes, block * slot_bytes)
 
     @property
@@ -117,13 +125,41 @@ def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
         return reason
     if 0 in (shapes.B, shapes.T):
         return "there are no queries"
-    for x in (cache.keys, cache.values):
-        if x.dtype != shapes.dtype:
-            return f"expected a cache of {shapes.dtype} as the query, got {x.dtype}"
-    layout = Layout.of(shapes, cache.keys.shape[2])
+    key, value = cache.keys.dtype, cache.values.dtype
+    if key != value or key not in (shapes.dtype, *LARGEST):
+        return f"expected a cache of {shapes.dtype} as the query, got {key} and {value}"
+    layout = Layout.of(shapes, _numbers(cache))
     if layout is None:
-        return f"pages of {cache.keys.shape[2]} keys of {shapes.dtype} are no whole registers"
+        return f"pages of {cache.keys.shape[2]} keys of {key} are no whole registers"
     return _memory_reason(spec, shapes, layout)
+
+
+def _numbers(cache: Cache) -> list[Array]:
+    """Returns the pages of keys and of values, without scales."""
+    stored = cache.keys, cache.values
+    return [x.numbers if isinstance(x, Quantized) else x for x in stored]
+
+
+def _scales(layout: Layout, cache: Cache) -> list[Array]:
+    """Returns the scales of keys and of values, `[B, K, S]`; nothing if there are none."""
+    *stored, table = cache.pages()
+    scales: list[Any] = [x.scales for x in stored if isinstance(x, Quantized)]
+    if hasattr(cache, "page_size"):  # a page has too few scales to be copied alone
+        scales = [read_pages(x[..., None], table)[..., 0] for x in scales]
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, layout.S - x.shape[2]))) for x in scales]
+
+
+def _converted(stored: Array, axis: int, dtype: Any) -> Array:
+    """Converts numbers of a cache to a dtype that represents all of them; `axis` is that of slots.
+
+    Bytes of dtype uint8 hold two numbers of int4.
+    """
+    if stored.dtype == dtype:
+        return stored
+    if stored.dtype == jnp.uint8:
+        wide = stored.astype(jnp.int32)
+        stored = jnp.concatenate([wide << 28 >> 28, wide << 24 >> 28], axis=1 - axis)
+    return stored.astype(jnp.float32).astype(dtype)
 
 
 def _memory_reason(spec: Spec, shapes: Shapes, layout: Layout) -> str | None:
@@ -192,32 +228,27 @@ def _places(layout: Layout, table: Array, pages: int) -> Int[Array, "B n"]:
 
 
 class _Buffers(NamedTuple):
-    """The buffers in the core's memory, for the current and the next step: keys
-    `[2, K, block, H]`, or in the layout's order, values, semaphores, and the sums of each row after
-    a step, `[2, K, R, ·]` as in `programs.no_keys`."""
+    """The buffers in the core's memory, for the current and the next step.
 
-    keys: Any
-    values: Any
-    semaphores: Any
-    maximum: Ref
-    total: Ref
-    weighted: Ref
+    blocks: keys `[2, K, block, H]`, or in the layout's order, and values.
+    sums: the sums of each row after a step, `[2, K, R, ·]` as in `programs.no_keys`.
+    """
+
+    blocks: Ref
+    semaphores: Ref
+    sums: Ref
 
     @classmethod
-    def shapes(cls, shapes: Shapes, layout: Layout) -> "_Buffers":
+    def shapes(cls, kernel: "_Kernel", pools: Sequence[Array]) -> list[Any]:
         pltpu = importlib.import_module("jax.experimental.pallas.tpu")
-        K, R = shapes.K, shapes.G * layout.T
-        blocks = (
-            pltpu.VMEM((2, K, *((size, layout.block)[:: 1 if axis else -1])), shapes.dtype)
-            for size, axis in zip((shapes.H, shapes.V), layout.axes, strict=True)
-        )
-        sums = (pltpu.VMEM((2, K, R, size), jnp.float32) for size in (1, 1, shapes.V))
-        buffers: Any = (*blocks, pltpu.SemaphoreType.DMA((2, 2)), *sums)
-        return cls(*buffers)
-
-    @property
-    def sums(self) -> tuple[Any, Any, Any]:
-        return self.maximum, self.total, self.weighted
+        K, V, block = kernel.shapes.K, kernel.shapes.V, kernel.layout.block
+        sizes = [
+            (x.shape[2], block) if axis else (block, x.shape[3])
+            for x, axis in zip(pools, kernel.layout.axes, strict=True)
+        ]
+        blocks = (pltpu.VMEM((2, K, *x), pools[0].dtype) for x in sizes)
+        sums = (pltpu.VMEM((2, K, kernel.rows, x), jnp.float32) for x in (1, 1, V))
+        return [*blocks, pltpu.SemaphoreType.DMA((2, 2)), *sums]
 
 
 class _Kernel(NamedTuple):
@@ -236,16 +267,16 @@ class _Kernel(NamedTuple):
     def __call__(
         self, steps: Steps, leaves: Ref, arrays: Ref, results: Ref, buffers: _Buffers
     ) -> None:
-        query, *pools = arrays
         step, last = pl.program_id(0), steps.count[0] - 1
         slot, b = lax.rem(step, jnp.int32(2)), steps.rows[step]
-        copy = functools.partial(self._copy, steps, pools, buffers)
+        copy = functools.partial(self._copy, steps, arrays[1:3], buffers)
 
         @pl.when(step == 0)
         def _first() -> None:
             # Slots that no copy reaches are masked. They should be finite, or their blocks are
             # computed twice.
-            buffers.values[...] = jnp.zeros_like(buffers.values)
+            values = buffers.blocks[1]
+            values[...] = jnp.zeros_like(values)
             copy("start", step, slot)
 
         @pl.when(step < last)
@@ -264,33 +295,31 @@ class _Kernel(NamedTuple):
             @pl.when(steps.kinds[step] == kind)
             def _visit(masked: bool = kind == masks.MIXED) -> None:
                 at = TileIndex(b, 0, 0, steps.blocks[step])
-                is_finite = self._visit(leaves, query, buffers, slot, at, masked, exact=False)
+                refs = leaves, arrays, buffers
+                is_finite = self._visit(refs, slot, at, masked, exact=False)
 
                 @pl.when(jnp.logical_not(is_finite))
                 def _again() -> None:
-                    self._visit(leaves, query, buffers, slot, at, True, exact=True)
+                    self._visit(refs, slot, at, True, exact=True)
 
         @pl.when((step == last) | (steps.rows[jnp.minimum(step + 1, last)] != b))
         def _end() -> None:
             self._finish(buffers, slot, results)
 
-    def _visit(
-        self,
-        leaves: Ref,
-        query: Ref,
-        buffers: _Buffers,
-        slot: Array,
-        at: TileIndex,
-        masked: bool,
-        exact: bool,
-    ) -> Array:
+    def _visit(self, refs: Tree, slot: Array, at: TileIndex, masked: bool, exact: bool) -> Array:
         """Adds a block to the sums; returns whether all its weighted values are finite."""
-        safe_factor = programs.overflow_safe_factor(self.layout.S)
+        leaves, (query, _, _, *scales), buffers = refs
         of_keys, of_values = self.layout.axes
+        blocks = [*zip(buffers.blocks, self.layout.axes, strict=True)]
 
         def add_head(kv: Array, marks: Array) -> Array:
-            q, k, v = query[kv], buffers.keys[slot, kv], buffers.values[slot, kv]
-            products = programs.dot(q, k, (1, 1 - of_keys), self.spec)
+            k, v = (_converted(x[slot, kv], axis, query.dtype) for x, axis in blocks)
+            products = programs.dot(query[kv], k, (1, 1 - of_keys), self.spec)
+            factors = programs.overflow_safe_factor(self.layout.S)
+            if scales:  # products are NaN if the scale of a value is not finite
+                key_scales, value_scales = (x[pl.ds(kv, 1)] for x in scales)
+                products *= key_scales + (value_scales - value_scales)
+                factors *= programs.finite(self.spec, value_scales)
             if exact:  # NaN for keys whose values are not finite
                 wide = v.astype(jnp.float32)
                 ones = jnp.ones((self.rows, self.shapes.V), v.dtype)
@@ -300,7 +329,7 @@ class _Kernel(NamedTuple):
             score = self._modified(leaves, kv, at, products, masked)
             maximum, total, weighted = (x[1 - slot, kv] for x in buffers.sums)
             weights, factor, maximum, total = programs.more_keys(score, maximum, total)
-            part = programs.dot(weights * safe_factor, v, (1, of_values), self.spec)
+            part = programs.dot(weights * factors, v, (1, of_values), self.spec)
             values = maximum, total, weighted * factor + part
             for sums, value in zip(buffers.sums, values, strict=True):
                 sums[slot, kv] = value
@@ -353,7 +382,7 @@ class _Kernel(NamedTuple):
                 source, target = (
                     pl.ds(pl.multiple_of(x * size, size), size) for x in (inside, piece)
                 )
-                copies = zip(pools, (buffers.keys, buffers.values), layout.axes, strict=True)
+                copies = zip(pools, buffers.blocks, layout.axes, strict=True)
                 for which, (pool, buffer, axis) in enumerate(copies):
                     all_heads = (slice(None),) * (1 + axis)
                     copy = pltpu.make_async_copy(
@@ -371,21 +400,20 @@ class _Kernel(NamedTuple):
 def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """Computes `out [B, T, N, V]` in float32 and the normalizers `[B, T, N]` of a prepared spec,
     for a call that the kernel supports; interpreted on a CPU."""
-    pools: Any
-    *pools, table = cache.pages()  # arrays: the kernel reads no quantised numbers
-    shapes = few_queries.shapes(query, cache)
+    pools, shapes = _numbers(cache), few_queries.shapes(query, cache)
     (B,), T, _, N, K, H, V, _ = shapes
-    layout = Layout.of(shapes, pools[0].shape[2])
+    layout = Layout.of(shapes, pools)
     assert layout is not None, "the caller checks that the kernel supports the call"
     spec = slicing.pad_spec(spec, T, shapes.S, T, layout.S)
-    steps = Steps.of(spec, shapes, layout, table, pools[0].shape[0])
+    steps = Steps.of(spec, shapes, layout, cache.pages()[2], pools[0].shape[0])
     kernel = _Kernel(spec, shapes, layout, layout.operands(spec))
     query = jnp.pad(query, ((0, 0), (0, layout.T - T), (0, 0), (0, 0)))
     rows = jnp.swapaxes(query, 1, 2).reshape(B, K, kernel.rows, H)
     pools = [
         jnp.swapaxes(x, 2, 3) if axis else x for x, axis in zip(pools, layout.axes, strict=True)
     ]
-    out, *statistics = _launch(kernel, steps, rows, pools, platform == "cpu")
+    arrays = [rows, *pools, *_scales(layout, cache)]
+    out, *statistics = _launch(kernel, steps, arrays, platform == "cpu")
     out, *statistics = (
         jnp.moveaxis(x.reshape(B, N, layout.T, *x.shape[4:])[:, :, :T], 1, 2)
         for x in (out.reshape(B, K, 1, kernel.rows, V), *statistics)
@@ -393,11 +421,12 @@ def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
     return out, Normalizer(*statistics)
 
 
-def _launch(
-    kernel: _Kernel, steps: Steps, rows: Array, pools: list[Array], interpret: bool
-) -> list[Array]:
-    """Returns the output `[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`."""
-    B, K, R, _ = rows.shape
+def _launch(kernel: _Kernel, steps: Steps, arrays: list[Array], interpret: bool) -> list[Array]:
+    """Returns the output `[B, K, R, V]`, and maximum and log of the sum `[B, K, 1, R]`.
+
+    `arrays` are the queries `[B, K, R, H]`, the pages of keys and of values, and their scales.
+    """
+    B, K, R, _ = arrays[0].shape
     shapes = (B, K, R, kernel.shapes.V), (B, K, 1, R), (B, K, 1, R)
     results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
 
@@ -405,12 +434,16 @@ def _launch(
         listed = Steps(*lists)
         return TileIndex(listed.rows[step], 0, 0, listed.blocks[step])
 
-    def of_row(x: Any) -> tuple[Any, pl.BlockSpec]:
-        return x, pl.BlockSpec((None, *x.shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
+    def of_row(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda *at: (tile_at(*at).b, 0, 0, 0))
 
-    def run_step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, buffers: Ref) -> None:
-        kernel(Steps(*lists), leaves, arrays, results, _Buffers(*buffers))
+    def run_step(lists: Ref, leaves: Ref, arrays: Ref, results: Ref, scratch: Ref) -> None:
+        buffers = _Buffers(scratch[:2], scratch[2], scratch[3:])
+        kernel(Steps(*lists), leaves, arrays, results, buffers)
 
+    pages, scales = pl.BlockSpec(memory_space=pl.ANY), (None, K, kernel.layout.block)
+    of_scales = pl.BlockSpec(scales, lambda *at: (tile_at(*at).b, 0, tile_at(*at).j))
+    blocks = of_row(arrays[0]), pages, pages, of_scales, of_scales
     return programs.launch_steps(
         "jattn_decode",
         run_step,
@@ -418,9 +451,9 @@ def _launch(
         ("arbitrary",),
         steps,
         (kernel.spec_operands, tile_at),
-        [of_row(rows), *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in pools)],
-        list(map(of_row, results)),
-        _Buffers.shapes(kernel.shapes, kernel.layout),
+        list(zip(arrays, blocks, strict=False)),  # there may be no scales
+        [(x, of_row(x)) for x in results],
+        _Buffers.shapes(kernel, arrays[1:3]),
         interpret,
     )
 
