@@ -494,7 +494,7 @@ def test_reasons():
     assert reason(few, PagedCache.create(2, 64, 2, 16, page_size=4)) == (
         "pages of 4 keys of float32 are no whole registers"
     )
-    assert "expected a cache of float32 as the query, got bfloat16 and bfloat16" == reason(
+    assert "expected a cache of float32 or a quantised one, got bfloat16 and bfloat16" == reason(
         few, DenseCache.create(2, 64, 2, 16, dtype=jnp.bfloat16)
     )
     assert reason(few, DenseCache.create(2, 48, 2, 16, dtype=jnp.int8)) == (

@@ -13,8 +13,8 @@ head come from `jattn.tile`.
 Masked values must not change results: a block whose weighted values are not all finite is computed
 again, with 0 in place of NaN and infinities.
 
-The numbers of quantised caches are copied as they are, and converted to the query's dtype one head
-of a block at a time. Their scales multiply products and weights.
+The numbers of quantised caches are copied unchanged, and converted to the query's dtype one head of
+a block at a time. Their scales multiply products and weights.
 
 On a CPU the same kernel is interpreted. It compiles for TPUs, and has not run on one.
 """
@@ -69,26 +69,21 @@ class Layout(NamedTuple):
     block: int
     piece: int
     page: int
-    axes: tuple[int, int]
+    axes: tuple[int, ...]
     block_bytes: int
 
     @classmethod
     def of(cls, shapes: Shapes, pools: Sequence[Array]) -> "Layout | None":
-        """Returns the layout for pages of keys and values; None if pages are not whole
-        registers."""
+        """Returns the layout for pages of numbers; None if they are not whole registers."""
         page, item, sizes = pools[0].shape[2], pools[0].dtype.itemsize, [x.shape[3] for x in pools]
         sublanes = 4 * _SUBLANES // item
-        of_keys, of_values = (int(x % LANES > 0 and page % LANES == 0) for x in sizes)
-        axes = of_keys, of_values
+        axes = tuple(int(x % LANES > 0 and page % LANES == 0) for x in sizes)
         widths = (round_up(x, (LANES, sublanes)[axis]) for x, axis in zip(sizes, axes, strict=True))
         slot_bytes = shapes.K * sum(widths) * item
         least = max((sublanes, LANES)[axis] for axis in axes)
         most = min(tuning.current().tpu_decode_block, max(_BLOCK_BYTES // slot_bytes, LANES))
-        pieces = [
-            x
-            for x in range(least, min(page, most) + 1, least)
-            if page % x == 0 and math.lcm(x, LANES) <= most
-        ]
+        lengths = range(least, min(page, most) + 1, least)
+        pieces = [x for x in lengths if page % x == 0 and math.lcm(x, LANES) <= most]
         if not pieces or page % least:
             return None
         whole = math.lcm(pieces[-1], LANES)
@@ -127,7 +122,7 @@ def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
         return "there are no queries"
     key, value = cache.keys.dtype, cache.values.dtype
     if key != value or key not in (shapes.dtype, *LARGEST):
-        return f"expected a cache of {shapes.dtype} as the query, got {key} and {value}"
+        return f"expected a cache of {shapes.dtype} or a quantised one, got {key} and {value}"
     layout = Layout.of(shapes, _numbers(cache))
     if layout is None:
         return f"pages of {cache.keys.shape[2]} keys of {key} are no whole registers"
@@ -136,8 +131,7 @@ def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
 
 def _numbers(cache: Cache) -> list[Array]:
     """Returns the pages of keys and of values, without scales."""
-    stored = cache.keys, cache.values
-    return [x.numbers if isinstance(x, Quantized) else x for x in stored]
+    return [x.numbers if isinstance(x, Quantized) else x for x in (cache.keys, cache.values)]
 
 
 def _scales(layout: Layout, cache: Cache) -> list[Array]:
@@ -271,6 +265,15 @@ class _Kernel(NamedTuple):
         slot, b = lax.rem(step, jnp.int32(2)), steps.rows[step]
         copy = functools.partial(self._copy, steps, arrays[1:3], buffers)
 
+        def finish_head(kv: Array, _: Array) -> int:
+            safe_factor = programs.overflow_safe_factor(self.layout.S)
+            maximum, total, weighted = (x[slot, kv] for x in buffers.sums)
+            out, *columns = programs.all_keys(maximum, total, weighted, safe_factor)
+            results[0][kv] = out
+            for result, column in zip(results[1:], columns, strict=True):
+                result[kv] = operands.row(column)
+            return 0
+
         @pl.when(step == 0)
         def _first() -> None:
             # Slots that no copy reaches are masked. They should be finite, or their blocks are
@@ -304,7 +307,7 @@ class _Kernel(NamedTuple):
 
         @pl.when((step == last) | (steps.rows[jnp.minimum(step + 1, last)] != b))
         def _end() -> None:
-            self._finish(buffers, slot, results)
+            tile_schedule.repeat(0, self.shapes.K, finish_head, 0)
 
     def _visit(self, refs: Tree, slot: Array, at: TileIndex, masked: bool, exact: bool) -> Array:
         """Adds a block to the sums; returns whether all its weighted values are finite."""
@@ -350,18 +353,6 @@ class _Kernel(NamedTuple):
             score = self.spec_operands.run(leaves, head, modify, part)
             scores.append(jnp.broadcast_to(score, part.shape))
         return jnp.concatenate(scores, axis=0)
-
-    def _finish(self, buffers: _Buffers, slot: Array, results: Ref) -> None:
-        def finish_head(kv: Array, _: Array) -> int:
-            maximum, total, weighted = (x[slot, kv] for x in buffers.sums)
-            safe_factor = programs.overflow_safe_factor(self.layout.S)
-            out, *columns = programs.all_keys(maximum, total, weighted, safe_factor)
-            results[0][kv] = out
-            for result, column in zip(results[1:], columns, strict=True):
-                result[kv] = operands.row(column)
-            return 0
-
-        tile_schedule.repeat(0, self.shapes.K, finish_head, 0)
 
     def _copy(
         self, steps: Steps, pools: Tree, buffers: _Buffers, action: str, step: Array, slot: Array

@@ -236,11 +236,8 @@ def _backward_pass(
     platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     call, padded, rows, k, v = TiledCall.of(platform, spec, cast_cotangent(per_query), key, value)
-    gradients = [
-        x
-        for by_key in (False, True)
-        for x in _gradients(call, rows, k, v, key.dtype, by_key=by_key)
-    ]
+    compute = functools.partial(_gradients, call, rows, k, v, key.dtype)
+    gradients = [*compute(by_key=False), *compute(by_key=True)]
     d_query, d_key, d_value = (
         _tokens_first(d, x.shape).astype(jnp.float32)
         for d, x in zip(gradients, (per_query.query, key, value), strict=True)
