@@ -101,8 +101,8 @@ def attention(
             which the program is lowered. In calls on a cache with few queries, None selects
             "decode", which reads the cache in place. "tpu", "pallas", "ampere", "hopper" and
             "blackwell", if named, also read it in place if there are few queries, the cache has the
-            query's dtype or, on a Hopper, is quantised, and its page and head sizes fit the
-            kernel's tiles. In all other calls keys and values are copied out of the cache.
+            query's dtype or, on a Hopper or a TPU, is quantised, and its page and head sizes fit
+            the kernel's tiles. In all other calls keys and values are copied out of the cache.
         return_lse: whether to return the log of the softmax's denominator too.
 
     Returns:
