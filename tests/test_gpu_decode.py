@@ -266,7 +266,7 @@ def test_a_quantised_value_that_is_not_finite_makes_only_those_nan_that_see_it()
 
 @pytest.mark.one_in(3, slow=True)
 @each_quantised_dtype
-@pytest.mark.parametrize("size", [1e-29, 1e35])
+@pytest.mark.parametrize("size", [1e-29, 1e35, 5e37])
 def test_quantised_values_of_any_size_keep_their_digits(dtype, size):
     values, call = VALUES.astype(jnp.float32) * size, DecodeCall("dense", 1, causal)
     got, _ = decoded(call, filled("dense", dtype=dtype, values=values), "hopper")

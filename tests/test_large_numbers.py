@@ -15,6 +15,8 @@ import pytest
 
 import jattn
 from jattn import masks, scores
+from jattn.cache import DenseCache
+from jattn.kernels import registry
 from tests import cases, oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
 from tests.conftest import attention_arrays, normal_arrays, out_and_gradients, quick_jit, users_jit
@@ -200,6 +202,15 @@ def test_a_mean_that_is_finite_is_finite(implementation, mask):
     v = v * 0 + jnp.float32(3e38)
     out, _ = quick_jit(functools.partial(call, implementation, mask=mask))(q, k, v)
     np.testing.assert_allclose(np.asarray(out, np.float64), 3e38, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("readers", [registry.READERS, registry.READERS[1:]], ids=["all", "xla"])
+def test_a_mean_of_a_cache_that_is_finite_is_finite(readers, dtype, monkeypatch):
+    monkeypatch.setattr(registry, "READERS", readers)
+    q, k, v = drawn(T=1, S=40 + len(readers))  # a program for each case
+    cache = DenseCache.of(k, v * 0 + jnp.float32(3e38), dtype=dtype)
+    np.testing.assert_allclose(jattn.attention(q, cache), 3e38, rtol=1e-5)
 
 
 @pytest.mark.one_in(3)

@@ -62,20 +62,20 @@ def _attend_to_run(
     key: Float[Array, "B K s H"],
     value: Float[Array, "B K s V"],
     run: tile_schedule.TileRun,
-    exact: bool,
+    factor: Array | None,
 ) -> softmax.Partial:
     """Attends from R = G × T queries of each key head to the consecutive keys of `run`.
 
-    Masked values have weight 0, but 0 × NaN is NaN. So `exact` replaces values that are not finite
-    by 0, and sets the scores of their keys to NaN for the queries that attend to them. It reads the
-    values twice.
+    Masked values have weight 0, but 0 × NaN is NaN. So with `factor` values that are not finite are
+    replaced by 0, and the scores of their keys are NaN for the queries that attend to them, which
+    reads the values twice. All values are multiplied by the factor, so that no sum overflows.
     """
     dtype = accumulation(queries.dtype)
     key, value = key.astype(queries.dtype), value.astype(dtype)
     products = _over_heads(functools.partial(_product, spec))(queries, key)
-    if exact:
+    if factor is not None:
         products = products + _over_heads(tile.nan_where_nonfinite)(value)[:, :, None, :]
-        value = tile.finite(value)
+        value = tile.finite(value) * factor
 
     def partial_of_head(scores: Array, value: Array) -> softmax.Partial:
         weigh = functools.partial(_weigh, spec, value)
@@ -122,24 +122,29 @@ def _block_size(cache: Cache) -> int:
 def _attend_by_xla(exact: bool, spec: Spec, query: Array, cache: Cache) -> tuple[Array, Normalizer]:
     """Computes `out [B, T, N, V]` in the accumulation dtype and the normalizer `[B, T, N]`.
 
-    `exact` results are right even if masked values are not finite, see `_attend_to_run`.
+    `exact` results are right even if masked values are not finite or sums of values overflow, see
+    `_attend_to_run`.
     """
     B, T, N, H = query.shape
     K, S, size = cache.num_kv_heads, cache.capacity, _block_size(cache)
+    greatest = jnp.asarray(jnp.finfo(accumulation(query.dtype)).max)
+    factor = softmax.overflow_safe_factor(greatest, S) if exact else None
     spec, query, _ = scaled(spec, query)
     queries = jnp.swapaxes(query, 1, 2).reshape(B, K, N * T // K, H)
 
-    finished = _over_heads(softmax.finish_without_gradient)
+    def finished(sums: softmax.Partial) -> tuple[Array, Normalizer]:
+        out, normalizer = _over_heads(softmax.finish_without_gradient)(sums)
+        return out if factor is None else out / factor, normalizer
 
     def at_once(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         run = tile_schedule.TileRun(0, S, True)
-        return finished(_attend_to_run(spec, T, queries, *cache.read(), run, exact))
+        return finished(_attend_to_run(spec, T, queries, *cache.read(), run, factor))
 
     def in_blocks(spec: Spec, queries: Array, cache: Cache) -> tuple[Array, Normalizer]:
         def add_block(i: Any, state: softmax.Partial) -> softmax.Partial:
             run = tile_schedule.TileRun(order[i] * size, size, True)
             block = cache.block(run.start, size)
-            partial = _attend_to_run(spec, T, queries, *block, run, exact)
+            partial = _attend_to_run(spec, T, queries, *block, run, factor)
             return _over_heads(softmax.combine)(state, partial)
 
         empty = softmax.empty(queries.shape[2], cache.value_size, accumulation(queries.dtype))
