@@ -253,7 +253,7 @@ def test_rows_of_any_magnitude_are_exact(dtype, heads, size):
 @every_dtype
 @pytest.mark.parametrize("outlier", [1e4, 1e6, 1e37])
 def test_an_outlier_costs_a_query_no_digits(dtype, outlier):
-    """Of a query number that all keys multiply by 0, however large it is."""
+    """All keys multiply the outlier by 0, so the output does not depend on it."""
     query, key, value = tokens(8)
     key = key.at[..., 3].set(0)
     cache = DenseCache.create(B, 8, K, H, V, dtype).append(key, value)
