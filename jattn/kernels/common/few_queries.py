@@ -1,9 +1,14 @@
 """The requirements of every kernel for a few queries on many keys."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn import tuning
-from jattn.cache import Cache
+from jattn._types import Size
+from jattn.cache import Cache, Quantized
+from jattn.cache.storage import read_pages
 from jattn.spec import Shapes, Spec, refusal_of_normalizer
 
 
@@ -24,3 +29,16 @@ def shapes(query: Array, cache: Cache) -> Shapes:
     B, T, N, H = query.shape
     S, K, V = cache.capacity, cache.num_kv_heads, cache.value_size
     return Shapes((B,), T, S, N, K, H, V, query.dtype)
+
+
+def scales(cache: Cache, capacity: Size) -> list[Array]:
+    """Returns the scales of keys and of values, padded to `[B, K, capacity]`; none if the cache is
+    not quantised.
+
+    They are gathered from pages, because a page has too few scales to be copied alone.
+    """
+    *stored, table = cache.pages()
+    arrays: list[Any] = [x.scales for x in stored if isinstance(x, Quantized)]
+    if hasattr(cache, "page_size"):
+        arrays = [read_pages(x[..., None], table)[..., 0] for x in arrays]
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]))) for x in arrays]

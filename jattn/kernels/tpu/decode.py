@@ -35,7 +35,6 @@ from jattn import masks, tuning
 from jattn._types import Ref, Tree
 from jattn.cache import Cache, Quantized
 from jattn.cache.quantized import LARGEST
-from jattn.cache.storage import read_pages
 from jattn.call import Call
 from jattn.kernels.common import block_mask, few_queries, slicing, tile_schedule
 from jattn.kernels.protocol import Reader
@@ -132,15 +131,6 @@ def unreadable(platform: str, call: Call, cache: Cache) -> str | None:
 def _numbers(cache: Cache) -> list[Array]:
     """Returns the pages of keys and of values, without scales."""
     return [x.numbers if isinstance(x, Quantized) else x for x in (cache.keys, cache.values)]
-
-
-def _scales(layout: Layout, cache: Cache) -> list[Array]:
-    """Returns the scales of keys and of values, `[B, K, S]`; nothing if there are none."""
-    *stored, table = cache.pages()
-    scales: list[Any] = [x.scales for x in stored if isinstance(x, Quantized)]
-    if hasattr(cache, "page_size"):  # a page has too few scales to be copied alone
-        scales = [read_pages(x[..., None], table)[..., 0] for x in scales]
-    return [jnp.pad(x, ((0, 0), (0, 0), (0, layout.S - x.shape[2]))) for x in scales]
 
 
 def _converted(stored: Array, axis: int, dtype: Any) -> Array:
@@ -403,7 +393,7 @@ def decode(platform: str, spec: Spec, query: Array, cache: Cache) -> tuple[Array
     pools = [
         jnp.swapaxes(x, 2, 3) if axis else x for x, axis in zip(pools, layout.axes, strict=True)
     ]
-    arrays = [rows, *pools, *_scales(layout, cache)]
+    arrays = [rows, *pools, *few_queries.scales(cache, layout.S)]
     out, *statistics = _launch(kernel, steps, arrays, platform == "cpu")
     out, *statistics = (
         jnp.moveaxis(x.reshape(B, N, layout.T, *x.shape[4:])[:, :, :T], 1, 2)

@@ -139,22 +139,7 @@ def launch(
         *place, order, ends = indices
         return traversal.tile((order, ends), *place)
 
-    def block(x: Any, by_key: bool | None) -> pl.BlockSpec:
-        """Returns the block of an array or result that belongs to a step."""
-        if by_key is None:
-            shape = (None, None, *call.tiling)
-            return pl.BlockSpec(shape, lambda *at: (*at[:2], tile_at(*at).i, tile_at(*at).j))
-        axis = int(x.shape[2] == 1)  # 1 for the statistics of rows, [B, N, 1, T]
-        sizes = list(x.shape[2:])
-        sizes[axis] = call.tiling[by_key]
-
-        def index(*at: Ref) -> tuple[Any, ...]:
-            b, h, i, j = tile_at(*at)
-            inner: list[Any] = [0, 0]
-            inner[axis] = j if by_key else i
-            return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
-
-        return pl.BlockSpec((None, None, *sizes), index)
+    block = functools.partial(_block, call, tile_at)
 
     def run_step(lists: Ref, leaves: Ref, *refs: Ref) -> None:
         array_refs, result_refs, state_refs = refs
@@ -239,6 +224,26 @@ def launch_steps(
         interpret=interpret,
     )
     return list(run_kernel(*flat))
+
+
+def _block(
+    call: TiledCall, tile_at: Callable[..., TileIndex], x: Any, by_key: bool | None
+) -> pl.BlockSpec:
+    """Returns the block of an array or result of `launch` that belongs to a step."""
+    if by_key is None:
+        shape = (None, None, *call.tiling)
+        return pl.BlockSpec(shape, lambda *at: (*at[:2], tile_at(*at).i, tile_at(*at).j))
+    axis = int(x.shape[2] == 1)  # 1 for the statistics of rows, [B, N, 1, T]
+    sizes = list(x.shape[2:])
+    sizes[axis] = call.tiling[by_key]
+
+    def index(*at: Ref) -> tuple[Any, ...]:
+        b, h, i, j = tile_at(*at)
+        inner: list[Any] = [0, 0]
+        inner[axis] = j if by_key else i
+        return b, lax.div(h, jnp.int32(call.shapes.G)) if by_key else h, *inner
+
+    return pl.BlockSpec((None, None, *sizes), index)
 
 
 def dot(x: Array, y: Array, axes: tuple[int, int], spec: Spec) -> Array:

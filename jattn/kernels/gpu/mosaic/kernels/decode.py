@@ -27,7 +27,7 @@ from jaxtyping import Array
 from jattn import masks, softmax
 from jattn._types import Index, Ref, Size, Tree
 from jattn.cache import Cache, Quantized
-from jattn.cache.storage import Stored, read_pages
+from jattn.cache.storage import Stored
 from jattn.call import Call
 from jattn.kernels.common import block_mask, entries, few_queries, slicing
 from jattn.kernels.gpu.mosaic.kernels import mosaic_call
@@ -192,13 +192,8 @@ class _Pages(NamedTuple):
     def of(cls, cache: Cache, sizes: _DecodeSizes) -> "_Pages":
         keys, values, table = cache.pages()
         table = jnp.minimum(table, keys.shape[0] - 1)
-        if not isinstance(keys, Quantized) or not isinstance(values, Quantized):
-            return cls(keys, values, table, [])
-        scales = [keys.scales, values.scales]
-        if hasattr(cache, "page_size"):  # a page has too few scales to be copied alone
-            scales = [read_pages(x[..., None], table)[..., 0] for x in scales]
-        padding = (0, 0), (0, 0), (0, sizes.capacity - sizes.S)
-        return cls(keys.numbers, values.numbers, table, [jnp.pad(x, padding) for x in scales])
+        keys, values = (x.numbers if isinstance(x, Quantized) else x for x in (keys, values))
+        return cls(keys, values, table, few_queries.scales(cache, sizes.capacity))
 
     def runs(
         self, sizes: _DecodeSizes, b: Index, kv: Array, j: Index
