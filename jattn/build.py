@@ -17,11 +17,12 @@ import numpy as np
 from jattn.attention import attention
 from jattn.cache import DenseCache
 from jattn.kernels.cpu import library
+from jattn.linear import linear_attention
 
 
 def build(dtype: str) -> str | None:
     """Builds and tries the libraries for a dtype, prints their paths, and returns any problem."""
-    for function in ("forward", "decode"):
+    for function in ("forward", "decode", "linear"):
         if reason := library.unavailable(function, dtype, wait=True):
             return f"cannot be built: {reason}"
         file = library.cached_path(function, dtype)
@@ -32,7 +33,7 @@ def build(dtype: str) -> str | None:
 
 
 def _works(dtype: str) -> bool:
-    """Returns whether the results of both kernels agree with the formula."""
+    """Returns whether the results of the kernels agree with formulas in JAX."""
     with jax.enable_x64(dtype == "float64"):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.normal(size=(1, 70, 2, 24)), dtype) for _ in range(3))
@@ -40,7 +41,9 @@ def _works(dtype: str) -> bool:
         cache = DenseCache.of(k, v)
         results = [attention(q, k, v, implementation="native"), attention(q[:, -2:], cache)]
         close = 100 * float(np.finfo(dtype).eps)
-        pairs = zip(results, (want, want[:, -2:]), strict=True)
+        results.append(linear_attention(q, k, v))
+        by_chunks = linear_attention(q, k, v, chunk=16)
+        pairs = zip(results, (want, want[:, -2:], by_chunks), strict=True)
         return all(bool(np.allclose(x, y, rtol=0, atol=close)) for x, y in pairs)
 
 

@@ -7,6 +7,7 @@ et al. 2024). The main function is `linear_attention`. F is the number of featur
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -32,7 +33,10 @@ from jattn.checks import (
     function_name,
 )
 from jattn.functions.integers import is_known
-from jattn.kernels.xla import linear as chunks
+from jattn.kernels import registry
+from jattn.kernels.common.lowering import platform_dependent
+from jattn.kernels.common.partition import partitioned_linear
+from jattn.kernels.xla.linear import Formula, Sums, attend, divided, elu_plus_one
 
 
 __all__ = ["LinearState", "RandomFeatures", "linear_attention"]
@@ -126,11 +130,6 @@ class RandomFeatures:
         projection = self.projection.astype(x.dtype)
         logits = jnp.einsum("...h,fh->...f", x, projection, precision="highest")
         return jnp.exp(logits - jnp.sum(x * x, axis=-1, keepdims=True) / 2) * F**-0.5
-
-
-def _elu_plus_one(x: Array) -> Array:
-    """Returns elu(x) + 1, computed as exp(x) for x ≤ 0, which loses no digits."""
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 class _Options(TypedDict, total=False):
@@ -231,13 +230,16 @@ def linear_attention(
     """
     _check(query, key, value, causal=causal, segments=segments, valid=valid)
     _check_options(feature_map, normalize=normalize, return_state=return_state, chunk=chunk)
-    size = chunk or tuning.current().linear_chunk
     dtype = accumulation(query.dtype)
-    query_valid = valid if causal or segments is not None else None
-    features = tuple(
-        _features(name, feature_map, x, exists, dtype)
-        for name, x, exists in (("query", query, query_valid), ("key", key, valid))
-    )
+    by_token = causal or segments is not None
+    maps = by_token and feature_map is None and valid is None
+    if maps:
+        features = tuple(jnp.asarray(x).astype(dtype) for x in (query, key))
+    else:
+        features = (
+            _features("query", feature_map, query, valid if by_token else None, dtype),
+            _features("key", feature_map, key, valid, dtype),
+        )
     F, (*batch, _, K, V) = features[1].shape[-1], value.shape
     if features[0].shape[-1] != F:
         raise ValueError(
@@ -251,7 +253,8 @@ def linear_attention(
     else:
         _check_state(state, (*batch, K, F, V), dtype)
     operands = (*features, value, log_decay, segments, valid, state)
-    out, state = _attend(*operands, causal=causal, normalize=normalize, chunk=size)
+    how = {"causal": causal, "normalize": normalize, "maps": maps, "chunk": chunk}
+    out, state = _attend(*operands, **how)
     out = out.astype(query.dtype)
     return (out, state) if return_state else out
 
@@ -326,7 +329,7 @@ def _features(
     name: str, feature_map: FeatureMap | None, x: Any, exists: Any, dtype: Any
 ) -> Float[Array, "*B T N F"]:
     """Returns the features of queries or keys, computed in this dtype; 0 for padding."""
-    feature_map = feature_map or _elu_plus_one
+    feature_map = feature_map or elu_plus_one
     x = _or_zero(jnp.asarray(x).astype(dtype), exists)
     features = feature_map(x)
     check_array(f"feature_map({name})", features, "[..., F]")
@@ -352,7 +355,7 @@ def _shardings(query: Array, key: Array, *_: Any, **__: Any) -> Any:
     return PartitionSpec(*sharding_of(query)[:-1], None), state
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "normalize", "chunk"))
+@functools.partial(jax.jit, static_argnames=("causal", "normalize", "maps", "chunk"))
 @partitioned_by_xla(_shardings)
 def _attend(
     query: Float[Array, "*B T N F"],
@@ -365,52 +368,69 @@ def _attend(
     *,
     causal: bool,
     normalize: bool,
-    chunk: int,
+    maps: bool,
+    chunk: int | None,
 ) -> tuple[Output, LinearState]:
-    """Computes `linear_attention` from features, in their dtype."""
+    """Computes `linear_attention` in the dtype of queries and keys, which are features unless
+    `maps`."""
     # The carry of a scan must vary over the same mesh axes before and after each step.
     operands = query, key, value, log_decay, segments, valid, state
     query, key, value, log_decay, segments, valid, state = varied_like(operands, ())
-    *batch, T, N, F = query.shape
-    S, K, V = value.shape[-3:]
-    r = functools.reduce(int.__mul__, batch, K)
+    (*batch, S, K, V), F = value.shape, query.shape[-1]
     value = _or_zero(value.astype(key.dtype), valid)
     logs, segment = _log_decays(log_decay, segments, valid, state.segment, (*batch, S, K))
-    by_head = lambda x: jnp.swapaxes(x, -2, -3).reshape(r, S, x.shape[-1])  # noqa: E731
-    q = jnp.moveaxis(query.reshape(*batch, T, K, N // K, F), -4, -2).reshape(r, N // K, T, F)
-    k, v = by_head(key), by_head(value)
-    logs = None if logs is None else by_head(logs.astype(key.dtype))
-    sums: chunks.Sums = (state.values.reshape(r, F, V), state.keys.reshape(r, F))
-    if causal or segments is not None:
-        numerator, denominator, sums = chunks.attend(q, k, v, logs, sums, chunk=chunk)
-        if not causal:
-            later = _attend_later(q, k, v, logs, chunk=chunk)
-            numerator, denominator = numerator + later[0], denominator + later[1]
+    B = math.prod(batch)
+    q, k, v = (x.reshape(B, *x.shape[-3:]) for x in (query, key, value))
+    logs = None if logs is None else logs.astype(key.dtype).reshape(B, S, K, logs.shape[-1])
+    sums: Sums = (state.values.reshape(B, K, F, V), state.keys.reshape(B, K, F))
+    if causal:
+        out, _, sums = _sum_earlier(Formula(chunk or 0, maps, normalize), q, k, v, logs, sums)
     else:
-        sums = sums[0] + jnp.einsum("rjf,rjv->rfv", k, v), sums[1] + jnp.sum(k, axis=1)
-        numerator = jnp.einsum("rgif,rfv->rgiv", q, sums[0])
-        denominator = jnp.einsum("rgif,rf->rgi", q, sums[1])
-    out = _divided(numerator, denominator) if normalize else numerator
-    out = jnp.moveaxis(out.reshape(*batch, K, N // K, T, V), -2, -4).reshape(*batch, T, N, V)
+        if segments is None:
+            sums = sums[0] + jnp.einsum("bjkf,bjkv->bkfv", k, v), sums[1] + jnp.sum(k, axis=1)
+            grouped = q.reshape(B, -1, K, q.shape[2] // K, F)
+            numerator = jnp.einsum("bikgf,bkfv->bikgv", grouped, sums[0])
+            denominator = jnp.einsum("bikgf,bkf->bikg", grouped, sums[1])
+        else:
+            formula = Formula(chunk or 0, maps, divides=False)
+            numerator, denominator, sums = _sum_earlier(formula, q, k, v, logs, sums)
+            later = _sum_later(formula._replace(strict=True), q, k, v, logs)
+            numerator, denominator = numerator + later[0], denominator + later[1]
+        out = divided(numerator, denominator) if normalize else numerator
     values, keys = sums[0].reshape(*batch, K, F, V), sums[1].reshape(*batch, K, F)
-    return out, LinearState(values, keys, segment)
+    return out.reshape(*query.shape[:-1], V), LinearState(values, keys, segment)
 
 
-def _attend_later(q: Array, k: Array, v: Array, logs: Any, *, chunk: int) -> tuple[Array, Array]:
+def _sum_earlier(formula: Formula, *operands: Any) -> tuple[Array, Array, Sums]:
+    """Computes `xla.linear.attend`, by a kernel unless the formula has a size of chunks."""
+    sizes = tuning.current()
+    if formula.chunk or operands[0].shape[1] < sizes.linear_tokens:
+        return attend(formula._replace(chunk=formula.chunk or sizes.linear_chunk), *operands)
+    return _sum_by_kernel(formula._replace(chunk=sizes.linear_chunk), operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sum_by_kernel(formula: Formula, operands: Any) -> tuple[Array, Array, Sums]:
+    like = jax.eval_shape(functools.partial(attend, formula), *operands)
+    run = lambda platform, *operands: registry.linear(platform, formula, *operands)  # noqa: E731
+    return platform_dependent(partitioned_linear(run, operands), like, (), *operands)
+
+
+@_sum_by_kernel.defjvp
+def _derive(formula: Formula, primals: Any, tangents: Any) -> Any:
+    """Derives XLA's form, which then computes the results too."""
+    return jax.jvp(lambda operands: attend(formula, *operands), primals, tangents)
+
+
+def _sum_later(formula: Formula, q: Array, k: Array, v: Array, logs: Any) -> tuple[Array, Array]:
     """Returns the numerators and denominators of the later tokens of each token's document."""
     # The first token of a document forgets all tokens before it. In reverse order these follow it,
     # so the next token must forget instead: decays shift by one token.
-    logs = jnp.pad(jnp.flip(logs, 1)[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    sums = jnp.zeros_like(k[:, 0, :, None] * v[:, 0, None]), jnp.zeros_like(k[:, 0])
-    tokens = jnp.flip(q, 2), jnp.flip(k, 1), jnp.flip(v, 1)
-    numerator, denominator, _ = chunks.attend(*tokens, logs, sums, chunk=chunk, strict=True)
-    return jnp.flip(numerator, 2), jnp.flip(denominator, 2)
-
-
-def _divided(numerator: Array, denominator: Array) -> Array:
-    """Returns the quotient; 0, without gradients, where the sum of the weights is 0."""
-    is_zero = (denominator == 0)[..., None]
-    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, denominator[..., None]))
+    logs = jnp.pad(jnp.flip(logs, 1)[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
+    sums = jnp.zeros_like(k[:, 0, ..., None] * v[:, 0, :, None]), jnp.zeros_like(k[:, 0])
+    tokens = (jnp.flip(x, 1) for x in (q, k, v))
+    numerator, denominator, _ = _sum_earlier(formula, *tokens, logs, sums)
+    return jnp.flip(numerator, 1), jnp.flip(denominator, 1)
 
 
 def _log_decays(

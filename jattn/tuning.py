@@ -91,6 +91,7 @@ class Tuning(NamedTuple):
     # The tokens of a chunk of linear attention: within a third of the fastest at 1,024 tokens on a
     # CPU, for all kinds of decays, forward and backward. Longer sequences have to be measured.
     linear_chunk: int = 64
+    linear_tokens: int = 4  # the fewest tokens for the kernel of linear attention on CPUs
     decode_block: int = 512  # the most keys of a cache that are read together
     # In the C++ of the kernel for CPUs: the queries of a tile, the keys of a tile, and the keys
     # whose gradients are summed together. Queries come in whole vectors of at most 16 numbers; the

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jattn
 from jattn import tuning
+from jattn.kernels.cpu import library
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import normal_arrays, quick_jit
-from tests.devices import mesh_of
+from tests.devices import collectives, is_placed, mesh_of, placed
 from tests.test_mechanisms import assert_values_and_gradients, on_device
 
 
@@ -215,6 +217,90 @@ def test_one_token_at_a_time_in_a_scan():
     tokens = {name: jnp.swapaxes(x, 0, 1)[:, :, None] for name, x in inputs.items()}
     state, outs = jax.lax.scan(step, jattn.LinearState.create(K, H, V, batch=(B,)), tokens)
     assert_accurate((jnp.swapaxes(outs[:, :, 0], 0, 1), state), (whole, last), 1e-6)
+
+
+def recurrence(query: Any, key: Any, value: Any, logs: Any, state: Any) -> Any:
+    """Outputs and sums by one step for each token, in float64; `logs` are those of `by_feature`."""
+    values, keys = (np.asarray(x, "float64") for x in (state.values, state.keys))
+    rows, T, heads, _ = query.shape
+    grouped = query.reshape(rows, T, keys.shape[1], -1, query.shape[-1])
+    outs = []
+    for i in range(T):
+        decay = np.exp(logs[:, i])
+        values = values * decay[..., None] + key[:, i, :, :, None] * value[:, i, :, None]
+        keys = keys * decay + key[:, i]
+        numerator = np.einsum("bkgf,bkfv->bkgv", grouped[:, i], values)
+        outs.append(numerator / np.einsum("bkgf,bkf->bkg", grouped[:, i], keys)[..., None])
+    return np.stack(outs, 1).reshape(rows, T, heads, -1), values, keys
+
+
+def many_tokens(decay: str, T: int = 70, F: int = 20) -> dict[str, Any]:
+    """Tokens of several chunks, and sizes that are no whole vectors, with logs of all sizes."""
+    rng = np.random.default_rng(T)
+    shapes = {"query": (B, T, N, F), "key": (B, T, K, F), "value": (B, T, K, V)}
+    inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    sizes = {"none": None, "head": (K,), "token": (B, T, K), "feature": (B, T, K, F)}[decay]
+    if sizes:
+        chances = [0.02, 0.02, 0.06, 0.3, 0.3, 0.3]
+        inputs["log_decay"] = rng.choice([-np.inf, -5e3, -3.0, -0.1, -1e-4, 0.0], sizes, p=chances)
+    return {name: np.float64(np.float32(x)) for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_many_chunks(decay, dtype):
+    inputs = many_tokens(decay)
+    rng = np.random.default_rng(1)
+    empty = jattn.LinearState.create(K, 20, V, batch=(B,), dtype=dtype)
+    state: Any = jax.tree.map(
+        lambda x: x if x.ndim == 1 else jnp.asarray(rng.uniform(0.5, 2, x.shape), dtype), empty
+    )
+    arrays = {**on_device(inputs, dtype), "state": state}
+    logs = inputs.get("log_decay", np.zeros(()))
+    logs = np.reshape(logs, (*logs.shape, 1) if logs.ndim in (1, 3) else logs.shape)
+    logs = np.broadcast_to(logs, inputs["key"].shape)
+    features = elu_plus_one(inputs["query"]), elu_plus_one(inputs["key"])
+    want = recurrence(*features, inputs["value"], logs, state)
+    lowered = quick_jit(functools.partial(jattn.linear_attention, return_state=True)).lower
+    assert ("jattn_linear" in lowered(**arrays).as_text()) == has_kernel(dtype)
+    out, after = linear(**arrays, return_state=True)
+    limit = 2e-6 if dtype == "float32" else 1e-13
+    assert_accurate((out, after.values, after.keys), want, limit)
+    chunked, _ = linear(**arrays, return_state=True, chunk=16)
+    assert_accurate(chunked, want[0], limit)
+
+
+def has_kernel(dtype: str) -> bool:
+    return (
+        jax.default_backend() == "cpu" and library.unavailable("linear", dtype, wait=True) is None
+    )
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_many_chunks_of_documents_in_both_directions(normalize):
+    """Beside XLA's form, which smaller cases compare with loops."""
+    inputs = on_device(many_tokens("none"))
+    ids = np.random.default_rng(2).choice([1, 2, 3], (B, 70), p=[0.9, 0.05, 0.05])
+    rules = {"segments": ids, "causal": False, "normalize": normalize}
+    assert_accurate(linear(**inputs, **rules), linear(**inputs, **rules, chunk=4), 1e-13)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_devices_share_rows_and_heads(kind):
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(kind,) * 2)
+    inputs = on_device(many_tokens("token"))
+    want = linear(**inputs, return_state=True)
+    specs = dict.fromkeys(inputs, P("rows", None, "heads"))
+    sharded = placed(mesh, inputs, specs)
+    with jax.set_mesh(mesh):
+        compiled = quick_jit(
+            functools.partial(jattn.linear_attention, return_state=True)
+        ).lower(**sharded).compile()  # fmt: skip
+        got = compiled(**sharded)
+    assert not collectives(compiled)
+    assert is_placed(got[0], mesh, P("rows", None, "heads"))
+    assert is_placed(got[1].values, mesh, P("rows", "heads"))
+    assert_accurate(got, want, 1e-13)
 
 
 def test_a_state_of_keys_for_all_queries():

@@ -6,6 +6,7 @@
     python -m experiments.benchmark --growing            time and memory over T, with plots
     python -m experiments.benchmark --gym                masks and scores of FlexAttention's users
     python -m experiments.benchmark normalizers          normalizers beside the softmax
+    python -m experiments.benchmark linear               linear attention beside a scan
     python -m experiments.benchmark caches               quantised caches beside float32
     python -m experiments.benchmark training             steps of the translation experiment
     python -m experiments.benchmark tune                 the row of `jattn.tuning` for this machine
@@ -40,6 +41,7 @@ from experiments.benchmark import (
     gym,
     normalizing,
     peers,
+    recurrent,
     timing,
     training,
     tune,
@@ -198,6 +200,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 _COMMANDS = {
     "normalizers": normalizing.main,
     "caches": caching.main,
+    "linear": recurrent.main,
     "training": training.main,
     "tune": tune.main,
     "device": device.main,

@@ -115,3 +115,15 @@ class WeightSums:
 
     unsupported: Callable[[StatisticsRequest, Shapes], str | None]
     run: Callable[[StatisticsRequest, Array, Array], tuple[Any, Array]]
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """A kernel of linear attention over earlier tokens.
+
+    unavailable: `(operands)` to the reason why it cannot run here; None if it can.
+    run: `(formula, *operands)` to the results of `xla.linear.attend`, whose arguments these are.
+    """
+
+    unavailable: Callable[[Any], str | None]
+    run: Callable[..., Any]

@@ -1,7 +1,8 @@
 """The tables of kernels, and the choice of the kernel that runs.
 
 This file decides which kernels support a call, which of these runs on the platform for which a
-program is lowered, whether a cache is read in place, and which kernel sums weights.
+program is lowered, whether a cache is read in place, which kernel sums weights, and which computes
+linear attention.
 """
 
 import contextlib
@@ -19,8 +20,16 @@ from jattn.checks import check_choice
 from jattn.kernels.common import few_queries
 from jattn.kernels.common.errors import CompilationFailed
 from jattn.kernels.common.vjp import AttentionVJP, Functions
-from jattn.kernels.protocol import CacheResults, Kernel, Reader, StatisticsRequest, WeightSums
+from jattn.kernels.protocol import (
+    CacheResults,
+    Kernel,
+    LinearKernel,
+    Reader,
+    StatisticsRequest,
+    WeightSums,
+)
 from jattn.kernels.xla import decode
+from jattn.kernels.xla.linear import Formula
 from jattn.spec import Shapes, Spec
 
 
@@ -83,6 +92,9 @@ READERS = (Row("cpu.decode", ("cpu",)), Row("xla.decode"))
 
 SUMS = (Row("cpu.statistics", ("cpu",)), Row("xla.statistics"))
 """Files with `SUMS`, a kernel that sums weights; the first that supports a request runs."""
+
+LINEAR = (Row("cpu.linear", ("cpu",)), Row("xla.linear"))
+"""Files with a `KERNEL` of linear attention; the first that is available runs."""
 
 NAMES: tuple[str, ...] = (*KERNELS, "reference")
 """Names accepted as `implementation`.
@@ -273,6 +285,15 @@ def sum_weights(
         with contextlib.suppress(CompilationFailed):
             return sums.run(request, query, key)
     raise AssertionError("the last of SUMS supports every request")
+
+
+def linear(platform: str, formula: Formula, *operands: Any) -> Any:
+    """Computes linear attention over earlier tokens by the first of `LINEAR` that is available."""
+    for row in LINEAR:
+        kernel: LinearKernel = row.load("KERNEL")
+        if not (_wrong_platform(row, platform) or kernel.unavailable(operands)):
+            return kernel.run(formula, *operands)
+    raise AssertionError("the last of LINEAR is always available")
 
 
 def _wrong_platform(row: Row, platform: str, *, named: bool = False) -> str | None:

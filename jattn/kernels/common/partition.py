@@ -150,6 +150,16 @@ def partitioned_statistics(
     )
 
 
+def partitioned_linear(function: Callable[..., Any], operands: tuple[Any, ...]) -> Partitioned:
+    """Partitions `xla.linear.attend` with operands like these, but not along tokens."""
+    _, key, _, log_decay, _ = operands
+    N, K = ("N", "K") if key.shape[2] > 1 else ("", "")
+    query, keys, sums = ("B", "", N, ""), ("B", "", K, ""), (("B", K, "", ""), ("B", K, ""))
+    logs = () if log_decay is None else (keys,)
+    letters = Letters((query, keys, keys, *logs, *sums), (query, query[:3], *sums))
+    return Partitioned(lambda platform, _, *operands: function(platform, *operands), letters)
+
+
 def partitioned_derivative(
     function: Callable[..., Any], operands: tuple[Any, ...], dims: list[Any], results: list[Dims]
 ) -> Callable[..., Any]:

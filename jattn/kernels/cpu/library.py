@@ -36,6 +36,7 @@ _SOURCES = {
     "backward": "attention.cc",
     "statistics": "attention.cc",
     "decode": "decode.cc",
+    "linear": "linear.cc",
 }
 
 PATIENCE = 60.0

@@ -11,54 +11,90 @@ sums loses digits, and a log decay of −inf, which forgets all earlier tokens, 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jattn.kernels.protocol import LinearKernel
 
-Sums = tuple[Float[Array, "r F V"], Float[Array, "r F"]]
+
+Sums = tuple[Float[Array, "B K F V"], Float[Array, "B K F"]]
 """The decayed sums of key ⊗ value, and of the keys."""
 
 
+class Formula(NamedTuple):
+    """The rules by which a kernel computes linear attention.
+
+    chunk: the number of tokens of a chunk, a power of two.
+    maps: whether the queries and keys given are mapped to their features elu(x) + 1.
+    divides: whether the results are numerator / denominator, and 0 if the denominator is 0.
+    strict: whether the pairs i = j are left out.
+    """
+
+    chunk: int
+    maps: bool
+    divides: bool
+    strict: bool = False
+
+
+def elu_plus_one(x: Array) -> Array:
+    """Returns elu(x) + 1, computed as exp(x) for x ≤ 0, which loses no digits."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+
+
+def divided(numerator: Float[Array, "*i V"], denominator: Float[Array, "*i"]) -> Array:
+    """Returns the quotient; 0, without gradients, where the sum of the weights is 0."""
+    is_zero = (denominator == 0)[..., None]
+    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, denominator[..., None]))
+
+
 def attend(
-    query: Float[Array, "r G T F"],
-    key: Float[Array, "r T F"],
-    value: Float[Array, "r T V"],
-    log_decay: Float[Array, "r T d"] | None,
+    formula: Formula,
+    query: Float[Array, "B T N F"],
+    key: Float[Array, "B T K F"],
+    value: Float[Array, "B T K V"],
+    log_decay: Float[Array, "B T K d"] | None,
     sums: Sums,
-    *,
-    chunk: int,
-    strict: bool = False,
-) -> tuple[Float[Array, "r G T V"], Float[Array, "r G T"], Sums]:
-    """Returns the numerators, the denominators, and the sums after the last token.
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Sums]:
+    """Returns the results or numerators, the denominators, and the sums after the last token.
 
     `log_decay` has one number for each token (d = 1) or for each token and feature (d = F). `sums`
-    are those of earlier tokens. `chunk` is a power of two. `strict` leaves out the pairs i = j.
+    are those of earlier tokens.
     """
-    r, G, T, _ = query.shape
-    size = min(chunk, 1 << max(T - 1, 0).bit_length())
+    if formula.maps:
+        query, key = elu_plus_one(query), elu_plus_one(key)
+    (B, T, N, F), K = query.shape, key.shape[2]
+    size = min(formula.chunk, 1 << max(T - 1, 0).bit_length())
     chunks = -(-T // size)
 
     def cut(x: Any) -> Any:
-        """Splits the tokens, the second to last axis, into chunks, which become the first axis."""
-        if x is None:
-            return None
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, chunks * size - T), (0, 0)])
-        return jnp.moveaxis(x.reshape(*x.shape[:-2], chunks, size, x.shape[-1]), -3, 0)
+        """Cuts tokens `[B, T, K, ...]` into chunks `[chunks, B * K, ..., C, _]`."""
+        x = jnp.pad(x, [(0, 0), (0, chunks * size - T), *[(0, 0)] * (x.ndim - 2)])
+        x = jnp.moveaxis(x.reshape(B, chunks, size, *x.shape[2:]), (1, 2), (0, -2))
+        return x.reshape(chunks, B * K, *x.shape[3:])
 
-    step = jax.checkpoint(functools.partial(_chunk, strict=strict), prevent_cse=False)
-    sums, results = lax.scan(step, sums, tuple(map(cut, (query, key, value, log_decay))))
-    numerator, denominator = (
-        jnp.moveaxis(x, 0, 2).reshape(r, G, chunks * size, *x.shape[4:])[:, :, :T] for x in results
-    )
-    return numerator, denominator, sums
+    def joined(x: Any) -> Any:
+        """Returns the tokens `[B, T, N, _]` of chunks `[chunks, B * K, G, C, _]`."""
+        x = jnp.moveaxis(x.reshape(chunks, B, N, size, x.shape[-1]), (0, -2), (1, 2))
+        return x.reshape(B, chunks * size, N, x.shape[-1])[:, :T]
+
+    step = jax.checkpoint(functools.partial(_chunk, strict=formula.strict), prevent_cse=False)
+    by_head = jax.tree.map(lambda x: x.reshape(B * K, *x.shape[2:]), sums)
+    tokens = query.reshape(B, T, K, N // K, F), key, value, log_decay
+    by_head, results = lax.scan(step, by_head, jax.tree.map(cut, tokens))
+    numerator, denominator = joined(results[0]), joined(results[1][..., None])[..., 0]
+    sums = jax.tree.map(lambda x, like: x.reshape(like.shape), by_head, sums)
+    return divided(numerator, denominator) if formula.divides else numerator, denominator, sums
 
 
-def _chunk(sums: Sums, tokens: Any, *, strict: bool) -> tuple[Sums, tuple[Array, Array]]:
-    """Returns the sums after a chunk, and the numerators and denominators of its queries."""
+def _chunk(sums: Any, tokens: Any, *, strict: bool) -> tuple[Any, tuple[Array, Array]]:
+    """Returns the sums after a chunk, and the numerators and denominators of its queries.
+
+    Queries are `[r, G, C, F]`, keys `[r, C, F]`, for r key heads of all batch rows.
+    """
     query, key, value, log_decay = tokens
     r, C, _ = key.shape
     product = functools.partial(jnp.einsum, "rgif,rjf->rgij", query, key)
@@ -81,8 +117,8 @@ def _chunk(sums: Sums, tokens: Any, *, strict: bool) -> tuple[Sums, tuple[Array,
 
 
 def _with_earlier(
-    sums: Sums, query: Array, key: Array, value: Array, weights: Array, decayed: Sums | None = None
-) -> tuple[Sums, tuple[Array, Array]]:
+    sums: Any, query: Array, key: Array, value: Array, weights: Array, decayed: Any = None
+) -> tuple[Any, tuple[Array, Array]]:
     """Returns the results of `_chunk`. `query` includes the decay since the chunk's start; `key`
     and `decayed`, the earlier sums, include the decay to its end."""
     numerator = jnp.einsum("rgij,rjv->rgiv", weights, value)
@@ -146,3 +182,6 @@ def _lower_triangle(diagonal: Float[Array, "... C"], blocks: Any) -> Float[Array
         lower = jnp.concatenate([block, second], axis=-1)
         matrix = jnp.concatenate([upper, lower], axis=-2)
     return matrix[..., 0, :, :]
+
+
+KERNEL = LinearKernel(lambda operands: None, attend)

@@ -56,18 +56,6 @@ class Ahead {
   Index row_, gap_, left_, each_;
 };
 
-// Returns the sum of the lanes of each of `kLanes` vectors; each step adds halves of pairs.
-template <int s, int... l>
-inline Vector add_lanes(Vector* x, std::integer_sequence<int, l...> lanes) {
-  constexpr Ints low = {(l & s ? kLanes + l - s : l)...};
-  constexpr Ints high = {(l & s ? kLanes + l : l + s)...};
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i += 2 * s)
-    x[i] = choose(x[i], x[i + s], low) + choose(x[i], x[i + s], high);
-  if constexpr (2 * s < kLanes) return add_lanes<2 * s>(x, lanes);
-  return x[0];
-}
-
 // scores[r, :] = q[r] · each of `kLanes` keys, M rows at a time and then the others.
 template <int M, typename E>
 void multiply_rows(Index rows, const T* q, Rows<const E> keys, T* scores, Index stride,

@@ -322,6 +322,18 @@ inline void turn_square(Vector* rows) {
   turn_blocks<1>(rows, std::make_integer_sequence<int, kLanes>());
 }
 
+// Returns the sum of the lanes of each of `kLanes` vectors; each step adds halves of pairs.
+template <int s, int... l>
+inline Vector add_lanes(Vector* x, std::integer_sequence<int, l...> lanes) {
+  constexpr Ints low = {(l & s ? kLanes + l - s : l)...};
+  constexpr Ints high = {(l & s ? kLanes + l : l + s)...};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 2 * s)
+    x[i] = choose(x[i], x[i + s], low) + choose(x[i], x[i + s], high);
+  if constexpr (2 * s < kLanes) return add_lanes<2 * s>(x, lanes);
+  return x[0];
+}
+
 // Transposes [count, size] to [size, t], times a factor; t is whole vectors, padded with 0. Pairs are
 // not multiplied.
 template <typename E>
