@@ -29,14 +29,18 @@ struct Weighted {
 
 #if JATTN_SINGLE && defined(__AVX512DQ__)
 
-constexpr T kLog2e = 1.44269504088896341f;
+// 2^x for all x.
+inline Vector any_power_of_two(Vector x) {
+  const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);  // 0 of infinities
+  return (Vector)_mm512_scalef_ps((__m512)power_of_two(r), (__m512)(x - r));
+}
 
 // e^x for all x, with a relative error of up to 1 + 1.5 |x| units of rounding.
-inline Vector exp_weight(Vector x) { return power_of_two<true>(x * kLog2e).product(); }
+inline Vector exp_weight(Vector x) { return any_power_of_two(x * kLog2e); }
 
 // 1 / (1 + e^-(x + bias)) for all x.
 inline Vector sigmoid_weight(Vector x, T bias) {
-  const Vector n = x * -kLog2e - bias * kLog2e, y = 1 + power_of_two<true>(n).product();
+  const Vector n = x * -kLog2e - bias * kLog2e, y = 1 + any_power_of_two(n);
   const Vector r = (Vector)_mm512_rcp14_ps((__m512)y);
   // From 2^125.5 on, where y may be infinite, the result is 0.
   const __mmask16 real = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(125.5f), _CMP_NGT_UQ);

@@ -119,17 +119,12 @@ inline Vector scaled_exponential(Vector x, Vector* shifted) {
 
 #if defined(__AVX512DQ__)
 
-// 2^x as the factors 2^n and 2^r with n + r = x, where 2^r is computed by its minimax polynomial (2e-9).
-// Both are NaN for NaN; of infinities r is 0.
-struct PowerOfTwo {
-  Vector n, factor;
+constexpr float kLog2e = 1.44269504088896341f;
 
-  Vector product() const { return (Vector)_mm512_scalef_ps((__m512)factor, (__m512)n); }
-};
-
-template <bool kExact>
-inline PowerOfTwo power_of_two(Vector x) {
-  const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+// 2^r of |r| <= 1/2 by its minimax polynomial (2e-9); unless kExact, for weights that are rounded to
+// bfloat16, with an error of 1e-4.
+template <bool kExact = true>
+inline Vector power_of_two(Vector r) {
   Vector p = all(kExact ? 1.5353361960e-04f : 5.5008932948e-02f);
   if constexpr (kExact) {
     p = p * r + 1.3398875017e-03f;
@@ -138,16 +133,17 @@ inline PowerOfTwo power_of_two(Vector x) {
   }
   p = p * r + (kExact ? 2.4022647738e-01f : 2.4221096933e-01f);
   p = p * r + (kExact ? 6.9314718246e-01f : 6.9328290224e-01f);
-  return {x - r, p * r + 1.0f};
+  return p * r + 1.0f;
 }
 
-// e^x for x < 88, and 0 below -87; NaN for NaN. The relative error is up to 1 + 1.5 |x| units of
-// rounding. Unless kExact, for weights that are rounded to bfloat16, it is 1e-4.
+// e^x for x < 88, and 0 below -87; NaN for NaN. The relative error is up to 2 + |x| / 4 units of
+// rounding; unless kExact, 1e-4.
 template <bool kExact = true>
 inline Vector exponential(Vector x) {
-  const auto [n, factor] = power_of_two<kExact>(x * 1.44269504088896341f);
+  const Vector magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to integers
+  const Vector n = x * kLog2e + magic - magic, power = power_of_two<kExact>(x * kLog2e - n);
   const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-  return (Vector)_mm512_maskz_scalef_ps(real, (__m512)factor, (__m512)n);
+  return (Vector)_mm512_maskz_scalef_ps(real, (__m512)power, (__m512)n);
 }
 
 #else
