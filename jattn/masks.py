@@ -596,18 +596,22 @@ class Empty(Mask):
         return np.False_, np.False_
 
 
-_LEAST, _GREATEST = -(2**31), 2**31 - 1  # positions are int32; their differences need 33 bits
+_LEAST, _GREATEST = integers.LEAST, integers.MOST
 
 
 def shifted(positions: Any, by: Any) -> Any:
-    """Returns positions + by, clamped to int32; `by` is an integer, or a broadcastable array."""
+    """Returns positions + by, clamped to int32 or, for JAX arrays of a wider dtype, to that dtype.
+    `by` is an integer, or a broadcastable array."""
     if not isinstance(by, int):
         return _shifted_by_array(positions, by)
+    # Attention has int32 positions; `dense` and `tile_map` may have int64.
+    if isinstance(positions, jax.Array) and not integers.is_narrow(positions):
+        limits = jnp.iinfo(positions.dtype)
+        return _shifted_wide(positions, limits.dtype.type(min(abs(by), limits.max)), by < 0)
+    by = min(max(by, _LEAST - _GREATEST), _GREATEST - _LEAST)
     if not isinstance(positions, jax.Array):
         exact = np.asarray(positions, np.int64) + by
         return np.clip(exact, _LEAST, _GREATEST).astype(np.int32)
-    if not integers.is_narrow(positions):  # attention has int32 positions; `dense` may have int64
-        return positions + by
     while by:  # JAX has no int64 by default, so `by` is added in int32 steps, usually a single one
         summand = min(max(by, -_GREATEST), _GREATEST)
         moved = positions + np.int32(summand)
@@ -620,8 +624,8 @@ def shifted(positions: Any, by: Any) -> Any:
 def _shifted_by_array(positions: Any, by: Any) -> Any:
     """Computes `shifted` for an array `by`."""
     if not integers.is_narrow(positions):
-        return positions + by.astype(positions.dtype)
-    # A shift across all positions, by 2³² − 1, takes three int32 steps.
+        return _shifted_wide(positions, abs(by).astype(positions.dtype), by < 0)
+    # A shift across all int32 positions, by 2³² − 1, takes three int32 steps.
     for _ in range(1 if integers.is_narrow(by) else 3):
         summand = integers.clamped(by)
         moved = jnp.asarray(positions, jnp.int32) + summand
@@ -633,13 +637,21 @@ def _shifted_by_array(positions: Any, by: Any) -> Any:
     return positions
 
 
+def _shifted_wide(positions: Any, distance: Any, is_left: Any) -> Any:
+    """Computes `shifted` for positions wider than int32 and a distance of their dtype."""
+    limits = jnp.iinfo(positions.dtype)
+    least, greatest = (limits.dtype.type(x) for x in (limits.min, limits.max))
+    left = jnp.maximum(positions, least + distance) - distance
+    right = jnp.minimum(positions, greatest - distance) + distance
+    return jnp.where(is_left, left, right)
+
+
 def _checked_distance(name: str, value: Any) -> Any:
     """Checks one side of a window and returns it: None, an integer, or an int32 or int64 array."""
     if value is None or is_integer(value):
         if value is not None and value < 0:
             raise ValueError(f"Window: {name} must be None or an integer >= 0, got {value!r}")
-        # A side of 2³² or more exceeds every difference of positions: it is the same as None.
-        return value if value is None or value < 2**32 else None
+        return value
     wanted = "None, an integer >= 0 or an integer array, scalar or [N]"
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
         raise ValueError(f"Window: {name} must be {wanted}, got {shown(value)}")
@@ -651,10 +663,9 @@ def _checked_distance(name: str, value: Any) -> Any:
     if is_known(value) or not jax.config.read("jax_enable_x64"):
         shown_value = value.dtype if not is_known(value) else least if least < 0 else most
         raise ValueError(f"Window: {name} must be >= 0 and fit int32, got {shown_value}")
-    # Traced int64 distances are clamped to a number that exceeds all differences of positions.
-    if value.dtype == np.uint64:
-        value = jnp.minimum(value, np.uint64(2**33))
-    return jnp.minimum(value.astype(jnp.int64), 2**33)
+    if value.dtype == np.uint64:  # a greater number counts as the greatest of int64
+        value = jnp.minimum(value, np.uint64(2**63 - 1))
+    return value.astype(jnp.int64)
 
 
 @pytree_dataclass
@@ -791,14 +802,15 @@ class Dilated(Mask):
 
     def evaluate(self, b, h, rows, columns):
         q, kv = rows.positions[:, None], columns.positions[None, :]
-        if self.step >= 2**32:
+        limits = jnp.iinfo(q.dtype)
+        if self.step < 2 ** (limits.bits - 1):
+            return q % self.step == kv % self.step
+        if self.step >= 2**limits.bits:
             return q == kv
-        if self.step > _GREATEST:
-            # Two positions differ by less than 2³², so their difference is a multiple of step only
-            # if it is 0 or ±step. The distance may exceed int32, so it is unsigned.
-            distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(jnp.uint32)
-            return (distance == 0) | (distance == np.uint32(self.step))
-        return q % self.step == kv % self.step
+        # Twice the step exceeds every distance, so only the distances 0 and step are multiples. The
+        # distance may exceed the dtype of the positions, so it is unsigned.
+        distance = (jnp.maximum(q, kv) - jnp.minimum(q, kv)).astype(f"uint{limits.bits}")
+        return (distance == 0) | (distance == distance.dtype.type(self.step))
 
     def bounds(self, tile):
         q_lo, q_hi, kv_lo, kv_hi = _position_limits(tile)

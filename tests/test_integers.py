@@ -4,6 +4,7 @@ The tests use ids, lengths and positions of every dtype, known and traced, with 
 without: the answer is the oracle's, which counts with Python's integers, or an error or NaN.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jattn import cache, masks, nn, positions, scores
 from jattn.functions import integers
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
+from tests.test_masks import true_kinds
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # NumPy's arrays too, where users have them
@@ -215,6 +217,34 @@ def test_a_dense_mask_keeps_traced_positions_of_64_bits():
     ):
         dense = jax.jit(lambda q, kv, m=mask: m.dense(3, 3, q_positions=q, kv_positions=kv))
         np.testing.assert_array_equal(dense(q, kv), rule)
+
+
+WIDE = np.array([-(2**63), -(2**40), -1, 0, 5, 2**31, 2**32 - 1, 2**32, 2**33, 2**40, 2**63 - 1])
+
+
+@pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 1, 2**32, 2**33, 2**70])
+def test_distances_of_traced_positions_of_64_bits(size):
+    distance, n = WIDE[:, None].astype(object) - WIDE[None, :], len(WIDE)
+
+    def check(make: Any, want: Any, *traced: Any) -> None:
+        dense = jax.jit(lambda x, *y: make(*y).dense(n, n, q_positions=x, kv_positions=x))
+        np.testing.assert_array_equal(dense(WIDE, *traced), want)
+        for block in (1, 2, 3):
+            kinds = jax.jit(
+                lambda x, *y, block=block: masks.tile_map(
+                    make(*y), n, n, block, block, q_positions=x, kv_positions=x
+                )
+            )(WIDE, *traced)
+            true = true_kinds(np.asarray(want, bool), block, block)
+            assert ((kinds == true) | (kinds == masks.MIXED)).all()
+
+    check(lambda: masks.Dilated(size), distance % size == 0)
+    reach = min(size, 2**63 - 1)
+    for side, signed in (("left", distance), ("right", -distance)):
+        make = lambda x, side=side: masks.Window(**{side: x})  # noqa: E731
+        check(functools.partial(make, size), signed <= reach)
+        check(make, signed <= reach, np.int64(reach))
+        check(make, signed <= reach, np.uint64(min(size, 2**64 - 1)))
 
 
 def test_operands_of_functions_are_not_narrowed():
