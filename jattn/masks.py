@@ -1176,8 +1176,8 @@ class Tree(Mask):
     before the tokens are appended.
 
     The position of a token in its sequence is `start` plus its depth, not its place. Rotary
-    embeddings, ALiBi and other functions of positions need caches with `positions=True`. With the
-    indices `[B, A]` of the accepted tokens among the T, root first, and their `counts [B]`:
+    embeddings, ALiBi and other functions of positions need caches with `positions=True`. With
+    `accepted [B, A]`, indices among the T tokens, root first, of which `counts [B]` are valid:
 
         caches = model.start(B, length, positions=True)
         ...
@@ -1226,7 +1226,7 @@ class Tree(Mask):
         return is_before | (is_draft[None, :] & seen)
 
     def bounds(self, tile):
-        """Uses that no token attends to tokens after its own place."""
+        """Relies on no token attending to tokens after its place."""
         last_query = tile.rows.start + (tile.rows.size - 1)
         last_key = tile.columns.start + (tile.columns.size - 1)
         maybe_any = tile.columns.start - last_query <= number(self.start)
@@ -1287,9 +1287,9 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares such bounds with the function. The bounds may read arrays, numbers and
-    modules outside. If they read lists, dicts or attributes of objects outside, which may change
-    before gradients are computed, attention analyses the function instead.
+    `check_bounds` compares such bounds with the function. The bounds may read outer arrays, numbers
+    and modules. If they read outer lists, outer dicts or attributes of outer objects, which may
+    change before gradients are computed, attention analyses the function instead.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]

@@ -61,7 +61,7 @@ def dot_products(
         return dot(q, k), dot(dq, finite(k)) + dot(finite(q), dk)
 
     # If H is small, XLA may compute the products elementwise and fuse them with the subtraction of
-    # the maximum that follows. Only the maximum would then be rounded, and differ from its product.
+    # the maximum that follows. The greatest product minus the rounded maximum would then not be 0.
     return keep_rounding(dot(q, k)) if q.shape[-1] < _MIN_MATMUL_SIZE else dot(q, k)
 
 

@@ -7,10 +7,10 @@ gradients. A device holds two shards at a time, so that its memory is linear in 
 tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads. In each round their keys go
-around in chunks, one after another, so that a device holds two chunks at a time. A shard travels
-only as far as the last device that needs it under the mask, and without the keys that no other
-device needs. A device skips a shard if the mask certainly excludes all pairs of its queries and the
-shard's keys.
+around in chunks, one after another, so that a device holds two chunks at a time. Shards travel only
+until no further device needs any of them under the mask. All leave behind the same keys, which no
+other device needs. A device skips a shard if the mask certainly excludes all pairs of its queries
+and the shard's keys.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Route(NamedTuple):
     device. A shard may stop before the last hop: in each hop only the devices in `sources` send."""
 
     needed: np.ndarray  # [d, s] is true if device d needs shard s
-    sent_keys: slice  # the keys of each shard that are sent: those that any other device needs
+    sent_keys: slice  # the keys of each shard that are sent: other devices need only these
     hops: tuple[HopGroup, ...]  # in order, from a shard's own device to the others that need it
 
     @classmethod

@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
-`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program has three warpgroups. One of them only
+`jax.experimental.pallas.ops.gpu.attention_mgpu`. Of a program's usual three warpgroups, one only
 copies: it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The
 other two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute
 the products of one while the other computes its softmax. Barriers synchronize the two, and signal
@@ -273,8 +273,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    # A program with several work items needs the registers that a score function, dropout or a list
-    # of tiles takes. (`visits.order` is None if the tiles are 0, 1, 2 and so on.)
+    # With a score function, dropout or a list of tiles, too few registers are left for several work
+    # items. (`visits.order` is None if the tiles are 0, 1, 2 and so on.)
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
     rest = operands, forward_results(shapes, parts), scratch, groups + 1
@@ -378,7 +378,7 @@ def _gradients(problem: GPUProblem, *inputs: Any) -> list[Array]:
 
 
 def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
-    """Returns the number of queries of a program and the number of keys of a tile.
+    """Returns the number of queries of a block and the number of keys of a tile.
 
     With these sizes two tiles of keys and two of values fit in shared memory (227 KiB), and the
     scores of one tile in the registers of a warpgroup.
@@ -405,7 +405,7 @@ def _contains(tree: Tree, *kinds: type) -> bool:
 
 
 def _rows(width: int) -> int:
-    """Returns the number of queries, or of keys, of a program: 64 for each computing warpgroup.
+    """Returns the number of queries, or of keys, of a block: 64 for each computing warpgroup.
 
     A program has a copying warpgroup and usually two computing ones. If the copying one cannot give
     registers to the others (`has_few_registers`), each of the three has a third of all registers.
