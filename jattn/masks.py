@@ -194,7 +194,7 @@ class Mask:
     """The base class of masks: operators, and all that is derived from `evaluate` and `bounds`.
 
     Methods of a subclass may read its fields only: a program compiled for one mask serves all masks
-    with equal fields. Only the function of a `Predicate` may read other variables.
+    with equal fields. Only the functions of a `Predicate` may read other variables.
 
     >>> print((~masks.Causal() | masks.Window(left=0)).dense(3, 3).astype(int))
     [[1 1 1]
@@ -274,11 +274,11 @@ class Mask:
         heads: int | None = None,
         **positions: Unpack[Positions],
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
-        """The mask as a boolean array: `[T, S]` if it is the same for all batch rows and heads,
-        else `[*B, N, T, S]`.
+        """The mask as a boolean array, `[T, S]` or `[*B, N, T, S]`.
 
-        `batch` and `heads` default to the axes of the mask's own arrays; if either is given, the
-        result has all axes. `q_positions [T]` and `kv_positions [S]` are `arange` by default.
+        It has the axes *B and N if `batch` or `heads` is given or, if neither is given, if arrays
+        of the mask have these axes. `q_positions [T]` and `kv_positions [S]` are `arange` by
+        default.
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
@@ -1176,8 +1176,8 @@ class Tree(Mask):
     before the tokens are appended.
 
     The position of a token in its sequence is `start` plus its depth, not its place. Rotary
-    embeddings, ALiBi and other functions of positions need caches with `positions=True`. With
-    `accepted [B, A]`, indices among the T tokens, root first, of which `counts [B]` are valid:
+    embeddings, ALiBi and other functions of positions need caches with `positions=True`. Below,
+    each row of `accepted [B, A]` begins with the indices of its `counts [B]` accepted tokens:
 
         caches = model.start(B, length, positions=True)
         ...
@@ -1226,7 +1226,7 @@ class Tree(Mask):
         return is_before | (is_draft[None, :] & seen)
 
     def bounds(self, tile):
-        """Relies on no token attending to tokens after its place."""
+        # Tokens attend to no tokens after their own place.
         last_query = tile.rows.start + (tile.rows.size - 1)
         last_key = tile.columns.start + (tile.columns.size - 1)
         maybe_any = tile.columns.start - last_query <= number(self.start)
@@ -1550,8 +1550,7 @@ def tile_map(
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`, a NumPy array if mask and positions are static. Time
-    and memory grow with the number of tiles, and also with T + S if the mask has arrays. Only
-    `Dense`, whose array has T × S elements, needs time and memory in proportion to T × S.
+    and memory grow with the number of tiles and with the sizes of the mask's arrays.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]

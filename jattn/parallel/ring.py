@@ -7,10 +7,9 @@ gradients. A device holds two shards at a time, so that its memory is linear in 
 tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads. In each round their keys go
-around in chunks, one after another, so that a device holds two chunks at a time. Shards travel only
-until no further device needs any of them under the mask. All leave behind the same keys, which no
-other device needs. A device skips a shard if the mask certainly excludes all pairs of its queries
-and the shard's keys.
+around in chunks, one after another, so that a device holds two chunks at a time. A shard may stop
+once the mask certainly excludes it for all further devices. A device skips a shard if the mask
+certainly excludes all pairs of its queries and the shard's keys.
 """
 
 import dataclasses

@@ -118,9 +118,8 @@ class BlockwiseCall(NamedTuple):
 
         With the strategy "vmap", a step computes several blocks at once. Their number is the
         largest divisor of n for which they have at most `tuning.scores_together` scores in all.
-        A step of several blocks uses `jax.vmap`, under which every block runs as many iterations
-        as the one with the most tiles. A step of one block uses a plain `lax.map`, in which the
-        block loops over its own tiles only.
+        Blocks that are computed at once, by `jax.vmap`, all run as many iterations as the one with
+        the most tiles. A block that is computed alone loops over its own tiles only.
         """
         batch_size = 1
         if self.strategy == "vmap":
