@@ -210,8 +210,9 @@ def linear_attention(
             tokens, in order, equal one call. The first token continues the state's document;
             with `segments`, only if it has the same id.
         return_state: whether to return the state after the S tokens too.
-        chunk: the number of tokens whose weights one matrix product computes, a power of two; by
-            default the fastest one measured. It changes results by rounding only.
+        chunk: the number of tokens whose weights one matrix product computes, a power of two. By
+            default it is the fastest one measured, and a kernel in C++ computes the results on
+            CPUs. It changes results by rounding only.
 
     Returns:
         `out [*B, T, N, V]` in the query's dtype, and with `return_state` also a `LinearState`.

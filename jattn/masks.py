@@ -276,9 +276,8 @@ class Mask:
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
         """The mask as a boolean array, `[T, S]` or `[*B, N, T, S]`.
 
-        It has the axes *B and N if `batch` or `heads` is given or, if neither is given, if arrays
-        of the mask have these axes. `q_positions [T]` and `kv_positions [S]` are `arange` by
-        default.
+        It has the axes *B and N if `batch` or `heads` is given or an array of the mask has one of
+        them. `q_positions [T]` and `kv_positions [S]` are `arange` by default.
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
@@ -1177,7 +1176,7 @@ class Tree(Mask):
 
     The position of a token in its sequence is `start` plus its depth, not its place. Rotary
     embeddings, ALiBi and other functions of positions need caches with `positions=True`. Below,
-    each row of `accepted [B, A]` begins with the indices of its `counts [B]` accepted tokens:
+    row b of `accepted [B, A]` begins with the indices of its `counts[b]` accepted tokens:
 
         caches = model.start(B, length, positions=True)
         ...

@@ -114,8 +114,7 @@ def modify(
     Scores of masked pairs are −inf, or 0 if the scores are the weights (`scores_are_weights`).
     The arrays of the spec must be selected for (b, h) and sliced to rows and columns.
     `masked=False` leaves the mask out, for tiles that are known to be full. `select=False` adds the
-    mask as a bias of 0 and −inf instead of using `where`, with the same result if all scores are
-    finite.
+    mask as a bias of 0 and −inf instead: the same result for a softmax of finite scores.
     """
     allowed = None
     if masked and has_mask(spec):

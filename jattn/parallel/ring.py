@@ -1,15 +1,15 @@
 """Ring attention: each device keeps its queries, and shards of keys pass from device to device.
 
-A device computes its queries with the shard of keys and values that it holds while it receives the
-next shard, and merges the results by their normalizers (Liu et al. 2023, "Ring Attention with
-Blockwise Transformers"). In the backward pass the shards go around once more, together with their
-gradients. A device holds two shards at a time, so that its memory is linear in its own number of
-tokens, whatever the length of the sequence.
+A device attends to the shard of keys and values that it holds while it receives the next shard, and
+merges the results by their normalizers (Liu et al. 2023, "Ring Attention with Blockwise
+Transformers"). In the backward pass the shards go around once more, together with their gradients.
+A device holds two shards at a time, so that its memory is linear in its own number of tokens,
+whatever the length of the sequence.
 
-Long shards go around in several rounds, each with a few of the heads. In each round their keys go
-around in chunks, one after another, so that a device holds two chunks at a time. A shard may stop
-once the mask certainly excludes it for all further devices. A device skips a shard if the mask
-certainly excludes all pairs of its queries and the shard's keys.
+Long shards go around in several rounds, each with a few of the heads. Each round's keys go around
+in chunks, one after another, so that a device holds two chunks at a time. A shard may stop once the
+mask certainly excludes it for all further devices. A device skips a shard if the mask certainly
+excludes all pairs of its queries and the shard's keys.
 """
 
 import dataclasses

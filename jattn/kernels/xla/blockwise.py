@@ -337,8 +337,8 @@ def _backward_blocks(
     """Computes the gradients of one head, several blocks at once.
 
     A first pass over blocks of queries computes the gradients of queries and parameters, a second
-    pass over blocks of keys the gradients of keys and values. Both passes compute the weights. In
-    each, no two blocks add to the same entry of a gradient, so the order of every sum is fixed.
+    pass over blocks of keys the gradients of keys and values. Both passes compute the weights.
+    Every block returns results of its own, so the order of every sum is fixed.
     """
     q, (block_q, block_kv), S = per_query[0], call.tiling, len(k)
     by_query, by_key = (call.schedule(spec, b, h, by_key=x) for x in (False, True))

@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs for any mask, with asynchronous copies and tensor cores (wgmma).
+"""Attention on Hopper GPUs for most masks, by asynchronous copies and tensor cores (wgmma).
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
 `jax.experimental.pallas.ops.gpu.attention_mgpu`. Of a program's usual three warpgroups, one only
@@ -274,7 +274,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
     # With a score function, dropout or a list of tiles, too few registers are left for several work
-    # items. (`visits.order` is None if the tiles are 0, 1, 2 and so on.)
+    # items. (`visits.order` is None if blocks visit key tiles 0, 1, 2 and so on.)
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
     rest = operands, forward_results(shapes, parts), scratch, groups + 1
