@@ -122,7 +122,7 @@ def modify(
 
     def zero_masked(score: Scores) -> Scores:
         # A score function's derivative at a masked score may be NaN, and 0 × NaN would reach the
-        # gradients. So masked scores are 0 in each step, and become −inf only at the end.
+        # gradients. So functions see masked scores as 0; these become −inf only at the end.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
     score, scale = products, number(spec.scale)

@@ -211,6 +211,9 @@ MUTANTS: dict[str, Mutant] = {
     "weights-with-negative-scales-in-c": mutant(
         f"{C}/quantized.h", "⟦if (!sums) bits |= one < 0.0f;⇒⟧", "quantized_caches"
     ),
+    "decay-of-the-own-token-in-c": mutant(
+        f"{C}/linear.cc", "      between[i] = ⟦1⇒factor⟧;", "linear"
+    ),
     "scales-of-values-left-out-on-gpus": mutant(
         "jattn/kernels/gpu/mosaic/kernels/decode.py",
         "pair = ⟦stored.weights(weights)⇒weights⟧.astype(shapes.dtype), stored.values(v)",

@@ -216,9 +216,10 @@ class _Gradients(NamedTuple):
 class _BackwardHead(NamedTuple):
     """The operands of the backward pass of one head, padded to whole tiles.
 
-    q, d_out, maximum, log_total and delta are the fields of `PerQuery`. Scores are computed from q
-    and k. Sums over queries or keys use `q_finite` and `k_finite`, which have 0 in place of NaN and
-    infinities: the weight 0 of a masked pair times NaN or infinity would be NaN.
+    d_out, maximum, log_total and delta are fields of `PerQuery`. Scores are computed from q and k,
+    where q may include the scale. Sums over queries or keys use `q_finite` and `k_finite`, which
+    have 0 in place of NaN and infinities: the weight 0 of a masked pair times NaN or infinity would
+    be NaN.
     """
 
     spec: Spec

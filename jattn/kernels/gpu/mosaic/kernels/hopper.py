@@ -1,12 +1,12 @@
 """Attention on Hopper GPUs for most masks, by asynchronous copies and tensor cores (wgmma).
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
-`jax.experimental.pallas.ops.gpu.attention_mgpu`. Of a program's usual three warpgroups, one only
-copies: it streams tiles of keys and values into a ring of `_BUFFERS` buffers in shared memory. The
-other two compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute
-the products of one while the other computes its softmax. Barriers synchronize the two, and signal
-when a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and
-so on; each uses the buffer `tile_number % _BUFFERS`.
+`jax.experimental.pallas.ops.gpu.attention_mgpu`. A program usually has three warpgroups. One
+streams tiles of keys and values into rings of `_BUFFERS` buffers in shared memory. The other two
+compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
+products of one while the other computes its softmax. Barriers synchronize the two, and signal when
+a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and so
+on; each uses the buffer `tile_number % _BUFFERS`.
 
 If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
 the program is persistent: the grid has only as many programs as run at once, and each computes
@@ -273,8 +273,8 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    # With a score function, dropout or a list of tiles, too few registers are left for several work
-    # items. (`visits.order` is None if blocks visit key tiles 0, 1, 2 and so on.)
+    # With a score function, dropout or a list of the key tiles to visit, `visits.order`, too few
+    # registers are left for several work items.
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
     rest = operands, forward_results(shapes, parts), scratch, groups + 1
@@ -436,7 +436,7 @@ def _scores_need_many_registers(spec: Spec) -> bool:
     """Returns whether the scores of a tile need more registers than its products leave free.
 
     The free registers suffice if masks and score functions have few operations and score functions
-    read no array along T or S. Dropout, which needs registers too, is not considered.
+    read no array of several axes. Dropout, which needs registers too, is not considered.
     """
     # Users' functions, and formulas of many operations.
     long_formulas = masks.Predicate, masks.Dilated, masks.Global, scores.Score
