@@ -66,7 +66,7 @@ class BlockwiseCall(NamedTuple):
 
     The strategies are:
 
-    - "single tile": each head is one tile, and all heads are computed at once;
+    - "single tile": each head is one tile, and many heads are computed at once;
     - "loop": heads are computed one after another, each tile by tile;
     - "vmap": all heads are computed at once, each tile by tile.
     """
@@ -571,7 +571,7 @@ def backward_vmap(
     call: BlockwiseCall,
     over_batch: Any = jax.vmap,
 ) -> Tree:
-    """Computes the gradients of parameters, query, key and value, all heads at once.
+    """Computes the gradients of parameters, query, key and value, by `vmap` over heads.
 
     `per_query` is a `PerQuery` of all heads, each array `[B, T, N, ...]`. `over_batch` maps over
     batch rows: `jax.vmap` or `tile.map_in_sequence`.
