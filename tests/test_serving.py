@@ -172,12 +172,13 @@ KINDS: list[dict[str, Any]] = [
 
 
 def assert_equal_generate(served: Served, bodies: list[Any]) -> None:
-    """All requests, sent at once, are answered as each alone, whether streamed or not."""
-    with ThreadPoolExecutor(16) as pool:
+    """Requests that are sent together are answered as each alone, whether streamed or not."""
+    with ThreadPoolExecutor(WAITING) as pool:  # so that all may wait for a busy engine
         answers = pool.map(lambda x: served.ask(**x[1], stream=x[0] % 3 == 0), enumerate(bodies))
         for (status, answer), fields in zip(answers, bodies, strict=True):
             want, finish = generated(served.model, fields)
-            assert (status, answer["text"], answer["finish"]) == (200, want, finish)
+            assert status == 200, answer
+            assert (answer["text"], answer["finish"]) == (want, finish)
     served.wait_until_idle()
 
 
