@@ -449,7 +449,7 @@ def _checked_positions(T: int, S: int, positions: Positions) -> tuple[Any, Any]:
 
 
 def _check_axis_lengths(mask: Mask, T: int, S: int) -> None:
-    """Raises ValueError unless axes T and S of the mask's arrays have the lengths T and S.
+    """Raises ValueError unless axes T and S of the mask's arrays fit T and S.
 
     JAX would not raise an error for indices beyond the array's end, but clamp them.
     """
@@ -662,7 +662,7 @@ def _checked_distance(name: str, value: Any) -> Any:
     if is_known(value) or not jax.config.read("jax_enable_x64"):
         shown_value = value.dtype if not is_known(value) else least if least < 0 else most
         raise ValueError(f"Window: {name} must be >= 0 and fit int32, got {shown_value}")
-    if value.dtype == np.uint64:  # a greater number counts as the greatest of int64
+    if value.dtype == np.uint64:  # numbers beyond int64 count as its greatest
         value = jnp.minimum(value, np.uint64(2**63 - 1))
     return value.astype(jnp.int64)
 
@@ -1549,7 +1549,8 @@ def tile_map(
     """Classifies each tile for batch row b and head h: 0 empty, 1 mixed, 2 full.
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`, a NumPy array if mask and positions are static. Time
-    and memory grow with the number of tiles and with the sizes of the mask's arrays.
+    and memory grow with the number of tiles, the sizes of the mask's arrays and, for functions, the
+    pairs of tiles that bounds leave undecided.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]

@@ -215,7 +215,7 @@ def map_in_sequence(function: Callable[..., Any], in_axes: Any) -> Callable[...,
 
     def mapped(*arguments: Any) -> Any:
         def map_with_axes(choose: Any, *trees: Any) -> Any:
-            """Calls `choose(axis, *leaves)` for each axis in `in_axes`; returns a tree."""
+            """Calls `choose(axis, *parts)` for each axis in `in_axes`; returns a tree."""
             return jax.tree.map(choose, in_axes, *trees, is_leaf=lambda x: x is None)
 
         def call_with_slices(slices: Any) -> Any:

@@ -7,9 +7,9 @@ A device holds two shards at a time, so that its memory is linear in its own num
 whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads. Each round's keys go around
-in chunks, one after another, so that a device holds two chunks at a time. A shard may stop once the
-mask certainly excludes it for all further devices. A device skips a shard if the mask certainly
-excludes all pairs of its queries and the shard's keys.
+in chunks, one after another; beside its own shard, a device then holds two chunks. A shard may stop
+once the mask certainly excludes it for all further devices. A device skips a shard if the mask
+certainly excludes all pairs of its queries and the shard's keys.
 """
 
 import dataclasses
@@ -245,7 +245,7 @@ class Ring(NamedTuple):
     axes: Axes
     route: Route
     shard_size: int  # the number of keys of a shard
-    implementation: str | None  # the kernel; None for any that can compute parts of the keys
+    implementation: str | None  # the kernel; None for the first that supports the call
     num_rounds: int  # in each, an equal share of the key heads goes around
     round: Round = Round()  # the current round
     local_start: Index = 0  # the local index of the first key of the current range or chunk

@@ -3,15 +3,15 @@
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
 `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program usually has three warpgroups. One
 streams tiles of keys and values into rings of `_BUFFERS` buffers in shared memory. The other two
-compute, each for 64 queries. In the forward pass they alternate: the tensor cores compute the
-products of one while the other computes its softmax. Barriers synchronize the two, and signal when
-a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and so
-on; each uses the buffer `tile_number % _BUFFERS`.
+compute, each for 64 queries or keys. In the forward pass they alternate: the tensor cores compute
+the products of one while the other computes its softmax. Barriers synchronize the two, and signal
+when a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and
+so on; each uses the buffer `tile_number % _BUFFERS`.
 
 If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
 the program is persistent: the grid has only as many programs as run at once, and each computes
 several blocks of queries. The keys of the next block are copied while the last tiles of the
-previous one are computed.
+current one are computed.
 
 Index arrays tell which tiles to visit, and which of them need no mask, see `block_mask`. The
 functions of `jattn.tile` compute the scores of a tile; `mosaic_interpreter` translates them to
