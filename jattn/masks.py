@@ -662,7 +662,7 @@ def _checked_distance(name: str, value: Any) -> Any:
     if is_known(value) or not jax.config.read("jax_enable_x64"):
         shown_value = value.dtype if not is_known(value) else least if least < 0 else most
         raise ValueError(f"Window: {name} must be >= 0 and fit int32, got {shown_value}")
-    if value.dtype == np.uint64:  # numbers beyond int64 count as its greatest
+    if value.dtype == np.uint64:  # greater numbers become the greatest int64
         value = jnp.minimum(value, np.uint64(2**63 - 1))
     return value.astype(jnp.int64)
 
@@ -911,9 +911,9 @@ def _places(extent: Extent, size: int) -> Int[Array | np.ndarray, "n t"]:
 
 
 class _Ids(NamedTuple):
-    """The segment ids of each tile, summarised: the two least and two greatest ids, and the range
-    `lo..hi` of all other ids (lo > hi if there are none). So a few ids far from the others, such as
-    a padding id of −1, do not widen the range."""
+    """The segment ids of each tile's queries or keys, summarised: the two least and two greatest
+    ids, and the range `lo..hi` of all other ids (lo > hi if there are none). So a few ids far from
+    the others, such as a padding id of −1, do not widen the range."""
 
     extremes: list[Any]
     lo: Any
@@ -928,7 +928,7 @@ class _Ids(NamedTuple):
         least, greatest = ids_of_tile.min(axis=1), ids_of_tile.max(axis=1)
 
         def range_between(below: Any, above: Any) -> tuple[Any, Any]:
-            """Returns the least and the greatest id in each tile strictly between two ids."""
+            """Returns each tile's least and greatest id of those strictly between two ids."""
             is_between = (ids_of_tile > below[:, None]) & (ids_of_tile < above[:, None])
             lo = xp.where(is_between, ids_of_tile, integers.MOST).min(axis=1)
             return lo, xp.where(is_between, ids_of_tile, integers.LEAST).max(axis=1)
@@ -941,11 +941,11 @@ class _Ids(NamedTuple):
         return cls([x.reshape(shape) for x in extremes], *(x.reshape(shape) for x in other_ids))
 
     def is_in_range(self, x: Any) -> Truth:
-        """Returns whether `lo <= x <= hi`. If so, the tile may contain the id x."""
+        """Returns whether `lo <= x <= hi`. If so, x may be one of the ids."""
         return (self.lo <= x) & (x <= self.hi)
 
     def may_share_an_id(self, other: "_Ids") -> Truth:
-        """Returns whether two tiles may have an id in common."""
+        """Returns whether queries and keys of a tile may have an id in common."""
         may_share = (self.lo <= other.hi) & (other.lo <= self.hi)
         for x in self.extremes:
             may_share = may_share | other.is_in_range(x)
@@ -956,7 +956,7 @@ class _Ids(NamedTuple):
         return may_share
 
     def are_all_equal(self, other: "_Ids") -> Truth:
-        """Returns whether all ids of both tiles are the same id."""
+        """Returns whether all queries and keys of a tile have the same id."""
         (least, greatest, *_), (other_least, other_greatest, *_) = self.extremes, other.extremes
         return (least == greatest) & (other_least == other_greatest) & (least == other_least)
 
@@ -1550,7 +1550,7 @@ def tile_map(
 
     Returns int8 `[⌈T/block_q⌉, ⌈S/block_kv⌉]`, a NumPy array if mask and positions are static. Time
     and memory grow with the number of tiles, the sizes of the mask's arrays and, for functions, the
-    pairs of tiles that bounds leave undecided.
+    query-key pairs in tiles that bounds leave undecided.
 
     >>> print(masks.tile_map(masks.Causal(), 8, 8, 2, 4))
     [[1 0]

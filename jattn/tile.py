@@ -1,11 +1,11 @@
 """The masked scores of one head for a block of queries and keys.
 
-`modify` applies scale, score functions and mask in this order. The reference calls it once for all
-pairs, and kernels in JAX and Pallas call it tile by tile; gradients of score functions are its
-derivatives. Some of these kernels multiply the queries by the scale beforehand (`spec.scaled`) and
-pass `modify` a spec whose scale is 1. The kernel in C++ implements the same order in its own code.
-This file also holds the two products before and after the softmax, and the mapping of a one-head
-function over heads and batch.
+`modify` applies scale, score functions and mask in this order, and gradients of score functions are
+derivatives of `modify`. The reference calls it once for all pairs; kernels in JAX and Pallas call
+it tile by tile. Some of these kernels multiply the queries by the scale beforehand (`spec.scaled`)
+and pass `modify` a spec whose scale is 1. The kernel in C++ implements the same order in its own
+code. This file also holds the two products before and after the softmax, and the mapping of a
+one-head function over heads and batch.
 
 A masked key has no influence, even if it or its value is NaN. Its weight 0 alone does not ensure
 this, as 0 × NaN is NaN. So the sums over queries or keys use 0 in place of NaN and infinities

@@ -26,6 +26,8 @@ PROGRAMS = [
     ("attention", 1, USERS),
     ("decoding", 1, TINY),
     ("decoding", 0, TINY),
+    ("linear", 1, TINY),
+    ("linear", 0, TINY),
 ]
 
 

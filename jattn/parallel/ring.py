@@ -3,13 +3,13 @@
 A device attends to the shard of keys and values that it holds while it receives the next shard, and
 merges the results by their normalizers (Liu et al. 2023, "Ring Attention with Blockwise
 Transformers"). In the backward pass the shards go around once more, together with their gradients.
-A device holds two shards at a time, so that its memory is linear in its own number of tokens,
-whatever the length of the sequence.
+Beside its own shard, a device holds two others at a time, so that its memory is linear in its own
+number of tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads. Each round's keys go around
-in chunks, one after another; beside its own shard, a device then holds two chunks. A shard may stop
-once the mask certainly excludes it for all further devices. A device skips a shard if the mask
-certainly excludes all pairs of its queries and the shard's keys.
+in chunks, of which a device holds two at a time. A shard may stop once the mask certainly excludes
+it for all further devices. A device skips a shard if the mask certainly excludes all pairs of its
+queries and the shard's keys.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def _all_keys_axis(letters: str, leaf: Array) -> int | None:
     """Returns the S axis of an array that also has a T axis, such as a dense mask; returns None for
     other arrays, and if the S axis broadcasts.
 
-    Such an array does not travel: on each device it has entries for the device's queries and all
+    Arrays with both axes do not travel: each device has the entries of its own queries and all
     keys.
     """
     axis = axis_of("S", letters, leaf.ndim)

@@ -273,7 +273,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
     streams = (tiles, *problem.streamed_scratch(_BUFFERS)), (tiles,)
     scratch = WarpgroupMemory.scratch(groups, resident, *streams)
     order, name = Order.of(problem, visits, shapes.N, parts), "jattn_hopper_forward"
-    # With a score function, dropout or a list of the key tiles to visit, `visits.order`, too few
+    # With a score function, dropout or a list of key tiles to visit (`visits.order`), too few
     # registers are left for several work items.
     is_persistent = spec.score is None and not spec.dropout_rate and visits.order is None
     rounds = order.rounds(device.multiprocessors()) if is_persistent else None
