@@ -928,7 +928,7 @@ class _Ids(NamedTuple):
         least, greatest = ids_of_tile.min(axis=1), ids_of_tile.max(axis=1)
 
         def range_between(below: Any, above: Any) -> tuple[Any, Any]:
-            """Returns each tile's least and greatest id of those strictly between two ids."""
+            """Returns the least and greatest of each tile's ids strictly between two ids."""
             is_between = (ids_of_tile > below[:, None]) & (ids_of_tile < above[:, None])
             lo = xp.where(is_between, ids_of_tile, integers.MOST).min(axis=1)
             return lo, xp.where(is_between, ids_of_tile, integers.LEAST).max(axis=1)
@@ -1225,7 +1225,7 @@ class Tree(Mask):
         return is_before | (is_draft[None, :] & seen)
 
     def bounds(self, tile):
-        # Tokens attend to no tokens after their own place.
+        # Query t attends to no key after place start + t.
         last_query = tile.rows.start + (tile.rows.size - 1)
         last_key = tile.columns.start + (tile.columns.size - 1)
         maybe_any = tile.columns.start - last_query <= number(self.start)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("jattn", "experiments", "tests", "pyproject.toml", "README.md")
+COPIED = ("jattn", "experiments", "tests", ".github", "pyproject.toml", "README.md")
 
 
 class Change(NamedTuple):

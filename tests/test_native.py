@@ -15,9 +15,11 @@ from jax import export
 
 import jattn
 from jattn import masks, scores, tuning
+from jattn._pytree import flatten_batch
 from jattn.cache import DenseCache, PagedCache
 from jattn.call import make
 from jattn.kernels import registry
+from jattn.kernels.cpu import built_in
 from tests import test_contract as contract
 from tests.arrays import assert_accurate
 from tests.cases import CASES, DTYPES, CaseInputs, inputs
@@ -134,6 +136,39 @@ RULES: dict[str, Any] = {
     "soft cap": {"mask": masks.Causal(), "score": scores.SoftCap(2.0)},
     "alibi": {"mask": masks.Causal(), "score": scores.Alibi(np.linspace(0.01, 0.5, 6))},
 }
+
+
+BUILT_IN: dict[str, Any] = {
+    "full": masks.Full(),
+    "empty": masks.Empty(),
+    "causal": masks.Causal(),
+    "window": masks.Window(left=3),
+    "window of both sides": masks.Window(left=2, right=1),
+    "window to the right": masks.Window(right=2),
+    "widest window": masks.Window(left=2**31 - 1, right=2**31 - 1),
+    "prefix": masks.Prefix(np.array([3, 12])),
+    "lengths": masks.Lengths(kv=np.array([9, 0])),
+    "both lengths": masks.Lengths(q=np.array([4, 6]), kv=np.array([9, 2])),
+    "segments": masks.Segments(np.arange(7) // 3, np.arange(11) // 4),
+    "padding": masks.Padding(np.arange(22).reshape(2, 11) % 3 > 0),
+    "causal window": masks.Causal() & masks.Window(left=3) & masks.Lengths(kv=8),
+    "causal segments": masks.Causal() & masks.Segments(np.arange(7) // 3, np.arange(11) // 4),
+    "causal prefix": masks.Causal() | masks.Prefix(4),
+}
+
+
+@pytest.mark.parametrize("first", [0, 4, -3, 2**31 - 9, -(2**31)])
+@pytest.mark.parametrize("label", BUILT_IN)
+def test_runs_of_keys_are_those_of_the_mask(label, first):
+    """Queries have consecutive positions, also at both ends of int32."""
+    mask, positions, places = BUILT_IN[label], first + np.arange(7), np.arange(11)
+    block = built_in.QueryBlock(jnp.asarray(positions, jnp.int32)[None], 11)
+    start, stop, ids = built_in.as_key_ranges(flatten_batch(mask, (2,)), block)
+    got = (places >= np.asarray(start)[..., None]) & (places < np.asarray(stop)[..., None])
+    if ids is not None:
+        got = got & (np.asarray(ids[0])[:, :, None] == np.asarray(ids[1])[:, None, :])
+    want = np.asarray(mask.dense(7, 11, batch=(2,), q_positions=positions))[:, 0]
+    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
 
 
 def assert_like_reference(

@@ -201,7 +201,7 @@ _PARTIAL_KERNELS = ("native", "blockwise")
 
 
 def check_normalizer(spec: Spec, alternative: str) -> None:
-    """Raises NotImplementedError for a normalizer that needs all keys of a query at once."""
+    """Raises NotImplementedError if `spec.normalizer` needs all keys of a query at once."""
     if spec.normalizer is not None and not scores_are_weights(spec):
         raise NotImplementedError(
             f"normalizer: {type(spec.normalizer).__name__} needs all keys of a query at once, but "
@@ -325,8 +325,8 @@ class Ring(NamedTuple):
     def forward(
         self, spec: Spec, query: Array, kv: KVShard, distance: Index, state: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns the state with a shard's contribution added: `(out, normalizer, all_finite)`, the
-        results of a kernel's forward function (see `AttentionVJP`)."""
+        """Returns the state with a shard's contribution added. A state is `(out, normalizer,
+        all_finite)`, like the results of `AttentionVJP.forward`."""
         shapes = Shapes.of(query, kv.value)
 
         def compute() -> Tree:
