@@ -662,7 +662,7 @@ def _checked_distance(name: str, value: Any) -> Any:
     if is_known(value) or not jax.config.read("jax_enable_x64"):
         shown_value = value.dtype if not is_known(value) else least if least < 0 else most
         raise ValueError(f"Window: {name} must be >= 0 and fit int32, got {shown_value}")
-    if value.dtype == np.uint64:  # greater numbers become the greatest int64
+    if value.dtype == np.uint64:
         value = jnp.minimum(value, np.uint64(2**63 - 1))
     return value.astype(jnp.int64)
 
@@ -1279,8 +1279,8 @@ class Predicate(Mask):
     Empty and full tiles are found by interval arithmetic on the function's operations, as far as
     `functions.interval_rules` has rules for these. `bounds`, a function from a grid of n × m tiles
     (see `Tile`) to `(maybe_any, surely_all)`, replaces this analysis. It is called once for a grid,
-    not for each tile, and both results broadcast to `[n, m]`. For the function
-    `kv_idx > q_idx + 200`:
+    not for each tile, and both results broadcast to `[n, m]`. The bounds of
+    `kv_idx > q_idx + 200` are
 
         lambda tile: (
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200

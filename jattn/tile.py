@@ -114,7 +114,7 @@ def modify(
     Scores of masked pairs are −inf, or 0 if the scores are the weights (`scores_are_weights`).
     The arrays of the spec must be selected for (b, h) and sliced to rows and columns.
     `masked=False` leaves the mask out, for tiles that are known to be full. `select=False` adds the
-    mask as a bias of 0 and −inf instead: the same result for a softmax of finite scores.
+    mask as a bias of 0 and −inf, which gives the same softmax if all scores are finite.
     """
     allowed = None
     if masked and has_mask(spec):
@@ -122,7 +122,7 @@ def modify(
 
     def zero_masked(score: Scores) -> Scores:
         # A score function's derivative at a masked score may be NaN, and 0 × NaN would reach the
-        # gradients. So functions see masked scores as 0; these become −inf only at the end.
+        # gradients. So functions see masked scores as 0; the mask is applied at the end.
         return score if allowed is None or not select else jnp.where(allowed, score, 0)
 
     score, scale = products, number(spec.scale)

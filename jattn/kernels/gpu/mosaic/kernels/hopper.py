@@ -209,7 +209,7 @@ class _HopperForward(NamedTuple):
         ones, and returns the tile.
         """
         problem, memory, unit = self.problem, self.memory, self.problem.unit
-        # A masked tile is read after the products: only then are enough registers free for it.
+        # A masked tile takes many registers, so it is read only after the products.
         early_tile = None if masked else read()
 
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
@@ -384,8 +384,8 @@ def _tiling(spec: Spec, shapes: Shapes) -> Tiling:
     scores of one tile in the registers of a warpgroup.
     """
     has_dropout = spec.dropout_rate > 0
-    # A window compares each key with both ends of a range; combined with another mask, it needs
-    # many registers.
+    # Windows compare each key with up to two limits; combined with another mask, they need many
+    # registers.
     is_window = isinstance(spec.mask, masks.Window)
     has_combined_window = _contains(spec.mask, masks.Window) and not is_window
     needs_many_registers = has_dropout or _scores_need_many_registers(spec) or has_combined_window
