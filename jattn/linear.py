@@ -222,7 +222,7 @@ def linear_attention(
         TypeError, ValueError: for wrong arguments.
 
     Derivatives of any order are available in forward and reverse mode. A valid token that is not
-    finite may make the outputs of its chunk and of all later ones NaN.
+    finite, or whose products overflow, may make the outputs of its chunk and of all later ones NaN.
 
     >>> out, state = jattn.linear_attention(k, k, v, return_state=True)
     >>> step = k[:, :1], k[:, :1], v[:, :1]
@@ -272,6 +272,9 @@ def _check(query: Any, key: Any, value: Any, *, causal: Any, segments: Any, vali
     S, K = key.shape[-3:-1]
     _check_shape("key", f"[*B, S, K, H = {H}]", key, [*batch, S, K, H])
     _check_shape("value", f"[*B, S = {S}, K = {K}, V]", value, [*batch, S, K, value.shape[-1]])
+    for name, letter, size in (("query", "H", H), ("value", "V", value.shape[-1])):
+        if size == 0:
+            raise ValueError(f"{name}: expected {letter} >= 1, got 0")
     if K == 0 or N % K:
         raise ValueError(f"key: expected K that divides N = {N}, got K = {K}")
     if (causal or segments is not None) and T != S:
@@ -374,9 +377,6 @@ def _attend(
 ) -> tuple[Output, LinearState]:
     """Computes `linear_attention` in the dtype of queries and keys, which are features unless
     `maps`."""
-    # The carry of a scan must vary over the same mesh axes before and after each step.
-    operands = query, key, value, log_decay, segments, valid, state
-    query, key, value, log_decay, segments, valid, state = varied_like(operands, ())
     (*batch, S, K, V), F = value.shape, query.shape[-1]
     value = _or_zero(value.astype(key.dtype), valid)
     logs, segment = _log_decays(log_decay, segments, valid, state.segment, (*batch, S, K))
@@ -384,6 +384,8 @@ def _attend(
     q, k, v = (x.reshape(B, *x.shape[-3:]) for x in (query, key, value))
     logs = None if logs is None else logs.astype(key.dtype).reshape(B, S, K, logs.shape[-1])
     sums: Sums = (state.values.reshape(B, K, F, V), state.keys.reshape(B, K, F))
+    # The carry of a scan must vary over the same mesh axes before and after each step.
+    q, k, v, logs, sums = varied_like((q, k, v, logs, sums), ())
     if causal:
         out, _, sums = _sum_earlier(Formula(chunk or 0, maps, normalize), q, k, v, logs, sums)
     else:
@@ -405,7 +407,8 @@ def _attend(
 def _sum_earlier(formula: Formula, *operands: Any) -> tuple[Array, Array, Sums]:
     """Computes `xla.linear.attend`, by a kernel unless the formula has a size of chunks."""
     sizes = tuning.current()
-    if formula.chunk or operands[0].shape[1] < sizes.linear_tokens:
+    T = operands[0].shape[1]
+    if formula.chunk or not isinstance(T, int) or T < sizes.linear_tokens:
         return attend(formula._replace(chunk=formula.chunk or sizes.linear_chunk), *operands)
     return _sum_by_kernel(formula._replace(chunk=sizes.linear_chunk), operands)
 
@@ -427,8 +430,9 @@ def _sum_later(formula: Formula, q: Array, k: Array, v: Array, logs: Any) -> tup
     """Returns the numerators and denominators of the later tokens of each token's document."""
     # The first token of a document forgets all tokens before it. In reverse order these follow it,
     # so the next token must forget instead: decays shift by one token.
-    logs = jnp.pad(jnp.flip(logs, 1)[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)))
-    sums = jnp.zeros_like(k[:, 0, ..., None] * v[:, 0, :, None]), jnp.zeros_like(k[:, 0])
+    logs = jnp.pad(jnp.flip(logs, 1), ((0, 0), (1, 0), (0, 0), (0, 0)))[:, : q.shape[1]]
+    keys, values = (jnp.zeros_like(jnp.sum(x, axis=1)) for x in (k, v))
+    sums = keys[..., None] * values[:, :, None], keys
     tokens = (jnp.flip(x, 1) for x in (q, k, v))
     numerator, denominator, _ = _sum_earlier(formula, *tokens, logs, sums)
     return jnp.flip(numerator, 1), jnp.flip(denominator, 1)

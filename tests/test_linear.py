@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -156,12 +157,15 @@ def test_other_queries_than_keys(valid):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_no_keys(causal):
+def test_no_tokens(causal):
     query, key, value = normal_arrays((B, 0 if causal else 3, N, H), (B, 0, K, H), (B, 0, K, V))
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         return jattn.linear_attention(query, key, value, causal=causal, return_state=True)
 
+    ids = np.zeros((B, 0), int)
+    of_documents = functools.partial(jattn.linear_attention, segments=ids, causal=causal)
+    assert of_documents(query[:, :0], key, value).shape == (B, 0, N, V)
     (out, state), pull = jax.vjp(attend, query, key, value)
     assert_equal(out, np.zeros((*query.shape[:-1], V)))
     assert_equal(state, jattn.LinearState.create(K, H, V, batch=(B,), dtype=jnp.float64))
@@ -270,6 +274,27 @@ def test_many_chunks(decay, dtype):
     assert_accurate(chunked, want[0], limit)
 
 
+def test_denominators_and_features_at_the_ends_of_float32():
+    key = np.zeros((1, 20, 1, 1), np.float32)
+    ones = np.ones_like(key)
+    key[:, 0] = 1e38
+    assert_equal(linear(ones, key, ones, feature_map=identity), ones)
+    key[:] = -87.2  # e^x is a normal number
+    assert_accurate(linear(ones, key, ones), ones, 1e-6)
+
+
+def test_any_number_of_tokens_is_exported():
+    def attend(x: Any) -> Any:
+        return jattn.linear_attention(x, x, x)
+
+    (tokens,) = export.symbolic_shape("tokens")
+    symbolic = jax.ShapeDtypeStruct((1, tokens, K, H), jnp.float32)
+    call = export.export(jax.jit(attend))(symbolic).call
+    for T in (1, 70):
+        (x,) = normal_arrays((1, T, K, H), dtype="float32")
+        assert_accurate(call(x), attend(x), 1e-6)
+
+
 def has_kernel(dtype: str) -> bool:
     return (
         jax.default_backend() == "cpu" and library.unavailable("linear", dtype, wait=True) is None
@@ -285,12 +310,14 @@ def test_many_chunks_of_documents_in_both_directions(normalize):
     assert_accurate(linear(**inputs, **rules), linear(**inputs, **rules, chunk=4), 1e-13)
 
 
+@pytest.mark.parametrize("heads", ["heads", None])  # None: one key head, of all query heads
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_devices_share_rows_and_heads(kind):
+def test_devices_share_rows_and_heads(kind, heads):
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(kind,) * 2)
     inputs = on_device(many_tokens("token"))
+    inputs |= {name: x[:, :, :1] for name, x in inputs.items() if name != "query" and not heads}
     want = linear(**inputs, return_state=True)
-    specs = dict.fromkeys(inputs, P("rows", None, "heads"))
+    specs = dict.fromkeys(inputs, P("rows", None, heads)) | {"query": P("rows", None, "heads")}
     sharded = placed(mesh, inputs, specs)
     with jax.set_mesh(mesh):
         compiled = quick_jit(
@@ -299,7 +326,7 @@ def test_devices_share_rows_and_heads(kind):
         got = compiled(**sharded)
     assert not collectives(compiled)
     assert is_placed(got[0], mesh, P("rows", None, "heads"))
-    assert is_placed(got[1].values, mesh, P("rows", "heads"))
+    assert is_placed(got[1].values, mesh, P("rows", heads))
     assert_accurate(got, want, 1e-13)
 
 
@@ -484,6 +511,9 @@ MISTAKES: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         {"feature_map": lambda x: x[..., :1].repeat(x.shape[-2], axis=-1)},
     ),
     "key | *B = [2] | [3, 7, 2, 3]": (ValueError, {"key": array(3, S, K, H)}),
+    "query | H >= 1 | 0": (
+        ValueError, {"query": array(B, S, N, 0), "key": array(B, S, K, 0)}),
+    "value | V >= 1 | 0": (ValueError, {"value": array(B, S, K, 0)}),
     "key | N = 4 | K = 3": (
         ValueError, {"key": array(B, S, 3, H), "value": array(B, S, 3, V)}),
     "key | S = T = 6 | causal | S = 7": (ValueError, {"query": array(B, 6, N, H)}),
@@ -523,10 +553,11 @@ def test_within_shard_map(options):
     tokens, mesh = P("rows", None, "heads"), mesh_of(rows=2, heads=2)
 
     def attend(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return jattn.linear_attention(q, k, v, segments=segments, **options)
+        return jattn.linear_attention(q, k, v, segments=segments, return_state=True, **options)
 
     in_specs = (*[tokens] * 3, P("rows"))[: len(operands)]
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=tokens)
+    state: Any = jattn.LinearState(P("rows", "heads"), P("rows", "heads"), P("rows"))  # pyright: ignore
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=(tokens, state))
     assert_accurate(quick_jit(sharded)(*operands), attend(*operands), 1e-13)
 
 

@@ -46,12 +46,14 @@ class Letters(NamedTuple):
     """The letters of a function's flat operands and results.
 
     With `warns`, a warning is given if devices cannot share its tokens; one function of each call
-    has it.
+    has it. With `sums`, a result that lacks a letter is the sum over the devices among which the
+    letter is divided; else all of them compute the same.
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     warns: bool = True
+    sums: bool = True
 
     def mapped(self, axes: tuple[int | None, ...]) -> "Letters":
         """Returns the letters of the function mapped over these axes of its operands."""
@@ -153,10 +155,11 @@ def partitioned_statistics(
 def partitioned_linear(function: Callable[..., Any], operands: tuple[Any, ...]) -> Partitioned:
     """Partitions `xla.linear.attend` with operands like these, but not along tokens."""
     _, key, _, log_decay, _ = operands
-    N, K = ("N", "K") if key.shape[2] > 1 else ("", "")
-    query, keys, sums = ("B", "", N, ""), ("B", "", K, ""), (("B", K, "", ""), ("B", K, ""))
+    query, K = ("B", "", "N", ""), "K" if key.shape[2] > 1 else ""
+    keys, state = ("B", "", K, ""), (("B", K, "", ""), ("B", K, ""))
     logs = () if log_decay is None else (keys,)
-    letters = Letters((query, keys, keys, *logs, *sums), (query, query[:3], *sums))
+    results = query, query[:3], *state
+    letters = Letters((query, keys, keys, *logs, *state), results, sums=False)
     return Partitioned(lambda platform, _, *operands: function(platform, *operands), letters)
 
 
@@ -336,7 +339,8 @@ def cut(
         if letters.warns and (text := _idle(letters, arrays, axes, refusal)):
             warnings.warn(text, stacklevel=2)
         share = _Share(axes, lambda letter, size: lax.axis_index(axes[letter]) * size)
-        joins = [_Join.of(axes, dims, x) for dims, x in zip(cuttable.results, results, strict=True)]
+        pairs = zip(cuttable.results, results, strict=True)
+        joins = [_Join.of(axes, dims, x, cuttable.sums) for dims, x in pairs]
 
         def of_one_device(platform: str, *flat: Any) -> tuple[Any, ...]:
             with setting(_share, share):
@@ -491,10 +495,11 @@ class _Join(NamedTuple):
     keys: int
 
     @classmethod
-    def of(cls, axes: dict[str, tuple[str, ...]], dims: Dims, result: Any) -> "_Join":
+    def of(cls, axes: dict[str, tuple[str, ...]], dims: Dims, result: Any, sums: bool) -> "_Join":
         spec = _spec(dims, axes)
         result_axes = {x for letter in dims for x in axes.get("N" if letter == "K" else letter, ())}
-        over = tuple(x for names in axes.values() for x in names if x not in result_axes)
+        other_axes = (x for names in axes.values() for x in names if x not in result_axes)
+        over = tuple(other_axes) if sums else ()
         wanted = dict(_cuts_of(dims, result)).get("S", ())
         keys = dims.index("S") if "S" in dims else 0
         if (

@@ -67,7 +67,9 @@ def attend(
     if formula.maps:
         query, key = elu_plus_one(query), elu_plus_one(key)
     (B, T, N, F), K = query.shape, key.shape[2]
-    size = min(formula.chunk, 1 << max(T - 1, 0).bit_length())
+    size = formula.chunk
+    if isinstance(T, int):  # else a symbol of an exported program
+        size = min(size, 1 << max(T - 1, 0).bit_length())
     chunks = -(-T // size)
 
     def cut(x: Any) -> Any:

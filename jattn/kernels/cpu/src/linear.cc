@@ -9,6 +9,7 @@
 // chunk. They are built token by token by multiplications alone, so that a decay of 0 is exact.
 
 #include "native.h"
+#include "rule.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ struct LinearCall {
 
 // elu(x) + 1.
 inline Vector elu_plus_one(Vector x) {
-  return x > 0 ? x + 1 : exponential(x > 0 ? Vector{} : x);
+  return x > 0 ? x + 1 : exp_of(x > 0 ? Vector{} : x);
 }
 
 // Key heads that lie side by side, with their query heads: chunk after chunk of tokens, and the state
@@ -144,7 +145,7 @@ class Scan {
     std::fill(total_, total_ + F_, T{1});
     for (Index i = 0; i < count; ++i) {
       copy(logs.from(i), 1, factors, F_);
-      for (Index f = 0; f < F_; f += L) store(factors + f, exponential(load(factors + f)));
+      for (Index f = 0; f < F_; f += L) store(factors + f, exp_of(load(factors + f)));
       multiply(total_, factors);
       for (Index j = 0; j < i; ++j) multiply(keys_ + j * F_, factors);
       for (Index at = i; at < G_ * C; at += C) {
@@ -179,8 +180,11 @@ class Scan {
     product(count, V_, call_.F, queries, F_, 1, state_, V_, out_, V_, true);
     const Index at = (b_ * call_.t + first) * call_.N + k_ * G_ + g, V = call_.V;
     for (Index i = 0; i < count; ++i) {
-      const T sum = denominators_[i], factor = !call_.divides ? T{1} : sum == 0 ? T{0} : 1 / sum;
-      put_row(call_.out + (at + i * call_.N) * V, out_ + i * V_, V, factor, Put::kOver);
+      const T sum = denominators_[i];
+      T* row = out_ + i * V_;
+      if (call_.divides)  // 1 / sum might not be a normal number
+        for (Index h = 0; h < V_; h += L) store(row + h, sum == 0 ? Vector{} : load(row + h) / sum);
+      put_row(call_.out + (at + i * call_.N) * V, row, V, T{1}, Put::kOver);
       call_.denominators[at + i * call_.N] = sum;
     }
   }
