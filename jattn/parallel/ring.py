@@ -1,7 +1,7 @@
 """Ring attention: each device keeps its queries, and shards of keys pass from device to device.
 
 A device attends to the shard of keys and values that it holds while it receives the next shard, and
-merges the results by their normalizers (Liu et al. 2023, "Ring Attention with Blockwise
+merges the results by their log-sum-exp (Liu et al. 2023, "Ring Attention with Blockwise
 Transformers"). In the backward pass the shards go around once more, together with their gradients.
 Beside its own shard, a device holds two others at a time, so that its memory is linear in its own
 number of tokens, whatever the length of the sequence.

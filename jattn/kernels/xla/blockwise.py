@@ -626,7 +626,7 @@ def _forward(
         compute = functools.partial(_forward_band, band=band)
     results = compute(spec, query, key, value, call)
     weights = (no_weights(query, key, value),) if keep_weights else ()
-    # `all_finite` is False: only the backward pass of a single tile uses it (see `AttentionVJP`).
+    # `all_finite` is not computed: only the backward pass of a single tile uses it.
     return *results, jnp.zeros((), bool), *weights
 
 
