@@ -276,8 +276,8 @@ class Mask:
     ) -> Bool[Array, "*B T S"] | Bool[Array, "*B N T S"]:
         """The mask as a boolean array, `[T, S]` or `[*B, N, T, S]`.
 
-        It has the axes *B and N if `batch` or `heads` is given or an array of the mask has one of
-        them. `q_positions [T]` and `kv_positions [S]` are `arange` by default.
+        It has the axes *B and N if `batch` or `heads` is given or an array of the mask has *B or N.
+        `q_positions [T]` and `kv_positions [S]` are `arange` by default.
         """
         for name, size in (("T", T), ("S", S)):
             check_size(name, size, 0)
@@ -1174,7 +1174,7 @@ class Tree(Mask):
     root. `start` is an integer or an integer array, scalar or `[*B]`: for a cache, its lengths
     before the tokens are appended.
 
-    The position of a token in its sequence is `start` plus its depth, not its place. Rotary
+    A token's position in its sequence is not its place but `start` plus its depth. Rotary
     embeddings, ALiBi and other functions of positions need caches with `positions=True`. Below,
     row b of `accepted [B, A]` begins with the indices of its `counts[b]` accepted tokens:
 

@@ -409,7 +409,7 @@ def _all_shards_backward(
 ) -> Gradients:
     """Adds the gradients from all shards to `so_far`, whose `with_shard` must be 0.
 
-    While a device computes with a shard, the shard's gradients arrive from the device before it. In
+    While a device computes with a shard, the shard's gradients arrive from its previous device. In
     the result, `with_shard` has the gradients of this device's own shard, from all devices.
     """
     # Without this barrier XLA reuses the shards that were received in the forward pass, and so
