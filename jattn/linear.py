@@ -391,7 +391,7 @@ def _attend(
     else:
         if segments is None:
             sums = sums[0] + jnp.einsum("bjkf,bjkv->bkfv", k, v), sums[1] + jnp.sum(k, axis=1)
-            grouped = q.reshape(B, -1, K, q.shape[2] // K, F)
+            grouped = q.reshape(B, q.shape[1], K, q.shape[2] // K, F)
             numerator = jnp.einsum("bikgf,bkfv->bikgv", grouped, sums[0])
             denominator = jnp.einsum("bikgf,bkf->bikg", grouped, sums[1])
         else:

@@ -379,6 +379,13 @@ def test_the_chunk_changes_rounding_only(chunk):
     assert_accurate(got, loops(**inputs), 1e-13)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_batch_rows(causal):
+    query, key, value = normal_arrays((0, 6, N, H), (0, 6, K, H), (0, 6, K, V))
+    out = jattn.linear_attention(query, key, value, causal=causal)
+    assert out.shape == (0, 6, N, V)
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_any_batch(batch):
     key, value = normal_arrays((*batch, S, K, H), (*batch, S, K, V))

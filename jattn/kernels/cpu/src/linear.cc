@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr Index kTokens = 32;            // tokens of a chunk
-constexpr Index kTokensByFeature = 16;   // the same if decays differ by feature
+constexpr Index kTokens = 32;           // tokens of a chunk
+constexpr Index kTokensByFeature = 16;  // the same if decays differ by feature
 constexpr auto kEachLane = std::make_integer_sequence<int, kLanes>();
 
 // The arrays of a call. Tokens have d = 1 or d = F log decays, and none if `logs` is null.
