@@ -303,7 +303,7 @@ class Mask:
         """The picture that a notebook shows: at most 32 × 32 tiles of batch row 0 and head 0.
 
         T and S are the sizes of the mask's arrays, or 32. Returns None if the mask is traced or its
-        arrays differ in size.
+        arrays disagree about T or S.
         """
         from jattn._svg import tile_picture  # noqa: PLC0415  importing jattn must be fast
 
@@ -312,7 +312,7 @@ class Mask:
         block_q, block_kv = -(-T // 32), -(-S // 32)
         try:
             kinds = np.asarray(tile_map(self, T, S, block_q, block_kv))
-        except (TypeError, ValueError):  # the mask is traced, or its arrays differ in size
+        except (TypeError, ValueError):  # the mask is traced, or its arrays disagree
             return None
         empty, mixed, full = (int((kinds == kind).sum()) for kind in (EMPTY, MIXED, FULL))
         return tile_picture(
@@ -1286,9 +1286,9 @@ class Predicate(Mask):
             tile.columns.hi > tile.rows.lo + 200, tile.columns.lo > tile.rows.hi + 200
         )
 
-    `check_bounds` compares such bounds with the function. The bounds may read outer arrays, numbers
-    and modules. If they read outer lists, outer dicts or attributes of outer objects, which may
-    change before gradients are computed, attention analyses the function instead.
+    `check_bounds` compares such bounds with the function. The bounds may read outer numbers and
+    arrays, `jnp` and `np`. If they read outer lists, outer dicts or attributes of outer objects,
+    which may change before gradients are computed, attention analyses the function instead.
 
     >>> print(masks.Predicate(lambda b, h, q, kv: (q + kv) % 2 == 0).dense(3, 3).astype(int))
     [[1 0 1]

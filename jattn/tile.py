@@ -73,7 +73,7 @@ def pair_products(spec: Spec, q: Float[Array, "t H"], k: Float[Array, "s H"]) ->
 def weighted_values(
     weights: Float[Array, "t s"], v: Float[Array, "s V"], precision: Any = None
 ) -> Float[Array, "t V"]:
-    """Computes weights · v with 0 in place of NaN and infinities, in the dtype of the weights.
+    """Computes weights · finite(v), in the dtype of the weights.
 
     Queries that attend to a NaN or an infinity of v get NaN through `nan_where_nonfinite`.
     """
