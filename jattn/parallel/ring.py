@@ -3,7 +3,7 @@
 A device attends to the shard of keys and values that it holds while it receives the next shard, and
 merges the results by their log-sum-exp (Liu et al. 2023, "Ring Attention with Blockwise
 Transformers"). In the backward pass the shards go around once more, together with their gradients.
-Beside its own shard, a device holds two others at a time, so that its memory is linear in its own
+Beside its own shard, a device holds at most two others, so that its memory is linear in its own
 number of tokens, whatever the length of the sequence.
 
 Long shards go around in several rounds, each with a few of the heads. Each round's keys go around
@@ -183,7 +183,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, letters: list[str], query: Any, key: Any, value: Any, params: Any) -> "Gradients":
-        """Builds this structure from one value for each array, such as its gradient or its letters.
+        """Builds this structure from one value for each array, such as its gradient or its axes.
         `letters` are the axes of the parameters; they tell which parameters travel."""
         pairs = [(travels(x), y) for x, y in zip(letters, params, strict=True)]
         local = [None if is_sent else x for is_sent, x in pairs]

@@ -2,7 +2,7 @@
 
 FlashAttention-3 (Shah et al. 2024) in Pallas's Mosaic GPU, modelled on Pallas's documentation and
 `jax.experimental.pallas.ops.gpu.attention_mgpu`. A program usually has three warpgroups. One
-streams tiles of keys and values into rings of `_BUFFERS` buffers in shared memory. The other two
+streams tiles of keys or queries into rings of `_BUFFERS` buffers in shared memory. The other two
 compute, each for 64 queries or keys. In the forward pass they alternate: the tensor cores compute
 the products of one while the other computes its softmax. Barriers synchronize the two, and signal
 when a buffer is filled and when it is free again. A program numbers its streamed tiles 0, 1, 2 and
