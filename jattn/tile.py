@@ -289,7 +289,7 @@ def sum_shared_gradients(
     """Sums the gradients of parameters, keys and values over the query heads that share them.
 
     `d_key` and `d_value` are `[B, S, N, ...]` and become `[B, S, K, ...]`; the gradients of
-    parameters are `[B, N, ...]`. Returns them in the order parameters, query, key, value.
+    parameters are `[B, N, ...]`. Returns all in the order parameters, query, key, value.
     """
 
     def sum_group(x: Array) -> Array:

@@ -116,7 +116,7 @@ class BlockwiseCall(NamedTuple):
     ) -> Tree:
         """Returns the results of `block(i)` for each i < n, stacked.
 
-        With the strategy "vmap", a step computes several blocks at once. Their number is the
+        With the strategy "vmap", several blocks are computed at once. Their number is the
         largest divisor of n for which they have at most `tuning.scores_together` scores in all.
         Blocks that are computed at once, by `jax.vmap`, all run as many iterations as the one with
         the most tiles. A block that is computed alone loops over its own tiles only.
