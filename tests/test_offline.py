@@ -350,8 +350,8 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
 
 
 def test_an_unknown_command_names_the_nearest(capsys):
-    assert benchmark.main(["ofline"]) == 2
-    assert capsys.readouterr().err == "error: unknown command 'ofline'; nearest: offline\n"
+    assert benchmark.main(["trainng"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'trainng'; nearest: training\n"
 
 
 def test_an_implementation_that_the_target_has_not(capsys):
