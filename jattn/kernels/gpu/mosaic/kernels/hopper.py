@@ -9,9 +9,8 @@ when a buffer is filled and when it is free again. A program numbers its streame
 so on; each uses the buffer `tile_number % _BUFFERS`.
 
 If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
-programs are persistent: the grid has only as many as run at once, and each computes several blocks
-of queries. The keys of the next block are copied while the last tiles of the current one are
-computed.
+programs are persistent: only as many start as run at once, and each computes several blocks of
+queries. The keys of the next block are copied while the last tiles of the current one are computed.
 
 Index arrays tell which tiles to visit, and which of them need no mask, see `block_mask`. The
 functions of `jattn.tile` compute the scores of a tile; `mosaic_interpreter` translates them to
