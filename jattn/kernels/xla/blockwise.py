@@ -594,8 +594,7 @@ def backward_vmap(
 def parameter_gradients(
     spec: Spec, per_query: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
-    """Computes the gradients of parameters only, for kernels that cannot compute them because the
-    sums need a scatter.
+    """Computes the gradients of parameters only, for kernels without the scatter that these need.
 
     T and S are multiples of the tiling; `per_query` has the fields of `PerQuery`.
     """
