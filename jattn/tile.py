@@ -45,8 +45,8 @@ def dot_products(
 ) -> Float[Array, "t s"]:
     """Computes q kᵀ, summed in float32 (float64 for float64).
 
-    An element of the result depends on one query and one key, so that NaN and infinities reach no
-    pair without them. Derivatives sum over all queries or keys, and so use 0 in place of NaN and
+    Each element depends on one query and one key, so NaN and infinities affect only pairs that
+    contain them. Derivatives sum over all queries or keys, and so use 0 in place of NaN and
     infinities.
     """
     dtype = accumulation(q.dtype)

@@ -594,7 +594,7 @@ def backward_vmap(
 def parameter_gradients(
     spec: Spec, per_query: tuple[Array, ...], key: Array, value: Array, tiling: Tiling
 ) -> list[Array]:
-    """Computes the gradients of parameters only, for kernels without the scatter that these need.
+    """Computes only the gradients of parameters, for kernels that cannot scatter.
 
     T and S are multiples of the tiling; `per_query` has the fields of `PerQuery`.
     """

@@ -9,7 +9,7 @@ when a buffer is filled and when it is free again. A program numbers its streame
 so on; each uses the buffer `tile_number % _BUFFERS`.
 
 If blocks of queries visit different numbers of tiles, as with a causal mask, and registers suffice,
-programs are persistent: only as many start as run at once, and each computes several blocks of
+programs are persistent: one starts for each multiprocessor, and computes several blocks of
 queries. The keys of the next block are copied while the last tiles of the current one are computed.
 
 Index arrays tell which tiles to visit, and which of them need no mask, see `block_mask`. The
