@@ -337,8 +337,8 @@ def _backward_blocks(
 ) -> _Gradients:
     """Computes the gradients of one head, several blocks at once.
 
-    A first pass over blocks of queries computes the gradients of queries and parameters, a second
-    pass over blocks of keys the gradients of keys and values. Both passes compute the weights.
+    A first pass over blocks of queries computes the gradients of queries and parameters. A second
+    pass over blocks of keys computes those of keys and values. Both passes compute the weights.
     Every block returns results of its own, so the order of every sum is fixed.
     """
     q, (block_q, block_kv), S = per_query[0], call.tiling, len(k)
