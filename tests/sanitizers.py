@@ -25,8 +25,8 @@ PROGRAMS = [
     ("attention", 0, TINY),
     ("attention", 1, USERS),
     ("decoding", 1, TINY),
-    ("decoding", 0, TINY),
     ("linear", 1, TINY),
+    ("decoding", 0, TINY),
     ("linear", 0, TINY),
 ]
 

@@ -175,7 +175,7 @@ def test_every_package_has_a_lower_bound():
     assert not free and len(lowest()) >= 15
 
 
-@pytest.mark.slow  # after the tests of what is installed without these further packages
+@pytest.mark.exhaustive  # after the tests of what is installed without these further packages
 @pytest.mark.skipif(not ON_PYTHON_OF_BOUNDS, reason="lower bounds are those of Python 3.11")
 def test_the_lower_bounds_work(built):
     """The README's examples run at the lower bounds too, in the environment before this one."""
