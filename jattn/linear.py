@@ -415,6 +415,7 @@ def _sum_earlier(formula: Formula, *operands: Any) -> tuple[Array, Array, Sums]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sum_by_kernel(formula: Formula, operands: Any) -> tuple[Array, Array, Sums]:
+    """Computes `xla.linear.attend` by the first of the registry's kernels that is available."""
     like = jax.eval_shape(functools.partial(attend, formula), *operands)
     run = lambda platform, *operands: registry.linear(platform, formula, *operands)  # noqa: E731
     return platform_dependent(partitioned_linear(run, operands), like, (), *operands)
