@@ -119,20 +119,31 @@ struct BackwardBlock {
     const auto [lanes, seen] = piece;
     const bool drops = rules.threshold != 0;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    for (Index s = 0, here = 0; s < seen.count; ++s)
-      for (Index i = lanes.first; i < lanes.end(); i += L, here += L) {
-        Vector x = load(scores + here);
-        if (!Products::kScales) x *= left;
-        const Ints masked = x == -kInfinity;
-        Vector dp = load(d_weights + here);
-        if (drops) dp = block.dropped(rules, dp, i, seen.j + s);
-        auto [p, slope] = weighted<kKind>(x, constant);
-        if (drops) p = block.dropped(rules, p, i, seen.j + s);
-        Vector ds = dp * slope;
-        if (nonfinite) p += masked ? Vector{} : all(nonfinite[s]), ds += nonfinite[s];
-        store(scores + here, p);
-        store(d_weights + here, masked ? Vector{} : ds);
-      }
+    const auto derive = [&](auto adjusts, auto hides, auto divides, Index here, Index s, Index i) {
+      Vector x = load(scores + here), dp = load(d_weights + here);
+      if (!Products::kScales) x *= left;
+      const Ints masked = x == -kInfinity;
+      if (adjusts && drops) dp = block.dropped(rules, dp, i, seen.j + s);
+      auto [p, slope] = weighted<kKind, divides>(x, constant);
+      if (adjusts && drops) p = block.dropped(rules, p, i, seen.j + s);
+      Vector ds = dp * slope;
+      if (adjusts && nonfinite) p += masked ? Vector{} : all(nonfinite[s]), ds += nonfinite[s];
+      if constexpr (hides) ds = masked ? Vector{} : ds;
+      store(scores + here, p);
+      store(d_weights + here, ds);
+    };
+    using True = std::true_type;
+    using False = std::false_type;
+    const Index t = lanes.size;
+    if (drops || nonfinite) {
+      for (Index s = 0; s < seen.count; ++s)
+        for (Index i = 0; i < t; i += L)
+          derive(True{}, True{}, False{}, s * t + i, s, lanes.first + i);
+    } else if (seen.kind == Kind::kMixed || rules.own.rule) {
+      in_turn(seen.count * t, [&](auto divides, Index n) { derive(False{}, True{}, divides, n, 0, 0); });
+    } else {
+      in_turn(seen.count * t, [&](auto divides, Index n) { derive(False{}, False{}, divides, n, 0, 0); });
+    }
   }
 
   // Turns products q k into weights p after dropout, and products d_out v into the cotangent of the

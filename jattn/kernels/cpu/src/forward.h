@@ -92,25 +92,32 @@ struct ForwardBlock {
     const auto [lanes, seen] = piece;
     const Index t = lanes.size, keys = seen.count;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    const auto write = [&](auto adjusts, Index s, Index i) {
-      Vector weights[Products::kKeys] = {};
-#pragma GCC unroll 2
-      for (int k = 0; k < Products::kKeys; ++k) {
-        if (Products::kKeys > 1 && s + k >= keys) break;
-        Vector x = load(scores + (s + k) * t + i);
-        if (!Products::kScales) x *= factor;
-        Vector& w = weights[k] = weighted<kKind>(x, constant).weight;
-        if constexpr (!adjusts) continue;
-        if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s + k);
-        if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s + k]);
-      }
-      Products::put_weights(weights, scores + i, s, keys, t, exact);
+    const auto score = [&](Index n) {
+      const Vector x = load(scores + n);
+      return Products::kScales ? x : x * factor;
     };
     const bool adjusts = rules.threshold || nonfinite;
+    if (Products::kKeys == 1 && !adjusts) {
+      in_turn(keys * t, [&](auto divides, Index n) {
+        store(scores + n, weighted<kKind, divides>(score(n), constant).weight);
+      });
+      return;
+    }
     for (Index s = 0; s < Products::rows(keys); s += Products::kKeys)
 #pragma GCC unroll 4
-      for (Index i = 0; i < t; i += L)
-        adjusts ? write(std::true_type{}, s, i) : write(std::false_type{}, s, i);
+      for (Index i = 0; i < t; i += L) {
+        Vector weights[Products::kKeys] = {};
+#pragma GCC unroll 2
+        for (int k = 0; k < Products::kKeys; ++k) {
+          if (Products::kKeys > 1 && s + k >= keys) break;
+          const Vector x = score((s + k) * t + i);
+          Vector& w = weights[k] = weighted<kKind, false>(x, constant).weight;
+          if (!adjusts) continue;
+          if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s + k);
+          if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s + k]);
+        }
+        Products::put_weights(weights, scores + i, s, keys, t, exact);
+      }
   }
 
   // Turns products into weights; if scaling is the only step, the factor is above 0. Returns whether

@@ -188,7 +188,8 @@ inline Shorts narrowed(Vector x, Float16) {
 }
 #endif
 
-// Copies rows, padding them with 0 to whole vectors; returns whether all numbers are finite.
+// Copies rows, padding them with 0 to whole vectors; returns whether all numbers are finite. Rows are
+// requested early, as a load waits for earlier stores to addresses with the same last 12 bits.
 template <typename E>
 JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
   constexpr int L = kLanes;
@@ -197,6 +198,7 @@ JATTN_APART bool copy(Rows<const E> from, Index count, T* to, Index width) {
     const E* row = from[i];
     Index h = 0;
     for (; h + L <= from.size; h += L) {
+      __builtin_prefetch(row + 4 * from.stride + h);
       const Vector x = widened(row + h);
       bits |= (Ints)(x - x);
       store(to + h, x);
@@ -349,7 +351,10 @@ JATTN_APART void transpose(Rows<const E> from, Index count, Index t, T* to, T fa
       const Index rows = std::min<Index>(L, count - i), columns = std::min<Index>(L, from.size - h);
       if (rows == L && columns == L) {
 #pragma GCC unroll 16
-        for (int l = 0; l < L; ++l) square[l] = moved(widened(from[i + l] + h));
+        for (int l = 0; l < L; ++l) {
+          __builtin_prefetch(from[i + L + l] + h);
+          square[l] = moved(widened(from[i + l] + h));
+        }
       } else {
         for (int l = 0; l < L; ++l)
           square[l] = l < rows ? moved(widened(from[i + l] + h, columns)) : Vector{};

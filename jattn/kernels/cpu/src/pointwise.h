@@ -29,27 +29,31 @@ struct Weighted {
 
 #if JATTN_SINGLE && defined(__AVX512DQ__)
 
-// 2^x for all x.
-inline Vector any_power_of_two(Vector x) {
-  const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);  // 0 of infinities
-  return (Vector)_mm512_scalef_ps((__m512)power_of_two(r), (__m512)(x - r));
+// e^x for all x.
+inline Vector exp_weight(Vector x) {
+  const auto [high, r, slope] = power_of_two(x * kLog2e);
+  return high * (1 + r * slope);
 }
 
-// e^x for all x, with a relative error of up to 1 + 1.5 |x| units of rounding.
-inline Vector exp_weight(Vector x) { return any_power_of_two(x * kLog2e); }
-
-// 1 / (1 + e^-(x + bias)) for all x.
+// 1 / (1 + e^-(x + bias)) for all x. A division takes fewer instructions than an approximation and its
+// correction, but occupies its unit for longer: loops use both, by kDivides.
+template <bool kDivides>
 inline Vector sigmoid_weight(Vector x, T bias) {
-  const Vector n = x * -kLog2e - bias * kLog2e, y = 1 + any_power_of_two(n);
-  const Vector r = (Vector)_mm512_rcp14_ps((__m512)y);
+  const Vector n = x * -kLog2e - bias * kLog2e;
+  const auto [high, r, slope] = power_of_two(n);
+  const Vector y = 1 + high * (1 + r * slope);
+  if constexpr (kDivides) return 1 / y;
+  const Vector inverse = (Vector)_mm512_rcp14_ps((__m512)y);
   // From 2^125.5 on, where y may be infinite, the result is 0.
   const __mmask16 real = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(125.5f), _CMP_NGT_UQ);
-  return (Vector)_mm512_maskz_fmadd_ps(real, (__m512)r, (__m512)(1 - y * r), (__m512)r);
+  const Vector rest = 1 - y * inverse;
+  return (Vector)_mm512_maskz_fmadd_ps(real, (__m512)inverse, (__m512)rest, (__m512)inverse);
 }
 
 #else
 
 inline Vector exp_weight(Vector x) { return exp_of(x); }
+template <bool>
 inline Vector sigmoid_weight(Vector x, T bias) {
   x += bias;
 #if JATTN_SINGLE
@@ -62,11 +66,11 @@ inline Vector sigmoid_weight(Vector x, T bias) {
 
 #endif
 
-template <Normalizer kKind>
+template <Normalizer kKind, bool kDivides>
 inline Weighted weighted(Vector x, T constant) {
   constexpr bool kIsRelu = kKind == Normalizer::kRelu, kSquared = kKind == Normalizer::kSquaredRelu;
   if constexpr (kKind == Normalizer::kSigmoid) {
-    const Vector w = sigmoid_weight(x, constant);
+    const Vector w = sigmoid_weight<kDivides>(x, constant);
     return {w, w - w * w};
   } else if constexpr (kIsRelu) {
     return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : Vector{}};
@@ -79,6 +83,16 @@ inline Weighted weighted(Vector x, T constant) {
   } else {
     return {x == -kInfinity ? Vector{} : x, all(1)};
   }
+}
+
+// Calls `run(divides, i)` for each of `size` / kLanes vectors, where `divides` is true for most.
+template <typename Run>
+inline void in_turn(Index size, const Run& run) {
+  constexpr Index L = kLanes;
+  Index i = 0;
+  for (; i + 3 * L <= size; i += 3 * L)
+    run(std::true_type{}, i), run(std::false_type{}, i + L), run(std::true_type{}, i + 2 * L);
+  for (; i < size; i += L) run(std::true_type{}, i);
 }
 
 // Calls `run` with the kind of a normalizer, which is not the softmax, as a constant.

@@ -121,29 +121,43 @@ inline Vector scaled_exponential(Vector x, Vector* shifted) {
 
 constexpr float kLog2e = 1.44269504088896341f;
 
-// 2^r of |r| <= 1/2 by its minimax polynomial (2e-9); unless kExact, for weights that are rounded to
-// bfloat16, with an error of 1e-4.
-template <bool kExact = true>
-inline Vector power_of_two(Vector r) {
-  Vector p = all(kExact ? 1.5353361960e-04f : 5.5008932948e-02f);
-  if constexpr (kExact) {
-    p = p * r + 1.3398875017e-03f;
-    p = p * r + 9.6184369177e-03f;
-    p = p * r + 5.5503323674e-02f;
-  }
-  p = p * r + (kExact ? 2.4022647738e-01f : 2.4221096933e-01f);
-  p = p * r + (kExact ? 6.9314718246e-01f : 6.9328290224e-01f);
-  return p * r + 1.0f;
+// 2^(n / 32).
+alignas(64) constexpr float kPowers[32] = {
+    1.0f, 1.02189715f, 1.04427378f, 1.067140401f, 1.0905077f, 1.11438674f, 1.1387886f, 1.1637249f,
+    1.1892071f, 1.2152474f, 1.2418578f, 1.269051f, 1.2968396f, 1.32523664f, 1.3542555f, 1.38391f,
+    1.41421356f, 1.4451808f, 1.47682615f, 1.5091644f, 1.5422108f, 1.57598085f, 1.6104903f, 1.6457555f,
+    1.6817928f, 1.7186193f, 1.7562522f, 1.7947091f, 1.8340081f, 1.87416763f, 1.9152066f, 1.9571441f};
+
+// 2^x = high (1 + r slope) for all x: high is 2^floor(32 x) / 32, r is below 1 / 32, and 1 + r slope
+// the polynomial of degree 2 that is 1 at 0 and has the least relative error, 1.1 units of rounding.
+struct Power {
+  Vector high, r, slope;
+};
+
+inline Power power_of_two(Vector x) {
+  constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  // The last bits of a sum with 1.5 × 2^18 count 1 / 32.
+  const __m512i n = (__m512i)_mm512_add_round_ps((__m512)x, _mm512_set1_ps(393216.0f), kDown);
+  const __m512 power = _mm512_permutex2var_ps(_mm512_load_ps(kPowers), n, _mm512_load_ps(kPowers + 16));
+  const Vector r = (Vector)_mm512_reduce_ps((__m512)x, 5 << 4 | kDown);  // 0 of infinities
+  return {(Vector)_mm512_scalef_ps(power, (__m512)x), r, r * 2.4265269935e-01f + 6.9312375784e-01f};
 }
 
-// e^x for x < 88, and 0 below -87; NaN for NaN. The relative error is up to 2 + |x| / 4 units of
-// rounding; unless kExact, 1e-4.
+// e^x for x < 88. The relative error is up to 3 + 1.5 |x| units of rounding; unless kExact, for weights
+// that are rounded to bfloat16, 1e-4. What is below 2^-126 is 0, as XLA's threads flush such numbers.
 template <bool kExact = true>
 inline Vector exponential(Vector x) {
-  const Vector magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to integers
-  const Vector n = x * kLog2e + magic - magic, power = power_of_two<kExact>(x * kLog2e - n);
-  const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-  return (Vector)_mm512_maskz_scalef_ps(real, (__m512)power, (__m512)n);
+  x *= kLog2e;
+  if constexpr (kExact) {
+    const auto [high, r, slope] = power_of_two(x);
+    return high + high * (r * slope);
+  } else {
+    const Vector r = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    Vector p = all(7.8024521e-02f);
+    p = p * r + 2.2606716e-01f;
+    p = p * r + 6.9583356e-01f;
+    return (Vector)_mm512_scalef_ps((__m512)(p * r + 9.9992522e-01f), (__m512)x);
+  }
 }
 
 #else
