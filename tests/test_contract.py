@@ -287,7 +287,7 @@ def _marks(implementation: str, name: str, dtype: str) -> Any:
     """A third of the cases before a commit, half of these in float64, where mistakes show most, and
     one case of each normalizer.
 
-    Another third is slow, and the last slow for the kernel in C++. Other dtypes differ by their
+    A sixth is slow, and the last slow for the kernel in C++. Other dtypes differ by their
     rounding, and by the strategy of blockwise. The formula changes less often.
     """
     place, usual = list(CASES).index(name), dtype == usual_dtype(list(CASES).index(name))
@@ -298,7 +298,7 @@ def _marks(implementation: str, name: str, dtype: str) -> Any:
     else:
         chosen = place % 3 == 0 or name in ONE_OF_EACH_NORMALIZER
         quick = (usual and chosen) or (optimised and name in VARIED)
-        often = optimised or (usual and place % 3 == 1)
+        often = optimised or (usual and place % 6 == 1)
     return () if quick else pytest.mark.slow if often else pytest.mark.exhaustive
 
 

@@ -264,7 +264,7 @@ def test_a_quantised_value_that_is_not_finite_makes_only_those_nan_that_see_it()
     assert error(dirty[1:], want[1:]) <= 1e-2 and error(dirty[0, :, 2:], want[0, :, 2:]) <= 1e-2
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_quantised_dtype
 @pytest.mark.parametrize("size", [1e-29, 1e35, 5e37])
 def test_quantised_values_of_any_size_keep_their_digits(dtype, size):
@@ -285,7 +285,7 @@ def test_parts_of_quantised_rows_are_joined(monkeypatch, dtype, read_in_place):
     assert_within(got, formula(call, dtype))
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place):
     """Tiles that the map calls empty are not visited, tiles that it calls full are not masked."""
@@ -302,7 +302,7 @@ def test_tiles_that_the_mask_empties_are_not_read(implementation, read_in_place)
     assert len(read_in_place) == 2
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_long_rows_go_in_parts(monkeypatch, implementation, read_in_place):
     monkeypatch.setattr(decode, "_TILES_EACH", 1)

@@ -274,7 +274,7 @@ def assert_within(got: Any, want: Any) -> None:
         assert error(x, y) <= limit
 
 
-@pytest.mark.one_in(10, slow=True)
+@pytest.mark.one_in(20, slow=True)
 @each_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients(name, implementation):
@@ -330,7 +330,7 @@ def test_the_tile_map_decides(implementation):
     assert_within(lied, forward(call, implementation, (q, k[:, :128], v[:, :128])))
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 @pytest.mark.parametrize("scale", [1.0, 1.1])  # maxima are numbers of float32, and are not
 def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implementation):
@@ -366,7 +366,7 @@ def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return jnp.where((kv > q) | (kv == 5), -jnp.inf, jnp.tanh(score))
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementation):
     """Masks may be written as scores of −inf."""
@@ -383,7 +383,7 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
     assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_sums_of_large_values_do_not_overflow_and_small_values_keep_their_digits(implementation):
     q, k, v, *_ = operands(CALLS["full"])
@@ -418,7 +418,7 @@ def test_weights_sum_to_one_where_score_functions_make_huge_logits(name, impleme
     np.testing.assert_allclose(np.sum(np.asarray(d_value, np.float64), axis=0), 140, rtol=4e-3)
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
     """Parts are merged in float32: the error is that of one rounding to bfloat16."""
@@ -429,7 +429,7 @@ def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, 2 if long else 4, 2**-8)
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_vmap_is_more_programs(implementation):
     q, k, v, *_ = operands(CALLS["full"])
@@ -1100,7 +1100,7 @@ def moves(query: Any, key: Any, columns: int) -> list[bool]:
 TOGETHER = {"hopper": (64, 128), "ampere": (64, 64), "blackwell": (128, 128)}
 
 
-@pytest.mark.one_in(8, slow=True)
+@pytest.mark.one_in(16, slow=True)
 @pytest.mark.skipif(not ON_CPU, reason="compiled kernels have no callbacks")
 @each_kernel
 @pytest.mark.parametrize(
@@ -1125,7 +1125,7 @@ def test_sums_are_rescaled_only_where_maxima_move_far(
     assert sum(ANSWERS) == expected * len(groups)
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_a_row_that_sees_keys_late_starts_there(implementation):
     """Its maximum is the lowest number until then, while those of other rows move or do not."""
@@ -1135,7 +1135,7 @@ def test_a_row_that_sees_keys_late_starts_there(implementation):
     assert not np.asarray(out[:, 5], np.float32).any()
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @each_kernel
 def test_weights_that_dropout_keeps_have_room_to_grow(implementation):
     """Float16 ends at 65,504: the dropout factor 512 is multiplied at the end. Weights of the

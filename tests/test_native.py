@@ -72,9 +72,9 @@ def run(name: str, x: CaseInputs) -> contract.CaseResults:
 
 
 def _marks(name: str, dtype: str) -> Any:
-    """Each case once, every other in float64: one in twelve before a commit, a fifth slow."""
+    """Each case once, every other in float64: one in twelve before a commit, a tenth slow."""
     place = list(CASES).index(name)
-    often = pytest.mark.slow if place % 5 == 2 else pytest.mark.exhaustive
+    often = pytest.mark.slow if place % 10 == 2 else pytest.mark.exhaustive
     if dtype == ("float64" if place % 2 else "float32"):
         return () if place % 12 == 0 else often
     if dtype == "bfloat16":  # which has products of its own

@@ -352,7 +352,7 @@ def test_reading_of_quantised_caches_lowers_for_a_tpu(kind, dtype):
     assert lowered.as_text().count("tpu_custom_call") == 1
 
 
-@pytest.mark.one_in(4, slow=True)
+@pytest.mark.one_in(8, slow=True)
 @pytest.mark.parametrize("poison", [np.inf, -1e38])
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_what_no_row_holds_does_not_exist(kind, poison):
@@ -362,7 +362,7 @@ def test_what_no_row_holds_does_not_exist(kind, poison):
     assert_equal(attend(query, poisoned(cache, poison), **rules), want)
 
 
-@pytest.mark.one_in(5, slow=True)
+@pytest.mark.one_in(10, slow=True)
 @every_cache
 def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
     """A value that only the last query attends to, and a key outside of every window."""
@@ -387,7 +387,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(kind):
         np.testing.assert_array_equal(out[1:], want[1:])
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @pytest.mark.parametrize("kind", ["dense_long", "paged", "paged_long"])
 def test_the_tile_map_decides(kind):
     """A tile that a map wrongly calls empty is not visited, and one it calls full is not masked."""
@@ -404,7 +404,7 @@ def test_a_mean_is_finite_where_the_sum_is_not():
     np.testing.assert_allclose(lse, np.log(256), rtol=1e-6)
 
 
-@pytest.mark.one_in(6, slow=True)
+@pytest.mark.one_in(12, slow=True)
 @pytest.mark.parametrize("page_size", [16, 32, 256])
 @pytest.mark.parametrize("V", [128, 24])
 def test_16_bits(page_size, V):
@@ -431,7 +431,7 @@ def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
     assert oracle.error(out, truth(rows, rule, query).out) < 4e-6
 
 
-@pytest.mark.one_in(4, slow=True)
+@pytest.mark.one_in(8, slow=True)
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
@@ -550,7 +550,7 @@ def decode_token(implementation: str | None, cache: Any, token: Any) -> tuple[An
     return cache, jattn.attention(query, cache, implementation=implementation, **rules)
 
 
-@pytest.mark.one_in(7, slow=True)
+@pytest.mark.one_in(14, slow=True)
 @pytest.mark.parametrize("target", [targets.V5E, targets.V6E], ids=["v5e", "v6e"])
 @pytest.mark.parametrize(("dtype", "page_size", "size"), [
     (jnp.bfloat16, None, 128),

@@ -37,7 +37,7 @@ def test_contract(name):
         contract.assert_same(run(on_device(poisoned(name, x, poison))), results)
 
 
-@pytest.mark.one_in(3, slow=True)
+@pytest.mark.one_in(6, slow=True)
 @pytest.mark.parametrize("name", ["chain", "places_and_positions", "dropout_masked"])
 def test_16_bits(name):
     run = quick_jit(functools.partial(everything, "tpu", CASES[name]))
@@ -76,7 +76,7 @@ def test_several_tiles():
     assert_like_reference(both)
 
 
-@pytest.mark.one_in(2, slow=True)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.parametrize("lead", [(1, 2), (2, 1)])
 def test_the_gradient_of_a_bias_in_several_tiles(lead):
     """Gradients of batch rows or heads that share a bias are summed, and are 0 in tiles without
