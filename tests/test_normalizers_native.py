@@ -192,6 +192,28 @@ def test_who_attends_to_a_value_that_is_not_finite_gets_nan(name, poison):
         assert np.isfinite(out[:, :first]).all()
 
 
+@pytest.mark.parametrize("name", ["softmax", "exp", "sigmoid"])
+def test_weights_have_the_digits_of_float32(name):
+    """At scores of both signs, and around the multiples of log 2 / 32, between which the kernel
+    looks powers up. Of keys with the scores x and 0 the softmax's weights are sigmoid(x), too."""
+    steps = np.float32(np.arange(-2700, 2700) * np.log(2) / 32)
+    near = [steps, np.nextafter(steps, np.float32(-np.inf)), np.nextafter(steps, np.float32(1e9))]
+    x = np.concatenate([*near, np.random.default_rng(0).uniform(-58, 58, 4000)], dtype=np.float32)
+    normalizer = {"softmax": None, "exp": normalizers.Exp(), "sigmoid": normalizers.Sigmoid(0.0)}
+    out = jattn.attention(
+        jnp.asarray(x).reshape(1, -1, 1, 1),
+        jnp.array([1.0, 0.0], jnp.float32).reshape(1, 2, 1, 1),
+        jnp.array([1.0, 0.0], jnp.float32).reshape(1, 2, 1, 1),
+        normalizer=normalizer[name],
+        scale=1.0,
+        implementation="native",
+    )
+    exact = np.exp(np.float64(x)) if name == "exp" else 1 / (1 + np.exp(-np.float64(x)))
+    units = abs(np.float64(out)[0, :, 0, 0] / exact - 1) * 2**24
+    assert (units <= 6 + 1.6 * abs(x)).all()
+    assert np.sqrt(np.mean(units[abs(x) < 1] ** 2)) < 1.5
+
+
 def test_weights_of_large_scores():
     """Weights and sums that overflow are infinite; the weights of small scores are 0."""
     v = jnp.full((1, 2, 1, 1), 3e38, jnp.float32)

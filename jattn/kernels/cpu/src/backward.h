@@ -116,11 +116,13 @@ struct BackwardBlock {
   template <Normalizer kKind>
   JATTN_APART void derive(const Rules& rules, const Piece& piece, const T* nonfinite, T left,
                           T* scores, T* d_weights) {
-    const auto [lanes, seen] = piece;
+    const Lanes& lanes = piece.lanes;
+    const Keys& seen = piece.keys;
+    const Index t = lanes.size, count = seen.count;
     const bool drops = rules.threshold != 0;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    const auto derive = [&](auto adjusts, auto hides, auto divides, Index here, Index s, Index i) {
-      Vector x = load(scores + here), dp = load(d_weights + here);
+    const auto pairs = [&](auto adjusts, auto hides, auto divides, Index n, Index s, Index i) {
+      Vector x = load(scores + n), dp = load(d_weights + n);
       if (!Products::kScales) x *= left;
       const Ints masked = x == -kInfinity;
       if (adjusts && drops) dp = block.dropped(rules, dp, i, seen.j + s);
@@ -129,20 +131,19 @@ struct BackwardBlock {
       Vector ds = dp * slope;
       if (adjusts && nonfinite) p += masked ? Vector{} : all(nonfinite[s]), ds += nonfinite[s];
       if constexpr (hides) ds = masked ? Vector{} : ds;
-      store(scores + here, p);
-      store(d_weights + here, ds);
+      store(scores + n, p);
+      store(d_weights + n, ds);
     };
     using True = std::true_type;
     using False = std::false_type;
-    const Index t = lanes.size;
     if (drops || nonfinite) {
-      for (Index s = 0; s < seen.count; ++s)
+      for (Index s = 0; s < count; ++s)
         for (Index i = 0; i < t; i += L)
-          derive(True{}, True{}, False{}, s * t + i, s, lanes.first + i);
+          pairs(True{}, True{}, False{}, s * t + i, s, lanes.first + i);
     } else if (seen.kind == Kind::kMixed || rules.own.rule) {
-      in_turn(seen.count * t, [&](auto divides, Index n) { derive(False{}, True{}, divides, n, 0, 0); });
+      in_turn(count * t, [&](auto divides, Index n) { pairs(False{}, True{}, divides, n, 0, 0); });
     } else {
-      in_turn(seen.count * t, [&](auto divides, Index n) { derive(False{}, False{}, divides, n, 0, 0); });
+      in_turn(count * t, [&](auto divides, Index n) { pairs(False{}, False{}, divides, n, 0, 0); });
     }
   }
 
