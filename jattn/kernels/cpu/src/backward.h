@@ -118,32 +118,32 @@ struct BackwardBlock {
                           T* scores, T* d_weights) {
     const Lanes& lanes = piece.lanes;
     const Keys& seen = piece.keys;
-    const Index t = lanes.size, count = seen.count;
+    const Index t = lanes.size;
     const bool drops = rules.threshold != 0;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    const auto pairs = [&](auto adjusts, auto hides, auto divides, Index n, Index s, Index i) {
+    const auto derive = [&](auto adjusts, auto hides, Index n, Index s, Index i) {
       Vector x = load(scores + n), dp = load(d_weights + n);
       if (!Products::kScales) x *= left;
       const Ints masked = x == -kInfinity;
-      if (adjusts && drops) dp = block.dropped(rules, dp, i, seen.j + s);
-      auto [p, slope] = weighted<kKind, divides>(x, constant);
-      if (adjusts && drops) p = block.dropped(rules, p, i, seen.j + s);
+      if (adjusts && drops) dp = block.dropped(rules, dp, lanes.first + i, seen.j + s);
+      auto [p, slope] = weighted<kKind>(x, constant);
+      if (adjusts && drops) p = block.dropped(rules, p, lanes.first + i, seen.j + s);
       Vector ds = dp * slope;
       if (adjusts && nonfinite) p += masked ? Vector{} : all(nonfinite[s]), ds += nonfinite[s];
       if constexpr (hides) ds = masked ? Vector{} : ds;
       store(scores + n, p);
       store(d_weights + n, ds);
     };
-    using True = std::true_type;
-    using False = std::false_type;
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
     if (drops || nonfinite) {
-      for (Index s = 0; s < count; ++s)
-        for (Index i = 0; i < t; i += L)
-          pairs(True{}, True{}, False{}, s * t + i, s, lanes.first + i);
+      for (Index s = 0; s < seen.count; ++s)
+        for (Index i = 0; i < t; i += L) derive(yes, yes, s * t + i, s, i);
     } else if (seen.kind == Kind::kMixed || rules.own.rule) {
-      in_turn(count * t, [&](auto divides, Index n) { pairs(False{}, True{}, divides, n, 0, 0); });
+      for (Index n = 0; n < seen.count * t; n += L) derive(no, yes, n, 0, 0);
     } else {
-      in_turn(count * t, [&](auto divides, Index n) { pairs(False{}, False{}, divides, n, 0, 0); });
+#pragma GCC unroll 4
+      for (Index n = 0; n < seen.count * t; n += L) derive(no, no, n, 0, 0);
     }
   }
 

@@ -89,35 +89,33 @@ struct ForwardBlock {
   template <Normalizer kKind>
   JATTN_APART void weigh(const Rules& rules, const Piece& piece, const T* nonfinite, T factor,
                          bool exact, T* scores) {
-    const auto [lanes, seen] = piece;
+    const Lanes& lanes = piece.lanes;
+    const Keys& seen = piece.keys;
     const Index t = lanes.size, keys = seen.count;
     const T constant = static_cast<T>(rules.normalizer.constant);
-    const auto score = [&](Index n) {
-      const Vector x = load(scores + n);
-      return Products::kScales ? x : x * factor;
+    const auto weight = [&](auto adjusts, Index n, Index s, Index i) {
+      Vector x = load(scores + n);
+      if (!Products::kScales) x *= factor;
+      Vector w = weighted<kKind>(x, constant).weight;
+      if (adjusts && rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s);
+      if (adjusts && nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s]);
+      return w;
     };
-    const bool adjusts = rules.threshold || nonfinite;
-    if (Products::kKeys == 1 && !adjusts) {
-      in_turn(keys * t, [&](auto divides, Index n) {
-        store(scores + n, weighted<kKind, divides>(score(n), constant).weight);
-      });
-      return;
-    }
-    for (Index s = 0; s < Products::rows(keys); s += Products::kKeys)
-#pragma GCC unroll 4
-      for (Index i = 0; i < t; i += L) {
-        Vector weights[Products::kKeys] = {};
+    const auto write = [&](auto adjusts) {
+      for (Index s = 0; s < Products::rows(keys); s += Products::kKeys)
+        for (Index i = 0; i < t; i += L) {
+          Vector weights[Products::kKeys] = {};
 #pragma GCC unroll 2
-        for (int k = 0; k < Products::kKeys; ++k) {
-          if (Products::kKeys > 1 && s + k >= keys) break;
-          const Vector x = score((s + k) * t + i);
-          Vector& w = weights[k] = weighted<kKind, false>(x, constant).weight;
-          if (!adjusts) continue;
-          if (rules.threshold) w = block.dropped(rules, w, lanes.first + i, seen.j + s + k);
-          if (nonfinite) w += x == -kInfinity ? Vector{} : all(nonfinite[s + k]);
+          for (int k = 0; k < Products::kKeys; ++k)
+            if (Products::kKeys == 1 || s + k < keys)
+              weights[k] = weight(adjusts, (s + k) * t + i, s + k, i);
+          Products::put_weights(weights, scores + i, s, keys, t, exact);
         }
-        Products::put_weights(weights, scores + i, s, keys, t, exact);
-      }
+    };
+    if (rules.threshold || nonfinite) return write(std::true_type{});
+    if (Products::kKeys > 1) return write(std::false_type{});
+#pragma GCC unroll 4
+    for (Index n = 0; n < keys * t; n += L) store(scores + n, weight(std::false_type{}, n, 0, 0));
   }
 
   // Turns products into weights; if scaling is the only step, the factor is above 0. Returns whether

@@ -35,25 +35,15 @@ inline Vector exp_weight(Vector x) {
   return high * (1 + r * slope);
 }
 
-// 1 / (1 + e^-(x + bias)) for all x. A division takes fewer instructions than an approximation and its
-// correction, but occupies its unit for longer: loops use both, by kDivides.
-template <bool kDivides>
+// 1 / (1 + e^-(x + bias)) for all x.
 inline Vector sigmoid_weight(Vector x, T bias) {
-  const Vector n = x * -kLog2e - bias * kLog2e;
-  const auto [high, r, slope] = power_of_two(n);
-  const Vector y = 1 + high * (1 + r * slope);
-  if constexpr (kDivides) return 1 / y;
-  const Vector inverse = (Vector)_mm512_rcp14_ps((__m512)y);
-  // From 2^125.5 on, where y may be infinite, the result is 0.
-  const __mmask16 real = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(125.5f), _CMP_NGT_UQ);
-  const Vector rest = 1 - y * inverse;
-  return (Vector)_mm512_maskz_fmadd_ps(real, (__m512)inverse, (__m512)rest, (__m512)inverse);
+  const auto [high, r, slope] = power_of_two(x * -kLog2e - bias * kLog2e);
+  return 1 / (1 + high * (1 + r * slope));
 }
 
 #else
 
 inline Vector exp_weight(Vector x) { return exp_of(x); }
-template <bool>
 inline Vector sigmoid_weight(Vector x, T bias) {
   x += bias;
 #if JATTN_SINGLE
@@ -66,11 +56,11 @@ inline Vector sigmoid_weight(Vector x, T bias) {
 
 #endif
 
-template <Normalizer kKind, bool kDivides>
+template <Normalizer kKind>
 inline Weighted weighted(Vector x, T constant) {
   constexpr bool kIsRelu = kKind == Normalizer::kRelu, kSquared = kKind == Normalizer::kSquaredRelu;
   if constexpr (kKind == Normalizer::kSigmoid) {
-    const Vector w = sigmoid_weight<kDivides>(x, constant);
+    const Vector w = sigmoid_weight(x, constant);
     return {w, w - w * w};
   } else if constexpr (kIsRelu) {
     return {greatest(x, Vector{}) * constant, x > 0 ? all(constant) : Vector{}};
@@ -83,16 +73,6 @@ inline Weighted weighted(Vector x, T constant) {
   } else {
     return {x == -kInfinity ? Vector{} : x, all(1)};
   }
-}
-
-// Calls `run(divides, i)` for each of `size` / kLanes vectors, where `divides` is true for most.
-template <typename Run>
-inline void in_turn(Index size, const Run& run) {
-  constexpr Index L = kLanes;
-  Index i = 0;
-  for (; i + 3 * L <= size; i += 3 * L)
-    run(std::true_type{}, i), run(std::false_type{}, i + L), run(std::true_type{}, i + 2 * L);
-  for (; i < size; i += L) run(std::true_type{}, i);
 }
 
 // Calls `run` with the kind of a normalizer, which is not the softmax, as a constant.
