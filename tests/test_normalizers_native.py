@@ -200,7 +200,7 @@ def test_weights_have_the_digits_of_float32(name):
     near = [steps, np.nextafter(steps, np.float32(-np.inf)), np.nextafter(steps, np.float32(1e9))]
     x = np.concatenate([*near, np.random.default_rng(0).uniform(-58, 58, 4000)], dtype=np.float32)
     normalizer = {"softmax": None, "exp": normalizers.Exp(), "sigmoid": normalizers.Sigmoid(0.0)}
-    out = jattn.attention(
+    out: Any = jattn.attention(
         jnp.asarray(x).reshape(1, -1, 1, 1),
         jnp.array([1.0, 0.0], jnp.float32).reshape(1, 2, 1, 1),
         jnp.array([1.0, 0.0], jnp.float32).reshape(1, 2, 1, 1),
@@ -209,7 +209,7 @@ def test_weights_have_the_digits_of_float32(name):
         implementation="native",
     )
     exact = np.exp(np.float64(x)) if name == "exp" else 1 / (1 + np.exp(-np.float64(x)))
-    units = abs(np.float64(out)[0, :, 0, 0] / exact - 1) * 2**24
+    units = abs(np.asarray(out, np.float64)[0, :, 0, 0] / exact - 1) * 2**24
     assert (units <= 6 + 1.6 * abs(x)).all()
     assert np.sqrt(np.mean(units[abs(x) < 1] ** 2)) < 1.5
 
