@@ -194,11 +194,11 @@ def test_who_attends_to_a_value_that_is_not_finite_gets_nan(name, poison):
 
 @pytest.mark.parametrize("name", ["softmax", "exp", "sigmoid"])
 def test_weights_have_the_digits_of_float32(name):
-    """At scores of both signs, and around the multiples of log 2 / 32, between which the kernel
-    looks powers up. Of keys with the scores x and 0 the softmax's weights are sigmoid(x), too."""
+    """Weights at scores of both signs and around the multiples of log 2 / 32, the steps of the
+    kernel's table of powers. For keys with scores x and 0, the softmax of x is sigmoid(x)."""
     steps = np.float32(np.arange(-2700, 2700) * np.log(2) / 32)
-    near = [steps, np.nextafter(steps, np.float32(-np.inf)), np.nextafter(steps, np.float32(1e9))]
-    x = np.concatenate([*near, np.random.default_rng(0).uniform(-58, 58, 4000)], dtype=np.float32)
+    edges = [steps, np.nextafter(steps, np.float32(-np.inf)), np.nextafter(steps, np.float32(1e9))]
+    x = np.concatenate([*edges, np.random.default_rng(0).uniform(-58, 58, 4000)], dtype=np.float32)
     normalizer = {"softmax": None, "exp": normalizers.Exp(), "sigmoid": normalizers.Sigmoid(0.0)}
     out: Any = jattn.attention(
         jnp.asarray(x).reshape(1, -1, 1, 1),

@@ -136,6 +136,7 @@ struct BackwardBlock {
     };
     constexpr std::true_type yes;
     constexpr std::false_type no;
+    // Pairs that need neither their key nor their query take one loop, which is faster than two.
     if (drops || nonfinite) {
       for (Index s = 0; s < seen.count; ++s)
         for (Index i = 0; i < t; i += L) derive(yes, yes, s * t + i, s, i);

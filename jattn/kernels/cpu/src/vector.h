@@ -128,8 +128,8 @@ alignas(64) constexpr float kPowers[32] = {
     1.41421356f, 1.4451808f, 1.47682615f, 1.5091644f, 1.5422108f, 1.57598085f, 1.6104903f, 1.6457555f,
     1.6817928f, 1.7186193f, 1.7562522f, 1.7947091f, 1.8340081f, 1.87416763f, 1.9152066f, 1.9571441f};
 
-// 2^x = high (1 + r slope) for all x: high is 2^floor(32 x) / 32, r is below 1 / 32, and 1 + r slope
-// the polynomial of degree 2 that is 1 at 0 and has the least relative error, 1.1 units of rounding.
+// 2^x = high (1 + r slope) for all x: high is 2^(floor(32 x) / 32), r is below 1 / 32, and 1 + r slope
+// is the polynomial of degree 2 that is 1 at 0 and has the least relative error, 1.1 units of rounding.
 struct Power {
   Vector high, r, slope;
 };
