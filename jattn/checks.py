@@ -137,6 +137,16 @@ def check_function(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a function, got {_type(value)}")
 
 
+def check_pytree(name: str, value: Any) -> None:
+    """Checks that the class of a mask, a score function or a normalizer is a registered pytree."""
+    if jax.tree_util.all_leaves([value]):
+        cls = type(value).__name__
+        raise TypeError(
+            f"{name}: expected a registered pytree, got {shown(value)}; decorate {cls} with "
+            "jax.tree_util.register_static or, if it has arrays, jax.tree_util.register_dataclass"
+        )
+
+
 def check_rule(owner: str, fn: Any, wanted: tuple[str, ...], operands: tuple[Any, ...]) -> None:
     """Checks that a function, if it has a signature, takes the arguments `wanted` and operands."""
     check_function(owner, fn)

@@ -51,6 +51,7 @@ from jattn.checks import (
     check_array,
     check_function,
     check_operands,
+    check_pytree,
     check_returned,
     check_rule,
     check_size,
@@ -363,6 +364,7 @@ def as_mask(value: Any) -> Mask:
     if not isinstance(value, Mask | types.FunctionType) and isinstance(value, HoldsTree):
         value = value.held_tree()
     if isinstance(value, Mask):
+        check_pytree("mask", value)
         return value
     if hasattr(value, "dtype"):
         return Dense(value)

@@ -32,6 +32,7 @@ from jattn.checks import (
     check_choice,
     check_number,
     check_operands,
+    check_pytree,
     check_returned,
     check_rule,
     check_size,
@@ -63,6 +64,9 @@ __dir__ = __all__.copy
 
 class NormalizerFunction:
     """The base class of normalizers.
+
+    A subclass is registered as a pytree: with `jax.tree_util.register_static` if it has no float
+    arrays, else with `jax.tree_util.register_dataclass`.
 
     >>> out = jattn.attention(q, k, v, normalizer=normalizers.Sparsemax())
     >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Sparsemax())
@@ -116,6 +120,7 @@ def as_normalizer(value: Any) -> NormalizerFunction | None:
     if value is None or isinstance(value, Softmax):
         return None
     if isinstance(value, NormalizerFunction):
+        check_pytree("normalizer", value)
         return value
     if callable(value) and not isinstance(value, type):
         return Pointwise(value)
@@ -538,14 +543,17 @@ def _greatest(score: Scores) -> Float[Array, "t 1"]:
 def _entmax(alpha: float, score: Scores) -> Scores:
     """Computes the weights of `Entmax`.
 
-    With z = (α − 1)(score − greatest), p = 1/(α − 1) and the total f(τ) = Σ (z − τ)₊^p, f(−1) is at
-    least 1 and f(0) = 0. For p ≥ 1, f is convex, so that Newton's method from −1 never passes the
-    solution. Scores with z ≤ −1 have no influence.
+    With z = (α − 1)(score − greatest) and p = 1/(α − 1), the weights are (z − τ)₊^p. For α ≤ 2 the
+    unknown is t = (τ + 1) p, as τ has no digits left near α = 1, where the weights are
+    (1 + (α − 1)(score − greatest − t))₊^p. Scores with z ≤ −1 have no influence.
     """
     power = 1 / (alpha - 1)
-    z = jnp.maximum((alpha - 1) * (score - _greatest(score)), -1)
-    threshold = _newton(z, power) if alpha <= 2 else _bisection(z, power)
-    weights = jnp.maximum(z - threshold, 0) ** power
+    score_below = jnp.maximum(score - _greatest(score), -2 * power)
+    if alpha <= 2:
+        weights = _raised((alpha - 1) * (score_below - _newton(score_below, alpha)), power)
+    else:
+        z = jnp.maximum((alpha - 1) * score_below, -1)
+        weights = jnp.maximum(z - _bisection(z, power), 0) ** power
     has_keys = jnp.any((score > -jnp.inf) | jnp.isnan(score), axis=-1, keepdims=True)
     weights = jnp.where(has_keys, weights, 0)
     # The sum is 1 up to the rounding of τ, which the power may amplify.
@@ -553,23 +561,35 @@ def _entmax(alpha: float, score: Scores) -> Scores:
     return weights / jnp.where(has_keys, total, 1)
 
 
+def _raised(x: Scores, power: float) -> Scores:
+    """Computes (1 + x)₊^power, also for large powers and small x; it is 0 at −1."""
+    is_zero = x <= -1
+    x = jnp.where(is_zero, 0, x)
+    powered = (1 + x) ** power if power in (1, 2) else jnp.exp(power * jnp.log1p(x))
+    return jnp.where(is_zero, 0, powered)
+
+
 _MAX_STEPS = 100  # of Newton's method, which takes about 10
 
 
-def _newton(z: Scores, power: float) -> Float[Array, "t 1"]:
-    """Solves Σ (z − τ)₊^power = 1 by Newton's method, until no τ grows."""
+def _newton(score_below: Scores, alpha: float) -> Float[Array, "t 1"]:
+    """Solves Σ (1 + (α − 1)(score_below − t))₊^{1/(α − 1)} = 1 by Newton's method, for α ≤ 2.
+
+    The sum is at least 1 at t = 0 and a convex function of t, so that no step passes the solution.
+    """
+    power = 1 / (alpha - 1)
 
     def step(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        threshold, _, n = state
-        above = jnp.maximum(z - threshold, 0)
-        slopes = jnp.where(above > 0, above ** (power - 1), 0)
-        total = jnp.sum(slopes * above, axis=-1, keepdims=True)
-        slope = power * jnp.sum(slopes, axis=-1, keepdims=True)
-        following = threshold + (total - 1) / jnp.where(slope > 0, slope, 1)
-        following = jnp.clip(following, threshold, 0)
-        return following, jnp.any(following > threshold), n + 1
+        shift, _, n = state
+        x = (alpha - 1) * (score_below - shift)
+        slopes = _raised(x, power - 1)
+        total = jnp.sum(slopes * (1 + x), axis=-1, keepdims=True)
+        slope = jnp.sum(slopes, axis=-1, keepdims=True)
+        following = shift + (total - 1) / jnp.where(slope > 0, slope, 1)
+        following = jnp.clip(following, shift, power)
+        return following, jnp.any(following > shift), n + 1
 
-    initial = (jnp.full((*z.shape[:-1], 1), -1, z.dtype), jnp.array(True), 0)
+    initial = (jnp.zeros_like(score_below[..., :1]), jnp.array(True), 0)
     return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, initial)[0]
 
 

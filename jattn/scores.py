@@ -34,6 +34,7 @@ from jattn.checks import (
     check_flag,
     check_number,
     check_operands,
+    check_pytree,
     check_returned,
     check_rule,
     check_size,
@@ -128,6 +129,8 @@ def as_score(value: Any) -> Any:
     may_be_module = not isinstance(value, ScoreFunction | types.FunctionType | None)
     if may_be_module and isinstance(value, HoldsTree):
         value = value.held_tree()
+    if isinstance(value, ScoreFunction):
+        check_pytree("score", value)
     if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):

@@ -173,10 +173,16 @@ def as_weights(normalizer: Tree) -> Weights:
 as_weights.register(type(None), lambda normalizer: Weights(0))
 as_weights.register(normalizers.Identity, lambda normalizer: Weights(1))
 as_weights.register(normalizers.Exp, lambda normalizer: Weights(5))
-as_weights.register(normalizers.Entmax, lambda normalizer: Weights(6, float(normalizer.alpha)))
 as_weights.register(normalizers.Sparsemax, lambda normalizer: Weights(6, 2.0))
 as_weights.register(normalizers.TopK, lambda normalizer: Weights(7, float(normalizer.k)))
 as_weights.register(normalizers.StickBreaking, lambda normalizer: Weights(8))
+
+
+@as_weights.register
+def _(normalizer: normalizers.Entmax) -> Weights:
+    if normalizer.alpha < 1.1:  # its thresholds lose digits near 1
+        raise NotImplementedError(f"expected an alpha of at least 1.1, got {normalizer.alpha}")
+    return Weights(6, float(normalizer.alpha))
 
 
 @as_weights.register

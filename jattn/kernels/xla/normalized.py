@@ -53,9 +53,22 @@ def weighted_rows(
 def weights_of_scores(
     spec: Spec, score: Scores, b: Index, h: Index, rows: Any, columns: Any
 ) -> Scores:
-    """Computes the weights before dropout from the scores `[t, S]` that `tile.modify` returns."""
+    """Computes the weights before dropout from the scores `[t, S]` that `tile.modify` returns.
+
+    Raises TypeError if the normalizer does not return floats `[t, S]`."""
+    if scores_are_weights(spec):
+        return score
     normalizer: Any = spec.normalizer
-    return score if scores_are_weights(spec) else normalizer.weights(score, b, h, rows, columns)
+    weights = normalizer.weights(score, b, h, rows, columns)
+    is_array = isinstance(weights, jax.Array)
+    is_float = is_array and jnp.issubdtype(weights.dtype, jnp.floating)
+    if not is_float or weights.shape != score.shape:
+        got = f"{weights.dtype} {list(weights.shape)}" if is_array else type(weights).__name__
+        raise TypeError(
+            f"normalizer: {type(normalizer).__name__}.weights must return floats [t, S] = "
+            f"{list(score.shape)}, got {got}"
+        )
+    return weights.astype(score.dtype)
 
 
 def no_normalizer(zeros: Array) -> Normalizer:
