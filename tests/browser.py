@@ -170,11 +170,8 @@ class Browser:
 
     def middle_of(self, selector: str) -> tuple[float, float]:
         """The middle of the first element of a CSS selector, in pixels of the window."""
-        x_and_y = self.evaluate(
-            f"(() => {{ const box = document.querySelector({json.dumps(selector)})"
-            ".getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
-        return x_and_y[0], x_and_y[1]
+        box = self.get(selector, "getBoundingClientRect().toJSON()")
+        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         """One event of the mouse: "Moved", "Pressed", "Released" or "Wheel"."""
@@ -201,5 +198,16 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
         self.settle()
 
+    def get(self, selector: str, what: str) -> Any:
+        """A property, or the result of a method, of the first element of a CSS selector."""
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).{what}")
+
     def text(self, selector: str) -> str:
-        return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+        return self.get(selector, "textContent")
+
+    def change(self, selector: str, value: str | int) -> None:
+        """Gives an input another value, as if a user had."""
+        self.get(selector, f"value = {json.dumps(value)}")
+        for event in ("input", "change"):
+            self.get(selector, f"dispatchEvent(new Event('{event}'))")
+        self.settle()

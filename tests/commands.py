@@ -16,6 +16,12 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **changes}
 
 
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The variables of this process without what the tests add for JAX, and some changes."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    return {**inherited, "JAX_PLATFORMS": "cpu", **changes}
+
+
 def run(*command: Any, check: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end and captures what it prints as text."""
     words = list(map(str, command))

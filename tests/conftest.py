@@ -201,6 +201,16 @@ def plain_jax():
         jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module")
+def window():
+    """A headless browser, in which the tests of a module open pages."""
+    browsers: Any = importlib.import_module("tests.browser")
+    if browsers.installed() is None:
+        pytest.skip("no browser to open pages with: the system's package chromium has one")
+    with contextlib.closing(browsers.Browser()) as browser:
+        yield browser
+
+
 @pytest.fixture
 def as_users_run_it():
     with plain_jax():

@@ -28,8 +28,10 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu.mosaic.machine import streams
 from jattn.kernels.gpu.mosaic.machine.versions import mosaic
+from jattn.spec import Spec
 
 
 class Race(Exception):
@@ -65,21 +67,11 @@ class PartsAt:
         return self.part(index)
 
 
-class _Reference:
-    """A kernel's reference: `x[index]` reads, `x.at[index]` is a part."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def __init__(self, part: Callable[[Any], Any]):
-        self.at = PartsAt(part)
-
-
-class GlobalArray(_Reference):
+class GlobalArray:
     """An array in global memory, or a part of one."""
 
     def __init__(self, array: np.ndarray):
-        super().__init__(lambda index: GlobalArray(array[_inside(index, array.shape)]))
+        self.at = PartsAt(lambda index: GlobalArray(array[_inside(index, array.shape)]))
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -89,11 +81,11 @@ class GlobalArray(_Reference):
         self.array[_inside(index, self.shape)] = value
 
 
-class Slot(_Reference):
+class Slot:
     """One slot of an array in shared memory. Its parts are ranges of rows."""
 
     def __init__(self, group: "CopyingThreads", shape: tuple[int, ...], dtype: Any):
-        super().__init__(lambda index: self)
+        self.at = PartsAt(lambda index: self)
         self.group, self.shape, self.dtype = group, shape, dtype
         self.content, self.written = np.zeros(shape, dtype), np.zeros(shape[0], bool)
         self.read = -1  # the number of waits before the last read
@@ -127,12 +119,12 @@ class SlotRows(NamedTuple):
         return self.slot is other.slot and not disjoint
 
 
-class Shared(_Reference):
+class Shared:
     """An array in shared memory, `[slots, ...]`. Kernels read whole slots."""
 
     def __init__(self, group: "CopyingThreads", like: Any):
         slots = [Slot(group, like.shape[1:], like.dtype) for _ in range(like.shape[0])]
-        super().__init__(
+        self.at = PartsAt(
             lambda index: (
                 SlotRows.of(slots, index) if isinstance(index, tuple) else slots[int(index)]
             )
@@ -229,6 +221,16 @@ class CopyMachine(Programs):
     def wait(self, count: int) -> None:
         self.waits[self.runs] += 1
         self.group.wait(count)
+
+
+def gradients(kernels: Any, spec: Spec, operands: Any, results: Any) -> Any:
+    """The gradients of parameters, query, key and value. Operands are these and the cotangent of
+    the output, results those of the forward pass."""
+    (query, key, value, d_out), (out, normalizer, finite) = operands, results
+    d_out = d_out.astype(out.dtype)
+    per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
+    d_parameters, *d_qkv = kernels.backward(spec, per_query, key, value, finite)
+    return *d_parameters, *d_qkv
 
 
 @contextlib.contextmanager

@@ -22,33 +22,14 @@ V, D, N, K, H, T, S = 37, 24, 4, 2, 8, 13, 7
 WINDOW = 4
 SOURCE_LENGTHS = (7, 4)
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "num_attention_heads": N,
-    "num_key_value_heads": K,
-    "head_dim": H,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MARIAN: dict[str, Any] = {
-    "vocab_size": V,
-    "d_model": D,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": N,
-    "decoder_attention_heads": N,
-    "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 20,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-    "activation_function": "swish",
-}
+_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {"vocab_size": V, "hidden_size": D, "num_attention_heads": N, "num_key_value_heads": K}
+_SIZES |= {"head_dim": H, "intermediate_size": 20, "num_hidden_layers": 2}
+_SIZES |= {"max_position_embeddings": 256, "pad_token_id": 0, **_TOKENS}
+_SIDES = {"layers": 2, "attention_heads": N, "ffn_dim": 20}
+_MARIAN = {f"{side}_{x}": n for side in ("encoder", "decoder") for x, n in _SIDES.items()}
+_MARIAN |= {"vocab_size": V, "d_model": D, "max_position_embeddings": 16, "pad_token_id": 0}
+_MARIAN |= {"decoder_start_token_id": 0, "activation_function": "swish"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 100.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -80,7 +61,7 @@ class PretrainedCase:
     def options(self) -> dict[str, Any]:
         if self.prefix == "GPT2":
             sizes = {"vocab_size": V, "n_embd": D, "n_head": N, "n_layer": 2, "n_positions": T}
-            return sizes | {"bos_token_id": 1, "eos_token_id": 2} | self.config
+            return sizes | _TOKENS | self.config
         return (_MARIAN if self.prefix == "Marian" else _SIZES) | self.config
 
 

@@ -20,15 +20,8 @@ from jattn.kernels.cpu.compiler import compiler
 SOURCES = Path(__file__).parent / "sanitized"
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 TINY, USERS = "16, 8, 16", "64, 128, 1024"
-PROGRAMS = [
-    ("attention", 1, TINY),
-    ("attention", 0, TINY),
-    ("attention", 1, USERS),
-    ("decoding", 1, TINY),
-    ("linear", 1, TINY),
-    ("decoding", 0, TINY),
-    ("linear", 0, TINY),
-]
+PROGRAMS = [(name, x, TINY) for name in ("attention", "decoding", "linear") for x in (1, 0)]
+PROGRAMS.append(("attention", 1, USERS))
 
 
 def command(

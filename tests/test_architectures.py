@@ -8,7 +8,6 @@ import functools
 import io
 import json
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,17 +23,7 @@ from experiments.translation.presets import PRESETS, Config
 from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.arrays import assert_equal
-from tests.conftest import plain_jax
-from tests.test_translation import (
-    TINY,
-    Batch,
-    Bench,
-    make_bench,
-    padded,
-    png_files,
-    trained,
-    widened,
-)
+from tests.test_translation import TINY, Batch, Bench, make_bench, padded, trained, widened
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -84,20 +73,24 @@ def test_the_configuration_decides_the_module(name):
         assert np.std(glorot[table]) == pytest.approx(math.sqrt(2 / 910), rel=0.05)
 
 
+def loss_and_gradients(model: Model, params: dict[str, jax.Array], batch: Batch):
+    loss = jax.value_and_grad(lambda params, batch: training.total_loss(model, params, batch))
+    return jax.jit(loss)(params, batch)
+
+
+def batch_of(parts: Bench) -> Batch:
+    """Three sentences."""
+    return Batch(*(array[:3] for array in next(iter(parts.batches.epoch(0)))))
+
+
 @pytest.mark.exhaustive
 @every_architecture
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
-    params = parts.model.init(3)
-
-    @jax.jit
-    def run(params, batch):
-        return jax.value_and_grad(lambda p: training.total_loss(parts.model, p, batch))(params)
-
-    batch = Batch(*(array[:3] for array in next(iter(parts.batches.epoch(0)))))
+    params, batch = parts.model.init(3), batch_of(parts)
     wider = widened(batch, 7)
     emptier = Batch(*(np.concatenate([array, np.zeros_like(array[:2])]) for array in wider))
-    loss, gradient = run(params, batch)
-    other_loss, other = run(params, emptier)
+    loss, gradient = loss_and_gradients(parts.model, params, batch)
+    other_loss, other = loss_and_gradients(parts.model, params, emptier)
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     for name in gradient:
         np.testing.assert_allclose(other[name], gradient[name], rtol=1e-4, atol=2e-5, err_msg=name)
@@ -107,18 +100,14 @@ def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
-    part = bench_of(name)
-    batch = Batch(*(array[:3] for array in next(iter(part.batches.epoch(0)))))
-    results = {}
+    part, results = bench_of(name), {}
+    batch, sizes = batch_of(part), (part.model.source_size, part.model.target_size)
     for dtype in ("float32", "bfloat16"):
-        sizes = part.model.source_size, part.model.target_size
         model = Model(dataclasses.replace(config, dtype=dtype), *sizes)
         params = model.init(3)
         assert {array.dtype.name for array in params.values()} == {"float32"}
         assert jax.eval_shape(model.features, params, batch)[0].dtype.name == dtype
-        results[dtype] = jax.jit(
-            jax.value_and_grad(lambda p, b, m=model: training.total_loss(m, p, b))
-        )(params, batch)
+        results[dtype] = loss_and_gradients(model, params, batch)
     (loss, gradients), (narrow, rounded) = results["float32"], results["bfloat16"]
     assert narrow.dtype.name == "float32" and 1e-6 < abs(narrow / loss - 1) < 1e-2
     for parameter, gradient in gradients.items():
@@ -150,15 +139,12 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
     rows, params = sources(parts, 5), decided(parts)
     best_of_rows = decoding.translations(parts.model, params, rows, search)
-    pairs = [
-        (row, generated) for row, best in zip(rows, best_of_rows, strict=True) for generated in best
-    ]
+    pairs = [(row, x) for row, best in zip(rows, best_of_rows, strict=True) for x in best]
     assert len(pairs) == 5 * search.n_best
     assert len({tuple(generated.ids) for _, generated in pairs}) > len(pairs) / 2
     read = padded([[BOS, *generated.ids[:-1]] for _, generated in pairs], parts.config.max_length)
     lengths = np.array([len(row) for row, _ in pairs], np.int32)
-    source = padded([row for row, _ in pairs], 24)
-    batch = Batch(source, lengths, read, read, lengths)
+    batch = Batch(padded([row for row, _ in pairs], 24), lengths, read, read, lengths)
     logits = np.array(jax.jit(parts.model.logits)(params, batch), np.float64)
     logits[..., [PAD, BOS]] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -198,22 +184,14 @@ def test_the_last_layer_aligns():
     assert Model(deep, 5, 5).alignment == "decoder/layers/2/cross_attention"
 
 
-@pytest.fixture(scope="module", params=OTHERS)
-def run_directory(request, tmp_path_factory) -> Path:
-    """A run of an architecture whose model has learned nothing, but generates different
-    sentences."""
-    directory = tmp_path_factory.mktemp("runs") / request.param
-    with plain_jax():
-        parts = bench_of(request.param)
-        run = parts.run(directory)
-        run.create()
-        run.save({"params": decided(parts)}, 1)
-        run.report({"step": 1, "loss": 1.0})
-    return directory
-
-
 @pytest.mark.slow
-def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
+def test_the_commands_work_on_its_runs(parts, tmp_path, capsys, monkeypatch):
+    """The model of the run has learned nothing, but generates different sentences."""
+    run_directory = tmp_path / parts.config.architecture
+    new_run = parts.run(run_directory)
+    new_run.create()
+    new_run.save({"params": decided(parts)}, 1)
+    new_run.report({"step": 1, "loss": 1.0})
     stdin = io.TextIOWrapper(io.BytesIO("der hund schläft .".encode()))
     monkeypatch.setattr("sys.stdin", stdin)
     run = ["--run", str(run_directory)]
@@ -223,7 +201,7 @@ def test_the_commands_work_on_its_runs(run_directory, capsys, monkeypatch):
     assert len(lines) == 2 and all(line.count("\t") == 3 for line in lines)
     assert any("-" in line.split("\t")[3] for line in lines)
     assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
-    names = [file.name for file in png_files(run_directory)]
+    names = sorted(file.name for file in run_directory.rglob("*.png"))
     assert names == ["attention.png", "bleu.png", "cross-attention.png", "loss.png"]
     assert TranslationRun.open(run_directory).config.architecture == run_directory.name
 
@@ -236,10 +214,7 @@ def test_a_run_of_another_architecture_is_refused(tmp_path):
 
 
 def test_a_cache_dtype_without_caches_is_refused():
-    message = (
-        "cache_dtype: expected none with architecture=rnnsearch, which has no caches, got int8"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="rnnsearch, which has no caches, got int8"):
         bench_of("rnnsearch").model.check_cache_dtype("int8")
 
 

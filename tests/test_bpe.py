@@ -90,13 +90,13 @@ def test_unknown_characters_are_the_unknown_token_and_are_named():
     assert (report.source_unknown, report.target_unknown) == (1, 0)
 
 
-@pytest.mark.parametrize("special", SPECIALS)
-def test_text_cannot_spell_a_special(special):
-    vocabulary = Vocabulary.learn_bpe([f"a {special} b {special}{special}"] * 50, size=60)
-    assert not set(SPECIALS) & set(vocabulary.words)
-    ids = vocabulary.encode(f"b {special} a")
-    assert ids.count(EOS) == 1 and not {PAD, UNK, BOS} & set(ids)
-    assert vocabulary.decode(ids) == f"b {special} a"
+def test_text_cannot_spell_a_special():
+    for special in SPECIALS:
+        vocabulary = Vocabulary.learn_bpe([f"a {special} b {special}{special}"] * 50, size=60)
+        assert not set(SPECIALS) & set(vocabulary.words)
+        ids = vocabulary.encode(f"b {special} a")
+        assert ids.count(EOS) == 1 and not {PAD, UNK, BOS} & set(ids)
+        assert vocabulary.decode(ids) == f"b {special} a"
 
 
 def test_a_vocabulary_has_every_character_and_at_most_size_tokens():
@@ -111,18 +111,21 @@ def test_a_vocabulary_has_every_character_and_at_most_size_tokens():
     assert len(learned(500, minimum_count=2)) < len(learned(500))  # rare pairs are not merged
 
 
-def test_a_vocabulary_does_not_depend_on_hash_seed_or_threads():
-    code = (
-        "from experiments.translation.corpus import splits;"
-        "from experiments.translation.vocabulary import Vocabulary;"
-        "pairs = splits(train=2000, validation=1, test=1, deeper=1, seed=0).train;"
-        "print(Vocabulary.learn_bpe([pair.target for pair in pairs], size=400).to_json())"
-    )
-    pairs = splits(train=2000, validation=1, test=1, deeper=1, seed=0).train
-    outputs = {Vocabulary.learn_bpe([pair.target for pair in pairs], size=400).to_json()}
-    printed = python_output(code, PYTHONHASHSEED="0", RAYON_NUM_THREADS="1")
-    outputs.add(printed.decode("ascii").strip())
-    assert len(outputs) == 1 and len(outputs.pop()) > 4000
+PRINTS = """
+from experiments.translation.corpus import splits
+from experiments.translation.vocabulary import Vocabulary
+pairs = splits(train=2000, validation=1, test=1, deeper=1, seed=0).train
+print(Vocabulary.learn_bpe([pair.target for pair in pairs], size=400).to_json())
+print(Vocabulary.build(pair.source for pair in pairs).to_json())
+"""
+
+
+def test_vocabularies_do_not_depend_on_hash_seed_threads_or_platform_encoding(capsys):
+    exec(PRINTS, {})
+    changes = {"PYTHONHASHSEED": "1", "RAYON_NUM_THREADS": "1", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    printed = python_output(PRINTS, **changes).decode("ascii")
+    assert printed == capsys.readouterr().out
+    assert len(printed) > 4000 and "sch\\u00f6n" in printed
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,7 @@ def test_round_trip_through_json(kind):
     assert vocabulary.to_json().isascii()
 
 
+SPECIAL_IDS = {special: place for place, special in enumerate(SPECIALS)}
 WORDS, MERGES = (" ", "a", "b", "ab", " ab"), (("a", "b"), (" ", "ab"))
 OTHERS = "expected the words that its merges make"
 UNKNOWN = "expected two tokens known before it"
@@ -199,6 +203,10 @@ UNKNOWN = "expected two tokens known before it"
         (("a", "b", "ab"), MERGES, "expected a space among the characters"),
         ((" ", "a", "b", "a"), MERGES, "expected different words, got 'a' twice"),
         ((" ", "a", "\ud800"), MERGES, "words must be Unicode text"),
+        (("a", "b", "a"), (), "expected different words, got 'a' twice"),
+        (("<pad>",), (), "'<pad>' cannot be a word"),
+        (("",), (), "'' cannot be a word"),
+        (("a", 3), (), "3 cannot be a word"),
     ],
 )
 def test_an_invalid_vocabulary_is_refused_in_one_line(words, merges, message):
@@ -211,17 +219,10 @@ def test_an_invalid_vocabulary_is_refused_in_one_line(words, merges, message):
 @pytest.mark.parametrize(
     "change",
     [
-        {"merges": [["a", "b"]]},
-        {"merges": [["a", "b"], ["ab", " "]]},
-        {"merges": [["a", "b"], " ab"]},
-        {"merges": [["a", "b"], [["a"], "b"]]},
-        {"merges": [3]},
-        {"merges": 3},
-        {"merges": None},
-        {"merges": {}},
-        {"vocab": {"<pad>": 0, "<unk>": 1, "<bos>": 2, "<eos>": 3, " ": 4}},
-        {"type": "Unigram"},
-        {"type": "WordLevel"},
+        *({"merges": [["a", "b"], *more]} for more in ([], [["ab", " "]], [" ab"], [[["a"], "b"]])),
+        *({"merges": wrong} for wrong in ([3], 3, None, {})),
+        {"vocab": SPECIAL_IDS | {" ": 4}},
+        *({"type": kind} for kind in ("Unigram", "WordLevel")),
         {"dropout": 0.5},
         {"unk_token": " "},
         {"ignore_merges": True},
@@ -233,3 +234,26 @@ def test_a_damaged_file_of_the_library_is_refused_in_one_line(change):
     with pytest.raises(ValueError, match=r"^vocabulary: ") as error:
         Vocabulary.from_json(json.dumps(good | {"model": good["model"] | change}))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        *(({"vocab": {**SPECIAL_IDS, **words}}, {}) for words in ({"a": 5}, {"a": 4, "b": 4})),
+        *(({"vocab": vocab}, {}) for vocab in ({"a": 0}, {}, [])),
+        ({"unk_token": "a"}, {}),
+        ({"type": "os.system"}, {}),
+        *(({}, {name: None}) for name in ("pre_tokenizer", "normalizer", "post_processor")),
+    ],
+)
+def test_a_damaged_file_of_words_is_refused(model, change):
+    good = json.loads(Vocabulary(("a",)).to_json())
+    assert good["model"]["vocab"] == SPECIAL_IDS | {"a": 4}
+    with pytest.raises(ValueError, match=r"^vocabulary: .*expected what training writes"):
+        Vocabulary.from_json(json.dumps(good | {"model": good["model"] | model} | change))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "[" * 100_000])
+def test_a_file_that_is_no_vocabulary_is_refused(content):
+    with pytest.raises(ValueError, match=r"^vocabulary: expected"):
+        Vocabulary.from_json(content)

@@ -241,7 +241,7 @@ def test_rows_are_lists_of_tokens_on_a_mesh_whose_axes_are_part_of_types(kind, a
 
 @every_cache
 def test_rows_are_lists_of_tokens_after_any_history(kind):
-    for seed in range(9):
+    for seed in range(6):
         check_history(kind, seed)
 
 
@@ -270,10 +270,7 @@ def filled(kind: str, *counts: int) -> Any:
 
 KEEP = "(%s|keep: .* got a RollingCache; for drafts in sequence use truncate)"
 WRONG: dict[str, tuple[Any, str]] = {
-    "longer": (
-        lambda c: c.truncate(np.array([9, 6])),
-        r"lengths: .* 5 in batch row 1, got 6",
-    ),
+    "longer": (lambda c: c.truncate(np.array([9, 6])), r"lengths: .* 5 in batch row 1, got 6"),
     "negative": (lambda c: c.truncate(-1), "lengths: expected lengths >= 0, got -1"),
     "shape": (lambda c: c.truncate(np.array([1])), r"lengths: expected \[B\] = \[2\], got \[1\]"),
     "floats": (lambda c: c.truncate(np.ones(2)), r"lengths: expected an integer array \[B\]"),
@@ -282,15 +279,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no rows": (lambda c: c.fork(0, 0), "n: expected n >= 1, got 0"),
     "reset": (lambda c: c.reset(np.array([-1, 0])), "rows: expected 0 <= rows < B = 2, got -1"),
     "booleans": (lambda c: c.reset(np.ones(3, bool)), r"rows: expected \[B\] = \[2\], got \[3\]"),
-    "twice": (
-        lambda c: c.admit(np.array([1, 1]), c),
-        r"rows: expected different rows",
-    ),
+    "twice": (lambda c: c.admit(np.array([1, 1]), c), "rows: expected different rows"),
     "too few": (lambda c: c.admit(1, c), "rows: expected one for each of .* 2 batch rows, got 1"),
-    "start": (
-        lambda c: c.keep(np.array([10, 0]), np.zeros((2, 1), int)),
-        KEEP % "start: .* got 10",
-    ),
+    "start": (lambda c: c.keep(np.array([10, 0]), np.zeros((2, 1), int)), KEEP % "start: .* 10"),
     "path": (
         lambda c: c.keep(np.array([7, 3]), np.array([[0, 1], [0, 2]])),
         KEEP % r"places: .* the 2 tokens from start on in batch row 1, got \[0, 2\]",
@@ -306,18 +297,19 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"positions: expected None, as this cache numbers .* positions=True keeps",
     ),
     "dtype": (
-        lambda c: c.admit(0, type(c).create(1, 4, K, H, V, dtype=jnp.bfloat16)),
+        lambda c: admit_other(c, dtype=jnp.bfloat16),
         "other: expected dtype float32 as in the cache, got bfloat16",
     ),
     "no positions": (
-        lambda c: c.admit(0, type(c).create(1, 4, K, H, V, positions=True)),
+        lambda c: admit_other(c, positions=True),
         "(other: expected positions=False as in the cache|positions: expected False for a Roll)",
     ),
-    "heads": (
-        lambda c: c.admit(0, type(c).create(1, 4, K + 1, H, V)),
-        "other: expected a cache of the same class, dtype",
-    ),
+    "heads": (lambda c: admit_other(c, K + 1), "other: expected a cache of the same class, dtype"),
 }
+
+
+def admit_other(cache: Any, heads: int = K, **options: Any) -> None:
+    cache.admit(0, type(cache).create(1, 4, heads, H, V, **options))
 
 
 @pytest.mark.parametrize("kind", ["dense", "rolling", "paged"])
@@ -344,13 +336,21 @@ def test_what_was_overwritten_or_does_not_fit_is_named():
 
 def test_pages_are_free_as_soon_as_no_row_covers_them():
     cache = PagedCache.create(3, S, K, H, V, page_size=PAGE, num_pages=6)
-    new = [np.ones((3, T, K, n), np.float32) for n in (H, V)]
+    new: Any = [np.ones((3, T, K, n), np.float32) for n in (H, V)]
     cache = cache.append(new[0], new[1], np.arange(T) < np.array([[5], [4], [0]]))
-    assert int(cache.num_free_pages) == 2
-    assert int(cache.truncate(np.array([5, 3, 0])).num_free_pages) == 3
-    assert int(cache.reset(0).num_free_pages) == 4
-    assert int(cache.fork(1, 5).num_free_pages) == 4
-    assert int(cache.reorder(jnp.zeros(3, int)).truncate(np.array([3, 1, 0])).num_free_pages) == 5
+    for changed, free in (
+        (cache, 2),
+        (RUN["truncate"](cache, np.array([5, 3, 0])), 3),
+        (RUN["reset"](cache, np.array([0])), 4),
+        (RUN["fork"](cache, 1), 4),
+        (RUN["truncate"](RUN["reorder"](cache, np.zeros(3, int)), np.array([3, 1, 0])), 5),
+    ):
+        assert int(changed.num_free_pages) == free
+    full = RUN["append"](cache, *new, np.arange(T) < np.array([[0], [0], [T]]))
+    two: Any = (*(x[:, :2] for x in new), np.array([[True] * 2, [False] * 2, [False] * 2]))
+    with pytest.raises(ValueError, match="no free page for batch row 0, all num_pages = 6 are in"):
+        full.append(*two)
+    assert RUN["append"](full, *two).overflowed.tolist() == [True, False, False]
     prompt = PagedCache.create(1, 7, K, H, V, page_size=PAGE).append(*(x[:1] for x in new))
     admitted = cache.admit(2, prompt)
     assert admitted.lengths.tolist() == [5, 4, 5] and int(admitted.num_free_pages) == 0
@@ -387,8 +387,12 @@ def test_a_life_of_a_server_compiles_each_step_once(kind):
 def test_kept_positions_are_those_of_a_module_and_its_rules(kind):
     """Rotation, a learned bias and masks see them, in one call and token by token."""
     bias = jnp.asarray(np.random.default_rng(3).normal(size=(8, N)), jnp.float32)
-    options: Any = {"num_kv_heads": K, "rotary": True, "score": scores.RelativeBias(bias)}
-    options["mask"] = masks.Causal() & masks.Window(left=9)
+    options: Any = {
+        "num_kv_heads": K,
+        "rotary": True,
+        "mask": masks.Causal() & masks.Window(left=9),
+    }
+    options["score"] = nn.LearnedScore(scores.RelativeBias(bias))
     layer = nn.MultiHeadAttention(N, 8 * N, rngs=nnx.Rngs(0), **options)
     rng = np.random.default_rng(4)
     x = jnp.asarray(2 * rng.normal(size=(2, T, 8 * N)), jnp.float32)
@@ -396,12 +400,10 @@ def test_kept_positions_are_those_of_a_module_and_its_rules(kind):
     cache_class = PagedCache if "paged" in kind else DenseCache
     cache: Any = layer.empty_cache(2, 8, cache_class, positions=True)
     in_order = np.tril(np.ones((T, T), bool))[None, None]  # tokens that were appended before
-    want = layer(x, mask=masks.Dense(in_order), positions=positions)
-    graph, state = nnx.split(layer)
-    run_step = quick_jit(lambda *operands: nnx.merge(graph, state)(operands[0], **operands[1]))
+    run = nnx.jit(lambda layer, x, rules: layer(x, **rules))
+    want = run(layer, x, {"mask": masks.Dense(in_order), "positions": positions})
     for t in range(T):
-        new = {"cache": cache, "positions": positions[:, t : t + 1]}
-        out, cache = run_step(x[:, t : t + 1], new)
+        out, cache = run(layer, x[:, [t]], {"cache": cache, "positions": positions[:, [t]]})
         np.testing.assert_allclose(out[:, 0], want[:, t], rtol=0, atol=5e-6)
     np.testing.assert_array_equal(cache.last_positions(T), positions)
     np.testing.assert_array_equal(cache.last_positions(T + 1)[:, 0], [-1, -1])
@@ -430,35 +432,26 @@ def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
     attention: Any = functools.partial(
         nn.MultiHeadAttention, score=scores.RelativeBias(bias), mask=masks.Window(left=12)
     )
-    model = nn.DecoderOnly(
-        *(17,),
-        features=16,
-        num_heads=2,
-        feed_forward=32,
-        num_layers=2,
-        dropout_rate=0.0,
-        tie_embeddings=False,
-        self_attention=attention,
-        rngs=nnx.Rngs(0),
-    )
+    sizes: Any = {"features": 16, "num_heads": 2, "feed_forward": 32, "num_layers": 2}
+    sizes |= {"dropout_rate": 0.0, "tie_embeddings": False, "self_attention": attention}
+    model = nn.DecoderOnly(17, rngs=nnx.Rngs(0), **sizes)
     rng = np.random.default_rng(5)
-    prompt = jnp.asarray(rng.integers(0, 17, (2, 4)))
+    prompt = jnp.asarray(rng.integers(0, 17, (2, T)))
     greedy = np.asarray(jattn.generate(model, prompt, max_tokens=16).tokens)
     options: Any = {"page_size": 4} if "paged" in kind else {}
     cache_class = PagedCache if "paged" in kind else DenseCache
-    logits, caches = model.step(prompt, model.start(2, 40, cache_class, positions=True, **options))
-    graph, state = nnx.split(model)
+    caches = model.start(2, 40, cache_class, positions=True, **options)
 
-    @quick_jit
-    def verify(state: Any, drafts: Any, parents: Any, caches: Any) -> Any:
+    @nnx.jit
+    def verify(model: Any, drafts: Any, parents: Any, caches: Any) -> Any:
         tree = masks.Tree(parents, caches[0].lengths)
         rules = {"mask": tree, "positions": caches[0].lengths[:, None] + tree.depths}
-        logits, caches = nnx.merge(graph, state).step(drafts, caches, **rules)
+        logits, caches = model.step(drafts, caches, **rules)
         return jnp.argmax(logits, axis=-1), caches
 
     keep = quick_jit(lambda caches, *path: [cache.keep(*path) for cache in caches])
-    texts = [[int(x)] for x in np.argmax(logits[:, -1], axis=-1)]
-    accepted = []
+    best, caches = verify(model, prompt, np.tile(np.arange(-1, T - 1), (2, 1)), caches)
+    texts, accepted = [[int(x)] for x in best[:, -1]], []
     while min(map(len, texts)) < 12:
         parents = np.array([[-1, *(rng.integers(0, t) for t in range(1, T))] for _ in range(2)])
         drafts = rng.integers(0, 17, (2, T))
@@ -469,7 +462,7 @@ def test_trees_of_drafts_decode_what_greedy_search_decodes(kind):
             later = greedy[b][np.minimum(len(row) - 1 + depths, 15)]
             drafts[b, 1:] = np.where(right, later, drafts[b])[1:]
         start = caches[0].lengths
-        best, caches = verify(state, drafts, parents, caches)
+        best, caches = verify(model, drafts, parents, caches)
         places, counts = np.zeros((2, T), int), np.ones(2, int)
         for b, row in enumerate(texts):
             node = 0

@@ -27,9 +27,8 @@ from experiments.translation import __main__ as cli
 from experiments.translation import evaluation, runs, training
 from experiments.translation.batches import Batches
 from experiments.translation.presets import PRESETS
-from experiments.translation.runs import TextOrigin, TranslationRun
+from experiments.translation.runs import TranslationRun
 from experiments.translation.text import encode_pairs
-from experiments.translation.vocabulary import Vocabulary
 from tests.arrays import assert_equal
 from tests.conftest import plain_jax
 from tests.test_translation import (
@@ -39,6 +38,7 @@ from tests.test_translation import (
     cut_short,
     one_bit_flipped,
     saved_run,
+    set_words,
     small_tree,
     timeless,
 )
@@ -47,19 +47,8 @@ from tests.test_translation import (
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
-def a_run(directory: Path, *steps: int) -> TranslationRun:
-    words = Vocabulary(("a",))
-    run = TranslationRun(
-        directory, PRESETS["tiny"], words, words, TextOrigin(None, ("de", "en"), "0")
-    )
-    run.create()
-    for step in steps:
-        run.save(small_tree(step), step)
-    return run
-
-
 def test_resuming_after_a_killed_save_prints_nothing(tmp_path, capfd, recwarn):
-    run = a_run(tmp_path / "run", 1)
+    run = saved_run(tmp_path / "run", 1)
     left = run.directory / "checkpoints" / "2.orbax-checkpoint-tmp"
     left.mkdir()
     (left / "part").write_text("half")
@@ -93,14 +82,13 @@ def left_by_kills(
     busy = threading.Lock()
 
     def copy() -> None:
-        if not busy.acquire(blocking=False):
-            return
-        try:
-            copies.append(dataclasses.replace(run, directory=folder / str(len(copies))))
-            if run.directory.exists():
-                shutil.copytree(run.directory, copies[-1].directory)
-        finally:
-            busy.release()
+        if busy.acquire(blocking=False):
+            try:
+                copies.append(dataclasses.replace(run, directory=folder / str(len(copies))))
+                if run.directory.exists():
+                    shutil.copytree(run.directory, copies[-1].directory)
+            finally:
+                busy.release()
 
     _watchers.append(copy)
     try:
@@ -110,31 +98,27 @@ def left_by_kills(
     return copies
 
 
-@pytest.mark.parametrize("name", ["²", "٣", "01", "1_0", " 3", "pipes"])
-def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(name, tmp_path):
-    run = a_run(tmp_path / "run", 1, 2)
-    shutil.copytree(run.directory / "checkpoints" / "2", run.directory / "checkpoints" / name)
+def test_a_folder_that_is_named_like_no_step_is_no_checkpoint(tmp_path):
+    run = saved_run(tmp_path / "run", 1, 2)
+    folder = run.directory / "checkpoints"
+    names = {"²", "٣", "01", "1_0", " 3", "pipes"}
+    for name in names:
+        shutil.copytree(folder / "2", folder / name)
+        assert TranslationRun.open(run.directory).steps() == [1, 2]
     run = TranslationRun.open(run.directory)
-    assert run.steps() == [1, 2] and run.restore(small_tree(0))[1] == 2
+    assert run.restore(small_tree(0))[1] == 2
     run.save(small_tree(3), 3)
-    assert run.steps() == [1, 2, 3] and (run.directory / "checkpoints" / name).is_dir()
+    assert {path.name for path in folder.iterdir()} == names | {"1", "2", "3"}
 
 
-def test_a_checkpoint_with_a_pipe_in_it_is_not_whole(tmp_path):
-    run = a_run(tmp_path / "run", 1, 2)
-    os.mkfifo(run.directory / "checkpoints" / "2" / "pipe")
-    with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
-        assert run.restore(small_tree(0))[1] == 1
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_parameters_that_are_no_numbers_are_not_used(value, tmp_path):
-    run = a_run(tmp_path / "run", 1)
-    tree = small_tree(2)
-    tree.params["b"] = tree.params["b"] * value
-    run.save(tree, 2)
-    with pytest.raises(Failure, match=r"parameters are not finite, such as b$"):
-        run.parameters(small_tree(0).params)
+def test_parameters_that_are_no_numbers_are_not_used(tmp_path):
+    run = saved_run(tmp_path / "run", 1)
+    for step, value in ((2, np.nan), (3, np.inf)):
+        tree = small_tree(2)
+        tree.params["b"] = tree.params["b"] * value
+        run.save(tree, step)
+        with pytest.raises(Failure, match=r"parameters are not finite, such as b$"):
+            run.parameters(small_tree(0).params)
 
 
 def unwarned() -> warnings.catch_warnings:
@@ -149,13 +133,11 @@ def check_kills_in_saving(
     restored, unfinished = set(), 0
     for left in left_by_kills(run, lambda: run.save(small_tree(step), step), folder):
         with unwarned():
-            opened = TranslationRun.open(left.directory)
+            opened, last = TranslationRun.open(left.directory), None
             if opened.has_checkpoint():
                 tree, last = opened.restore(small_tree())
                 assert_equal(tree, small_tree(last))
-                restored.add(last)
-            else:
-                restored.add(None)
+            restored.add(last)
             folder = opened.directory / "checkpoints"
             unfinished += len([*folder.glob("*tmp*")])
             opened.save(small_tree(step), step)
@@ -166,42 +148,34 @@ def check_kills_in_saving(
 
 @pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
-    run = a_run(tmp_path / "run", 1, 2, 3)
+    run = saved_run(tmp_path / "run", 1, 2, 3)
     check_kills_in_saving(run, 4, tmp_path, {3, 4})
     assert run.steps() == [2, 3, 4]
 
 
 def test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint(tmp_path):
-    check_kills_in_saving(a_run(tmp_path / "run"), 1, tmp_path, {None})
+    check_kills_in_saving(saved_run(tmp_path / "run"), 1, tmp_path, {None})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kill_while_saving_anew_leaves_the_checkpoint_before(tmp_path):
-    run = a_run(tmp_path / "run", 1, 2)
+    run = saved_run(tmp_path / "run", 1, 2)
     (run.directory / "digests" / "2.json").unlink()
     check_kills_in_saving(run, 2, tmp_path, {1})
 
 
-def test_checkpoints_without_digests_are_damaged_and_not_unfinished(tmp_path):
-    run = a_run(tmp_path / "run", 1, 2)
-    shutil.rmtree(run.directory / "digests")
-    assert run.has_checkpoint()
-    with unwarned(), pytest.raises(ValueError, match="damaged"):
-        run.restore(small_tree())
-
-
 def test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest(tmp_path):
-    run = a_run(tmp_path / "run")
+    run = saved_run(tmp_path / "run")
     for step in range(1, 5):
         run.report({"step": step})
+    whole = run.metrics()
     left = left_by_kills(run, lambda: run.forget_metrics_after(2), tmp_path)
-    steps = [[record["step"] for record in each.metrics()] for each in (*left, run)]
-    assert steps[0] == [1, 2, 3, 4] and steps[-1] == [1, 2]
-    assert all(each in (steps[0], steps[-1]) for each in steps)
+    assert left[0].metrics() == whole and run.metrics() == whole[:2]
+    assert all(each.metrics() in (whole, whole[:2]) for each in left)
 
 
 def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
-    run = dataclasses.replace(a_run(tmp_path / "other"), directory=tmp_path / "run")
+    run = dataclasses.replace(saved_run(tmp_path / "other"), directory=tmp_path / "run")
     left = [*left_by_kills(run, run.create, tmp_path), run]
     whole = [each for each in left if runs.is_run(each.directory)]
     assert [TranslationRun.open(each.directory) for each in whole] == whole
@@ -214,9 +188,18 @@ def files_of(run: TranslationRun, step: int) -> list[Path]:
 
 
 def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path):
-    run = a_run(tmp_path / "run", 1, 2)
-    digest = run.directory / "digests" / "2.json"
-    files = [*files_of(run, 2), digest]
+    run = saved_run(tmp_path / "run", 1, 2)
+    digests, pipe = run.directory / "digests", run.directory / "checkpoints" / "2" / "pipe"
+    files = [*files_of(run, 2), digests / "2.json"]
+    os.mkfifo(pipe)
+    with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
+        assert run.restore(small_tree())[1] == 1
+    pipe.unlink()
+    digests.rename(run.directory / "moved")
+    assert run.has_checkpoint()  # a damaged one
+    with unwarned(), pytest.raises(ValueError, match="damaged"):
+        run.restore(small_tree())
+    (run.directory / "moved").rename(digests)
     assert len(files) > 5
     for file, damage in itertools.product(files, (one_bit_flipped, cut_short, Path.unlink)):
         content = file.read_bytes()
@@ -244,16 +227,12 @@ class Hostile:
 
 
 def test_of_a_hostile_file_nothing_is_run_and_nothing_wrong_is_taken(tmp_path):
-    run = a_run(tmp_path / "run", 1)
+    run = saved_run(tmp_path / "run", 1)
     run.report({"step": 1})
     marker = tmp_path / "was run"
-    hostile = [
-        pickle.dumps(Hostile(marker), protocol=0),
-        f"__import__('os').mkdir({str(marker)!r})".encode(),
-        b"[" * 100_000,
-        b'{"__class__": "os.system", "item_handlers": 3, "tree_metadata": 3}',
-        b"{}",
-    ]
+    hostile = [pickle.dumps(Hostile(marker), protocol=0), b"[" * 100_000, b"{}"]
+    hostile.append(f"__import__('os').mkdir({str(marker)!r})".encode())
+    hostile.append(b'{"__class__": "os.system", "item_handlers": 3, "tree_metadata": 3}')
     saved = [file for file in files_of(run, 1) if file.name.endswith("METADATA")]
     named = [file for file in run.directory.rglob("*") if file.suffix in (".json", ".jsonl")]
     assert len(saved) == 2 and len(named) == 5
@@ -283,27 +262,15 @@ def resigned(run: TranslationRun, step: int) -> Iterator[None]:
     path.write_text(original)
 
 
-@pytest.mark.parametrize(
-    "change", [{"path": 3}, {"languages": "de"}, {"languages": ["de", 3]}, {"fingerprint": None}]
-)
-def test_the_text_of_a_run_is_checked(tmp_path, change):
-    run = a_run(tmp_path / "run")
-    about = json.loads((run.directory / "config.json").read_text())
-    about["text"] |= change
-    (run.directory / "config.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
-        TranslationRun.open(run.directory)
-
-
-TINY = PRESETS["tiny"]
-
-
-def records(*losses: float | None) -> list[dict[str, Any]]:
-    """Metrics of a run with these validation losses every three steps, and two other reports."""
-    validations = [
-        {"step": 3 * n, "validation_loss": loss} for n, loss in enumerate(losses, start=1)
-    ]
-    return [{"step": 1, "loss": 9.0}, *validations, {"step": 100, "loss": 1.0}]
+def test_the_text_of_a_run_is_checked(tmp_path):
+    run = saved_run(tmp_path / "run")
+    path = run.directory / "config.json"
+    about = json.loads(path.read_text())
+    languages = ({"languages": "de"}, {"languages": ["de", 3]})
+    for change in ({"path": 3}, {"fingerprint": None}, *languages):
+        path.write_text(json.dumps(about | {"text": about["text"] | change}))
+        with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
+            TranslationRun.open(run.directory)
 
 
 @pytest.mark.parametrize(
@@ -319,16 +286,17 @@ def records(*losses: float | None) -> list[dict[str, Any]]:
     ],
 )
 def test_what_is_best_and_how_long_ago(losses, best, waited):
-    best_record = stopping.best(records(*losses))
+    records = [{"step": 3 * n, "validation_loss": x} for n, x in enumerate(losses, start=1)]
+    records = [{"step": 1, "loss": 9.0}, *records, {"step": 100, "loss": 1.0}]
+    best_record = stopping.best(records)
     assert (best_record and best_record["step"]) == best
-    assert stopping.waited(records(*losses)) == waited
-    assert not stopping.has_stopped(records(*losses), 0)
-    assert stopping.has_stopped(records(*losses), 2) == (waited >= 2)
+    assert stopping.waited(records) == waited
+    assert not stopping.has_stopped(records, 0)
+    assert stopping.has_stopped(records, 2) == (waited >= 2)
 
 
 PATIENCE = 3
 LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # training stops before the last; the third is best
-STOPS_AT = 6
 
 
 @functools.cache
@@ -338,7 +306,7 @@ def small_bench() -> Bench:
     pairs, _ = encode_pairs(parts.texts.train[:40], parts.source, parts.target)
     batches = Batches(pairs, rows_per_batch=16, max_shapes=1)
     changes = ("steps=0", f"epochs={len(LOSSES)}", f"patience={PATIENCE}", "schedule=constant")
-    config = TINY.changed([*changes, "checkpoint_every=4", "report_every=2"])
+    config = PRESETS["tiny"].changed([*changes, "checkpoint_every=4", "report_every=2"])
     optimiser = training.make_optimiser(config, 3 * len(LOSSES))
     train_step = training.make_step(parts.model, optimiser, config)
     return dataclasses.replace(
@@ -365,19 +333,16 @@ def train(run: TranslationRun, *, calls: int | None = None) -> None:
     at that call to save or report."""
     parts = small_bench()
     state = parts.init_state()
+    last_step = 0
     if run.steps():
         saved, last_step = run.restore(jax.eval_shape(parts.init_state))
         state = jax.tree.map(jnp.asarray, saved)
-        run.forget_metrics_after(last_step)
-    else:
-        run.forget_metrics_after(0)
-    count = 0
+    run.forget_metrics_after(last_step)
+    counter = itertools.count(1)
 
     def killed_at(function: Any) -> Any:
         def call(*arguments: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == calls:
+            if next(counter) == calls:
                 raise Killed
             function(*arguments)
 
@@ -409,12 +374,10 @@ def uninterrupted(tmp_path_factory) -> TranslationRun:
 
 @pytest.mark.slow
 def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninterrupted):
-    per_epoch = len(small_bench().batches)
-    assert per_epoch == 3
     steps = [record["step"] for record in uninterrupted.metrics() if "validation_loss" in record]
-    assert steps == [per_epoch * n for n in range(1, STOPS_AT + 1)]
+    assert steps == [3, 6, 9, 12, 15, 18]
     params, used = uninterrupted.parameters(bench().model.shapes)
-    assert used == [3 * per_epoch]
+    assert used == [9]
     assert losses_of_params()[digest(params)] == 2.0
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
 
@@ -428,17 +391,14 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert run.steps() == uninterrupted.steps()
-    for part in (small_bench().init_state, lambda: small_bench().init_state().params):
-        like = jax.eval_shape(part)
-        prefix = "" if isinstance(like, training.TrainingState) else "params/"
-        assert_equal(run.restore(like, prefix=prefix), uninterrupted.restore(like, prefix=prefix))
-    assert_equal(
-        run.parameters(bench().model.shapes), uninterrupted.parameters(bench().model.shapes)
-    )
+    like, shapes = jax.eval_shape(small_bench().init_state), bench().model.shapes
+    assert_equal(run.restore(like), uninterrupted.restore(like))
+    assert_equal(run.parameters(shapes), uninterrupted.parameters(shapes))
 
 
 @pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp_path):
+    """If the best checkpoint is damaged, the last one is used."""
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
     run = TranslationRun.open(tmp_path / "run")
     like = jax.eval_shape(small_bench().init_state)
@@ -453,12 +413,6 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
         train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert_equal(run.restore(like), uninterrupted.restore(like))
-
-
-@pytest.mark.slow
-def test_where_the_best_checkpoint_is_damaged_the_last_is_taken(uninterrupted, tmp_path):
-    shutil.copytree(uninterrupted.directory, tmp_path / "run")
-    run = TranslationRun.open(tmp_path / "run")
     one_bit_flipped(next((run.directory / "checkpoints" / "9").rglob("d/*")))
     with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
         assert run.parameters(bench().model.shapes)[1] == [18]
@@ -474,8 +428,11 @@ def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
 
 
 def test_the_mean_is_taken_in_float64_of_the_last_checkpoints(tmp_path):
-    scales = (7.0, 1e8, 1.0, -1e8, 3.0)  # which float32 would add up to 3 and not to 4
-    run = saved_run(tmp_path / "run", *scales, averaged_checkpoints=4)
+    run = saved_run(tmp_path / "run", 7.0, 1e8, averaged_checkpoints=4)
+    params, steps = run.parameters(small_tree().params)
+    assert steps == [1, 2] and float(params["a/kernel"][0, 0]) == np.float32((7 + 1e8) / 2)
+    for step, scale in ((3, 1.0), (4, -1e8), (5, 3.0)):  # float32 would add to 3 and not to 4
+        run.save(small_tree(scale), step)
     assert run.steps() == [2, 3, 4, 5]
     params, steps = run.parameters(small_tree().params)
     assert steps == [2, 3, 4, 5]
@@ -484,16 +441,9 @@ def test_the_mean_is_taken_in_float64_of_the_last_checkpoints(tmp_path):
     np.testing.assert_array_equal(params["b"].astype(np.float32), np.ones(4))
 
 
-def test_there_may_be_fewer_checkpoints_than_are_averaged(tmp_path):
-    run = saved_run(tmp_path / "run", 1.0, 2.0, averaged_checkpoints=4)
-    params, steps = run.parameters(small_tree().params)
-    assert steps == [1, 2] and float(params["a/kernel"][0, 0]) == 1.5
-
-
-@pytest.mark.parametrize("damage", [one_bit_flipped, cut_short, Path.unlink])
-def test_a_damaged_checkpoint_is_left_out_of_the_mean(tmp_path, damage):
+def test_a_damaged_checkpoint_is_left_out_of_the_mean(tmp_path):
     run = saved_run(tmp_path / "run", 1.0, 2.0, 4.0, averaged_checkpoints=3)
-    damage(next((run.directory / "checkpoints" / "2").rglob("d/*")))
+    one_bit_flipped(next((run.directory / "checkpoints" / "2").rglob("d/*")))
     with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
         params, steps = run.parameters(small_tree().params)
     assert steps == [1, 3] and float(params["a/kernel"][0, 0]) == 2.5
@@ -509,22 +459,13 @@ def test_a_run_that_went_back_behind_a_damaged_checkpoint_writes_it_anew(tmp_pat
     assert step == 2 and float(tree.params["a/kernel"][0, 0]) == 20
 
 
-def test_arrays_of_another_shape_are_refused_before_they_are_read(tmp_path, monkeypatch):
-    run = saved_run(tmp_path / "run", 1)
-    wrong = small_tree().params | {"a/kernel": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)}
-    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", pytest.fail)
-    with pytest.raises(ValueError, match=r"float32\[2, 3\], not float32\[1000000, 1000000\]"):
-        run.restore(wrong, prefix="params/")
-
-
-@pytest.mark.parametrize("line", ["{", "3", "[]", '{"loss": 1}', '{"step": "1"}', ""])
-def test_damaged_metrics_are_named(tmp_path, line):
+def test_damaged_metrics_are_named(tmp_path):
     run = saved_run(tmp_path / "run")
-    run.report({"step": 1})
-    with (run.directory / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a record of metrics, got"):
-        run.metrics()
+    message = r"metrics\.jsonl:2: expected a record of metrics, got"
+    for line in ("{", "3", "[]", '{"loss": 1}', '{"step": "1"}', ""):
+        (run.directory / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
+        with pytest.raises(ValueError, match=message):
+            run.metrics()
 
 
 @pytest.mark.exhaustive
@@ -532,9 +473,9 @@ def test_early_stopping_from_the_command_line(tmp_path, capsys, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.25])
     monkeypatch.setattr(evaluation.Evaluator, "token_loss", lambda *_: next(losses))
     run = str(tmp_path / "run")
-    settings = ("steps=0", "epochs=9", "patience=2", "sentences=40", "rows_per_batch=16")
-    changes = [part for text in (*settings, "tokens_per_batch=0") for part in ("--set", text)]
-    assert cli.main(["train", "--preset", "tiny", "--run", run, *changes]) == 0
+    changes = ("steps=0", "epochs=9", "patience=2", "sentences=40", "rows_per_batch=16")
+    options = set_words(*changes, "tokens_per_batch=0")
+    assert cli.main(["train", "--preset", "tiny", "--run", run, *options]) == 0
     printed = capsys.readouterr().out
     assert "stopped early: 2 epochs without a lower validation loss" in printed
     assert "best validation, after step 6: loss 2.0000" in printed

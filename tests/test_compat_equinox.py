@@ -60,8 +60,7 @@ def test_the_tree_stays_the_same():
     assert got == want
     assert all(a is b for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
     assert isinstance(ours["a"], equinox.nn.MultiheadAttention)
-    again = jax.tree.structure(compat.equinox_attention(ours))
-    assert again == jax.tree.structure(ours)
+    assert jax.tree.structure(compat.equinox_attention(ours)) == jax.tree.structure(ours)
 
 
 @pytest.mark.slow
@@ -76,6 +75,5 @@ def test_inference_masks_of_ours_and_mistakes():
         ours(X, X, X)
     with pytest.raises(ValueError, match=r"mask: expected \[T, S\] or \[N, T, S\] = \[3, 7, 9\]"):
         ours(X, Y, Y, causal, inference=True)
-    dead = np.zeros((T, T), bool)
-    out = ours(X, X, X, dead, inference=True)
+    out = ours(X, X, X, np.zeros((T, T), bool), inference=True)
     np.testing.assert_allclose(out, jnp.broadcast_to(theirs.output_proj.bias, out.shape))

@@ -28,14 +28,13 @@ MASKS = {
 
 
 def linen_layer(attention_fn: Any, **options: Any) -> Any:
-    """Flax's layer; `attention_fn=None` is Flax's own attention."""
-    options |= {} if attention_fn is None else {"attention_fn": attention_fn}
-    return linen.MultiHeadDotProductAttention(num_heads=N, qkv_features=D, **options)
+    """Flax's layer with a function of `BOTH`."""
+    options["attention_fn"] = attention_fn or linen.dot_product_attention
+    return linen.MultiHeadDotProductAttention(N, qkv_features=D, **options)
 
 
-def nnx_layer(attention_fn: Any, **options: Any) -> Any:
-    options |= {} if attention_fn is None else {"attention_fn": attention_fn}
-    options.setdefault("decode", False)
+def nnx_layer(attention_fn: Any, decode: bool = False) -> Any:
+    options: Any = {"attention_fn": attention_fn or nnx.dot_product_attention, "decode": decode}
     return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options)
 
 
@@ -63,18 +62,8 @@ def test_linen_with_gradients_and_dropout(name, rate):
         out = linen_layer(fn, **options).apply(params, X, mask=MASKS[name], rngs=rngs)
         return jnp.sum(jnp.sin(out)), out
 
-    derive = lambda fn: jax.grad(functools.partial(loss, fn), has_aux=True)(variables())  # noqa: E731
+    derive = lambda fn: jax.jit(jax.grad(functools.partial(loss, fn), has_aux=True))(variables())  # noqa: E731
     close(*map(derive, BOTH), tolerance=3e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "by row"])
-def test_nnx_with_gradients(name):
-    def loss(layer: Any) -> Any:
-        out = layer(X, mask=MASKS[name])
-        return jnp.sum(jnp.sin(out)), out
-
-    close(*(nnx.grad(loss, has_aux=True)(nnx_layer(fn)) for fn in BOTH), tolerance=2e-5)
 
 
 @pytest.mark.slow
@@ -92,33 +81,36 @@ def test_dropout_of_all_keys_and_of_each_weight():
     np.testing.assert_array_equal(out, ones)
 
 
+def linen_weights(layer: Any) -> jax.Array:
+    """The weights that a layer of Linen sows."""
+    options: Any = {"mask": MASKS["by row"], "sow_weights": True, "mutable": ["intermediates"]}
+    _, state = layer.apply(variables(), X, **options)
+    return state["intermediates"]["attention_weights"][0]
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_weights_are_sown():
     sown = []
     for fn in BOTH:
-        layer = linen_layer(fn)
-        _, state = layer.apply(variables(), X, sow_weights=True, mutable=["intermediates"])
-        sown.append(state["intermediates"]["attention_weights"][0])
         layer = nnx_layer(fn)
-        layer(X, sow_weights=True)
-        sown.append(layer.attention_weights.get_value()[0])
-    assert all(x.shape == (B, N, T, T) for x in sown)
-    close(sown[:2], sown[2:])
+        out = layer(X, mask=MASKS["by row"], sow_weights=True)
+        sown += [linen_weights(linen_layer(fn)), layer.attention_weights.get_value()[0], out]
+    assert [x.shape for x in sown] == [(B, N, T, T), (B, N, T, T), (B, T, D)] * 2
+    close(sown[:3], sown[3:])
 
 
 def test_decoding():
     outs = []
     for fn in BOTH:
-        layer = nnx_layer(fn, decode=True)
+        layer, run = nnx_layer(fn, decode=True), nnx.jit(lambda layer, x: layer(x))
         layer.init_cache((B, T, D))
-        outs.append(jnp.concatenate([layer(X[:, i : i + 1]) for i in range(T)], axis=1))
+        outs.append(jnp.concatenate([run(layer, X[:, [i]]) for i in range(T)], axis=1))
     close(*outs)
 
 
 def test_weights_are_sown_in_float32_on_request():
-    layer = linen_layer(compat.flax_attention_fn, dtype=jnp.bfloat16, force_fp32_for_softmax=True)
-    _, state = layer.apply(variables(), X, sow_weights=True, mutable=["intermediates"])
-    weights = state["intermediates"]["attention_weights"][0]
+    options: Any = {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}
+    weights = linen_weights(linen_layer(compat.flax_attention_fn, **options))
     assert weights.dtype == jnp.float32
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
@@ -133,8 +125,7 @@ def test_invalid_rates_raise(rate, broadcast):
 
 
 def test_complex_numbers_as_in_linen():
-    rng = np.random.default_rng(5)
-    parts = rng.normal(size=(2, 3, 2, T, N, 4)).astype(np.float32)
+    parts = np.random.default_rng(5).normal(size=(2, 3, 2, T, N, 4)).astype(np.float32)
     arrays: Any = [jnp.asarray(a + 1j * b) for a, b in zip(*parts, strict=True)]
     ours = compat.flax_attention_fn(*arrays, mask=MASKS["by row"])
     close(ours.imag, linen.dot_product_attention(*arrays, mask=MASKS["by row"]).imag)
@@ -169,41 +160,34 @@ def test_bfloat16_and_float32_softmax(options):
     run = lambda fn: linen_layer(fn, dtype=jnp.bfloat16, **options).apply(variables(), X)  # noqa: E731
     close(*map(run, BOTH), tolerance=0.03)
     x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
-    close(
-        compat.flax_attention_fn(x, x, x, **options),
-        linen.dot_product_attention(x, x, x, **options),
-    )
+    want = linen.dot_product_attention(x, x, x, **options)
+    close(compat.flax_attention_fn(x, x, x, **options), want)
 
 
 def test_later_arguments_of_nnx():
-    """Causal masks, bias, several batch axes, grouped heads, RoPE, if this version of Flax has
-    them."""
+    """Causal masks, bias, batch axes, grouped heads, RoPE, if this version of Flax has them."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, T, N, 6)), jnp.float32) for _ in range(3))
     bias = jnp.asarray(rng.normal(size=(2, 3, N, T, T)), jnp.float32)
     theirs: Any = nnx.dot_product_attention
     known = inspect.signature(theirs).parameters
-    calls: list[Any] = [((q, k, v), {"bias": bias})]
+    calls: list[Any] = [(theirs, (q, k, v), {"bias": bias})]
     if "is_causal" in known:
-        calls += [((q, k, v), {"is_causal": True})]
-        calls += [((q[0], k[0, :, :, :2], v[0, :, :, :2]), {"is_causal": True})]
-    for arrays, options in calls:
-        ours = compat.flax_attention_fn(*arrays, **options)
-        close(ours, theirs(*arrays, **options))
+        calls += [(theirs, (q, k, v), {"is_causal": True})]
+        calls += [(theirs, (q[0], k[0, :, :, :2], v[0, :, :, :2]), {"is_causal": True})]
     later: Any = nnx
     if hasattr(later, "RoPE"):
-        rope = later.RoPE()
-        ours = compat.flax_attention_fn(q, k, v, rope=rope)
-        close(ours, later.dot_product_attention_with_rope(q, k, v, rope=rope))
+        calls += [(later.dot_product_attention_with_rope, (q, k, v), {"rope": later.RoPE()})]
+    for their_function, arrays, options in calls:
+        close(compat.flax_attention_fn(*arrays, **options), their_function(*arrays, **options))
 
 
 def test_unsupported_arguments_raise():
     q = jnp.ones((T, N, 4), jnp.float32)
     with pytest.raises(NotImplementedError, match="products"):
         compat.flax_attention_fn(q, q, q, einsum_dot_general=jax.lax.dot_general)
-    einsums: Any = {
-        name: jnp.einsum for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum")
-    }
+    names = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
+    einsums: Any = dict.fromkeys(names, jnp.einsum)
     with pytest.raises(NotImplementedError, match="products"):
         compat.flax_attention_fn(q, q, q, **einsums)
     with pytest.raises(ValueError, match="neither precision"):
@@ -226,8 +210,10 @@ def test_masks_of_jattn_in_layers_of_flax_get_advice(attention_fn):
             layer.init(jax.random.key(0), X, X, mask=mask)
         with pytest.raises((TypeError, AttributeError), match=write):
             nnx_layer(attention_fn)(X, mask=mask)
-        dense = mask.dense(T, T) if mask.dense(T, T).ndim == 4 else mask.dense(T, T)[None, None]
-        layer.init(jax.random.key(0), X, X, mask=dense)
+        dense = jnp.broadcast_to(mask.dense(T, T), (B, 1, T, T))
+        jax.eval_shape(
+            lambda dense, layer=layer: layer.init(jax.random.key(0), X, mask=dense), dense
+        )
     with pytest.raises(AttributeError, match="write mask=mask"):
         linen.combine_masks(masks.Causal(), jnp.ones((1, 1, T, T), bool))
     ours: Any = masks.Causal()

@@ -60,12 +60,8 @@ AXES: dict[str, dict[str, Any]] = {
 
 def pairwise() -> list[dict[str, str]]:
     """Returns calls in which every pair of values of every two arguments occurs."""
-    wanted = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(AXES, 2)
-        for x in AXES[a]
-        for y in AXES[b]
-    }
+    pairs = itertools.combinations(AXES, 2)
+    wanted = {((a, x), (b, y)) for a, b in pairs for x in AXES[a] for y in AXES[b]}
     rng, calls = np.random.default_rng(0), []
     while wanted:
         drawn = [{a: str(rng.choice([*AXES[a]])) for a in AXES} for _ in range(40)]
@@ -89,9 +85,8 @@ def test_values_and_gradients_are_those_of_jax(place):
     arrays = [numbers(0, B, T, N, H), numbers(1, B, S, K, H), numbers(2, B, S, K, H)]
     arrays = [jnp.asarray(x, dtype) for x in arrays]
     biases = [] if bias is None else [jnp.asarray(bias)]
-    alive = np.arange(T)[None] < (
-        T if options["query_seq_lengths"] is None else np.array([[7], [11]])
-    )
+    lengths = options["query_seq_lengths"]
+    alive = np.arange(T) < np.broadcast_to(T if lengths is None else lengths, B)[:, None]
 
     def loss(function: Any, *arrays: Any) -> Any:
         q, k, v, *rest = arrays
@@ -113,11 +108,7 @@ def test_values_and_gradients_are_those_of_jax(place):
     close(out, their_out)
     assert residual.dtype == dtype or not with_residual
     if with_residual:
-        got, want = (
-            np.asarray(x, np.float32)[np.broadcast_to(alive, (B, T))]
-            for x in (residual, their_residual)
-        )
-        close(got, want)
+        close(*(np.asarray(x, np.float32)[alive] for x in (residual, their_residual)))
     for got, want in zip(ours, theirs, strict=True):
         assert got.dtype == want.dtype or dtype == jnp.float16
         assert got.shape == want.shape
@@ -126,19 +117,16 @@ def test_values_and_gradients_are_those_of_jax(place):
 
 
 def test_the_signature_is_that_of_jax():
-    ours, theirs = map(
-        inspect.signature, (compat.dot_product_attention, jax.nn.dot_product_attention)
+    ours, theirs = (
+        [(x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()]
+        for f in (compat.dot_product_attention, jax.nn.dot_product_attention)
     )
-    as_called = [
-        [(x.name, x.kind, x.default) for x in signature.parameters.values()]
-        for signature in (ours, theirs)
-    ]
-    assert as_called[0] == as_called[1]
+    assert ours == theirs
 
 
 @pytest.mark.slow
 def test_arrays_of_three_axes():
-    q, k, v = (jnp.asarray(numbers(i, n, N, H)) for i, n in enumerate((T, S, S)))
+    q, k, v = qkv()
     bias, lengths = numbers(4, N, T, S), np.array([5], np.int32)
     call = {"bias": bias, "key_value_seq_lengths": lengths, "return_residual": True}
     ours = compat.dot_product_attention(q, k, v, **call)
@@ -148,9 +136,13 @@ def test_arrays_of_three_axes():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def qkv(*batch: int) -> list[jax.Array]:
+    return [jnp.asarray(numbers(i, *batch, n, N, H)) for i, n in enumerate((T, S, S))]
+
+
 @pytest.mark.slow
 def test_differences_are_those_that_are_listed():
-    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
+    q, k, v = qkv(B)
     window = compat.dot_product_attention(q, k, v, local_window_size=(-1, 2))
     want = jax.nn.dot_product_attention(q, k, v, local_window_size=(-1, 2))
     np.testing.assert_allclose(window, want, atol=1e-5)
@@ -189,8 +181,7 @@ def test_mistakes_raise_as_in_jax(name):
 
 
 def test_installed_and_reported():
-    theirs = jax.nn.dot_product_attention
-    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
+    theirs, (q, k, v) = jax.nn.dot_product_attention, qkv(B)
     with compat.installed():
         assert jax.nn.dot_product_attention is not theirs
         with compat.installed():
@@ -215,14 +206,12 @@ def test_installed_and_reported():
 
 def test_xla_is_no_kernel_of_ours():
     """`jax.nn` calls the fallback on all platforms xla: Keras always passes it."""
-    q, k, v = (jnp.asarray(numbers(i, B, n, N, H)) for i, n in enumerate((T, S, S)))
-    programs = [
+    q, k, v = qkv(B)
+    named, default = (
         jax.jit(functools.partial(compat.dot_product_attention, implementation=name))
-        .lower(q, k, v)
-        .as_text()
-        for name in (None, "xla")
-    ]
-    assert programs[0] == programs[1]
+        for name in ("xla", None)
+    )
+    assert named.lower(q, k, v).as_text() == default.lower(q, k, v).as_text()
     with compat.installed(xla="blockwise"):
         named = jax.nn.dot_product_attention(q, k, v, implementation="xla")
         jax.nn.dot_product_attention(q, k, v)
@@ -232,11 +221,8 @@ def test_xla_is_no_kernel_of_ours():
     want = jattn.attention(q, k, v, implementation="blockwise")
     np.testing.assert_array_equal(named, want)
     default = jattn.explain(q, k, v).runs
-    assert [(x.calls, x.implementation) for x in compat.report()] == [
-        (2, "blockwise"),
-        (1, default),
-        (1, default),
-    ]
+    reported = [(x.calls, x.implementation) for x in compat.report()]
+    assert reported == [(2, "blockwise"), (1, default), (1, default)]
     with pytest.raises(ValueError, match="xla: expected None"):
         compat.install(xla="flash")
     with compat.installed():

@@ -8,11 +8,16 @@ import pytest
 from flax import nnx
 
 from jattn import compat, nn
+from tests.arrays import assert_equal
 
 
 B, T, S, N, D = 2, 5, 7, 3, 12
 RNG = np.random.default_rng(0)
 X, Y, Z = (RNG.normal(size=(B, n, d)).astype(np.float32) for n, d in ((T, D), (S, D), (S, 8)))
+
+
+def state_of(theirs: Any) -> dict[str, np.ndarray]:
+    return {name: x.numpy() for name, x in theirs.state_dict().items()}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -28,15 +33,12 @@ def test_torch_attention_there_and_back(bias, other_width):
     with torch.no_grad():
         tensors = [torch.from_numpy(x) for x in (X, memory, memory)]
         want = theirs(*tensors, need_weights=False)[0].numpy()
-    state = {name: x.numpy() for name, x in theirs.state_dict().items()}
+    state = state_of(theirs)
     params = compat.attention_from_torch(state, N)
     ours = nn.MultiHeadAttention(N, D, in_kv_features=width, use_bias=bias, rngs=nnx.Rngs(0))
     nnx.update(ours, params)
     np.testing.assert_allclose(ours(jnp.asarray(X), jnp.asarray(memory)), want, atol=1e-5)
-    back = compat.attention_to_torch(params)
-    assert set(back) == set(state)
-    for name, x in back.items():
-        np.testing.assert_array_equal(x, state[name])
+    assert_equal(compat.attention_to_torch(params), state)
 
 
 def torch_transformer(**options: Any) -> Any:
@@ -58,7 +60,7 @@ def test_torch_transformer_there_and_back(norm, bias):
     later = torch.nn.Transformer.generate_square_subsequent_mask(T)
     with torch.no_grad():
         want = theirs(torch.from_numpy(Y), torch.from_numpy(X), tgt_mask=later, tgt_is_causal=True)
-    state = {name: x.numpy() for name, x in theirs.state_dict().items()}
+    state = state_of(theirs)
     params = compat.transformer_from_torch(state, N)
     options: Any = {"norm": norm, "final_norm": True, "norm_epsilon": 1e-5, "use_bias": bias}
     sizes: Any = {"features": D, "num_heads": N, "feed_forward": 17}
@@ -69,19 +71,16 @@ def test_torch_transformer_there_and_back(norm, bias):
     memory = ours.encoder(jnp.asarray(Y), **run)
     np.testing.assert_allclose(ours.decoder(jnp.asarray(X), memory, **run), want, atol=2e-5)
     back = compat.transformer_to_torch(nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
-    assert set(back) == set(state)
-    for name, x in back.items():
-        np.testing.assert_array_equal(x, state[name])
+    assert_equal(back, state)
     theirs.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in back.items()})
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_mistakes_in_torch_transformers_raise():
-    state = {name: x.numpy() for name, x in torch_transformer().state_dict().items()}
+    state = state_of(torch_transformer())
+    without = {name: x for name, x in state.items() if name != "encoder.layers.0.linear1.weight"}
     with pytest.raises(ValueError, match=r"state: expected encoder\.layers\.0\.linear1\.weight"):
-        compat.transformer_from_torch(
-            {name: x for name, x in state.items() if name != "encoder.layers.0.linear1.weight"}, N
-        )
+        compat.transformer_from_torch(without, N)
     with pytest.raises(ValueError, match=r"state: encoder\.extra has no counterpart"):
         compat.transformer_from_torch({**state, "encoder.extra": np.ones(1)}, N)
     with pytest.raises(ValueError, match=r"state: expected names that begin with encoder\. or"):

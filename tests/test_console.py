@@ -1,5 +1,4 @@
-"""What commands print: JSON lines for programs, words for people, no control characters in
-files."""
+"""What commands print: JSON lines for programs, words for people, no controls in files."""
 
 import contextlib
 import io
@@ -17,7 +16,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
 from tests.commands import environment, run_python
 from tests.conftest import plain_jax
-from tests.test_translation import assert_refused, bench
+from tests.test_translation import assert_refused, bench, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -52,34 +51,26 @@ def run(directory: Path, *arguments: Any, stdin: str = "") -> Said:
         return Said(directory, *(stream.getvalue() for stream in written))
 
 
-def settings(**changes: Any) -> list[str]:
-    return [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Said:
     """A short training with byte-pair encoding on files, whose output a program reads."""
     folder = tmp_path_factory.mktemp("data")
-    for name, pairs in (("train", bench().texts.train), ("val", bench().texts.validation)):
+    texts = {"train": [*bench().texts.train, ("", "nothing")]}
+    texts["val"] = [*bench().texts.validation, ("☃", "☃")]
+    for name, pairs in texts.items():
         for side, suffix in enumerate(("de", "en")):
             lines = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{name}.{suffix}").write_text(lines, "utf-8")
-    for name, line in (("train.de", ""), ("train.en", "nothing"), ("val.de", "☃"), ("val.en", "☃")):
-        with (folder / name).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
     directory = folder / "run"
-    changes = settings(tokenizer="bpe", vocabulary_size=150, steps=4, report_every=2)
+    changes = set_words("tokenizer=bpe", "vocabulary_size=150", "steps=4", "report_every=2")
     arguments = ["--preset", "tiny", "--data", folder, "--run", directory, *changes]
     return run(directory, "train", "--json", *arguments)
 
 
 @pytest.mark.slow
 def test_training_tells_programs_everything_in_order(trained):
-    events = [record["event"] for record in trained.records]
-    assert events == [
-        *("read", "read", "encoded", "start"),
-        *("progress", "progress", "validation", "end"),
-    ]
+    events = "read read encoded start progress progress validation end".split()
+    assert [record["event"] for record in trained.records] == events
     train, validation = trained.of("read")
     assert (train["read"], train["kept"], train["empty"]) == (301, 300, 1)
     assert validation["kept"] == 21
@@ -97,7 +88,10 @@ def test_training_tells_programs_everything_in_order(trained):
     assert all(Path(file).stat().st_size > 5000 for file in end["pictures"])
     emitted = [*trained.of("progress"), *trained.of("validation")]
     without = [{k: v for k, v in record.items() if k != "event"} for record in emitted]
-    assert without == TranslationRun.open(trained.directory).metrics()
+    opened = TranslationRun.open(trained.directory)
+    assert without == opened.metrics()
+    # The vocabularies are learned from the training text alone.
+    assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]
 
 
 @pytest.mark.slow
@@ -133,12 +127,30 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
 
 @pytest.mark.slow
 def test_programs_get_the_evaluation(trained):
-    said = run(trained.directory, "evaluate", "--run", trained.directory, "--json", "--beam", 2)
+    arguments = ["--run", trained.directory, "--json", "--beam", 2, "--length-penalty", 1]
+    said = run(trained.directory, "evaluate", *arguments)
     (emitted,) = said.records
     written = json.loads((trained.directory / "evaluation.json").read_text("utf-8"))
     assert emitted == {"event": "evaluation", "set": "validation", **written["validation"]}
-    assert emitted["search"] == {"kind": "beam", "beams": 2, "length_penalty": 0.6}
-    assert "validation: 21 sentences" in said.err
+    assert emitted["search"] == {"kind": "beam", "beams": 2, "length_penalty": 1}
+    assert emitted["steps"] == [4] and emitted.keys() >= {"bleu", "word_bleu", "constructions"}
+    (validated,) = trained.of("validation")
+    assert emitted["loss"] == pytest.approx(validated["validation_loss"])
+    parameters = "the parameters after step 4; beam search, beams 2, length penalty 1.0"
+    assert all(x in said.err for x in ("validation: 21 sentences", "word BLEU", parameters))
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_the_same_settings_and_text_alone(trained, capsys):
+    resume = ["train", "--run", trained.directory, "--resume"]
+    assert_refused(resume, "has already run all its 4 steps", capsys)
+    message = "was started differently: features: 16, not 32"
+    assert_refused([*resume, "--set", "features=32"], message, capsys)
+    path = trained.directory.parent / "train.de"
+    text = path.read_text("utf-8")
+    path.write_text(text + "der hund schläft .\n", "utf-8")
+    assert_refused(resume, "same number of lines", capsys)
+    path.write_text(text, "utf-8")
 
 
 @pytest.mark.exhaustive
@@ -156,33 +168,22 @@ def test_every_command_knows_pieces_of_words(trained):
 
 
 @pytest.mark.slow
-def test_vocabularies_are_learned_from_training_text_alone(trained):
-    opened = TranslationRun.open(trained.directory)
-    assert opened.source.unknown("☃") == opened.target.unknown("☃") == ["☃"]
-
-
-@pytest.mark.slow
 def test_stdin_is_read_as_files_are(trained):
+    def translated(text: str) -> str:
+        return run(trained.directory, "translate", "--run", trained.directory, stdin=text).out
+
     sentence, other = (pair.source for pair in bench().texts.train[:2])
-    run_ = ["--run", trained.directory]
-    plain = run(trained.directory, "translate", *run_, stdin=f"{sentence}\n{other}\n").out
     odd = f"\ufeff{sentence}\r\n \u3000{other} \r\n"
-    assert run(trained.directory, "translate", *run_, stdin=odd).out == plain
-    one_line = "der\rhund\u2028\x0bschläft\x85"
-    assert run(trained.directory, "translate", *run_, stdin=one_line).out.count("\n") == 1
+    assert translated(odd) == translated(f"{sentence}\n{other}\n")
+    assert translated("der\rhund\u2028\x0bschläft\x85").count("\n") == 1
 
 
 @pytest.mark.parametrize("wrong", [b"gut\nsch\xf6n\n", b"gut\nsch\0n\n"])
-def test_stdin_that_is_no_text_is_one_clear_line(wrong, monkeypatch, capsys):
+def test_input_that_is_no_text_is_one_clear_line(wrong, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(wrong)))
-    assert cli.main(["translate", "--run", "nowhere"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: stdin:2: expected UTF-8 text, got") and error.count("\n") == 1
-
-
-def test_an_argument_that_is_no_text_is_one_clear_line(capsys):
-    arguments = ["translate", "--run", "nowhere", os.fsdecode(b"sch\xf6n")]
-    assert_refused(arguments, "expected UTF-8 text, got", capsys)
+    command = ["translate", "--run", "nowhere"]
+    assert_refused(command, "error: stdin:2: expected UTF-8 text, got", capsys)
+    assert_refused([*command, os.fsdecode(b"sch\xf6n")], "expected UTF-8 text, got", capsys)
 
 
 def test_words_are_utf8_whatever_the_platform_says():
@@ -199,22 +200,16 @@ HOSTILE = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃\
 SHOWN = "a\tb" + r"\x1b]0;title\x07\x0d\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃" + "\n"
 
 
-def test_a_terminal_is_shown_control_characters_and_obeys_none(monkeypatch):
-    for name in ("stdout", "stderr"):
-        stream = Terminal()
-        monkeypatch.setattr(sys, name, stream)
-        with visible_controls():
-            print(HOSTILE, end="", file=getattr(sys, name))
-            getattr(sys, name).writelines([HOSTILE])
-        assert stream.getvalue() == 2 * SHOWN
-        assert getattr(sys, name) is stream
-
-
-def test_a_file_gets_the_text_unchanged(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_only_a_terminal_is_shown_control_characters_and_obeys_none(name, kind, monkeypatch):
+    stream = kind()
+    monkeypatch.setattr(sys, name, stream)
     with visible_controls():
-        print(HOSTILE, end="")
-    assert sys.stdout.getvalue() == HOSTILE  # pyright: ignore[reportAttributeAccessIssue]
+        print(HOSTILE, end="", file=getattr(sys, name))
+        getattr(sys, name).writelines([HOSTILE])
+    assert stream.getvalue() == 2 * (SHOWN if kind is Terminal else HOSTILE)
+    assert getattr(sys, name) is stream
 
 
 def test_the_bar_still_moves_the_cursor(monkeypatch):

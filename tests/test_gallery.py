@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from experiments.gallery.variants import GROUPS, NAMES, load
 from experiments.language.settings import LanguageSettings
 from experiments.runs.ending import Failure
 from jattn import masks, nn
-from tests import browser as browsers
+from tests.test_translation import assert_refused
 from tests.test_walkthrough import Reader
 
 
@@ -35,23 +36,22 @@ def inputs_of(name):
 
 
 def check(variant, inputs):
-    """Compares output and gradients with the dense formula."""
+    """Compares output and gradients with those of the dense formula, and returns these."""
     cotangent = measuring.cotangent_for(variant, inputs)
     both = (variant.attention, variant.dense)
-    return measuring.largest_error(*(measuring.results(f, inputs, cotangent) for f in both))
+    got, dense = (measuring.results(function, inputs, cotangent) for function in both)
+    assert measuring.largest_error(got, dense) < 2e-5
+    return dense
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_is_its_dense_formula(name):
-    variant, inputs = load(name), inputs_of(name)
-    assert check(variant, inputs) < 2e-5
-    floats = [x for x in inputs.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    gradients = measuring.results(
-        variant.dense, inputs, measuring.cotangent_for(variant, inputs)
-    ).values()
-    assert len(gradients) == 1 + len(floats)
-    assert all(float(jnp.max(jnp.abs(x))) > 1e-3 for x in gradients), "no input is idle"
+    inputs = inputs_of(name)
+    dense = check(load(name), inputs)
+    floats = {name for name, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert dense.keys() == {"out", *floats}
+    assert all(float(jnp.max(jnp.abs(x))) > 1e-3 for x in dense.values()), "no input is idle"
 
 
 @pytest.mark.one_in(4)
@@ -72,11 +72,11 @@ def test_weights_are_those_of_allowed_pairs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_short_and_names_formula_and_paper(name):
     lines = (FOLDER / f"{name}.py").read_text("utf-8").splitlines()
-    assert len([line for line in lines if line]) <= 40
+    assert sum(map(bool, lines)) <= 40
     variant = load(name)
     assert variant.title and variant.blocks
-    assert any(word in variant.paper for word in ("arXiv:", "doi:", "www."))
-    assert any(year in variant.paper for year in map(str, range(2016, 2027)))
+    assert re.search(r"arXiv:|doi:|www\.", variant.paper)
+    assert re.search("201[6-9]|202[0-6]", variant.paper)
 
 
 def test_every_file_has_its_place():
@@ -86,9 +86,6 @@ def test_every_file_has_its_place():
 
 def test_a_wrong_variant_is_noticed():
     inputs = inputs_of("alibi")
-    later = dataclasses.replace(load("alibi"), attention=load("soft_cap").attention)
-    with pytest.raises(Failure, match=r"the output differs from the dense formula by .* of its"):
-        check(later, inputs)
 
     def wrong_gradient(q, **others):
         return load("alibi").attention(2 * q - jax.lax.stop_gradient(q), **others)
@@ -100,39 +97,26 @@ def test_a_wrong_variant_is_noticed():
         check(load("alibi"), nan)
 
 
-@pytest.mark.parametrize(
-    ("window", "stride", "dilation"), [(3, 1, 1), (4, 3, 1), (3, 2, 2), (5, 5, 2)]
-)
-def test_neighbourhoods_are_natten_s(window, stride, dilation):
-    """Counts keys, and compares the mask with the list of nearest keys, on a grid of odd sizes."""
-    shape = (11, 13)
-    options = {"window": window, "stride": stride, "dilation": dilation}
-    allowed = neighbours.allowed(shape, **options)
-    assert (allowed.sum(axis=1) == window**2).all()
-    size = 11 * 13
-    assert np.array_equal(neighbours.mask(shape, **options).dense(size, size), allowed)
-
-
-def test_neighbourhood_by_hand():
-    """Window 3 and stride 2 over 5 tokens: leaders are 1, 3 and 4, and windows stay inside."""
-    rows = ["11100", "11100", "00111", "00111", "00111"]
-    by_hand = np.array([[character == "1" for character in row] for row in rows])
-    assert np.array_equal(neighbours.allowed((5,), window=3, stride=2), by_hand)
+def test_neighbourhoods_are_natten_s():
+    """On a grid of odd sizes, and by hand for window 3 and stride 2 over 5 tokens: leaders are 1,
+    3 and 4, and windows stay inside."""
+    for window, stride, dilation in ((3, 1, 1), (4, 3, 1), (3, 2, 2), (5, 5, 2)):
+        options = {"window": window, "stride": stride, "dilation": dilation}
+        allowed = neighbours.allowed((11, 13), **options)
+        assert (allowed.sum(axis=1) == window**2).all()
+        mask = neighbours.mask((11, 13), **options)
+        assert np.array_equal(mask.dense(11 * 13, 11 * 13), allowed)
+    by_hand = [[1, 1, 1, 0, 0]] * 2 + [[0, 0, 1, 1, 1]] * 3
+    assert neighbours.allowed((5,), window=3, stride=2).tolist() == by_hand
 
 
 TIMES = Times(jattn=2.0, dense=5.0, jattn_bytes=30_000, dense_bytes=1_000_000)
 MEASURED = Measurement(1e-6, 0.25, {64: TIMES, 128: TIMES}, TIMES)
 
 
-@pytest.mark.parametrize(
-    ("dense", "written"),
-    [(0.0412, "0.041"), (2.0, "2.0"), (9.96, "10"), (12.3, "12"), (124, "124")],
-)
-def test_how_many_times_as_fast_is_written(dense, written):
-    assert page.ratio(Times(1.0, dense, 0, 0)) == written
-
-
 def test_the_page():
+    ratios = {0.0412: "0.041", 2.0: "2.0", 9.96: "10", 12.3: "12", 124: "124"}
+    assert {x: page.ratio(Times(1.0, x, 0, 0)) for x in ratios} == ratios
     text = page.written(dict.fromkeys(("alibi", "swin", "latent"), MEASURED))
     read = Reader(text)
     assert not read.open and not set(read.tags) & {"script", "iframe", "object", "link"}
@@ -147,22 +131,16 @@ def test_the_page():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
-def test_the_page_fits_the_window(tmp_path, width, dark):
-    if browsers.installed() is None:
-        pytest.skip("no browser to open pages with: the system's package chromium has one")
+def test_the_page_fits_the_window(window, tmp_path, width, dark):
     path = tmp_path / "index.html"
     path.write_text(page.written({"differential": MEASURED}), encoding="utf-8")
-    browser = browsers.Browser()
-    try:
-        browser.show(width, 900, dark=dark, phone=width < 500)
-        browser.open(path, ready="true")
-        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        wide = "[...document.querySelectorAll('.table, .formula')].some"
-        assert not browser.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)")
-        loaded = [x for x in browser.requests if not x.startswith("data:image/png;")]
-        assert not browser.complaints and loaded == [path.resolve().as_uri()]
-    finally:
-        browser.close()
+    window.show(width, 900, dark=dark, phone=width < 500)
+    window.open(path, ready="true")
+    assert window.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    wide = "[...document.querySelectorAll('.table, .formula')].some"
+    assert not window.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)")
+    loaded = [x for x in window.requests if not x.startswith("data:image/png;")]
+    assert not window.complaints and loaded == [path.resolve().as_uri()]
 
 
 @pytest.mark.slow
@@ -181,7 +159,7 @@ def test_the_command_reports_differences(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "load", lambda name: wrong)
     assert cli.main(["alibi", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
-    assert "FAILED: the output differs" in said.out + said.err
+    assert "FAILED: the output differs from the dense formula by " in said.out + said.err
     assert "these differ from their dense formulas: alibi" in said.err
     assert not list(tmp_path.iterdir())
 
@@ -198,12 +176,7 @@ def test_the_command_reports_differences(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_the_command_says_what_is_wrong(words, message, capsys):
-    try:
-        status = cli.main(words)
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr().err
-    assert status == 2 and message in said and said.count("\n") == 1
+    assert_refused(words, message, capsys, cli.main)
 
 
 def test_help_names_the_variants(capsys):
@@ -221,14 +194,12 @@ def test_layers_are_causal_and_train(name):
     variant = training.SOFTMAX if name == "softmax" else load(name)
     layer = training.VariantAttention(2, 16, variant=variant, use_bias=False, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 12, 16))
-    changed = layer(x.at[:, 8:].add(1.0))
-    np.testing.assert_allclose(changed[:, :8], layer(x)[:, :8], atol=1e-6)
-    assert float(jnp.max(jnp.abs((changed - layer(x))[:, 8:]))) > 1e-2
+    out, changed = layer(x), layer(x.at[:, 8:].add(1.0))
+    np.testing.assert_allclose(changed[:, :8], out[:, :8], atol=1e-6)
+    assert float(jnp.max(jnp.abs((changed - out)[:, 8:]))) > 1e-2
     gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
-    largest = [float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradients)]
-    assert min(largest) > 0
-    one_row = jnp.stack([layer(row[None])[0] for row in x])
-    np.testing.assert_allclose(one_row, layer(x), atol=1e-5)
+    assert all(float(jnp.max(jnp.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradients))
+    np.testing.assert_allclose(layer(x[1:])[0], out[1], atol=1e-5)
 
 
 def test_the_softmax_layer_is_multi_head_attention():

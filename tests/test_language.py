@@ -13,19 +13,14 @@ from experiments.language import model as models
 from experiments.language import text, training
 from experiments.language.runs import LanguageRun
 from experiments.language.settings import LanguageSettings
-from tests.test_translation import assert_refused
+from tests.arrays import assert_equal
+from tests.test_translation import assert_refused, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 TINY = ["features=12", "layers=1", "heads=2", "kv_heads=1", "feed_forward=10", "length=8"]
 TINY += ["rows=3", "steps=6", "report_every=3", "warmup=2", "dropout_rate=0.2"]
-
-
-def set_words(settings):
-    return [word for setting in settings for word in ("--set", setting)]
-
-
-SET = set_words(TINY)
+SET = set_words(*TINY)
 TEXT = "der hund schläft .\nthe dog sleeps .\n" * 20
 
 
@@ -76,10 +71,11 @@ def run_command(*arguments: object) -> int:
     return cli.main(list(map(str, arguments)))
 
 
-def variables_of(directory):
+def results_of(directory):
+    """The last state of a run and its losses."""
     run = LanguageRun.open(directory)
     _, state = training.init_state(run)
-    return jax.tree.leaves(run.restore(state)[0])
+    return run.restore(state)[0], [record["loss"] for record in run.metrics()]
 
 
 @pytest.mark.slow
@@ -99,10 +95,7 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     with (parts / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "lo')  # cut short
     assert run_command("train", "--run", parts, "--resume") == 0
-    for a, b in zip(variables_of(whole), variables_of(parts), strict=True):
-        np.testing.assert_array_equal(a, b)
-    losses = [[r["loss"] for r in LanguageRun.open(d).metrics()] for d in (whole, parts)]
-    assert losses[0] == losses[1]
+    assert_equal(*map(results_of, (whole, parts)))
 
     capsys.readouterr()
     write = ("write", "--run", whole, "--prompt", "der hund schl", "--characters", 20)
@@ -126,17 +119,16 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     ],
 )
 def test_impossible_sizes_are_one_clear_line(settings, message, file, tmp_path, capsys):
-    command = ("train", "--text", file, "--run", tmp_path / "run", *SET, *set_words(settings))
+    command = ("train", "--text", file, "--run", tmp_path / "run", *SET, *set_words(*settings))
     assert_refused(command, message, capsys, cli.main)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--characters", 10**11), ("--characters", 0), ("--seed", 2**32), ("--seed", -1)]
-)
-def test_numbers_of_the_command_line_have_bounds(arguments, capsys):
-    message = f"argument {arguments[0]}: expected at "
-    assert_refused(("write", *arguments), message, capsys, cli.main)
+def test_numbers_of_the_command_line_have_bounds(capsys):
+    for name, wrong in (("characters", (0, 10**11)), ("seed", (-1, 2**32))):
+        for value in wrong:
+            message = f"argument --{name}: expected at "
+            assert_refused(("write", f"--{name}", value), message, capsys, cli.main)
 
 
 def a_run(directory, file) -> LanguageRun:
@@ -168,11 +160,11 @@ def test_nothing_in_a_run_leads_elsewhere(file, tmp_path, capsys):
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("content", ["[" * 200_000, '{"a":' * 200_000, "{", "3"])
-def test_a_configuration_that_is_something_else_is_one_clear_line(content, file, tmp_path, capsys):
+def test_a_configuration_that_is_something_else_is_one_clear_line(file, tmp_path, capsys):
     run = a_run(tmp_path / "run", file)
-    (run.directory / "config.json").write_text(content)
-    assert_refused(("write", "--run", run.directory), "error: ", capsys, cli.main)
+    for content in ("[" * 200_000, '{"a":' * 200_000, "{", "3"):
+        (run.directory / "config.json").write_text(content)
+        assert_refused(("write", "--run", run.directory), "error: ", capsys, cli.main)
 
 
 def test_a_model_that_gives_no_probabilities_writes_nothing(file, tmp_path, capsys):
@@ -193,9 +185,9 @@ def interrupt(*_: object) -> None:
 @pytest.mark.slow
 def test_learns_to_continue_a_text(file, tmp_path, capsys):
     settings = ["steps=150", "report_every=50", "dropout_rate=0.0", "length=24"]
-    settings += ["features=32", "rows=8", "learning_rate=0.01"]
+    options = set_words(*TINY, *settings, "features=32", "rows=8", "learning_rate=0.01")
     run = tmp_path / "run"
-    assert run_command("train", "--text", file, "--run", run, *SET, *set_words(settings)) == 0
+    assert run_command("train", "--text", file, "--run", run, *options) == 0
     assert LanguageRun.open(run).metrics()[-1]["validation_loss"] < 0.2
     capsys.readouterr()
     options = ("--prompt", "der hund", "--characters", 60, "--temperature", 0)

@@ -17,7 +17,7 @@ from jattn import masks, nn, scores
 from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
 from jattn.positions import Yarn
 from tests import oracle
-from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
 
 
 B, T, N, C, R = 3, 11, 5, 6, 3
@@ -98,24 +98,21 @@ def test_scan_reorder_and_prompts(kind):
 def test_the_kernel_reads_many_query_heads(dtype):
     """Sizes of a model, whose products are computed for blocks of heads and of keys."""
     S, C, R = 700, 48, 16
+    limit = {"bfloat16": 8e-3, "float32": 3e-6, "float64": 1e-14}[dtype]
+    key = normal_arrays((2, S + 9, 1, C + R), dtype=dtype)[0].at[:, S:].set(jnp.nan)
+    valid = np.arange(S + 9) < np.array([S, 130])[:, None]
+    cache = LatentCache.create(2, S + 9, C, R, dtype).append(key, None, valid)
     for N in (1, 4, 20, 33):
-        query, key = normal_arrays((2, 1, N, C + R), (2, S, 1, C + R), dtype=dtype)
-        query, key = (
-            2 * query,
-            jnp.pad(key, ((0, 0), (0, 9), (0, 0), (0, 0)), constant_values=jnp.nan),
-        )
-        valid = np.arange(S + 9) < np.array([S, 130])[:, None]
-        cache = LatentCache.create(2, S + 9, C, R, dtype).append(key, None, valid)
-        assert "jattn_decode" in jax.jit(jattn.attention).lower(query, cache).as_text()
+        query = 2 * normal_arrays((2, 1, N, C + R), dtype=dtype, seed=1)[0]
+        lowered = jax.jit(jattn.attention).lower(query, cache)
+        assert "jattn_decode" in lowered.as_text()
+        out = lowered.compile()(query, cache)
         for b, length in enumerate((S, 130)):
             q, k = (np.asarray(x[b], np.float64) for x in (query, key))
             score = q[0] @ k[:length, 0].T / np.sqrt(C + R)
             weights = np.exp(score - score.max(-1, keepdims=True))
             want = weights / weights.sum(-1, keepdims=True) @ k[:length, 0, :C]
-            assert (
-                oracle.error(jattn.attention(query, cache)[b, 0], want)
-                <= {"bfloat16": 8e-3, "float32": 3e-6, "float64": 1e-14}[dtype]
-            )
+            assert oracle.error(out[b, 0], want) <= limit
 
 
 @every_kind
@@ -234,16 +231,11 @@ def test_values_and_gradients_by_the_formula(name):
     layer, x = latent_attention(name), inputs()
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     cotangent = normal_arrays((B, T, 3), seed=4)[0]
-
-    def call(params: Any, x: Any) -> Any:
-        return nnx.merge(graph, params, rest)(x)
-
-    def values_and_gradients(function: Any) -> Any:
-        loss = lambda *operands: jnp.sum(function(*operands) * cotangent)  # noqa: E731
-        return jax.jit(function)(params, x), jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-
-    formula = functools.partial(by_the_formula, layer)
-    got, want = values_and_gradients(call), values_and_gradients(formula)
+    call = lambda params, x: nnx.merge(graph, params, rest)(x)  # noqa: E731
+    got, want = (
+        jax.jit(functools.partial(out_and_gradients, function))((params, x), cotangent)
+        for function in (call, functools.partial(by_the_formula, layer))
+    )
     assert_trees_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -266,7 +258,8 @@ def test_the_absorbed_form_equals_the_expanded_form(name, kind, dtype):
     """Prompts of three lengths padded on the left, then token by token."""
     layer, x = latent_attention(name, dtype), inputs(dtype)
     mask = masks.Window(left=W) if kind == "rolling" else None
-    want, limit = layer(x, mask=mask), 1e-12 if dtype == "float64" else 1e-5
+    want = np.asarray(nnx.jit(lambda layer, x: layer(x, mask=mask))(layer, x))
+    limit = 1e-12 if dtype == "float64" else 1e-5
     cache = empty(kind, layer.empty_cache)
     counts = np.array([3, 1, 2])
     padded = jnp.stack([jnp.roll(x[b, :3], 3 - n, axis=0) for b, n in enumerate(counts)])
@@ -280,15 +273,19 @@ def test_the_absorbed_form_equals_the_expanded_form(name, kind, dtype):
     assert isinstance(cache, LatentCache)
 
 
+@nnx.jit
+def in_other_forms(layer: Any, single: Any, x: Any) -> Any:
+    memory, weights = layer.project_memory(x), nn.capture_weights(layer, x)[""]
+    return weights, memory, layer(x), (layer.attend_memory(x, memory), single(x))
+
+
 @pytest.mark.slow
 def test_weights_memories_and_single_heads():
     layer, x = latent_attention("paper"), inputs()
-    weights = nn.capture_weights(layer, x)[""]
+    weights, memory, want, other_forms = in_other_forms(layer, nn.SingleHeads(layer), x)
     assert weights.shape == (B, N, T, T)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
-    memory = layer.project_memory(x)
-    np.testing.assert_allclose(layer.attend_memory(x, memory), layer(x), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(nn.SingleHeads(layer)(x), layer(x), rtol=0, atol=1e-12)
+    assert_trees_close(other_forms, (want, want), rtol=0, atol=1e-12)
     with pytest.raises(TypeError, match=r"cache: expected a LatentCache, .*got a DenseCache"):
         layer(x, cache=memory)
     with pytest.raises(ValueError, match="inputs_v: expected None"):
@@ -304,30 +301,3 @@ def test_weights_memories_and_single_heads():
             make(**wrong)
     with pytest.raises(TypeError, match="no argument 'num_kv_heads'"):
         make(num_kv_heads=1)
-
-
-@pytest.mark.slow
-def test_a_model_step_by_step_is_the_model_at_once():
-    attention = functools.partial(nn.MultiHeadLatentAttention, kv_rank=6, query_rank=5)
-    model = nn.DecoderOnly(
-        11,
-        features=12,
-        num_heads=3,
-        head_dim=4,
-        feed_forward=7,
-        num_layers=1,
-        self_attention=attention,
-        dropout_rate=0.0,
-        rngs=nnx.Rngs(0),
-    )
-    ids = jnp.asarray(np.random.default_rng(0).integers(11, size=(2, 6)), jnp.int32)
-    caches = model.start(2, 9, PagedCache, page_size=2)
-    run_step, logits = nnx.jit(lambda m, t, c: m.step(t, c)), []
-    for t in range(6):
-        out, caches = run_step(model, ids[:, t : t + 1], caches)
-        logits.append(out)
-    call = nnx.jit(lambda m, t: m(t))
-    np.testing.assert_allclose(jnp.concatenate(logits, 1), call(model, ids), rtol=0, atol=1e-5)
-    generated = jattn.generate(model, ids[:, :2], max_tokens=4).tokens[:, -4:]
-    best = jnp.argmax(call(model, jnp.concatenate([ids[:, :2], generated], 1)), axis=-1)
-    np.testing.assert_array_equal(generated, best[:, 1:5])

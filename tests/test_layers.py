@@ -132,10 +132,11 @@ def test_no_file_imports_itself_through_others():
     assert not waiting
 
 
-def test_the_library_does_not_know_the_experiments():
+def test_the_library_does_not_know_the_experiments_and_postpones_no_types():
+    """Checks by jaxtyping need the annotations themselves."""
     for module in modules("jattn"):
-        for name in imported("jattn", module):
-            assert name.split(".")[0] not in ("experiments", "tests"), module
+        packages = {name.split(".")[0] for name in imported("jattn", module)}
+        assert not packages & {"experiments", "tests", "__future__"}, module
 
 
 _MODULES = "tuning masks scores normalizers positions cache parallel viz compat nn generation"
@@ -184,27 +185,25 @@ def test_nobody_unpickles_or_evaluates_text(package):
                 assert allowed, (module, call.lineno)
 
 
-def test_types_are_not_postponed():
-    # jaxtyping's checks need the annotations themselves.
-    for module in modules("jattn"):
-        assert "__future__.annotations" not in imported("jattn", module), module
-
-
 IMPORTS = """
 import sys
 loaded = lambda: print(*sys.modules)
 import jattn; loaded()
 jattn.attention; loaded()
 import jattn.nn; loaded()
+import experiments.language.__main__, experiments.translation.__main__; loaded()
 import jax; jax.numpy.ones(1)
 """
 
 
 def test_imports_are_light_and_start_no_backend():
-    """On a platform that does not exist whatever touches a device fails, as the last line does."""
+    """On a platform that does not exist whatever touches a device fails, as the last line does.
+
+    Processes must find each other, with `jax.distributed`, before a backend starts.
+    """
     result = commands.run_python("-c", IMPORTS, env=commands.environment(JAX_PLATFORMS="nowhere"))
-    assert result.returncode != 0 and "nowhere" in result.stderr
-    bare, function, modules = ({*line.split()} for line in result.stdout.splitlines())
+    assert result.returncode == 1 and "nowhere" in result.stderr
+    bare, function, modules, _ = ({*line.split()} for line in result.stdout.splitlines())
     assert {"jax", "jattn", "jaxtyping"} <= function
     assert not bare & {"jaxtyping", "flax"}
     assert not function & {"matplotlib", "optax", "orbax", "experiments", "beartype", "torch"}
@@ -213,35 +212,17 @@ def test_imports_are_light_and_start_no_backend():
     assert kernels == {"common", "cpu", "protocol", "registry", "xla"}
 
 
-COMMANDS = """
-import experiments.language.__main__, experiments.translation.__main__
-print("imported")
-import jax; jax.numpy.ones(1)
-"""
-
-
-def test_commands_start_no_backend_when_imported():
-    """Processes must find each other, with `jax.distributed`, before a backend starts."""
-    result = commands.run_python("-c", COMMANDS, env=commands.environment(JAX_PLATFORMS="nowhere"))
-    assert (result.stdout, result.returncode) == ("imported\n", 1) and "nowhere" in result.stderr
-
-
 def tracked() -> set[str]:
     """The names in the root that git tracks or, without git, that are not ignored."""
     if (ROOT / ".git").exists():
-        listing = subprocess.run(
-            ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
-        )
-        names = {name.split("/")[0] for name in listing.stdout.split("\0") if name}
-        if names:
+        command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True)
+        if names := {name.split("/")[0] for name in listing.stdout.split("\0") if name}:
             return names
     lines = (ROOT / ".gitignore").read_text(encoding="utf-8").split("\n")
     ignored = [line.strip().strip("/") for line in lines if line.strip()]
-    return {
-        path.name
-        for path in ROOT.iterdir()
-        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored)
-    }
+    names = {path.name for path in ROOT.iterdir()}
+    return {x for x in names if not any(fnmatch.fnmatch(x, pattern) for pattern in ignored)}
 
 
 def test_the_top_level_has_no_other_files():

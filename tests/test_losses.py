@@ -11,6 +11,7 @@ import pytest
 
 from experiments.translation import losses
 from experiments.translation.losses import Projection, cross_entropy
+from tests.conftest import assert_trees_close
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -50,14 +51,11 @@ def case(places=PLACES, vocabulary=V, spread=3.0):
 
 
 def loss_and_gradients(features, kernel, bias, labels, mask, smoothing=0.0) -> Any:
-    @jax.jit
-    def run(features, kernel, bias):
-        return jax.value_and_grad(
-            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, mask, smoothing=smoothing),
-            (0, 1, 2),
-        )(features, kernel, bias)
+    def run(x, w, b):
+        return cross_entropy(x, Projection(w, b), labels, mask, smoothing=smoothing)
 
-    return run(*map(jnp.asarray, (features, kernel, bias)))
+    arrays = map(jnp.asarray, (features, kernel, bias))
+    return jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*arrays)
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +75,7 @@ def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
     total, gradients = by_hand(*arguments, smoothing)
     loss, grads = loss_and_gradients(*arguments, smoothing)
     assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(total, rel=2e-6)
-    for slope, gradient in zip(grads, gradients, strict=True):
-        np.testing.assert_allclose(slope, gradient, rtol=2e-5, atol=2e-5)
+    assert_trees_close(grads, gradients, rtol=2e-5, atol=2e-5)
     features, *matrices = map(jnp.asarray, arguments[:3])
     call = functools.partial(losses.cross_entropies, smoothing=smoothing)
     both = jax.jit(call)(features, Projection(*matrices), *arguments[3:])
@@ -135,25 +132,15 @@ def test_logits_are_never_whole():
     places, vocabulary = 4096, 1000
 
     def run(x, w, b, labels, mask):
-        return jax.value_and_grad(
-            lambda x, w, b: cross_entropy(x, Projection(w, b), labels, mask), (0, 1, 2)
-        )(x, w, b)
+        return cross_entropy(x, Projection(w, b), labels, mask)
 
-    kinds = ((places, D), (vocabulary, D), (vocabulary,))
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kinds]
-    arguments += [jax.ShapeDtypeStruct((places,), kind) for kind in (jnp.int32, jnp.bool)]
-    memory: Any = jax.jit(run).lower(*arguments).compile().memory_analysis()
+    function = jax.jit(jax.value_and_grad(run, (0, 1, 2)))
+    memory: Any = function.lower(*case(places, vocabulary)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * places * vocabulary / 8
 
 
 def test_chunks_of_padding_are_not_computed():
-    features, kernel, bias, labels, _ = case()
-    mask = np.arange(PLACES) == 3
-    rows, chunks = losses._sorted(
-        jnp.asarray(features),
-        Projection(jnp.asarray(kernel), jnp.asarray(bias)),
-        jnp.asarray(labels),
-        jnp.asarray(mask),
-    )
+    features, kernel, bias, labels, mask = map(jnp.asarray, (*case()[:4], np.arange(PLACES) == 3))
+    rows, chunks = losses._sorted(features, Projection(kernel, bias), labels, mask)
     assert int(chunks) == 1 and int(rows.labels[0, 0]) == labels[3]
     assert len(rows.labels) == 4

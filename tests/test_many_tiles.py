@@ -106,12 +106,10 @@ SELECTED = ("predicate", "dilated", "dropout_masked")
 
 
 def _marks(implementation: str, name: str) -> Any:
-    if (implementation, name) in (("blockwise", SELECTED[0]), ("native", "lengths_both")):
-        return ()
-    return pytest.mark.slow if name in SELECTED[1:3] else pytest.mark.exhaustive
+    often = [*zip(("blockwise", "native", "native"), SELECTED, strict=True)]
+    return pytest.mark.slow if (implementation, name) in often else pytest.mark.exhaustive
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize(
     ("implementation", "name"),

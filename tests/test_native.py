@@ -74,7 +74,7 @@ def run(name: str, x: CaseInputs) -> contract.CaseResults:
 def _marks(name: str, dtype: str) -> Any:
     """Each case once, every other in float64: one in twelve before a commit, a tenth slow."""
     place = list(CASES).index(name)
-    often = pytest.mark.slow if place % 10 == 2 else pytest.mark.exhaustive
+    often = pytest.mark.slow if place % 20 == 2 else pytest.mark.exhaustive
     if dtype == ("float64" if place % 2 else "float32"):
         return () if place % 12 == 0 else often
     if dtype == "bfloat16":  # which has products of its own
@@ -103,7 +103,7 @@ def test_contract(name, dtype):
         contract.assert_same(run(name, poisoned(name, x, poison)), got)
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize("name", contract.WITH_HIDDEN_KEYS)
 def test_poison_reaches_only_who_attends_to_it(name):
     if not refused(name):

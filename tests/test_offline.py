@@ -5,6 +5,7 @@ Tests that need a compiler are marked `slow` and skipped where it is not install
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -47,13 +49,9 @@ LOSS = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are ser
 def test_resources_of_kernels():
     said = ("the first of two", "the second", LOSS)
     assert machine_code.resources(SAID) == machine_code.Resources(168, 136, 120, 32, said)
-    neither = (
-        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
-    )
+    neither = "  0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
     assert machine_code.resources(neither) == machine_code.Resources(32, 0, 0, 0, ())
-
-
-def test_ptxas_that_failed_is_not_read_as_a_kernel_without_registers():
+    # A failure of ptxas is no kernel without registers.
     with pytest.raises(ValueError, match=r"expected 'Used … registers' .* got 'ptxas fatal"):
         machine_code.resources("ptxas fatal   : nothing there\n")
 
@@ -89,14 +87,6 @@ a_kernel:
 """
 
 
-def test_instructions_and_labels():
-    code, labels = machine_code.instructions(SASS)
-    assert len(code) == 17
-    assert code[0] == Instruction("LDC", "R1, c[0x0][0x28] ;")
-    assert code[2].root == "HGMMA"
-    assert [labels[f".L_x_{n}"] for n in (0, 2, 3, 9)] == [1, 7, 7, 16]
-
-
 def test_only_innermost_loops_with_products_count():
     first, second = machine_code.loops(SASS)
     cycles = 64 + 32, 8, (128 + 64) * 16 * 2 // 128 + (64 + 64) * 16 * 2 // 128
@@ -108,6 +98,11 @@ def test_only_innermost_loops_with_products_count():
     assert second.instructions == 6
     assert second.by_kind == {"matrix": 2, "local": 1, "float": 1, "integer": 1, "jump": 1}
     assert second.special_cycles == 0
+    # The main loop has the most products, in the fewest instructions.
+    larger = second._replace(matrix_cycles=1000)
+    assert machine_code.main_loop([first, second]) == first
+    assert machine_code.main_loop([first, second, larger]) == larger
+    assert machine_code.main_loop([]) is None
 
 
 # A vote decides whether sums are rescaled; a branch has two sides; a wait jumps out and back.
@@ -144,21 +139,11 @@ def test_instructions_that_a_vote_skips_are_counted_separately():
     assert (loop.instructions, loop.sometimes) == (13, 2)
     kinds = {"jump": 5, "special": 3, "float": 2, "matrix": 1, "shuffle": 1, "integer": 1}
     assert loop.by_kind == kinds
-
-
-def test_threads_of_a_warpgroup_vote_at_a_barrier():
+    # Threads of a warpgroup vote at a barrier.
     at_barrier = BRANCHES.replace("VOTE.ANY P1, P1", "B2R.RESULT RZ, P1")
-    assert [x.sometimes for x in machine_code.loops(at_barrier)] == [2]
     other = BRANCHES.replace("FSEL R88, R88, R83, P1", "PLOP3.LUT P1, PT, PT, PT, UP1, 0x80, 0x0")
-    assert [x.sometimes for x in machine_code.loops(other)] == [0]
-
-
-def test_the_main_loop_has_most_products_in_fewest_instructions():
-    loops = machine_code.loops(SASS)
-    assert machine_code.main_loop(loops) == loops[0]
-    larger = loops[1]._replace(matrix_cycles=1000)
-    assert machine_code.main_loop([*loops, larger]) == larger
-    assert machine_code.main_loop([]) is None
+    for code, sometimes in ((at_barrier, 2), (other, 0)):
+        assert [x.sometimes for x in machine_code.loops(code)] == [sometimes]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +196,8 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
 
     monkeypatch.setattr(job, "_said", said)
     (kernel,) = job.kernels(tmp_path)
-    found_in_files = [kernel[x] for x in ("kernel", "threads", "spill_bytes")]
-    assert found_in_files == ["jattn_forward", 384, 120]
-    assert kernel["shared_bytes"] == 1000 + 32
+    of_files = [kernel[x] for x in ("kernel", "threads", "spill_bytes", "shared_bytes")]
+    assert of_files == ["jattn_forward", 384, 120, 1000 + 32]
     assert kernel["main_loop"]["instructions"] == 5
     assert len(kernel["loops"]) == 2
     assert calls[0][:3] == ("ptxas", "-arch=sm_90a", "-v")
@@ -248,62 +232,42 @@ def test_a_tool_that_fails_fails_the_job(monkeypatch):
 JOB = Job("h100", "causal", "hopper", 64, "bfloat16", "forward")
 
 
-def raising(error: Exception) -> Any:
-    def compiled(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return compiled
-
-
-def test_a_reason_of_jattn_is_no_failure(monkeypatch):
-    reason = NotImplementedError("implementation 'hopper': expected\n bfloat16")
-    monkeypatch.setattr(targets, "compiled", raising(reason))
-    expected = {"status": "unsupported", "message": "implementation 'hopper': expected bfloat16"}
-    assert job.outcome(JOB) == expected
-
-
-@pytest.mark.parametrize("error", [NotImplementedError("sin in a kernel"), RuntimeError("a\nb")])
-def test_what_a_compiler_raises_is_a_failure(monkeypatch, error):
-    monkeypatch.setattr(targets, "compiled", raising(error))
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    assert job.outcome(JOB) == {"status": "failed", "message": message}
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (
+            NotImplementedError("implementation 'hopper': expected\n bfloat16"),
+            *("unsupported", "implementation 'hopper': expected bfloat16"),
+        ),
+        (NotImplementedError("sin in a kernel"), "failed", "NotImplementedError: sin in a kernel"),
+        (RuntimeError("a\nb"), "failed", "RuntimeError: a b"),
+    ],
+)
+def test_only_a_reason_of_jattn_is_no_failure(monkeypatch, error, status, message):
+    monkeypatch.setattr(targets, "compiled", mock.Mock(side_effect=error))
+    assert job.outcome(JOB) == {"status": status, "message": message}
 
 
 def ended(returncode: int, stdout: str = "", stderr: str = "") -> Any:
-    return lambda *_, **__: subprocess.CompletedProcess([], returncode, stdout, stderr)
-
-
-TPU_JOB = JOB._replace(target="v5e", implementation="tpu")
+    return subprocess.CompletedProcess([], returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize(
-    ("done", "message"),
+    ("result", "status", "message"),
     [
-        (ended(-6, stderr="one\ntwo\nthree\nfour"), "killed by SIGABRT: two | three | four"),
-        (ended(3, "no JSON", "why"), "exit status 3: why"),
-        (ended(3, "[1]", "why"), "exit status 3: why"),
-        (ended(1), "exit status 1: "),
+        (ended(-6, "", "one\ntwo\nthree\nfour"), "failed", "killed by SIGABRT: two | three | four"),
+        (ended(3, "no JSON", "why"), "failed", "exit status 3: why"),
+        (ended(3, "[1]", "why"), "failed", "exit status 3: why"),
+        (ended(1), "failed", "exit status 1: "),
+        (subprocess.TimeoutExpired("python", 2.5), "failed", "not ready after 2.5 seconds"),
+        (ended(0, 'noise\n{"status": "compiled", "message": ""}\n'), "compiled", ""),
     ],
 )
-def test_a_compiler_that_dies_is_a_failure(monkeypatch, done, message):
-    monkeypatch.setattr(subprocess, "run", done)
-    row = job.run(TPU_JOB, 1.0)
-    assert (row["status"], row["message"]) == ("failed", message)
-
-
-def test_a_compiler_that_does_not_end_is_a_failure(monkeypatch):
-    def never(*_: Any, timeout: float, **__: Any) -> Any:
-        raise subprocess.TimeoutExpired("python", timeout)
-
-    monkeypatch.setattr(subprocess, "run", never)
-    assert job.run(TPU_JOB, 2.5)["message"] == "not ready after 2.5 seconds"
-
-
-def test_the_last_line_of_a_process_is_the_row(monkeypatch):
-    said = 'noise\n{"status": "compiled", "message": ""}\n'
-    monkeypatch.setattr(subprocess, "run", ended(0, said))
-    expected = row("compiled") | {"target": "v5e", "implementation": "tpu"}
-    assert job.run(TPU_JOB, 1.0) == expected
+def test_the_row_of_a_process(monkeypatch, result, status, message):
+    """Its last line, or a failure."""
+    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=[result]))
+    expected = row(status, message) | {"target": "v5e", "implementation": "tpu"}
+    assert job.run(JOB._replace(target="v5e", implementation="tpu"), 2.5) == expected
 
 
 def parsed(*arguments: str, target: str = "h100") -> Any:
@@ -316,6 +280,10 @@ def test_jobs_are_the_product_of_the_arguments():
     assert len(jobs) == len(set(jobs)) == 2 * 2 * 2
     assert jobs[0] == Job("h100", "full", "ampere", 64, "bfloat16", "forward")
     assert {x.which for x in jobs} == {"forward", "gradients"}
+    # The usual ones are every case by the kernels for the target.
+    usual = command.chosen(parsed("--pass", "gradients", target="v5e"), targets.V5E)
+    pairs = {(x.implementation, x.case) for x in usual}
+    assert pairs == {*itertools.product(("tpu", "blockwise"), calls.CALLS)}
 
 
 def test_lengths_are_for_cases_without_arrays():
@@ -327,12 +295,6 @@ def test_lengths_are_for_cases_without_arrays():
     assert (query.shape, key.shape) == ((1, 8192, 8, 64), (1, 8192, 2, 64))
     with pytest.raises(UserError, match="--lengths: the case segments has arrays of one length"):
         command.chosen(parsed("--lengths", "4096", "--cases", "segments"), targets.H100)
-
-
-def test_the_usual_jobs_are_every_case_of_the_kernels_for_the_target():
-    jobs = command.chosen(parsed("--pass", "gradients", target="v5e"), targets.V5E)
-    assert {x.implementation for x in jobs} == {"tpu", "blockwise"}
-    assert {x.case for x in jobs} == set(calls.CALLS)
 
 
 @pytest.mark.parametrize(
@@ -349,16 +311,19 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
     assert error.count("\n") == 1
 
 
-def test_an_unknown_command_names_the_nearest(capsys):
-    assert benchmark.main(["trainng"]) == 2
-    assert capsys.readouterr().err == "error: unknown command 'trainng'; nearest: training\n"
-
-
-def test_an_implementation_that_the_target_has_not(capsys):
-    arguments = ["offline", "--target", "v5e", "--implementation", "hopper"]
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trainng"], "error: unknown command 'trainng'; nearest: training\n"),
+        (
+            ["offline", "--target", "v5e", "--implementation", "hopper"],
+            "error: no implementation 'hopper' for v5e; there are tpu",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_named(arguments, words, capsys):
     assert benchmark.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: no implementation 'hopper' for v5e; there are tpu")
+    assert capsys.readouterr().err.startswith(words)
 
 
 @pytest.mark.parametrize("target", targets.TARGETS.values(), ids=list(targets.TARGETS))
@@ -388,15 +353,7 @@ def test_a_program_that_is_not_installed(monkeypatch):
         targets.tool("nvdisasm")
 
 
-LOOP = {
-    "instructions": 519,
-    "matrix_cycles": 1024,
-    "special_cycles": 528,
-    "shared_cycles": 640,
-    "products": 1024 * 2048,
-    "by_kind": {},
-    "sometimes": 64,
-}
+LOOP = machine_code.MachineLoop(519, 1024, 528, 640, 1024 * 2048, {}, 64)._asdict()
 KERNEL = {
     "kernel": "jattn_forward",
     "registers": 168,
@@ -483,16 +440,9 @@ def test_every_mask_and_every_score_function_is_there():
 
 HEADS = (64, 128, 256, 80, 96)
 DTYPES = ("bfloat16", "float16", "float32")
-COMPILED = [
-    (targets.H100, "hopper", DTYPES[:2]),
-    (targets.A100, "ampere", DTYPES[:2]),
-    (targets.B200, "blackwell", DTYPES[:2]),
-    *(
-        (target, implementation, DTYPES)
-        for target in (targets.V5E, targets.V6E)
-        for implementation in ("tpu", "blockwise")
-    ),
-]
+GPUS = {"ampere": targets.A100, "hopper": targets.H100, "blackwell": targets.B200}
+COMPILED = [(target, name, DTYPES[:2]) for name, target in GPUS.items()]
+COMPILED += [(x, y, DTYPES) for x in (targets.V5E, targets.V6E) for y in ("tpu", "blockwise")]
 
 
 @pytest.fixture
@@ -565,14 +515,11 @@ SPILLS = *SIMPLE, *OTHERS, *LEARNED
 
 # The shared memory of a block: an A100 has more, other GPUs since Ampere do not.
 MOST_SHARED = {"ampere": 99 * 1024, "hopper": 227 * 1024, "blackwell": 227 * 1024}
-GPUS = {"ampere": targets.A100, "hopper": targets.H100, "blackwell": targets.B200}
 
 
 def on_gpus(*implementations: str) -> pytest.MarkDecorator:
-    rows = [(GPUS[name], name) for name in implementations]
-    return pytest.mark.parametrize(
-        ("target", "implementation"), rows, ids=[target.name for target, _ in rows]
-    )
+    rows = [pytest.param(GPUS[name], name, id=GPUS[name].name) for name in implementations]
+    return pytest.mark.parametrize(("target", "implementation"), rows)
 
 
 def compiled_row(implementation: str, name: str, head: int, which: str) -> dict[str, Any]:
@@ -707,13 +654,8 @@ def test_all_that_was_kept_compiles_and_spills_nothing(path):
 
 # The order of kernels: output, gradients of queries, gradients of keys and values. JAX's kernels
 # for gradients have one name.
-PASSES = {
-    "jattn_hopper_forward": 0,
-    "jattn_hopper_d_queries": 1,
-    "jattn_hopper_d_keys": 2,
-    "entry": 0,
-    "anonymous": 1,
-}
+PASSES = tuple(f"jattn_hopper_{x}" for x in ("forward", "d_queries", "d_keys"))
+PASSES += "entry", "anonymous"
 
 
 def loops_kept(path: Path, implementation: str) -> dict[tuple[str, int], list[dict[str, int]]]:
@@ -725,7 +667,7 @@ def loops_kept(path: Path, implementation: str) -> dict[tuple[str, int], list[di
         if stored["implementation"] != implementation or stored["pass"] != "gradients":
             continue
         kernels = [x for x in stored["kernels"] if x["kernel"] in PASSES]
-        kernels.sort(key=lambda x: (PASSES[x["kernel"]], x["main_loop"]["matrix_cycles"]))
+        kernels.sort(key=lambda x: (PASSES.index(x["kernel"]), x["main_loop"]["matrix_cycles"]))
         names = "instructions", "matrix_cycles"
         counts = [{name: x["main_loop"][name] for name in names} for x in kernels]
         both = {name: sum(x[name] for x in counts[2:]) for name in names}

@@ -1,5 +1,6 @@
 """Positions: sinusoids by their formula, and rotary embeddings by loops and by their purpose."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -39,22 +40,21 @@ def test_sinusoidal_by_the_formula(width, base):
 
 
 def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
-    places = jnp.array([3, 700])
-    want = [sinusoid(p, 8) for p in (3, 700)]
-    for dtype, error in ((jnp.float32, 1e-4), (jnp.float16, 1e-3), (jnp.bfloat16, 4e-3)):
-        got = positions.sinusoidal(places, 8, dtype=dtype)
+    small = np.array([3, 700])
+    rows = (small, "float32", 1e-4), (small, "float16", 1e-3), (small, "bfloat16", 4e-3)
+    for places, dtype, error in (*rows, (FAR, "bfloat16", 1e-2)):
+        got = positions.sinusoidal(jnp.asarray(places), 8, dtype=jnp.dtype(dtype))
         assert got.dtype == dtype
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=error)
-    assert positions.sinusoidal(places, 8).dtype == jnp.float32
+        got = np.asarray(got, np.float64)
+        close(got, [sinusoid(int(p), 8) for p in places], atol=error)
+        assert len({row.tobytes() for row in got}) == len(places)
+    assert positions.sinusoidal(jnp.arange(2), 8).dtype == jnp.float32
 
 
 def turned(
     x: np.ndarray, places: np.ndarray, style: str, base: float = 10000.0, size: int = 0
 ) -> np.ndarray:
-    """Su et al. 2021, section 3.2.2, one vector and one pair at a time. `places` is [*B, T].
-
-    `size` channels are turned; 0 means all.
-    """
+    """Su et al. 2021, section 3.2.2, pair by pair of the first `size` channels; 0 means all."""
     size = size or x.shape[-1]
     result = np.array(x)
     for *place, head in np.ndindex(x.shape[:-1]):
@@ -74,8 +74,11 @@ OPTIONS = ("style", "base", "rotary_dim", "scaling")
 compiled = jax.jit(positions.rotary, static_argnames=OPTIONS)
 
 
-def rotary(x: np.ndarray, places: Any, *options: Any, **named: Any) -> np.ndarray:
+def rotary(x: Any, places: Any, *options: Any, **named: Any) -> np.ndarray:
     return np.asarray(compiled(jnp.asarray(x), jnp.asarray(places), *options, **named))
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-13)
 
 
 @pytest.mark.one_in(3)
@@ -87,25 +90,23 @@ def test_rotary_by_the_formula(style, size, batch):
     by_row = RNG.integers(0, 60, (*batch, 5))
     for places, base in ((by_row, 10000.0), (np.array([3, 0, 41, 7, 7]), 5e5)):
         got = rotary(x, places, style, base, rotary_dim=size)
-        want = turned(x, np.broadcast_to(places, x.shape[:-2]), style, base, size or 0)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+        close(got, turned(x, np.broadcast_to(places, x.shape[:-2]), style, base, size or 0))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
 @pytest.mark.parametrize("style", STYLES)
 def test_rotary_keeps_the_dtype(dtype, style):
-    x = jnp.asarray(RNG.normal(size=(3, 2, 8)), dtype)
-    assert compiled(x, jnp.arange(3), style, rotary_dim=4).dtype == dtype
-    gradient = jax.grad(lambda x: compiled(x, jnp.arange(3), style).sum())
-    assert jax.eval_shape(gradient, x).dtype == dtype
+    run = lambda x, **options: positions.rotary(x, jnp.arange(3), style, **options)  # noqa: E731
+    x = jax.ShapeDtypeStruct((3, 2, 8), dtype)
+    assert jax.eval_shape(functools.partial(run, rotary_dim=4), x).dtype == dtype
+    assert jax.eval_shape(jax.grad(lambda x: run(x).sum()), x).dtype == dtype
 
 
 FAR = np.array([255, 256, 257, 4095, 32767])
 
 
 def first_channels(count: int, style: str) -> np.ndarray:
-    """Vectors `[count, 1, 8]` whose rotation is the cosines and sines themselves: ones in the first
-    channel of each pair."""
+    """Vectors `[count, 1, 8]` whose rotation is cosines and sines: 1 and 0 in each pair."""
     x = np.zeros((count, 1, 8))
     x[..., slice(4) if style == "half" else slice(0, None, 2)] = 1
     return x
@@ -116,60 +117,49 @@ def first_channels(count: int, style: str) -> np.ndarray:
 def test_far_positions_in_low_precision(dtype, style):
     x = first_channels(5, style)
     got = np.asarray(compiled(jnp.asarray(x, dtype), jnp.asarray(FAR), style), np.float64)
-    np.testing.assert_allclose(got, turned(x, FAR, style), rtol=0, atol=1e-2)
+    close(got, turned(x, FAR, style), atol=1e-2)
     assert len({row.tobytes() for row in got}) == len(FAR)
     # Rounded in bfloat16, these positions would be 255, 256, 256 (or 258), 4096, 32768.
     rounded = np.asarray(jnp.asarray(FAR, jnp.bfloat16), np.int64)
     assert np.abs(turned(x, rounded, style) - turned(x, FAR, style)).max() > 0.5
 
 
-def test_far_positions_of_sinusoids_in_low_precision():
-    got = positions.sinusoidal(jnp.asarray(FAR), 8, dtype=jnp.bfloat16)
-    want = [sinusoid(int(p), 8) for p in FAR]
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-2)
-    assert len({row.tobytes() for row in np.asarray(got)}) == len(FAR)
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_documented_limit_of_float32_angles(style):
     x, places = first_channels(1, style), np.array([100_000])
-    got = rotary(np.asarray(x, np.float32), places, style)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, turned(x, places, style), rtol=0, atol=1e-2)
-    exact = rotary(x, places, style)
-    np.testing.assert_allclose(exact, turned(x, places, style), rtol=0, atol=1e-10)
+    for dtype, limit in (("float32", 1e-2), ("float64", 1e-10)):
+        got = rotary(x.astype(dtype), places, style)
+        assert got.dtype == dtype
+        close(got, turned(x, places, style), atol=limit)
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_rotary_is_orthogonal_so_its_gradient_turns_back(style):
-    x, d_out = (jnp.asarray(RNG.normal(size=(4, 2, 6))) for _ in range(2))
-    places = jnp.array([0, 3, 9, 100])
-    _, pull = jax.vjp(lambda x: positions.rotary(x, places, style), x)
-    back = positions.rotary(d_out, -places, style)
-    np.testing.assert_allclose(pull(d_out)[0], back, rtol=0, atol=1e-13)
+def test_gradients_turn_back_by_the_formula(style):
+    """The rotation is orthogonal."""
+    d_out, places = RNG.normal(size=(4, 2, 6)), np.array([0, 3, 9, 100])
+    run = lambda x: positions.rotary(x, jnp.asarray(places), style)  # noqa: E731
+    gradient = jax.jit(lambda x, d_out: jax.vjp(run, x)[1](d_out)[0])
+    close(gradient(jnp.ones((4, 2, 6)), jnp.asarray(d_out)), turned(d_out, -places, style))
 
 
 def test_rotary_eagerly_and_under_vmap():
     x, places = jnp.asarray(RNG.normal(size=(3, 4, 2, 6))), jnp.asarray(RNG.integers(0, 50, (3, 4)))
     want = turned(np.asarray(x), np.asarray(places), "half")
-    for call in (positions.rotary, jax.vmap(positions.rotary)):
-        np.testing.assert_allclose(call(x, places), want, rtol=0, atol=1e-13)
+    for call in (positions.rotary, jax.jit(jax.vmap(positions.rotary))):
+        close(call(x, places), want)
 
 
 def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
     """The angle by which position 1 rotates each pair, and the factor of the pair's length."""
     x = np.tile(np.array([1.0, 0.0]), size // 2)[None, None]
-    got = np.asarray(
-        positions.rotary(jnp.asarray(x), jnp.array([1]), "interleaved", base, scaling=scaling)
-    )
+    got = rotary(x, [1], "interleaved", base, scaling=scaling)
     z = got[0, 0, 0::2] + 1j * got[0, 0, 1::2]
     return np.angle(z), np.abs(z)
 
 
 def test_linear_scaling_is_that_of_positions():
     x, places = RNG.normal(size=(5, 3, 10)), np.array([0, 4, 8, 20, 400])
-    got = rotary(x, places, scaling=positions.Linear(4.0))
-    np.testing.assert_allclose(got, turned(x, places // 4, "half"), rtol=0, atol=1e-13)
+    close(rotary(x, places, scaling=positions.Linear(4.0)), turned(x, places // 4, "half"))
 
 
 def test_ntk_scaling_divides_the_lowest_frequency_only():
@@ -206,13 +196,12 @@ def test_yarn_by_pairs():
 
 def test_axial_rotary_turns_each_part_by_its_coordinate():
     x, places = RNG.normal(size=(2, 6, 3, 8)), RNG.integers(0, 40, (2, 6, 2))
-    got = np.asarray(
-        positions.axial_rotary(jnp.asarray(x), jnp.asarray(places), "interleaved", 100.0)
-    )
+    run = jax.jit(lambda x, p: positions.axial_rotary(x, p, "interleaved", 100.0))
     parts = [
-        turned(x[..., 4 * i : 4 * i + 4], places[..., i], "interleaved", 100.0) for i in (0, 1)
+        turned(part, places[..., i], "interleaved", 100.0)
+        for i, part in enumerate(np.split(x, 2, axis=-1))
     ]
-    np.testing.assert_allclose(got, np.concatenate(parts, axis=-1), rtol=0, atol=1e-13)
+    close(run(jnp.asarray(x), jnp.asarray(places)), np.concatenate(parts, axis=-1))
 
 
 def test_learned_takes_rows_and_gives_nan_outside_of_the_table():

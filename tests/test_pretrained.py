@@ -4,7 +4,7 @@
 also with the library itself, which `pip install 'jattn[interop]'` brings.
 """
 
-import contextlib
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -18,7 +18,6 @@ from flax import nnx
 
 from jattn import masks, nn
 from jattn.cache import DenseCache, RollingCache
-from jattn.nn import families
 from tests import pretrained
 from tests.devices import mesh_of
 from tests.pretrained import CASES, WINDOW, PretrainedCase, T
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE: Any = {"rtol": 0, "atol": 1e-4}
 PADDING = masks.Lengths(kv=np.array(pretrained.SOURCE_LENGTHS))
 WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3")
-STEPPED = ("llama_dynamic", "llama_sinks", "gpt2", *WINDOWED)
 
 
 def some_slow(names: Any, slow: str) -> list[Any]:
@@ -70,31 +68,30 @@ def ids_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return {name: jnp.asarray(x) for name, x in arrays.items() if name != "logits"}
 
 
-def caches_of(model: Any, kind: Any, chunk: int) -> list[Any]:
-    """Caches for steps of at most `chunk` tokens; rolling ones for the layers with windows."""
+STEPS = ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T)))
+
+
+@functools.partial(nnx.jit, static_argnums=1)
+def begun(model: Any, kind: Any, source: Any) -> list[Any]:
+    """Caches for steps of at most 6 tokens; rolling ones for the layers with windows."""
+    if source is not None:
+        memory = model.encode(source, mask=PADDING, deterministic=True)
+        lengths = jnp.array(pretrained.SOURCE_LENGTHS)
+        return model.decoder.start(memory, T, memory_lengths=lengths)
     if kind is DenseCache:
         return model.start(2, T)
     attentions = [layer.self_attention for layer in model.layers]
     return [
-        x.empty_cache(2, T) if x.mask is None else x.empty_cache(2, WINDOW - 1, kind, chunk=chunk)
+        x.empty_cache(2, T) if x.mask is None else x.empty_cache(2, WINDOW - 1, kind, chunk=6)
         for x in attentions
     ]
 
 
-def assert_steps_equal(model: Any, kind: Any, tokens: np.ndarray, expected: np.ndarray) -> None:
+def assert_steps_equal(model: Any, kind: Any, ids: dict[str, Any], expected: np.ndarray) -> None:
     """A prompt of 6 tokens, then 3 tokens, then single ones, far past the window."""
-    caches, run_step = caches_of(model, kind, 6), nnx.jit(lambda m, x, c: m.step(x, c))
-    for begin, end in ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T))):
-        out, caches = run_step(model, jnp.asarray(tokens[:, begin:end]), caches)
-        np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
-
-
-def assert_translation_steps_equal(model: Any, ids: dict[str, Any], expected: np.ndarray) -> None:
-    memory = model.encode(ids["source"], mask=PADDING, deterministic=True)
-    lengths = jnp.array(pretrained.SOURCE_LENGTHS)
-    caches = model.decoder.start(memory, T, memory_lengths=lengths)
+    caches = begun(model, kind, ids.get("source"))
     run_step = nnx.jit(lambda m, x, c: m.step(x, c, deterministic=True))
-    for begin, end in ((0, 9), *((n, n + 1) for n in range(9, T))):
+    for begin, end in STEPS:
         out, caches = run_step(model, ids["tokens"][:, begin:end], caches)
         np.testing.assert_allclose(out, expected[:, begin:end], **TOLERANCE)
 
@@ -107,22 +104,27 @@ def test_logits_of_golden_files(name, tmp_path):
     assert np.std(arrays["logits"]) > 1
     np.testing.assert_allclose(logits(model, ids_of(arrays)), arrays["logits"], **TOLERANCE)
     if name == "marian":
-        assert_translation_steps_equal(model, ids_of(arrays), arrays["logits"])
+        assert_steps_equal(model, None, ids_of(arrays), arrays["logits"])
+
+
+SLOW = [("llama_sinks", DenseCache), ("gemma2", RollingCache), ("qwen2", DenseCache)]
+SLOW += [("gpt2", DenseCache), ("llama_dynamic", DenseCache), ("gemma3", RollingCache)]
+RARE = [("mistral", DenseCache), ("gemma2", DenseCache), ("qwen2", RollingCache)]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=() if (name, kind) in QUICK else pytest.mark.slow)
-        for QUICK in [{("mistral", RollingCache), ("gemma3", DenseCache)}]
-        for kind in (DenseCache, RollingCache)
-        for name in (STEPPED if kind is DenseCache else WINDOWED)
+        ("mistral", RollingCache),
+        ("gemma3", DenseCache),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW),
+        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in RARE),
     ],
 )
 def test_steps_past_windows(name, kind, tmp_path):
     _, _, arrays = pretrained.golden(name)
     model = loaded(golden_folder(tmp_path, name), CASES[name])
-    assert_steps_equal(model, kind, arrays["tokens"], arrays["logits"])
+    assert_steps_equal(model, kind, ids_of(arrays), arrays["logits"])
 
 
 OLDER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,9 +154,8 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
 def structure(model: Any) -> Any:
     """The parts of a model that a config decides and no tensor shows."""
     layers = [(x.self_attention.rotary, x.self_attention.mask) for x in model.layers]
-    return [(rotary, mask and mask()) for rotary, mask in layers], model.layers[
-        0
-    ].feed_forward.activation
+    activations = [layer.feed_forward.activation for layer in model.layers]
+    return [(rotary, mask and mask()) for rotary, mask in layers], activations
 
 
 @pytest.mark.one_in(3)
@@ -189,10 +190,8 @@ def test_other_files_with_the_same_tensors(tmp_path):
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors: this file of the index"):
         nn.DecoderOnly.from_safetensors(tmp_path)
-    index.write_text(json.dumps({"weight_map": weight_map | {"x": "a.safetensors"}}))
-    safetensors.save_file(
-        {name: bare[name] for name in parts["b.safetensors"]}, tmp_path / "b.safetensors"
-    )
+    in_a = dict.fromkeys([*parts["a.safetensors"], "x"], "a.safetensors")
+    index.write_text(json.dumps({"weight_map": in_a}))
     with pytest.raises(ValueError, match="x are not in their files"):
         nn.DecoderOnly.from_safetensors(tmp_path)
 
@@ -211,6 +210,10 @@ def test_half_precision(dtype, tmp_path):
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(wide))} == {"float32"}
 
 
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, **options}}
+
+
 def test_parameters_on_a_mesh(tmp_path):
     """Parameters have their logical axes, and go to a mesh by them."""
     golden_folder(tmp_path, "qwen2")
@@ -226,76 +229,43 @@ def test_parameters_on_a_mesh(tmp_path):
         nn.DecoderOnly.from_safetensors(tmp_path, mesh=mesh)
 
 
-CHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "kind": (
-        NotImplementedError,
-        {"model_type": "gpt_oss"},
-        r"model_type 'gpt_oss' is not .* llama",
-    ),
-    "class": (ValueError, {"model_type": "marian"}, r"is an nn\.Transformer; call nn\.Transformer"),
-    "option": (NotImplementedError, {"gate_scale": 2}, r"\{'gate_scale': 2\} .*ignored=\['gate_sc"),
-    "absent": (ValueError, {"vocab_size": None}, "expected the option vocab_size"),
-    "activation": (NotImplementedError, {"hidden_act": "xielu"}, "'xielu'} is not supported"),
-    "rotary": (
-        NotImplementedError,
-        {"rope_parameters": {"rope_type": "longrope"}},
-        "rotary scaling 'longrope' is not supported",
-    ),
-    "rotary option": (
-        NotImplementedError,
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}},
-        "{'mrope_section': .* are not supported",
-    ),
-    "no factor": (
-        ValueError,
-        {"rope_parameters": {"rope_type": "linear"}},
-        "expected the rotary option factor",
-    ),
-    "dynamic": (ValueError, {"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, "^length:"),
-    "no length": (
-        ValueError,
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": None},
-        "expected the option max_position_embeddings",
-    ),
-    "text": (ValueError, {"hidden_size": "16"}, "an option has a wrong value"),
-    "no heads": (ValueError, {"num_attention_heads": 0}, "an option has a wrong value"),
-    "a list": (NotImplementedError, {"model_type": []}, r"model_type \[\] is not supported"),
-    "share": (ValueError, {"partial_rotary_factor": 2.0}, "0 < partial_rotary_factor <= 1, got 2"),
-    "two scalings": (
-        ValueError,
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
-        "expected one of rope_parameters and rope_scaling, got both",
-    ),
-    "missing": (
-        ValueError,
-        {"attention_bias": True},
-        r"missing model\.layers\.0\.self_attn\.k_pro",
-    ),
-    "unexpected": (ValueError, {"num_hidden_layers": 1}, r"unexpected model\.layers\.1\.input_la"),
-    "shape": (
-        ValueError,
-        {"intermediate_size": 21},
-        r"layers.0.mlp.\w+.weight: expected shape \[2",
-    ),
-    "tied": (
-        ValueError,
-        {"tie_word_embeddings": True},
-        r"missing none; unexpected lm_head\.weight",
-    ),
-    "quantised": (NotImplementedError, {"quantization_config": {"bits": 4}}, "quantization_config"),
-}
+YARN: dict[str, Any] = rope("yarn", factor=4.0) | {"max_position_embeddings": None}
+BOTH_ROPES = {"rope_scaling": {"type": "linear", "factor": 2.0}, **rope("default", rope_theta=1e4)}
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_configs_that_do_not_fit(name, tmp_path):
-    error, options, message = CHANGED[name]
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "marian"}, r"is an nn\.Transformer; call nn\.Transformer"),
+        ({"vocab_size": None}, "expected the option vocab_size"),
+        (rope("linear"), "expected the rotary option factor"),
+        (rope("dynamic", factor=2), "^length:"),
+        (YARN, "expected the option max_position_embeddings"),
+        ({"hidden_size": "16"}, "an option has a wrong value"),
+        ({"num_attention_heads": 0}, "an option has a wrong value"),
+        ({"partial_rotary_factor": 2.0}, "0 < partial_rotary_factor <= 1, got 2"),
+        (BOTH_ROPES, "expected one of rope_parameters and rope_scaling, got both"),
+        ({"attention_bias": True}, r"missing model\.layers\.0\.self_attn\.k_pro"),
+        ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\.input_la"),
+        ({"intermediate_size": 21}, r"layers.0.mlp.\w+.weight: expected shape \[2"),
+        ({"tie_word_embeddings": True}, r"missing none; unexpected lm_head\.weight"),
+    ],
+)
+def test_configs_that_do_not_fit(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         nn.DecoderOnly.from_safetensors(golden_folder(tmp_path, "llama", **options))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("llama", {"model_type": "gpt_oss"}, r"model_type 'gpt_oss' is not .* llama"),
+        ("llama", {"model_type": []}, r"model_type \[\] is not supported"),
+        ("llama", {"gate_scale": 2}, r"\{'gate_scale': 2\} .*ignored=\['gate_sc"),
+        ("llama", {"hidden_act": "xielu"}, "'xielu'} is not supported"),
+        ("llama", rope("longrope"), "rotary scaling 'longrope' is not supported"),
+        ("llama", rope("linear", factor=2.0, mrope_section=[1]), "{'mrope_section': .* are not"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
@@ -319,11 +289,10 @@ def test_options_can_be_ignored(tmp_path):
         nn.DecoderOnly.from_safetensors(tmp_path, ignored="note")
 
 
-def test_no_window_where_its_size_is_null():
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
-    sizes |= {"num_attention_heads": 2, "num_hidden_layers": 2, "model_type": "qwen2"}
-    options = sizes | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}
-    assert families._qwen_window(families.Config(options, (), None, frozenset()), 1) is None
+def test_no_window_where_its_size_is_null(tmp_path):
+    folder = golden_folder(tmp_path, "qwen2", layer_types=None, sliding_window=None)
+    model = nn.DecoderOnly.from_safetensors(folder)
+    assert not any(layer.self_attention.mask for layer in model.layers)
 
 
 @pytest.mark.parametrize("weights", [None, [], {"x": 3}, {"x": "../x.safetensors"}, {"x": ""}])
@@ -346,14 +315,9 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
         nn.DecoderOnly.from_safetensors(folder, dtype=jnp.float16)
 
 
-def test_what_is_no_folder_is_refused():
-    with pytest.raises(
-        FileNotFoundError, match="folder: expected a folder, found none at meta/llama"
-    ):
-        nn.DecoderOnly.from_safetensors("meta/llama")
-
-
 def test_damaged_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a folder, found none at meta/llama"):
+        nn.DecoderOnly.from_safetensors("meta/llama")
     folder = golden_folder(tmp_path, "gpt2")
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -371,11 +335,9 @@ def test_damaged_files(tmp_path):
     file.rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .*pytorch_model"):
         nn.DecoderOnly.from_safetensors(folder)
-    for text in ("{", "[]"):
+    for text, message in (("{", "not valid JSON"), ("[]", "expected a JSON obje")):
         (folder / "config.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=r"config\.json: (not valid JSON|expected a JSON obje)"
-        ):
+        with pytest.raises(ValueError, match=rf"config\.json: {message}"):
             nn.DecoderOnly.from_safetensors(folder)
 
 
@@ -395,13 +357,12 @@ def test_wrong_options_of_layers(options, message):
         nn.DecoderOnly(5, **sizes, **options, rngs=nnx.Rngs(0))
 
 
-@contextlib.contextmanager
-def plain_torch():
-    """The transformers library, without its messages."""
+def transformers_model(name: str) -> Any:
+    """The model of the transformers library, without its messages."""
     transformers: Any = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    yield transformers
+    return pretrained.transformers_model(CASES[name])
 
 
 @pytest.mark.exhaustive
@@ -409,21 +370,16 @@ def plain_torch():
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_the_transformers_library(name, tmp_path):
     """Folders that the library writes, in several files; and the golden file is what it gives."""
-    case = CASES[name]
-    with plain_torch():
-        theirs = pretrained.transformers_model(case)
-        expected = pretrained.transformers_logits(case, theirs)
-        theirs.save_pretrained(tmp_path, max_shard_size="9KB")
+    case, theirs = CASES[name], transformers_model(name)
+    expected = pretrained.transformers_logits(case, theirs)
+    theirs.save_pretrained(tmp_path, max_shard_size="9KB")
     assert not (tmp_path / "model.safetensors").exists()
     golden_logits = pretrained.golden(name)[2]["logits"]
     np.testing.assert_allclose(golden_logits, expected, **TOLERANCE)
     ours = loaded(tmp_path, case)
     ids = ids_of(pretrained.tokens(case))
     np.testing.assert_allclose(logits(ours, ids), expected, **TOLERANCE)
-    if "source" in ids:
-        assert_translation_steps_equal(ours, ids, expected)
-    else:
-        assert_steps_equal(ours, DenseCache, pretrained.tokens(case)["tokens"], expected)
+    assert_steps_equal(ours, DenseCache, ids, expected)
 
 
 @pytest.mark.exhaustive
@@ -431,16 +387,14 @@ def test_logits_of_the_transformers_library(name, tmp_path):
 @pytest.mark.parametrize("name", WINDOWED)
 def test_cached_steps_of_the_transformers_library(name):
     """Its steps past a window give what its whole calls give, and so what ours give."""
-    case = CASES[name]
     torch: Any = pytest.importorskip("torch")
-    with plain_torch():
-        theirs = pretrained.transformers_model(case)
-        ids = torch.from_numpy(pretrained.tokens(case)["tokens"])
-        expected = pretrained.golden(name)[2]["logits"]
-        past, out = None, []
-        with torch.no_grad():
-            for begin, end in ((0, 6), (6, 9), *((n, n + 1) for n in range(9, T))):
-                result = theirs(ids[:, begin:end], past_key_values=past, use_cache=True)
-                past = result.past_key_values
-                out.append(result.logits.numpy())
+    theirs = transformers_model(name)
+    ids = torch.from_numpy(pretrained.tokens(CASES[name])["tokens"])
+    expected = pretrained.golden(name)[2]["logits"]
+    past, out = None, []
+    with torch.no_grad():
+        for begin, end in STEPS:
+            result = theirs(ids[:, begin:end], past_key_values=past, use_cache=True)
+            past = result.past_key_values
+            out.append(result.logits.numpy())
     np.testing.assert_allclose(np.concatenate(out, 1), expected, **TOLERANCE)

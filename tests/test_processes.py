@@ -1,7 +1,6 @@
 """Several processes that train together: flags, what each prints, and the end if one is lost."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
 from tests.commands import environment
 from tests.test_runs import PIPES, python
+from tests.test_translation import assert_refused, bench, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -46,10 +47,7 @@ ALL_THREE = "expected --coordinator, --processes and --process, not"
 )
 def test_processes_that_could_not_find_each_other_are_one_clear_line(options, message, capsys):
     coordinator = () if options.startswith("--") else ("--coordinator",)
-    assert cli.main(["train", *coordinator, *options.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.endswith(f"{message}\n")
-    assert error.count("\n") == 1
+    assert_refused(["train", *coordinator, *options.split()], f"{message}\n", capsys)
 
 
 LOSS = (
@@ -110,43 +108,58 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     return [(p.returncode, *texts) for p, texts in zip(processes, outputs, strict=True)]
 
 
-def losses(directory: Path) -> list[float]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+def losses_of(directory: Path) -> list[Any]:
+    """The losses of training and validation in a run's metrics."""
+    return [
+        x.get("loss", x.get("validation_loss")) for x in TranslationRun.open(directory).metrics()
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.minutes
-def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path, capsys):
-    """Afterwards the run goes on from its checkpoint, in one process on another mesh."""
-    whole, halves, killed = (tmp_path / name for name in ("whole", "halves", "killed"))
-    tiny = ("--preset", "tiny", "--mesh", "data=2,model=2", "--run")
-    ((status, _, error),) = ended(started(4, *tiny, str(whole)))
-    assert (status, error) == (0, "")
-    (first, *texts), (second, *silence) = ended(*two(*tiny, str(halves)))
-    assert (first, second) == (0, 0) and texts[1] == "" and silence == ["", ""]
-    assert "trained 12 steps" in texts[0]
-    np.testing.assert_allclose(losses(halves), losses(whole), rtol=1e-5)
+def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
+    """The first process ends within a step if the second stops, and with an error if it is lost.
+    Then two processes go on from the checkpoint and end like a run of one process."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    changes = set_words("steps=5000", "schedule=constant")
+    tiny = ("--preset", "tiny", *changes, "--run", str(halves))
+    resume = ("--run", str(halves), "--resume")
+    on_a_mesh = ("--mesh", "data=2,model=2")
+    how = f"training goes on with: train --run {halves} --resume\n"
 
-    pair = two(*tiny, str(killed), "--set", "steps=5000")
-    wait_until((killed / "digests" / "6.json").exists, "a checkpoint")
-    pair[1].send_signal(signal.SIGKILL)
-    (status, _, error), _ = ended(*pair)
+    stopped = two(*tiny, *on_a_mesh)
+    wait_until((halves / "digests" / "6.json").exists, "a checkpoint")
+    stopped[1].send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    stopped[0].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert ended(stopped[0])[0][::2] == (143, f"interrupted; {how}")
+    assert time.monotonic() - began < 10
+    stopped[1].kill()
+    ended(stopped[1])
+
+    run = TranslationRun.open(halves)
+    steps_before = run.last_whole_step() or 0
+    lost = two(*resume, *on_a_mesh)
+    wait_until(lambda: (run.last_whole_step() or 0) > steps_before, "another checkpoint")
+    lost[1].send_signal(signal.SIGKILL)
+    (status, _, error), _ = ended(*lost)
     assert status not in (0, 2)
     assert error.startswith("error: another process of the run was lost")
-    assert error.endswith(f"training goes on with: train --run {killed} --resume\n")
-    assert error.count("\n") == 1
-    run = TranslationRun.open(killed)
-    last_step = run.last_whole_step()
-    assert last_step is not None and last_step >= 6
+    assert error.endswith(how) and error.count("\n") == 1
 
-    text = (killed / "config.json").read_text()
-    (killed / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {last_step + 6}'))
-    assert cli.main(["train", "--run", str(killed), "--resume", "--mesh", "data=8"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert f"resuming from the checkpoint after step {last_step}" in printed.out
-    assert run.last_whole_step() == last_step + 6
+    last_step = run.last_whole_step()
+    assert last_step is not None and last_step > steps_before
+    text = (halves / "config.json").read_text()
+    (halves / "config.json").write_text(text.replace('"steps": 5000', f'"steps": {last_step + 6}'))
+    (first, *texts), (second, *silence) = ended(*two(*resume, *on_a_mesh))
+    assert (first, second) == (0, 0) and texts[1] == "" and silence == ["", ""]
+    assert f"resuming from the checkpoint after step {last_step}" in texts[0]
+    assert f"trained {last_step + 6} steps" in texts[0]
+    changes = set_words(f"steps={last_step + 6}", "schedule=constant")
+    assert cli.main(["train", "--preset", "tiny", *changes, "--run", str(whole)]) == 0
+    np.testing.assert_allclose(losses_of(halves), losses_of(whole), rtol=1e-5)
+    assert run.parameters(bench().model.shapes)[1] == [last_step + 6]
 
 
 @pytest.mark.slow
@@ -168,19 +181,16 @@ def wait_until(happened: Callable[[], bool], what: str) -> None:
 def test_processes_that_nobody_tells_of_are_one_clear_line(tmp_path):
     """There is no environment of a cluster, or no other process in time."""
     run = ("--run", str(tmp_path / "run"))
-    ((status, _, error),) = ended(started(1, *run, "--distributed"))
-    assert status == 2 and error.count("\n") == 1
-    expected = "--distributed needs Slurm, Open MPI, Kubernetes or a TPU pod\n"
-    assert error == f"error: the processes did not find each other: {expected}"
     code = f"""
 from experiments.runs import processes
 from experiments.translation import __main__ as cli
 processes._PATIENCE = 2
 cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process 1".split())
 """
-    with python(code) as late:
-        told = late.communicate()[1]
-    assert told == "error: the processes did not find each other in time\n"
+    unknown, late = ended(started(1, *run, "--distributed"), python(code))
+    expected = "--distributed needs Slurm, Open MPI, Kubernetes or a TPU pod\n"
+    assert unknown[::2] == (2, f"error: the processes did not find each other: {expected}")
+    assert late[2] == "error: the processes did not find each other in time\n"
 
 
 @pytest.mark.one_in(4, slow=True)
@@ -212,21 +222,3 @@ def test_a_signal_ends_a_process_that_waits_for_others(process, number, status, 
     began = time.monotonic()
     assert ended(waits) == [(status, "", "interrupted\n")]
     assert time.monotonic() - began < 10
-
-
-@pytest.mark.slow
-def test_a_signal_ends_a_process_that_waits_for_another_within_a_step(tmp_path):
-    run = tmp_path / "run"
-    pair = two(
-        "--preset", "tiny", "--mesh", "data=2,model=2", "--run", str(run), "--set", "steps=5000"
-    )
-    wait_until((run / "digests" / "6.json").exists, "a checkpoint")
-    pair[1].send_signal(signal.SIGSTOP)
-    time.sleep(3)
-    pair[0].send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    ((status, _, error),) = ended(pair[0])
-    assert (status, time.monotonic() - began < 10) == (143, True)
-    assert error == f"interrupted; training goes on with: train --run {run} --resume\n"
-    pair[1].kill()
-    ended(pair[1])

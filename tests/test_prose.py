@@ -4,7 +4,9 @@ A failure lists file, line, words, and what to write. `prose: kept` in a line pe
 """
 
 import ast
+import functools
 import io
+import itertools
 import re
 import tokenize
 from pathlib import Path
@@ -46,15 +48,17 @@ VAGUE = (
 ).split()
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(FILES[path])))
+
+
 def test_docstrings_and_comments_are_plain_english():
     failures = []
+    any_idiom = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b")
     for path, source in FILES.items():
-        texts = [
-            (token.start[0], token.string)
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        ]
-        for node in ast.walk(ast.parse(source)):
+        texts = []
+        for node in nodes_of(path):
             kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 line = node.body[0].lineno
@@ -63,8 +67,10 @@ def test_docstrings_and_comments_are_plain_english():
                     failures.append(
                         (path, line, match[0], "begin with a verb or the result's noun")
                     )
-        for line, text in texts:
-            for idiom, better in IDIOMS.items():
+        if any_idiom.search(source):
+            tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+            texts += [(x.start[0], x.string) for x in tokens if x.type == tokenize.COMMENT]
+            for (line, text), (idiom, better) in itertools.product(texts, IDIOMS.items()):
                 for match in re.finditer(rf"\b(?:{idiom})\b", text):
                     row = line + text[: match.start()].count("\n")
                     failures.append((path, row, match[0], better))
@@ -79,8 +85,8 @@ def test_docstrings_and_comments_are_plain_english():
 def test_names_say_something():
     """At most 200 variables, arguments and functions have names that say nothing."""
     report = []
-    for path, source in FILES.items():
-        for node in ast.walk(ast.parse(source)):
+    for path in FILES:
+        for node in nodes_of(path):
             stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             name = getattr(node, "id" if stored else "arg", None)
             name = node.name if isinstance(node, ast.FunctionDef) else name

@@ -12,14 +12,13 @@ import pytest
 
 from jattn import masks, scores, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.common.derivatives import PerQuery
 from jattn.kernels.gpu.mosaic.kernels import blackwell, hopper
 from jattn.kernels.gpu.mosaic.machine import device
-from jattn.kernels.gpu.mosaic.machine.versions import mosaic
 from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
 from tests.barriers import Machine
-from tests.copies import Race
+from tests.conftest import attention_arrays
+from tests.copies import Race, gradients
 from tests.kernels import exact_results, prepared
 from tests.test_hopper import assert_within
 
@@ -55,33 +54,23 @@ PARAMETER = "jattn_mosaic_d_parameter"
 CASES = [KernelCase(x, head) for x in IMPLEMENTATIONS for head in (64, 160)]
 
 
-def slow(case: KernelCase) -> Any:
-    return pytest.mark.slow if case == CASES[0] else pytest.mark.exhaustive
+def case_of(case: KernelCase, *kernel: str, is_slow: bool) -> Any:
+    marks = pytest.mark.slow if is_slow else pytest.mark.exhaustive
+    label = kernel[0].removeprefix("jattn_") if kernel else case.implementation
+    return pytest.param(case, *kernel, marks=marks, id=f"{label}-{case.head}")
 
 
-each_case = pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=slow(x), id=f"{x.implementation}-{x.head}") for x in CASES]
-)
+each_case = pytest.mark.parametrize("case", [case_of(x, is_slow=x.head == 64) for x in CASES])
 each_kernel = pytest.mark.parametrize(
     ("case", "kernel"),
-    [
-        pytest.param(
-            x,
-            kernel,
-            marks=pytest.mark.exhaustive if x.head > 64 else slow(x),
-            id=f"{kernel.removeprefix('jattn_')}-{x.head}",
-        )
-        for x in CASES
-        for kernel in (*x.passes, PARAMETER)
-    ],
+    [case_of(x, kernel, is_slow=x == CASES[0]) for x in CASES for kernel in (*x.passes, PARAMETER)],
 )
 
 
 @functools.cache
 def operands_of(head: int) -> Any:
     """Query, key, value and the cotangent of the output, and a spec."""
-    shapes = [(1, size, 1, head) for size in (T, S, S, T)]
-    query, key, value, d_out = (jnp.asarray(RNG.normal(size=x), jnp.bfloat16) for x in shapes)
+    query, key, value, d_out = attention_arrays((1, T, S, 1, 1, head, head), "bfloat16")
     spec = prepared(Spec(MASK, SCORE, head**-0.5, None, None), Shapes.of(query, value))
     return query, key, value, d_out, spec
 
@@ -93,13 +82,10 @@ def forward(case: KernelCase) -> Any:
         return case.functions.forward(spec, *qkv)
 
 
-def backward(case: KernelCase, out: Any, normalizer: Any, finite: Any) -> Any:
-    """The gradients of the bias, query, key and value."""
-    query, key, value, d_out, spec = operands_of(case.head)
-    d_out = d_out.astype(out.dtype)
-    per_query = PerQuery.of(query, d_out, normalizer, jnp.sum(out * d_out, axis=-1))
-    d_parameters, *d_qkv = case.functions.backward(spec, per_query, key, value, finite)
-    return *d_parameters, *d_qkv
+def backward(case: KernelCase, results: Any) -> Any:
+    """The gradients of the bias, query, key and value, from the results of the forward pass."""
+    *operands, spec = operands_of(case.head)
+    return gradients(case.functions, spec, operands, results)
 
 
 class FaultlessRun(NamedTuple):
@@ -115,7 +101,7 @@ def right(case: KernelCase) -> FaultlessRun:
     machine = Machine()
     with barriers.on(machine):
         forward_results = forward(case)
-        return FaultlessRun(forward_results, backward(case, *forward_results), machine)
+        return FaultlessRun(forward_results, backward(case, forward_results), machine)
 
 
 @each_case
@@ -155,12 +141,10 @@ class Mistaken(Machine):
 
 def race(case: KernelCase, machine: Mistaken) -> str | None:
     """The race that the mistake causes; None if it causes none."""
-    forward_results = right(case).forward
+    results = right(case).forward
     try:
         with barriers.on(machine):
-            forward(case) if machine.mistaken.endswith("forward") else backward(
-                case, *forward_results
-            )
+            _ = forward(case) if machine.mistaken.endswith("forward") else backward(case, results)
     except Race as error:
         return str(error)
     return None
@@ -211,72 +195,3 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
     for omitted in sorted(several.did[kernel]):
         with pytest.raises(Race):
             of_several_places(Mistaken(kernel, omits=omitted))
-
-
-def program(*roles: Callable[..., None], arrivals: int = 1) -> None:
-    """Runs each role by a warpgroup. A role takes an array in global memory, one in shared memory
-    with two places, and a barrier."""
-    machine = Machine()
-    with barriers.on(machine):
-        scratch = [mosaic().SMEM((2, 4), jnp.float32), mosaic().Barrier(num_arrivals=arrivals)]
-
-        def body(*refs: Any) -> None:
-            roles[int(jax.lax.axis_index("warpgroup"))](*refs)
-
-        shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
-        mosaic().kernel(
-            body,
-            out_type=[shape],
-            scratch_types=scratch,
-            grid=(1,),
-            grid_names=("x",),
-            num_threads=len(roles),
-            kernel_name="example",
-        )()
-
-
-def writes(place: int) -> Callable[..., None]:
-    return lambda _, shared, barrier: shared.at[place].__setitem__(..., 1.0)
-
-
-def test_writes_without_a_wait_are_a_race():
-    program(writes(0), writes(1))
-    with pytest.raises(Race, match="is written by who does not know that it was written"):
-        program(writes(0), writes(0))
-
-
-def test_order_is_passed_on_at_barriers():
-    def first(_: Any, shared: Any, barrier: Any) -> None:
-        shared[...] = jnp.ones((2, 4))
-        mosaic().barrier_arrive(barrier)
-
-    def second(_: Any, shared: Any, barrier: Any) -> None:
-        mosaic().barrier_wait(barrier)
-        np.testing.assert_array_equal(shared[...], np.ones((2, 4)))
-
-    program(first, second)
-    program(second, first)  # either warpgroup may start
-    with pytest.raises(Race, match="nobody arrives"):
-        program(first, second, arrivals=2)
-    with pytest.raises(Race, match="ends while nobody has waited"):
-        program(first)
-    with pytest.raises(Race, match="passed again before all have seen"):
-        program(first, lambda *refs: mosaic().barrier_arrive(refs[2]), second)
-
-
-@pytest.mark.parametrize("fences", [False, True])
-def test_units_learn_at_fences_what_threads_did(fences):
-    def role(result: Any, shared: Any, barrier: Any) -> None:
-        shared[...] = jnp.ones((2, 4))
-        if fences:
-            mosaic().commit_smem()
-        mosaic().copy_smem_to_gmem(shared, result)
-        mosaic().wait_smem_to_gmem(0)
-        mosaic().barrier_arrive(barrier)
-        mosaic().barrier_wait(barrier)
-
-    if fences:
-        program(role)
-    else:
-        with pytest.raises(Race, match="is read by who does not know that it was written"):
-            program(role)

@@ -1,5 +1,4 @@
-"""Memory and exchanges of attention over several devices: the formulas agree with compiled
-programs."""
+"""Formulas for memory and exchanges of attention over several devices, and compiled programs."""
 
 import collections
 import functools
@@ -30,23 +29,18 @@ QKV = [
 ]
 
 
-def compiled(options: dict[str, Any], ids: Any, backward: bool) -> Any:
-    """A program of attention within a window, and within segments if there are `ids`."""
-    mesh = mesh_of(x=DEVICES)
+def compiled(options: dict[str, Any], arguments: Any, backward: bool = False) -> str:
+    """A program of attention within a window, and with the segments and bias after the values."""
+    mesh, specs = mesh_of(x=DEVICES), (*[TOKENS] * 5, P())[: len(arguments)]
 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Any:
-        return parallel.attention(
-            query, key, value, mesh=mesh, axis_name="x", **rules(options, *rest)
-        )
+        options_of_call = rules(options, *rest)
+        return parallel.attention(query, key, value, mesh=mesh, axis_name="x", **options_of_call)
 
-    arguments, specs = [*QKV], [TOKENS] * 3
-    if ids is not None:
-        arguments += [ids, ids + 1, jnp.zeros((1, N, T, T))]
-        specs += [TOKENS, TOKENS, P()]
     learned = tuple(n for n in range(len(arguments)) if n not in (3, 4))
     function = jax.grad(lambda *x: jnp.sum(run(*x) ** 2), learned) if backward else run
     shardings = tuple(jax.NamedSharding(mesh, x) for x in specs)
-    return quick_jit(function, in_shardings=shardings).lower(*arguments).compile()
+    return quick_jit(function, in_shardings=shardings).lower(*arguments).compile().as_text()
 
 
 def rules(options: dict[str, Any], *arrays: Any) -> dict[str, Any]:
@@ -75,9 +69,9 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
 
 
 def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) -> None:
-    ids = np.zeros((2, T), np.int32) if with_arrays else None
-    arrays = (ids, ids, jnp.zeros((1, N, T, T))) if with_arrays else ()
-    text = compiled(options, ids, backward).as_text()
+    ids = np.zeros((2, T), np.int32)
+    arrays = (ids, ids + 1, jnp.zeros((1, N, T, T))) if with_arrays else ()
+    text = compiled(options, (*QKV, *arrays), backward)
     sent = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
     expected, shared = collections.Counter(), collections.Counter()
     for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(options, *arrays)):
@@ -94,15 +88,12 @@ def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) ->
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_numbers_of_16_bits_go_round_as_such(dtype):
-    mesh, arrays = mesh_of(x=DEVICES), [jax.ShapeDtypeStruct(x.shape, dtype) for x in QKV]
-    run = lambda *qkv: parallel.attention(*qkv, mesh=mesh, axis_name="x")  # noqa: E731
-    shardings = (jax.NamedSharding(mesh, TOKENS),) * 3
-    text = quick_jit(run, in_shardings=shardings).lower(*arrays).compile().as_text()
+    arrays = [jax.ShapeDtypeStruct(x.shape, dtype) for x in QKV]
     expected = collections.Counter()
-    for each in parallel.exchanges(*arrays, devices=DEVICES):
+    for each in parallel.exchanges(*arrays, devices=DEVICES, **rules({})):
         if not each.backward:
             expected[each.kind, each.bytes] += each.times
-    assert programs.total(programs.exchanges(text)) == expected
+    assert programs.total(programs.exchanges(compiled({}, arrays))) == expected
 
 
 def test_loops_count_as_often_as_they_run():
@@ -150,11 +141,9 @@ def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads
 
 
 def test_ten_million_tokens_on_a_thousand_devices(capsys):
-    options = "--length 10000000 --devices 1024 --memory 80 --teraflops 400 --link 50".split()
-    model_options = (
-        "--heads 64 --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096".split()
-    )
-    assert scaling.main(["plan", *options, *model_options, "--order", "contiguous"]) == 0
+    options = "--length 10000000 --devices 1024 --memory 80 --teraflops 400 --link 50 --heads 64"
+    options += " --key-heads 8 --head-size 128 --dtype bfloat16 --window 4096 --order contiguous"
+    assert scaling.main(["plan", *options.split()]) == 0
     first_line, titles, *rows = capsys.readouterr().out.splitlines()
     assert first_line.startswith("10,000,384 tokens") and titles.startswith("scheme")
     assert [row.split()[0] for row in rows] == ["ring", "all_to_all", "gather"]

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,8 +40,7 @@ from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 from tests.arrays import assert_equal
-from tests.commands import environment, run_python
-from tests.conftest import plain_jax
+from tests.conftest import assert_trees_close, plain_jax
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -118,8 +116,7 @@ def widened(batch: Batch, places: int) -> Batch:
 
 @pytest.mark.exhaustive
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones():
-    """They are those of the same sentences, but not if the arrays that separate the pairs are
-    left out."""
+    """They would not be without the arrays that separate the pairs."""
     config = dataclasses.replace(TINY, positions="learned", rotary=True, dropout_rate=0.0)
     part = bench()
     model = Model(config, part.model.source_size, part.model.target_size)
@@ -136,8 +133,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones():
     expected, gradients = run(params, padded)
     packed_loss, grads = run(params, packed)
     np.testing.assert_allclose(packed_loss, expected, rtol=1e-6)
-    for name in gradients:
-        np.testing.assert_allclose(grads[name], gradients[name], rtol=1e-4, atol=2e-5)
+    assert_trees_close(grads, gradients, rtol=1e-4, atol=2e-5)
     positions_of_row = np.arange(48, dtype=np.int32) % 31
     for name, changed in (
         ("target_segment_ids", np.minimum(packed.target_segment_ids, 0)),
@@ -181,9 +177,7 @@ def in_parts(
 def uneven_batch() -> Batch:
     """Eight rows, most of whose tokens are in the first half."""
     batch = a_batch(8)
-    lengths = batch.target_lengths.copy()
-    lengths[4:] = 1
-    return batch._replace(target_lengths=lengths)
+    return batch._replace(target_lengths=np.where(np.arange(8) < 4, batch.target_lengths, 1))
 
 
 def test_a_batch_accumulated_gives_the_update_of_the_whole():
@@ -192,8 +186,7 @@ def test_a_batch_accumulated_gives_the_update_of_the_whole():
         state, train_step = in_parts(TwoTables(), parts)
         new_state, measured = jax.device_get(train_step(state, uneven_batch()))
         updates.append((new_state.opt_state[1][0].mu, measured.gradient_norm))
-    for whole, accumulated in zip(*map(jax.tree.leaves, updates), strict=True):
-        np.testing.assert_allclose(accumulated, whole, rtol=1e-4, atol=1e-7)
+    assert_trees_close(updates[1], updates[0], rtol=1e-4, atol=1e-7)
     assert max(np.abs(moment).max() for moment in updates[0][0].values()) > 1e-3
 
 
@@ -206,31 +199,24 @@ def test_every_part_of_every_batch_draws_its_own_dropout():
     assert len(model.dropped) == len(set(model.dropped)) == 8
 
 
-def test_rows_of_batches_accumulated_are_divisible():
-    config = dataclasses.replace(TINY, accumulation_steps=3)
-    made = training.make_batches(config, bench().batches.pairs)
-    assert all(shape.rows % 3 == 0 for shape in made.shapes)
-
-
 def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
-    batch, state = first_batch(), bench().init_state()
-    key = jax.random.fold_in(jax.random.key(TINY.seed), 0)
+    batch = uneven_batch()
+    model: Any = TwoTables()
+    state, train_step = in_parts(model, 1, dropout_rate=0.5)
 
-    @jax.jit
-    def total(params, batch):
-        options = {"smoothing": 0.1, "dropout_key": key}
-        both = training.total_losses(bench().model, params, batch, **options)
-        return both[0], both[1]
+    def total(params, key):
+        losses = training.total_losses(model, params, batch, smoothing=0.1, dropout_key=key)
+        return losses[0], losses
 
-    gradient_of = jax.jit(jax.value_and_grad(total, has_aux=True))
-    (loss, unsmoothed), gradient = gradient_of(state.params, batch)
-    norm = math.sqrt(sum(float(jnp.sum(array**2)) for array in gradient.values()))
-    _, measured = bench().step(state, batch)
-    assert float(measured.loss) == pytest.approx(float(loss), rel=1e-5)
-    assert float(measured.unsmoothed_loss) == pytest.approx(float(unsmoothed), rel=1e-5)
+    gradient_of = jax.jit(jax.grad(total, has_aux=True))
     tokens = int(batch.target_lengths.sum())
     assert tokens < batch.target_out.size
-    assert float(measured.gradient_norm) == pytest.approx(norm / tokens, rel=1e-3)
+    for step in range(2):
+        key = jax.random.fold_in(jax.random.key(TINY.seed), step)
+        gradient, losses = gradient_of(state.params, key)
+        norm = math.sqrt(sum(float(jnp.sum(array**2)) for array in gradient.values()))
+        state, measured = train_step(state, batch)
+        assert measured == pytest.approx((*losses.tolist(), norm / tokens), rel=1e-4)
 
 
 def test_a_batch_of_padding_alone_changes_no_parameter():
@@ -243,34 +229,26 @@ def test_a_batch_of_padding_alone_changes_no_parameter():
 
 
 def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
-    batch = a_batch()
+    batch, parts = a_batch(), bench()
+    model = parts.model
     for name, words, wrong in (
         ("target_out", "target labels", -1),
-        ("target_out", "target labels", bench().model.target_size),
-        ("target_in", "target ids", bench().model.target_size),
-        ("source", "source ids", bench().model.source_size),
+        ("target_out", "target labels", model.target_size),
+        ("target_in", "target ids", model.target_size),
+        ("source", "source ids", model.source_size),
     ):
         ids = getattr(batch, name).copy()
         ids[0, 0] = wrong
         with pytest.raises(ValueError, match=f"{words} must be in .* got {wrong}"):
-            training.check_batch(batch._replace(**{name: ids}), bench().model)
-    training.check_batch(batch, bench().model)
-
-
-@pytest.mark.parametrize("wrong", [-1, 10**6])
-def test_ids_to_translate_that_the_model_has_not_got_are_refused(wrong):
-    parts = bench()
-    with pytest.raises(ValueError, match=f"source ids must be in .* got {wrong}"):
-        decoding.translated(parts.model, {}, [[4, wrong, EOS]])
-    with pytest.raises(ValueError, match=f"target ids must be in .* got {wrong}"):
-        decoding.alignments(parts.model, {}, [[4, EOS]], [[wrong, EOS]])
-
-
-def test_a_vocabulary_larger_than_the_models_is_noticed():
-    parts = bench()
+            training.check_batch(batch._replace(**{name: ids}), model)
+    training.check_batch(batch, model)
+    for wrong in (-1, 10**6):
+        with pytest.raises(ValueError, match=f"source ids must be in .* got {wrong}"):
+            decoding.translated(model, {}, [[4, wrong, EOS]])
+        with pytest.raises(ValueError, match=f"target ids must be in .* got {wrong}"):
+            decoding.alignments(model, {}, [[4, EOS]], [[wrong, EOS]])
     larger = Vocabulary((*parts.source.words, "ufo"))
-    pairs = [Pair("ufo", "the", "")]
-    evaluator = evaluation.Evaluator(parts.model, pairs, larger, parts.target)
+    evaluator = evaluation.Evaluator(model, [Pair("ufo", "the", "")], larger, parts.target)
     with pytest.raises(ValueError, match="source ids must be in"):
         evaluator.token_loss({})
 
@@ -279,7 +257,7 @@ def test_the_decoder_sees_no_later_word():
     batch, model = a_batch(1), bench().model
     params, compute = model.init(3), jax.jit(model.logits)
     logits = compute(params, batch)
-    for place in range(1, int(batch.target_lengths[0])):
+    for place in range(1, int(batch.target_lengths[0]), 3):
         other = batch.target_in.copy()
         other[0, place] = 4 + (other[0, place] + 1) % (model.target_size - 4)
         changed = compute(params, batch._replace(target_in=other))
@@ -288,20 +266,15 @@ def test_the_decoder_sees_no_later_word():
 
 
 def test_learning_rate_of_every_schedule():
-    config = dataclasses.replace(TINY, learning_rate=0.5, warmup_steps=4, steps=12)
-
-    def rates(schedule):
-        rate = training.learning_rate(dataclasses.replace(config, schedule=schedule), 12)
-        return [float(rate(step)) for step in range(12)]
-
-    for schedule in ("constant", "cosine", "inverse_sqrt"):
-        np.testing.assert_allclose(rates(schedule)[:4], [0.125, 0.25, 0.375, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(rates("constant")[4:], [0.5] * 8)
     half = [0.25 * (1 + math.cos(math.pi * place / 9)) for place in range(1, 9)]
-    np.testing.assert_allclose(rates("cosine")[4:], half, rtol=1e-5)
-    assert rates("cosine")[-1] > 0
+    assert half[-1] > 0
     paper = [min((step + 1) ** -0.5, (step + 1) * 4**-1.5) for step in range(12)]
-    np.testing.assert_allclose(rates("inverse_sqrt"), np.array(paper) * 0.5 * 2, rtol=1e-5)
+    rates = {"constant": [0.5] * 8, "cosine": half, "inverse_sqrt": paper[4:]}
+    for schedule, later in rates.items():
+        changes = [f"schedule={schedule}", "learning_rate=0.5", "warmup_steps=4"]
+        rate = training.learning_rate(TINY.changed(changes), 12)
+        expected = [0.125, 0.25, 0.375, 0.5, *later]
+        np.testing.assert_allclose([rate(step) for step in range(12)], expected, rtol=1e-5)
 
 
 def test_the_first_step_moves_every_parameter_that_it_should():
@@ -327,36 +300,30 @@ def trained(bench: Bench, first: TrainingState | None = None, **changes):
     return state, timeless(records)
 
 
-def test_loss_falls_and_the_same_seed_gives_the_same_numbers():
-    state, records = trained(bench())
-    again, same = trained(bench())
-    assert_equal(state, again)
-    assert records == same
-    losses = [record["loss"] for record in records if "loss" in record]
-    assert losses[0] > losses[-1] + 0.2
-    assert int(state.step) == TINY.steps
+VALIDATE = lambda params: {"validation_loss": 1.0}  # noqa: E731
 
 
-def test_what_a_record_says():
-    _, records = trained(bench())
+@functools.cache
+def whole_training() -> tuple[TrainingState, list[dict[str, Any]]]:
+    return trained(bench(), validate=VALIDATE)
+
+
+def test_the_loss_falls_and_records_say_how():
+    state, records = whole_training()
     reported = [record for record in records if "loss" in record]
-    batches = list(itertools.islice(bench().batches.from_step(0), TINY.steps))
-    assert sum(record["tokens"] for record in reported) == sum(
-        int(batch.target_lengths.sum()) for batch in batches
-    )
-    assert [record["step"] for record in reported][-1] == TINY.steps
-    assert TINY.label_smoothing > 0
-    assert all(0 < record["unsmoothed_loss"] < record["loss"] for record in reported[-1:])
+    batches = itertools.islice(bench().batches.from_step(0), TINY.steps)
+    tokens = sum(int(batch.target_lengths.sum()) for batch in batches)
+    assert sum(record["tokens"] for record in reported) == tokens
+    first, last = reported[0], reported[-1]
+    assert last["step"] == int(state.step) == TINY.steps
+    assert first["loss"] > last["loss"] + 0.2
+    assert 0 < last["unsmoothed_loss"] < last["loss"] and TINY.label_smoothing > 0
     rate = training.learning_rate(TINY, TINY.steps)
-    assert reported[0]["learning_rate"] == pytest.approx(float(rate(reported[0]["step"] - 1)))
-
-
-def test_validation_at_the_end_of_each_epoch_and_of_training():
-    _, records = trained(bench(), validate=lambda params: {"validation_loss": 1.0})
+    assert first["learning_rate"] == pytest.approx(float(rate(first["step"] - 1)))
+    # The model is validated at the end of each epoch and of training.
     validated = [record["step"] for record in records if "validation_loss" in record]
     per_epoch = len(bench().batches)
-    ends = {*range(per_epoch, TINY.steps + 1, per_epoch), TINY.steps}
-    assert validated == sorted(ends)
+    assert validated == sorted({*range(per_epoch, TINY.steps + 1, per_epoch), TINY.steps})
 
 
 class Killed(Exception):
@@ -380,13 +347,13 @@ def saved_halfway(directory: Path) -> TranslationRun:
 
 
 def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    expected, records = trained(bench())
+    expected, records = whole_training()
     run = saved_halfway(tmp_path / "run")
     opened = TranslationRun.open(tmp_path / "run")
     assert opened == run
     saved, step = opened.restore(jax.eval_shape(bench().init_state))
     assert step == TINY.checkpoint_every < TINY.steps
-    resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, saved))
+    resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, saved), validate=VALIDATE)
     assert_equal(resumed, expected)
     assert rest == [record for record in records if record["step"] > step]
     opened.forget_metrics_after(step)
@@ -399,12 +366,10 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
     poisoned_at = TINY.checkpoint_every + 2
 
     def poisoned_step(state, batch):
-        number = int(state.step) + 1
         state, measured = bench().step(state, batch)
-        if number == poisoned_at:
-            params = {name: array * jnp.nan for name, array in state.params.items()}
-            return state._replace(params=params), measured._replace(loss=measured.loss * jnp.nan)
-        return state, measured
+        factor = jnp.nan if int(state.step) == poisoned_at else 1.0
+        params = {name: array * factor for name, array in state.params.items()}
+        return state._replace(params=params), measured._replace(loss=measured.loss * factor)
 
     loop = bench().loop(step=poisoned_step, save=lambda state: run.save(state, int(state.step)))
     with pytest.raises(training.NonFiniteLoss, match=f"step {poisoned_at}: .* nan"):
@@ -424,7 +389,8 @@ def small_tree(scale=1.0):
 
 def saved_run(directory: Path, *scales: float, **changes: Any) -> TranslationRun:
     """A run with a checkpoint of `small_tree` for each scale, after steps 1, 2 and so on."""
-    run = bench().run(directory, dataclasses.replace(TINY, **changes))
+    words, origin = Vocabulary(("a",)), TextOrigin(None, ("de", "en"), "0")
+    run = TranslationRun(directory, dataclasses.replace(TINY, **changes), words, words, origin)
     run.create()
     for step, scale in enumerate(scales, start=1):
         run.save(small_tree(scale), step)
@@ -453,14 +419,18 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_arrays_of_another_model_are_refused_by_name(tmp_path):
+def test_the_arrays_of_another_model_are_refused_by_name_before_they_are_read(
+    tmp_path, monkeypatch
+):
     run = saved_run(tmp_path / "run", 1)
-    wider = small_tree()._replace(params={"a/kernel": jnp.ones((2, 4)), "c": jnp.ones(4)})
-    with pytest.raises(ValueError) as error:
-        run.restore(wider)
-    differs = "a/kernel: float32[2, 3], not float32[2, 4]", "b: bfloat16[4], not nothing"
-    for message in (*differs, "c: nothing, not float32[4]"):
-        assert f"params/{message}" in str(error.value)
+    params = {"a/kernel": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32), "c": jnp.ones(4)}
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", pytest.fail)
+    messages = "a/kernel: float32[2, 3], not float32[1000000, 1000000]", "c: nothing, not float32"
+    for like in (small_tree()._replace(params=params), params):
+        with pytest.raises(ValueError) as error:
+            run.restore(like, prefix="params/" if like is params else "")
+        for message in (*messages, "b: bfloat16[4], not nothing"):
+            assert f"params/{message}" in str(error.value)
 
 
 def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
@@ -472,7 +442,7 @@ def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
     fewer = dataclasses.replace(run, source=Vocabulary(run.source.words[1:]))
     with pytest.raises(ValueError, match="the vocabularies"):
         run.check_same(fewer)
-    elsewhere = dataclasses.replace(run.origin, fingerprint="0")
+    elsewhere = dataclasses.replace(run.origin, fingerprint="1")
     with pytest.raises(ValueError, match="the training text"):
         run.check_same(dataclasses.replace(run, origin=elsewhere))
     run.check_same(TranslationRun.open(run.directory))
@@ -482,25 +452,24 @@ def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
     run = saved_run(tmp_path / "run")
     with pytest.raises(FileExistsError, match="exists already"):
         run.create()
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("words")
+    assert free_directory(run.directory) == tmp_path / "run-2"
+    remove(run.directory)
+    assert not list(run.directory.iterdir())
+    run.directory.rmdir()
+    assert free_directory(run.directory) == run.directory
+    (tmp_path / "thesis.txt").write_text("words")
     with pytest.raises(ValueError, match="is not a run's directory"):
-        remove(tmp_path / "precious")
-    assert (tmp_path / "precious" / "thesis.txt").exists()
-    assert free_directory(tmp_path / "run") == tmp_path / "run-2"
-    remove(tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
-    (tmp_path / "run").rmdir()
-    assert free_directory(tmp_path / "run") == tmp_path / "run"
+        remove(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_metrics_are_lines_of_valid_json(tmp_path):
     run = saved_run(tmp_path / "run")
     run.report({"step": 1, "loss": float("nan"), "norm": float("inf"), "name": "\u2028"})
     run.report({"step": 2, "loss": 0.5})
-    lines = (run.directory / "metrics.jsonl").read_text("utf-8").split("\n")
-    assert json.loads(lines[0], parse_constant=pytest.fail)["loss"] is None
-    assert len(lines) == 3 and run.metrics()[1] == {"step": 2, "loss": 0.5}
+    first, *rest = (run.directory / "metrics.jsonl").read_text("utf-8").split("\n")
+    assert json.loads(first, parse_constant=pytest.fail)["loss"] is None
+    assert len(rest) == 2 and run.metrics()[1] == {"step": 2, "loss": 0.5}
 
 
 @pytest.mark.parametrize("content", ["[]", '{"format": "jattn-translation-run"}', "{"])
@@ -546,15 +515,11 @@ def test_settings_are_read_by_type_and_checked():
         ("averaged_checkpoints=0", "averaged_checkpoints: expected greater than or equal to 1"),
         ("patience=-1", "patience: expected greater than or equal to 0"),
         ("patience=2 averaged_checkpoints=2", "at most one of patience above 0 and averaged"),
+        ("architecture=rnnsearch packed_width=64", "packed_width: expected 0 with architecture='r"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             TINY.changed(setting.split())
         assert "\n" not in str(error.value)
-
-
-def test_a_recurrent_state_takes_no_packed_rows():
-    with pytest.raises(ValueError, match="packed_width: expected 0 with architecture='rnnsearch'"):
-        dataclasses.replace(TINY, architecture="rnnsearch", packed_width=64)
 
 
 def test_configurations_survive_json_and_nothing_else_is_read():
@@ -569,16 +534,13 @@ def test_configurations_survive_json_and_nothing_else_is_read():
         assert "\n" not in str(error.value)
 
 
-def test_the_tutorial_preset_has_the_published_number_of_parameters():
-    shapes = Model(PRESETS["multi30k"], 7853, 5893).shapes
-    assert sum(math.prod(shape.shape) for shape in shapes.values()) == 9_038_341
-
-
 def test_every_preset_describes_a_model():
-    for config in PRESETS.values():
+    for config in (PRESETS[name] for name in PRESETS.keys() - {"tiny", "multi30k"}):
         shallow = dataclasses.replace(config, encoder_layers=1, decoder_layers=1)
         embedding = Model(shallow, 50, 60).shapes["target_tokens/embedding"]
         assert embedding.shape == (60, config.features)
+    shapes = Model(PRESETS["multi30k"], 7853, 5893).shapes
+    assert sum(math.prod(x.shape) for x in shapes.values()) == 9_038_341  # as published
 
 
 @functools.cache
@@ -608,7 +570,7 @@ def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     for row, scores in zip(generated, logits, strict=True):
         np.testing.assert_array_equal(scores.argmax(-1)[: len(row)], row)
         assert len(row) == TINY.max_length or row[-1] == EOS
-        assert list(row).count(EOS) == (row[-1] == EOS)
+        assert EOS not in row[:-1]
     assert len(set(map(tuple, generated))) > 3
 
 
@@ -648,21 +610,20 @@ def test_every_number_of_the_settings_has_two_bounds(settings):
         assert most is not None and most <= (2**32 if each["type"] == "int" else 1e30), name
 
 
-def test_all_steps_together_fit_the_counter():
+def test_rows_are_divisible_into_the_accumulated_parts_and_all_steps_fit_the_counter():
+    made = training.make_batches(TINY.changed(["accumulation_steps=3"]), bench().batches.pairs)
+    assert all(shape.rows % 3 == 0 for shape in made.shapes)
     config = TINY.changed(["steps=0", "epochs=2147483647"])
     with pytest.raises(ValueError, match="epochs: expected at most 2147483647 steps in all, got"):
         training.make_batches(config, bench().batches.pairs)
 
 
 def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path, capsys):
-    large = ("features=262144", "feed_forward=262144", "sentences=100")
-    changes = [part for text in large for part in ("--set", text)]
+    changes = set_words("features=262144", "feed_forward=262144", "sentences=100")
     run = tmp_path / "run"
     assert cli.main(["train", "--preset", "tiny", "--run", str(run), *changes]) == 2
-    message = (
-        r"a model of [\d,]+ parameters takes at least [\d,]+ GB to train, and there are [\d,]+ GB"
-    )
-    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
+    gigabytes = r"parameters takes at least [\d,]+ GB to train, and there are [\d,]+ GB\n"
+    assert re.fullmatch(rf"error: a model of [\d,]+ {gigabytes}", capsys.readouterr().err)
     assert not run.exists()
 
 
@@ -684,40 +645,39 @@ def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
 
 @pytest.mark.parametrize("score", ["bleu", "chrf", "word_bleu"])
 def test_scores_want_a_reference_for_each_translation(score):
-    function = getattr(evaluation, score)
     options = {} if score == "word_bleu" else {"lower": True}
+    function = functools.partial(getattr(evaluation, score), **options)
     text = ["a", "b"] if score == "word_bleu" else "a b"
-    for translations, references in (([text], [text, text]), ([text, text], [text]), ([text], [])):
-        expected = f"references: expected {len(translations)}, .* got {len(references)}"
-        with pytest.raises(ValueError, match=expected):
-            function(translations, references, **options)
+    for count, references in ((1, 2), (2, 1), (1, 0)):
+        with pytest.raises(ValueError, match=f"references: expected {count}, .* got {references}"):
+            function([text] * count, [text] * references)
     with pytest.raises(ValueError, match="translations: expected at least one, got none"):
-        function([], [], **options)
+        function([], [])
     for arguments in (("a b", [text] * 3), ([text], "a")):
         with pytest.raises(TypeError, match="expected several texts, got the text 'a"):
-            function(*arguments, **options)
+            function(*arguments)
 
 
 def test_scores_of_identical_and_of_other_text():
     words = ["the man sees the old dog .", "a woman reads this book today ."]
-    assert evaluation.bleu(words, words, lower=False) == pytest.approx(100)
-    assert evaluation.chrf(words, words, lower=False) == pytest.approx(100)
-    shouted = [text.upper() for text in words]
-    assert evaluation.bleu(words, shouted, lower=True) == pytest.approx(100)
-    assert evaluation.bleu(words, shouted, lower=False) < 20
     other = ["the man saw an old dog .", "a woman reads this book ."]
-    expected = sacrebleu.corpus_bleu(other, [words]).score
-    assert evaluation.bleu(other, words, lower=False) == expected < 90
-    assert evaluation.chrf(other, words, lower=False) == sacrebleu.corpus_chrf(other, [words]).score
+    shouted = [text.upper() for text in words]
+    for name in ("bleu", "chrf"):
+        score = getattr(evaluation, name)
+        assert score(words, words, lower=False) == pytest.approx(100)
+        assert score(words, shouted, lower=True) == pytest.approx(100)
+        assert score(words, shouted, lower=False) < 20
+        expected = getattr(sacrebleu, f"corpus_{name}")(other, [words]).score
+        assert score(other, words, lower=False) == expected < 90
 
 
 def test_bleu_of_words_neither_cuts_nor_smooths_nor_lowers_them():
     random = np.random.default_rng(0)
     wanted = [[f"w{n}" for n in random.integers(0, 5, length)] for length in (9, 7, 12, 5, 3)]
     generated = [[*words[:-2], "it's", "10,0"] for words in wanted]
-    texts = [[" ".join(words) for words in side] for side in (generated, wanted)]
+    texts, references = ([" ".join(words) for words in side] for side in (generated, wanted))
     options = {"tokenize": "none", "smooth_method": "none", "force": True}
-    expected = sacrebleu.corpus_bleu(texts[0], [texts[1]], **options).score
+    expected = sacrebleu.corpus_bleu(texts, [references], **options).score
     assert 20 < expected < 90
     assert evaluation.word_bleu(generated, wanted) == pytest.approx(expected)
     assert evaluation.word_bleu(wanted, wanted) == pytest.approx(100)
@@ -772,30 +732,6 @@ def test_exact_match_is_counted_by_construction():
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
 
 
-@pytest.mark.slow
-def test_pictures_of_attention_have_a_panel_per_head(tmp_path):
-    rng = np.random.default_rng(0)
-    tokens = ["$a$", "<eos>", "_b^", "größe", "<unk>"]
-    layers = [f"encoder/layers/{n}/self_attention" for n in (0, 1)]
-    weights = {name: rng.dirichlet(np.ones(7), (4, 9)) for name in layers}
-    layers = [f"decoder/layers/{n}/cross_attention" for n in (1, 0)]
-    weights |= {name: rng.dirichlet(np.ones(7), (4, 8)) for name in layers}
-    seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
-    attentions = seen.attentions()
-    shapes = {"encoder self-attention": (2, 4, 5, 5), "cross-attention": (2, 4, 4, 5)}
-    assert {name: array.shape for name, array in attentions.items()} == shapes
-    layer = weights["decoder/layers/1/cross_attention"]
-    np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
-    files = pictures.draw_sentence(seen, tmp_path)
-    names = ["attention", "encoder-self-attention", "cross-attention"]
-    assert [file.stem for file in files] == names
-    for file in files:
-        image = imread(file)
-        assert np.unique(image.reshape(-1, image.shape[-1]), axis=0).shape[0] > 20
-    # At the width of a README the picture of one head is not made smaller.
-    assert imread(files[0]).shape[1] < 830
-
-
 def test_the_head_in_the_picture_is_sharp_and_leaves_no_key_out():
     weights = np.full((2, 3, 3, 3), 1 / 3)
     weights[0, 2] = np.eye(3)[0]  # sharp, but of one key
@@ -811,17 +747,27 @@ def figures(monkeypatch) -> list[Any]:
     return figures
 
 
-def test_pictures_say_what_each_word_reads(tmp_path, figures):
-    weights = {
-        "encoder/layers/0/self_attention": np.full((1, 2, 2), 0.5),
-        "decoder/layers/0/self_attention": np.tril(np.full((1, 3, 3), 0.3)),
-        "decoder/layers/0/cross_attention": np.full((1, 3, 2), 0.5),
-    }
-    seen = pictures.Seen(weights, ["a", "b"], ["<bos>", "c", "d"], ["c", "d", "<eos>"])
-    pictures.draw_sentence(seen, tmp_path)
+def test_pictures_have_a_panel_per_head_and_say_what_each_word_reads(tmp_path, figures):
+    rng, tokens = np.random.default_rng(0), ["$a$", "<eos>", "_b^", "größe", "<unk>"]
+    layers = {f"encoder/layers/{n}/self_attention": 9 for n in (0, 1)}
+    layers |= {f"decoder/layers/{n}/cross_attention": 8 for n in (1, 0)}
+    layers["decoder/layers/0/self_attention"] = 8
+    weights = {name: rng.dirichlet(np.ones(8), (3, rows)) for name, rows in layers.items()}
+    seen = pictures.Seen(weights, tokens, tokens[:3], tokens[:4])
+    attentions = seen.attentions()
+    shapes = {"encoder self-attention": (2, 3, 5, 5), "decoder self-attention": (1, 3, 3, 3)}
+    shapes["cross-attention"] = (2, 3, 4, 5)
+    assert {name: array.shape for name, array in attentions.items()} == shapes
+    layer = weights["decoder/layers/1/cross_attention"]
+    np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
+    files = pictures.draw_sentence(seen, tmp_path)
+    assert [file.stem for file in files[1:]] == [name.replace(" ", "-") for name in attentions]
+    layer, head = pictures.clearest_head(attentions["cross-attention"])
+    title = f"cross-attention, layer {layer + 1}, head {head + 1}"
+    assert figures[0].axes[0].get_title() == title
     titles = [figure.get_suptitle() for figure in figures]
-    assert figures[0].axes[0].get_title() == "cross-attention, layer 1, head 1"
     assert "decoder self-attention: each word attends to itself and the words before it" in titles
+    assert [len(figure.axes) for figure in figures[1:]] == [7, 4, 7]  # the last is the scale
 
 
 def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
@@ -865,6 +811,11 @@ def png_files(directory: Path) -> list[Path]:
     return sorted((directory / "pictures").glob("*.png"))
 
 
+def set_words(*settings: str) -> list[str]:
+    """The options of the command line for settings such as "steps=2"."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 @pytest.mark.slow
 def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     directory, printed = demonstration
@@ -874,8 +825,13 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     assert TranslationRun.open(directory).steps() == [6, 12]
     names = "attention bleu cross-attention decoder-self-attention encoder-self-attention loss"
     assert [file.stem for file in png_files(directory)] == names.split()
+    images = {file.stem: imread(file) for file in png_files(directory)}
+    for image in images.values():
+        assert 200 < len(image) < 3000 and 300 < len(image[0]) < 3000
+        assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 20
+    # At the width of a README the picture of one head is not made smaller.
+    assert len(images["attention"][0]) < 830
     page = directory / "pictures" / "attention.html"
-    assert str(page) in printed
     (about,) = re.findall(r'id="about">([^<]*)<', page.read_text(encoding="utf-8"))
     sentences = json.loads(about)["sentences"]
     assert 2 <= len(sentences) <= 6
@@ -885,21 +841,18 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
         encoder, decoder, cross = sentence["attentions"]
         assert cross["columns"] == encoder["rows"] and cross["rows"][:-1] == decoder["rows"][1:]
         assert decoder["mask"] and not encoder["mask"]
-    for file in png_files(directory):
-        height, width = imread(file).shape[:2]
-        assert 200 < height < 3000 and 300 < width < 3000
     assert printed.split("\ntranslations:\n")[1].count("  -> ") == 5
     *_, summary, deeper, _, _, _, _, _, advice, path, _ = printed.split("\n")
     assert re.fullmatch(r"held-out sentences, test: [\d.]+% of 20 exactly right", summary)
-    expected = (
-        r"clauses nested deeper than .*: [\d.]+% of 20 exactly right \(BLEU .*\), which is hard"
-    )
-    assert re.match(expected, deeper)
+    hard = r"[\d.]+% of 20 exactly right \(BLEU .*\), which is hard"
+    assert re.match(f"clauses nested deeper than .*: {hard}", deeper)
     assert (advice, path) == ("to see what each word attends to, open", f"  {page}")
     assert "test: 20 sentences" in printed and "deeper: 20 sentences" in printed
     assert "validation: loss" in printed and str(directory) in printed
     scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
-    assert set(scores) == {"test", "deeper"} and scores["test"]["sentences"] == 20
+    assert set(scores) == {"test", "deeper"}
+    expected = {"sentences": 20, "search": {"kind": "greedy"}, "steps": [12]}
+    assert scores["test"].items() >= expected.items()
 
 
 @pytest.mark.slow
@@ -917,25 +870,6 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
     blank = ["plot", "--run", str(directory), "--sentence", " \u200b"]
     assert_refused(blank, "--sentence: expected words, got none", capsys)
     assert all(str(file) in printed for file in png_files(directory))
-
-
-@pytest.mark.slow
-def test_evaluate_with_beams_says_so(demonstration, tmp_path, capsys):
-    directory, _ = demonstration
-    shutil.copytree(directory, tmp_path / "run")
-    run = ["evaluate", "--run", str(tmp_path / "run")]
-    assert cli.main([*run, "--beam", "3", "--length-penalty", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "the parameters after step 12; beam search, beams 3, length penalty 1.0" in printed
-    assert "word BLEU" in printed
-    beam = json.loads((tmp_path / "run" / "evaluation.json").read_text("utf-8"))
-    greedy = json.loads((directory / "evaluation.json").read_text("utf-8"))
-    assert greedy["test"]["search"] == {"kind": "greedy"} and greedy["test"]["steps"] == [12]
-    assert beam["test"]["search"] == {"kind": "beam", "beams": 3, "length_penalty": 1.0}
-    assert beam["test"].keys() == greedy["test"].keys() >= {"bleu", "word_bleu", "constructions"}
-    assert beam["test"]["loss"] == greedy["test"]["loss"]
-    without_beam = [*run, "--length-penalty", "1"]
-    assert_refused(without_beam, "--length-penalty: expected --beam with it", capsys)
 
 
 @pytest.mark.slow
@@ -967,27 +901,6 @@ def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
     assert [first, last] == output.out.splitlines() and empty == ""
 
 
-@pytest.mark.slow
-def test_real_pairs_are_trained_on_and_resumed(tmp_path, capsys):
-    parts = bench()
-    for name, pairs in (("train", parts.texts.train), ("val", parts.texts.validation)):
-        for side, suffix in enumerate(("de", "en")):
-            text = "".join(pair[side] + "\n" for pair in pairs)
-            (tmp_path / f"{name}.{suffix}").write_text(text, "utf-8")
-    run = str(tmp_path / "run")
-    data = ["--data", str(tmp_path)]
-    assert cli.main(["train", "--preset", "tiny", *data, "--run", run, "--set", "steps=2"]) == 0
-    printed = capsys.readouterr().out
-    assert "read 300 pairs, kept 300" in printed and "validation: loss" in printed
-    resume = ["train", "--run", run, "--resume"]
-    assert_refused(resume, "has already run all its 2 steps", capsys)
-    message = "was started differently: features: 16, not 32"
-    assert_refused([*resume, "--set", "features=32"], message, capsys)
-    with (tmp_path / "train.de").open("a", encoding="utf-8") as file:
-        file.write("der hund schläft .\n")
-    assert_refused(resume, "same number of lines", capsys)
-
-
 def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
     like = jax.eval_shape(bench().init_state)
     (state, step), (also, last) = expected.restore(like), other.restore(like)
@@ -999,7 +912,7 @@ def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.default_tiles  # as in the demonstration
 def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, capsys):
-    """Its digests were not written yet. A difference of one bit at the end would be noticed."""
+    """Its digests were not written yet."""
     directory, _ = demonstration
     shutil.copytree(directory, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
@@ -1008,40 +921,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
         file.write('{"step": 7, "lo')
     assert cli.main(["train", "--run", str(tmp_path / "run"), "--resume"]) == 0
     assert "starting from the beginning: there is no checkpoint yet" in capsys.readouterr().out
-    whole, again = TranslationRun.open(directory), TranslationRun.open(tmp_path / "run")
-    assert_same_run(whole, again)
-    state, step = again.restore(jax.eval_shape(bench().init_state))
-    rate = state.opt_state[1][0].nu["output/kernel"]
-    rate.flat[-1] = np.nextafter(rate.flat[-1], np.float32(9))
-    again.save(state, step)
-    with pytest.raises(AssertionError, match="not equal"):
-        assert_same_run(whole, again)
-
-
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from experiments.translation.__main__ import main
-
-def kill(event, arguments):
-    if event == "os.rename" and str(arguments[1]).endswith("/killed/checkpoints/12"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(kill)
-main(["train", "--preset", "tiny", "--run", "killed"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.default_tiles  # as in the demonstration
-def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_path, capsys):
-    """Another process resumes it, and it ends like a run that was never interrupted."""
-    variables = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    killed = run_python("-c", KILLED_WHILE_SAVING, cwd=tmp_path, env=variables)
-    assert killed.returncode == -signal.SIGKILL
-    assert TranslationRun.open(tmp_path / "killed").steps() == [6]
-    assert cli.main(["train", "--run", str(tmp_path / "killed"), "--resume"]) == 0
-    assert "resuming from the checkpoint after step 6" in capsys.readouterr().out
-    assert_same_run(TranslationRun.open(demonstration[0]), TranslationRun.open(tmp_path / "killed"))
+    assert_same_run(TranslationRun.open(directory), TranslationRun.open(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -1052,13 +932,9 @@ def test_a_run_killed_while_saving_is_resumed_bit_for_bit(demonstration, tmp_pat
         (["train", "--preset", "tiny", "--set", "steps=x"], "steps: expected a valid integer"),
         (["train", "--resume"], "--resume: expected --run DIR"),
         (["dance"], "invalid choice: 'dance'"),
-        (["trian"], "invalid choice: 'trian'"),
         (["trian"], "; nearest: train"),
         (["--preset", "toi"], "; nearest: toy"),
-        (
-            ["train", "--preset", "tiny", "--ste", "steps=3"],
-            "--ste steps=3; nearest: --set, --seed",
-        ),
+        (["train", "--ste", "steps=3"], "--ste steps=3; nearest: --set, --seed"),
         (["evaluate", "--run", "x", "--bema=3"], "--bema=3; nearest: --beam"),
         (["train", "--preset", "tiny", "--set", "step=3"], "'step'; nearest: steps"),
         (["train", "--set", "quux=3"], "setting 'quux'; `train --help` lists them"),
@@ -1088,15 +964,13 @@ def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monke
     directory = saved_run(tmp_path / "demo").directory
     written = (directory / "config.json").stat().st_mtime_ns
     message = "exists already: expected another --run, --resume or --overwrite"
-    assert_refused(["--preset", "tiny", "--run", str(directory)], message, capsys)
-    arguments = ["train", "--overwrite", "--run", str(directory), "--data", "nowhere"]
+    assert_refused(["--preset", "tiny", "--run", directory], message, capsys)
+    arguments = ["train", "--overwrite", "--run", directory, "--data", "nowhere"]
     assert_refused(arguments, "found nothing at nowhere", capsys)
     assert (directory / "config.json").stat().st_mtime_ns == written
-    (other := tmp_path / "other").mkdir()
-    (other / "file").touch()
-    arguments = ["--preset", "tiny", "--run", str(other), "--overwrite"]
+    arguments = ["--preset", "tiny", "--run", tmp_path, "--overwrite"]
     assert_refused(arguments, "is not a run's directory", capsys)
-    assert (other / "file").exists()
+    assert directory.exists()
     monkeypatch.chdir(tmp_path)
     options = make_parser("").parse_args(["demo", "--preset", "tiny"])
     assert new_directory(options) == Path("runs/tiny")
@@ -1107,7 +981,7 @@ def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monke
 @pytest.mark.slow
 def test_training_that_diverges_ends_with_one_line(tmp_path, capsys):
     run = str(tmp_path / "run")
-    settings = ["--set", "learning_rate=1e30", "--set", "report_every=1", "--set", "norm=post"]
-    assert cli.main(["train", "--preset", "tiny", "--run", run, *settings]) == 1
+    changes = set_words("learning_rate=1e30", "report_every=1", "norm=post")
+    assert cli.main(["train", "--preset", "tiny", "--run", run, *changes]) == 1
     error = capsys.readouterr().err
     assert "training stopped" in error and "error: step" in error and error.count("\n") == 1

@@ -1,6 +1,5 @@
 """The walkthrough: its steps run and hold what they claim, and its page is whole."""
 
-import ast
 import base64
 import dataclasses
 import functools
@@ -9,13 +8,11 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import jax
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -32,7 +29,6 @@ from experiments.walkthrough.running import Result, run
 from experiments.walkthrough.similarity import INPUTS, JOURNEY
 from experiments.walkthrough.step import ClaimFailed, Step, check, draw, show, step
 from experiments.walkthrough.steps import STEPS
-from tests import browser as browsers
 from tests.commands import environment, run_python
 
 
@@ -40,8 +36,7 @@ CHEAP = ("vectors", "simple-self-attention", "interaction", "query-key-value", "
 WITH_DIAGRAMS = ("recurrence", "query-key-value", "heads", "transformer")
 
 
-def by_name(name: str) -> Step:
-    return next(candidate for candidate in STEPS if candidate.name == name)
+BY_NAME = {candidate.name: candidate for candidate in STEPS}
 
 
 @functools.cache
@@ -100,8 +95,8 @@ class Reader(HTMLParser):
 
 
 def test_names_titles_and_texts():
-    names = [candidate.name for candidate in STEPS]
-    assert len(set(names)) == len(names)
+    names = [*BY_NAME]
+    assert len(names) == len(STEPS)
     for candidate in STEPS:
         assert re.fullmatch(r"[a-z0-9-]+", candidate.name)
         assert candidate.title and candidate.paragraphs and candidate.follows, candidate.name
@@ -111,25 +106,22 @@ def test_names_titles_and_texts():
     assert {document for candidate in STEPS for document in candidate.follows} == set(DOCUMENTS)
     # The documents begin with recurrent networks, and go from them to attention.
     assert names.index("recurrence") < names.index("simple-self-attention")
-    assert {name for name in names if by_name(name).diagram} == set(WITH_DIAGRAMS)
+    assert {name for name in names if BY_NAME[name].diagram} == set(WITH_DIAGRAMS)
 
 
 def test_words_attend_and_occur():
     """The page uses the field's words: a word attends to words, and occurs in a sentence."""
-    source = " ".join(
-        " ".join(path.read_text(encoding="utf-8").split())
-        for path in Path(inspect.getfile(page)).parent.glob("*.py")
-    )
-    for wording in ("words that look", "looked at", "stands in", "gradient of the loss by"):
-        assert wording not in source
+    files = Path(inspect.getfile(page)).parent.glob("*.py")
+    source = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in files)
+    assert not re.search("words that look|looked at|stands in|gradient of the loss by", source)
     assert introduction.LETTERS["T"] == "words that attend (queries)"
 
 
 def test_the_exponential_is_explained_and_written_out():
-    softmax = by_name("simple-self-attention")
-    assert [code.label for code in softmax.helpers][1] == "softmax"
-    assert "exponential" in " ".join(map(str, softmax.paragraphs))
-    assert "w_ij = e^(s_ij) / (Σ_k e^(s_ik))" in str(softmax.paragraphs)
+    softmax = BY_NAME["simple-self-attention"]
+    assert softmax.helpers[1].label == "softmax"
+    for text in ("exponential", "w_ij = e^(s_ij) / (Σ_k e^(s_ik))"):
+        assert text in str(softmax.paragraphs)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +145,10 @@ def test_a_formula_is_typeset(line, mathml):
 
 
 def test_all_formulas_are_well_formed():
-    for candidate in STEPS:
-        for block in candidate.paragraphs:
-            if isinstance(block, Formula):
-                for element in block.mathml().split("\n"):
-                    assert ElementTree.fromstring(element).tag == "math"
+    blocks = [block for candidate in STEPS for block in candidate.paragraphs]
+    for formula in (block for block in blocks if isinstance(block, Formula)):
+        for element in formula.mathml().split("\n"):
+            assert ElementTree.fromstring(element).tag == "math"
     for line in ("(a", "a)", "f(x]"):
         with pytest.raises(ValueError, match=r"unexpected|not closed"):
             Formula((line,)).mathml()
@@ -167,12 +158,11 @@ def test_diagrams_are_svg_made_by_the_code():
     diagram = one_row(JOURNEY, INPUTS, 1)
     image = ElementTree.fromstring(diagram.svg)
     texts = ["".join(text.itertext()) for text in image.iter("{http://www.w3.org/2000/svg}text")]
+    shares = [text for text in texts if text.startswith("0.")]
     # “Coding” prints these weights of “journey”, to four digits.
-    assert [
-        text for text in texts if text.startswith("0.")
-    ] == "0.14 0.24 0.23 0.12 0.11 0.16".split()
+    assert shares == "0.14 0.24 0.23 0.12 0.11 0.16".split()
     for name in WITH_DIAGRAMS:
-        diagram = by_name(name).diagram
+        diagram = BY_NAME[name].diagram
         assert diagram and diagram.caption
         image = ElementTree.fromstring(diagram.svg)
         assert image.get("aria-label") and len(list(image)) > 10
@@ -180,7 +170,7 @@ def test_diagrams_are_svg_made_by_the_code():
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_step_runs_and_its_claims_hold(name):
-    result = run(by_name(name))
+    result = run(BY_NAME[name])
     assert result.output.count("✓") >= 3
     assert result.pictures and all(png.startswith(b"\x89PNG") for png in result.pictures)
     assert all(" by " in x for x in result.descriptions), "panels and axes, for who cannot see them"
@@ -204,10 +194,9 @@ def test_printed_digits_are_looked_at():
 
 
 def test_the_page_escapes_and_loads_nothing():
-    text = page.written([run(hostile), run(by_name("query-key-value"))])
+    text = page.written([run(hostile), run(BY_NAME["query-key-value"])])
     read = Reader(text)
-    assert not read.open
-    assert not set(read.tags) & {"script", "iframe", "object", "link"}
+    assert not read.open and not set(read.tags) & {"script", "iframe", "object", "link"}
     for shown in (
         'Title <b> & "quotes"',
         "<script>alert(1)</script>",
@@ -220,21 +209,20 @@ def test_the_page_escapes_and_loads_nothing():
     ):
         assert shown in read.text
     for address in read.addresses:
-        assert (
-            address.startswith("data:image/png;base64,") or address.removeprefix("#") in read.names
-        )
-        if address.startswith("data:"):
+        if address.startswith("data:image/png;base64,"):
             assert base64.b64decode(address.split(",")[1], validate=True).startswith(b"\x89PNG")
+        else:
+            assert address.removeprefix("#") in read.names
     style = text[text.index("<style>") : text.index("</style>")]
     assert "url(" not in style and "@import" not in style
-    assert "prefers-color-scheme: dark" in style
-    assert re.search(r'content="default-src \'none\'', text)
+    assert "prefers-color-scheme: dark" in style and "content=\"default-src 'none'" in text
 
 
 def test_code_on_the_page_is_the_functions_own():
     assert hostile.lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
     assert hostile.drawing.text == "draw(Figure())\n"
-    assert [code.label for code in by_name("causal").helpers][:2] == ["softmax_of_scores", "filled"]
+    labels = [code.label for code in BY_NAME["causal"].helpers]
+    assert labels[:2] == ["softmax_of_scores", "filled"]
 
 
 def test_names_of_earlier_steps_are_imported_and_linked():
@@ -261,29 +249,24 @@ def as_pasted(candidate: Step) -> Step:
     return dataclasses.replace(candidate, body=body)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_code_of_a_step_can_be_pasted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        as_pasted(by_name("query-key-value")).body()
+    as_pasted(BY_NAME["query-key-value"]).body()
     assert capsys.readouterr().out.count("✓") >= 3
     assert (tmp_path / "picture-1.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_precedes_each_step_can_be_pasted():
+def test_what_precedes_each_step_can_be_pasted_and_comments_stand_above_their_lines():
     """Also of steps that take long to run: imports, helpers, and lines without `return`."""
     text = page_without_runs()
     for candidate in STEPS:
         scope: dict[str, Any] = {"__name__": "pasted"}
         exec(preparation(candidate).text, scope)
-        tree = ast.parse(pasted(text, candidate.name))
-        compile(tree, candidate.name, "exec")
+        compile(pasted(text, candidate.name), candidate.name, "exec")
         assert undefined_names(candidate) <= set(scope), candidate.name
-
-
-def test_comments_stand_above_their_lines():
-    texts = [preparation(candidate).text + candidate.lines.text for candidate in STEPS]
-    for text in texts:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        code = io.StringIO(preparation(candidate).text + candidate.lines.text)
+        for token in tokenize.generate_tokens(code.readline):
             if token.type == tokenize.COMMENT:
                 assert token.line.strip() == token.string, token.line
 
@@ -298,26 +281,20 @@ def test_the_page_says_what_its_helpers_take():
         "panels(columns, *, width=7.0, height=3.0)",
         "draw(*figures)",
     ]
-    read = Reader(page.written([run(by_name("vectors")), run(by_name("simple-self-attention"))]))
+    read = Reader(page_without_runs())
     for text in (*helpers, *helpers.values(), "jax_enable_x64", *introduction.LETTERS.values()):
         assert text.replace("`", "") in " ".join(read.text.split())
     assert "simple-self-attention" in read.text.split("What comes next")[1]
 
 
-def test_the_page_opens_with_a_picture_and_the_contents():
+def test_the_page_of_all_steps():
     text = page_without_runs()
     assert text.index("<h1>") < text.index("<svg") < text.index("<nav") < text.index("<section")
-
-
-def test_letters_are_lowered_and_raised_in_text_but_not_in_code():
-    text = page_without_runs()
+    # Letters are lowered and raised in text but not in code.
     assert "learned matrix W<sub>O</sub>." in text
     assert "e<sup>−∞</sup> is 0" in text and "10000<sup>−2i/D</sup>" in text
     assert "<code>W_k x ↦ q</code>" in text
-
-
-def test_imports_helpers_and_misprints_are_folded():
-    text = page_without_runs()
+    # Imports, helpers and misprints are folded.
     whole = Reader(text).text
     unfolded = Reader(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)).text
     for hidden in ("import jax", "def softmax", "Misprint", "Error in", "Errors in", "pip install"):
@@ -332,63 +309,47 @@ def test_alignments_have_a_panel_for_each_map():
     assert titles == list(maps)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[browsers.Browser]:
-    if browsers.installed() is None:
-        pytest.skip("no browser to open pages with: the system's package chromium has one")
-    opened = browsers.Browser()
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (900, 900), (1280, 800), (1920, 1080)])
-def test_the_first_screen(browser, tmp_path, width, height, dark):
+def test_the_first_screen(window, tmp_path, width, height, dark):
     path = tmp_path / "index.html"
     path.write_text(page_without_runs(), encoding="utf-8")
-    browser.show(width, height, dark=dark, phone=width < 500)
-    browser.open(path, ready="true")
+    window.show(width, height, dark=dark, phone=width < 500)
+    window.open(path, ready="true")
     top = "document.querySelector('{}').getBoundingClientRect().top"
-    assert browser.evaluate(top.format("header svg")) < height / 2
-    assert browser.evaluate(top.format("nav")) < height * 0.7
-    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert window.evaluate(top.format("header svg")) < height / 2
+    assert window.evaluate(top.format("nav")) < height * 0.7
+    assert window.evaluate("document.documentElement.scrollWidth <= innerWidth")
     # MathML is drawn as such: a numerator is above its denominator.
     numerator, denominator = (
-        browser.evaluate(top.format(f"#simple-self-attention mfrac > :nth-child({place})"))
+        window.evaluate(top.format(f"#simple-self-attention mfrac > :nth-child({place})"))
         for place in (1, 2)
     )
     assert numerator < denominator
-    assert not browser.complaints
-    assert browser.requests == [path.resolve().as_uri()]
+    assert not window.complaints
+    assert window.requests == [path.resolve().as_uri()]
 
 
 def test_the_command_runs_one_step(tmp_path, capsys):
-    assert main(["--out", str(tmp_path), "interaction"]) == 0
-    said = capsys.readouterr().out
-    assert "Y = L X R" in said and "✓ R and X R are as printed" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["interaction-1.png"]
-    assert main(["--list"]) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
-        candidate.name for candidate in STEPS
-    ]
-
-
-def test_a_diagram_is_saved_with_the_pictures(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "query-key-value"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"query-key-value-1.png", "query-key-value-diagram.svg"}
     image = (tmp_path / "query-key-value-diagram.svg").read_text(encoding="utf-8")
     assert ElementTree.fromstring(image).tag.endswith("svg")
+    assert capsys.readouterr().out.count("✓") >= 3
+    assert main(["--list"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [*BY_NAME]
 
 
 @pytest.mark.parametrize(("columns", "widest"), [(40, 40), (72, 72), (300, 100)])
 def test_text_wraps_at_the_width_of_the_terminal(tmp_path, capsys, monkeypatch, columns, widest):
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["--out", str(tmp_path), "interaction"]) == 0
-    text, _ = capsys.readouterr().out.split("\nX [4, 5]\n")
+    text, rest = capsys.readouterr().out.split("\nX [4, 5]\n")
     assert "    Y = L X R\n" in text and "Understanding the attention" in text
-    lengths = [len(line) for line in text.splitlines()]
-    assert widest - 12 < max(lengths) <= widest
+    assert widest - 12 < max(map(len, text.splitlines())) <= widest
+    assert "✓ R and X R are as printed" in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["interaction-1.png"]
 
 
 def test_the_command_tells_what_is_wrong(tmp_path, capsys, monkeypatch):
@@ -419,7 +380,7 @@ def test_all_steps_as_pasted_and_the_page(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("✓") >= 4 * len(STEPS)
     read = Reader((tmp_path / "index.html").read_text(encoding="utf-8"))
-    assert read.names == [candidate.name for candidate in STEPS]
+    assert read.names == [*BY_NAME]
     assert read.tags.count("img") >= len(STEPS)
     assert "“sought” has its greatest weight at" in read.text
     for candidate in STEPS:
