@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -44,18 +45,15 @@ class MaskRule:
     allowed: Callable[[Arrays, At], bool]
     operands: Arrays = dataclasses.field(default_factory=dict)
 
-    def __and__(self, other: "MaskRule") -> "MaskRule":
-        return self._combined(other, operator.and_)
-
-    def __or__(self, other: "MaskRule") -> "MaskRule":
-        return self._combined(other, operator.or_)
-
-    def _combined(self, other: "MaskRule", combine: Callable[[Any, Any], Any]) -> "MaskRule":
+    def __and__(self, other: "MaskRule", combine: Any = operator.and_) -> "MaskRule":
         return MaskRule(
             lambda a: combine(self.build(a), other.build(a)),
             lambda a, pair: combine(bool(self.allowed(a, pair)), bool(other.allowed(a, pair))),
             _joined(self.operands, other.operands),
         )
+
+    def __or__(self, other: "MaskRule") -> "MaskRule":
+        return self.__and__(other, operator.or_)
 
     def __invert__(self) -> "MaskRule":
         return MaskRule(
@@ -273,11 +271,11 @@ def prefix(length: int) -> MaskRule:
     return MaskRule(lambda a: masks.Prefix(length), lambda a, pair: pair.kv < length)
 
 
-def prefixes(lengths: Any) -> MaskRule:
+def prefixes(*lengths: int) -> MaskRule:
     """A prefix for each batch row, as an array."""
     return MaskRule(
         lambda a: masks.Prefix(a["prefix"]),
-        lambda a, pair: pair.kv < _of_batch(a["prefix"], pair.b),
+        lambda a, pair: pair.kv < a["prefix"][pair.b],
         {"prefix": np.array(lengths)},
     )
 
@@ -295,13 +293,6 @@ def lengths(q: Any = None, kv: Any = None) -> MaskRule:
         lambda a: masks.Lengths(q=a.get("q_lengths"), kv=a.get("kv_lengths")),
         allowed,
         {name: np.array(value) for name, value in by_name.items() if value is not None},
-    )
-
-
-def fixed_lengths(q: int | None, kv: int | None) -> MaskRule:
-    return MaskRule(
-        lambda a: masks.Lengths(q=q, kv=kv),
-        lambda a, pair: (q is None or pair.i < q) and (kv is None or pair.j < kv),
     )
 
 
@@ -424,15 +415,18 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def soft_cap(cap: float) -> ScoreRule:
-    """cap · tanh(s / cap), a constant cap."""
-    return ScoreRule(
-        lambda p: scores.SoftCap(cap),
-        lambda p: Modifier(
-            value=lambda s, pair: cap * np.tanh(s / cap),
-            by_score=lambda s, pair: 1 / np.cosh(s / cap) ** 2,
-        ),
+def _capped(cap: Callable[[At], Any], by_parameter: Any = None) -> Modifier:
+    """cap · tanh(s / cap)."""
+    return Modifier(
+        value=lambda s, pair: cap(pair) * np.tanh(s / cap(pair)),
+        by_score=lambda s, pair: 1 / np.cosh(s / cap(pair)) ** 2,
+        by_parameter=by_parameter or {},
     )
+
+
+def soft_cap(cap: float) -> ScoreRule:
+    """A constant cap."""
+    return ScoreRule(lambda p: scores.SoftCap(cap), lambda p: _capped(lambda pair: cap))
 
 
 def _head_index(array: Any, pair: At) -> tuple[Any, ...]:
@@ -446,14 +440,8 @@ def learned_soft_cap(cap: Any) -> ScoreRule:
     def modifier(p: Arrays) -> Modifier:
         index = functools.partial(_head_index, p["cap"])
         c = lambda pair: p["cap"][index(pair)]  # noqa: E731
-        bend = lambda s, pair: s / c(pair) / np.cosh(s / c(pair)) ** 2  # noqa: E731
-        return Modifier(
-            value=lambda s, pair: c(pair) * np.tanh(s / c(pair)),
-            by_score=lambda s, pair: 1 / np.cosh(s / c(pair)) ** 2,
-            by_parameter={
-                "cap": lambda s, pair: (index(pair), np.tanh(s / c(pair)) - bend(s, pair))
-            },
-        )
+        slope = lambda x: np.tanh(x) - x / np.cosh(x) ** 2  # noqa: E731
+        return _capped(c, {"cap": lambda s, pair: (index(pair), slope(s / c(pair)))})
 
     return ScoreRule(lambda p: scores.SoftCap(p["cap"]), modifier, {"cap": np.array(cap)})
 
@@ -508,24 +496,15 @@ def alibi(slopes: tuple[float, ...]) -> ScoreRule:
 
 def bucket(distance: int, buckets: int, bidirectional: bool, max_distance: int) -> int:
     """T5's bucket of kv − q, in whole numbers: half exact, half logarithmic."""
-    start = 0
     if bidirectional:
-        buckets //= 2
-        start = buckets if distance > 0 else 0
-        distance = abs(distance)
-    else:
-        distance = max(-distance, 0)
-    exact = buckets // 2
+        start = buckets // 2 if distance > 0 else 0
+        return start + bucket(-abs(distance), buckets // 2, False, max_distance)
+    distance, exact = max(-distance, 0), buckets // 2
     if distance < exact:
-        return start + distance
-    coarse = buckets - exact
-    n = 0  # the greatest with (distance / exact) ^ coarse >= (max_distance / exact) ^ n
-    while (
-        n < coarse - 1
-        and distance**coarse * exact ** (n + 1) >= max_distance ** (n + 1) * exact**coarse
-    ):
-        n += 1
-    return start + exact + n
+        return distance
+    coarse, ratio = buckets - exact, Fraction(distance, exact)
+    logarithms = [n for n in range(coarse) if ratio**coarse >= Fraction(max_distance, exact) ** n]
+    return exact + max(logarithms)
 
 
 def relative_bias(buckets: int, N: int, *, bidirectional: bool, max_distance: int) -> ScoreRule:
@@ -680,14 +659,11 @@ def running(
 IDENTITY = _fixed(normalizers.Identity(), row_normalizers.pointwise(Modifier()))
 EXP = _fixed(normalizers.Exp(), row_normalizers.exp())
 RELU = _fixed(normalizers.Relu(), row_normalizers.relu(1))
+SQUARED_RELU = _fixed(normalizers.Relu(2, count_power=1), row_normalizers.relu(2, 7))
 SPARSEMAX = _fixed(normalizers.Sparsemax(), row_normalizers.sparsemax())
 TOP_3 = _fixed(normalizers.TopK(3), row_normalizers.top_k(3))
 HALF_SIGMOID = row_normalizers.sigmoid(lambda pair: 0.5)
 STICK_BREAKING = _fixed(normalizers.StickBreaking(), row_normalizers.stick_breaking())
-
-
-def squared_relu(S: int) -> NormalizerRule:
-    return _fixed(normalizers.Relu(2, count_power=1), row_normalizers.relu(2, S))
 
 
 def sigmoid(S: int) -> NormalizerRule:
@@ -703,15 +679,21 @@ def entmax(alpha: float) -> NormalizerRule:
 # --- the table ----------------------------------------------------------------------------------
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625, 0.75, -0.25)
+SCALES = (0.5, 0.8, -1.0, 1.5, 2.0, 0.0)
 LAST_ROW = np.s_[..., -1, :]
 SELF = CaseSizes(T=7, S=7)
 LONG = CaseSizes(batch=(), T=37, S=53, N=2, K=1, H=5, V=3)  # several tiles of 16 in both directions
+TWO_AXES = CaseSizes(batch=(2, 3), T=2, S=3, N=4, K=2, H=5, V=1)
 LONG_IDS = np.repeat([1, 2, 3, 4], [9, 20, 1, 23])
+LONG_DENSE = dense((1, 37, 53), 8, dead=np.s_[:, 16:33])
+LATER = np.arange(37) + 16
+PACKED = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 4, 4, 4, 4, 4]]
+IN_DOCUMENTS = np.array([[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4]])  # positions
 
 SHAPES = [
     CallCase("plain"),
     CallCase("no_batch", CaseSizes(batch=())),
-    CallCase("two_batch_axes", CaseSizes(batch=(2, 3), T=2, S=3, N=4, K=2, H=5, V=1)),
+    CallCase("two_batch_axes", TWO_AXES),
     CallCase("empty_batch", CaseSizes(batch=(0,))),
     CallCase("one_query", CaseSizes(T=1)),
     CallCase("one_key", CaseSizes(S=1)),
@@ -746,17 +728,18 @@ MASKS = [
     CallCase("window_self", SELF, window(0, 0)),
     CallCase("window_tall", CaseSizes(T=9, S=4), window(1, 1)),
     CallCase("prefix", mask=prefix(3)),
-    CallCase("prefix_per_row", mask=prefixes([3, 0])),
+    CallCase("prefix_per_row", mask=prefixes(3, 0)),
     CallCase("lengths_kv", mask=lengths(kv=[3, 0])),
     CallCase("lengths_q", mask=lengths(q=[4, 2])),
     CallCase("lengths_both", mask=lengths(q=[5, 1], kv=[2, 7])),
     CallCase("lengths_shared", mask=lengths(q=3, kv=6)),
-    CallCase("lengths_numbers", mask=fixed_lengths(4, 5)),
     CallCase(
-        "lengths_two_axes",
-        CaseSizes(batch=(2, 3), T=2, S=3, N=4, K=2, H=5, V=1),
-        lengths(kv=[[3, 1, 0], [2, 2, 3]]),
+        "lengths_numbers",
+        mask=MaskRule(
+            lambda a: masks.Lengths(q=4, kv=5), lambda a, pair: pair.i < 4 and pair.j < 5
+        ),
     ),
+    CallCase("lengths_two_axes", TWO_AXES, lengths(kv=[[3, 1, 0], [2, 2, 3]])),
     CallCase("window_by_head", mask=window_of_arrays([0, 1, 2, 3, 5, 100], [1, 0, 2, 0, 0, 2])),
     CallCase("window_traced", mask=window_of_arrays(2, [0, 1, 1, 0, 6, 2]) | CAUSAL),
     CallCase(
@@ -790,10 +773,8 @@ MASKS = [
 
 COMBINED = [
     CallCase("causal_window", SELF, CAUSAL & window(2, None)),
-    CallCase(
-        "causal_segments", SELF, CAUSAL & segments([[0, 0, 0, 1, 1, 2, 2], [5, 5, 4, 4, 4, 4, 4]])
-    ),
-    CallCase("prefix_lm", SELF, CAUSAL | prefixes([3, 1])),
+    CallCase("causal_segments", SELF, CAUSAL & segments(PACKED)),
+    CallCase("prefix_lm", SELF, CAUSAL | prefixes(3, 1)),
     CallCase("not_causal", mask=~CAUSAL),
     CallCase("window_or_global", SELF, window(1, 1) | global_(1)),
     CallCase(
@@ -813,12 +794,7 @@ SCORES = [
     CallCase(
         "soft_cap_by_head", mask=CAUSAL, score=learned_soft_cap((1.5, 2.0, 2.5, 3.0, 4.0, 9.0))
     ),
-    CallCase(
-        "scale_by_head",
-        mask=CAUSAL,
-        score=scale_by_head((0.5, 0.8, -1.0, 1.5, 2.0, 0.0)),
-        scale=1.0,
-    ),
+    CallCase("scale_by_head", mask=CAUSAL, score=scale_by_head(SCALES), scale=1.0),
     CallCase("temperature_by_head", score=learned_temperature((0.5, 0.8, 1.0, 1.5, 2.0, 4.0))),
     CallCase("alibi", score=alibi(SLOPES)),
     CallCase("alibi_causal", mask=CAUSAL, score=alibi(SLOPES)),
@@ -892,10 +868,10 @@ POSITIONS = [
     CallCase(
         "places_and_positions",
         SELF,
-        segments([[0, 0, 0, 1, 1, 2, 2], [5, 5, 4, 4, 4, 4, 4]]) & CAUSAL,
+        segments(PACKED) & CAUSAL,
         bias((2, 6, 7, 7)) >> alibi(SLOPES),
-        q_positions=np.array([[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4]]),
-        kv_positions=np.array([[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4]]),
+        q_positions=IN_DOCUMENTS,
+        kv_positions=IN_DOCUMENTS,
     ),
     CallCase(
         "relative_bias_shifted",
@@ -905,7 +881,7 @@ POSITIONS = [
     ),
     CallCase(
         "two_axes_of_positions",
-        CaseSizes(batch=(2, 2), T=2, S=3, N=4, K=2, H=5, V=1),
+        TWO_AXES._replace(batch=(2, 2)),
         CAUSAL,
         q_positions=np.array([[[0, 1], [1, 2]], [[2, 3], [0, 2]]]),
         kv_positions=np.array([2, 0, 1]),
@@ -927,13 +903,7 @@ TILES = [
     ),
     CallCase("tiles_segments", LONG, segments(LONG_IDS[:37], LONG_IDS) & ~dilated(5)),
     CallCase("tiles_bias", LONG, lengths(kv=41) | prefix(3), bias((2, 37, 53), batch=())),
-    CallCase(
-        "tiles_dense",
-        LONG,
-        dense((1, 37, 53), 8, dead=np.s_[:, 16:33]),
-        soft_cap(5.0),
-        q_positions=np.arange(37) + 16,
-    ),
+    CallCase("tiles_dense", LONG, LONG_DENSE, soft_cap(5.0), q_positions=LATER),
 ]
 
 DROPOUT = [
@@ -954,7 +924,7 @@ NORMALIZERS = [
         "relu",
         mask=segments([1, 1, 2, 2, 3], [3, 3, 2, 1, 1, 1, 1]),
         score=bias((1, 6, 5, 1)),
-        normalizer=squared_relu(7),
+        normalizer=SQUARED_RELU,
     ),
     CallCase("exp", CaseSizes(T=7, S=5), PREDICATE, soft_cap(2.0), normalizer=EXP),
     CallCase("pointwise", mask=dense((2, 6, 5, 7), 9, dead=LAST_ROW), normalizer=MIXED),
@@ -992,7 +962,7 @@ NORMALIZERS = [
     CallCase(
         "stick_breaking",
         SELF,
-        CAUSAL & segments([[0, 0, 0, 1, 1, 2, 2], [5, 5, 4, 4, 4, 4, 4]]),
+        CAUSAL & segments(PACKED),
         alibi(SLOPES),
         scale=0.2,
         normalizer=STICK_BREAKING,
@@ -1048,20 +1018,9 @@ NORMALIZERS = [
         rate=0.2,
         normalizer=entmax(1.5),
     ),
+    CallCase("tiles_top_k", LONG, LONG_DENSE, soft_cap(5.0), q_positions=LATER, normalizer=TOP_3),
     CallCase(
-        "tiles_top_k",
-        LONG,
-        dense((1, 37, 53), 8, dead=np.s_[:, 16:33]),
-        soft_cap(5.0),
-        q_positions=np.arange(37) + 16,
-        normalizer=TOP_3,
-    ),
-    CallCase(
-        "tiles_stick_breaking",
-        LONG,
-        window(9, 3),
-        q_positions=np.arange(37) + 16,
-        normalizer=STICK_BREAKING,
+        "tiles_stick_breaking", LONG, window(9, 3), q_positions=LATER, normalizer=STICK_BREAKING
     ),
     CallCase(
         "tiles_running",

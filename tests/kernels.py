@@ -14,13 +14,14 @@ from jattn.call import Call, of_shapes
 from jattn.kernels.common import block_mask
 from jattn.spec import Shapes, Spec
 from tests import test_contract as contract
-from tests.cases import SOFTMAX_CASES, CaseInputs
+from tests.cases import SOFTMAX_CASES
 from tests.conftest import normal_arrays, quick_jit
 from tests.oracle import error
 
 
 # Worst errors of gradients measured over all cases: 1.6e-2, 1.7e-3.
 CEILINGS = contract.CEILINGS | {"bfloat16": 2e-2, "float16": 2.5e-3}
+poisoned = contract.poisoned
 
 
 def made(shapes: Shapes, **options: Any) -> Call:
@@ -47,14 +48,6 @@ def exact_results(mask: Any, score: Any, *arrays: Any) -> Any:
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
     """Checks errors; in 16 bits against a formula that rounds as tensor cores do."""
     contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")
-
-
-def poisoned(name: str, x: CaseInputs, poison: float) -> CaseInputs:
-    """The case's inputs with this number in the queries and keys that no pair needs."""
-    rows, columns = contract.dead_places(name)
-    q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
-    q[rows], k[columns], v[columns] = poison, poison, poison
-    return x._replace(q=q, k=k, v=v)
 
 
 def poisons_of(name: str) -> tuple[float, ...]:

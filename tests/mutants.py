@@ -185,7 +185,7 @@ MUTANTS: dict[str, Mutant] = {
         "contract",
     ),
     "running-in-the-other-order": mutant(
-        NORMALIZERS, "lambda later, term: combine(⟦term, later⇒later, term⟧)", "normalized"
+        NORMALIZERS, "lambda later, term: combine(⟦term, later⇒later, term⟧)", "contract"
     ),
     "sigmoid-slope-in-c": mutant(
         f"{C}/pointwise.h", "return {w, w - w * w⟦⇒ * w⟧};", "normalizers_native", "contract"

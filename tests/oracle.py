@@ -128,9 +128,10 @@ class OracleProblem:
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Positions `[B, T]` and `[B, S]`."""
         flat, queries, keys, *_ = self.sizes
-        return _positions(self.q_positions, flat, queries), _positions(
-            self.kv_positions, flat, keys
-        )
+        q = np.arange(queries) if self.q_positions is None else self.q_positions
+        kv = np.arange(keys) if self.kv_positions is None else self.kv_positions
+        rows = lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # noqa: E731
+        return np.broadcast_to(rows(q), (flat, queries)), np.broadcast_to(rows(kv), (flat, keys))
 
 
 class OracleForward(NamedTuple):
@@ -155,21 +156,15 @@ class OracleGradients(NamedTuple):
     parameters: dict[str, np.ndarray]
 
 
-def _positions(positions: np.ndarray | None, flat: int, size: int) -> np.ndarray:
-    positions = np.arange(size) if positions is None else positions
-    if positions.ndim > 1:
-        return positions.reshape(flat, size)
-    return np.broadcast_to(positions, (flat, size))
-
-
 def _flat(array: np.ndarray) -> np.ndarray:
     return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 def _sum(terms: list[Any]) -> Any:
-    if any(isinstance(term, complex) for term in terms):
+    try:
+        return math.fsum(terms)
+    except TypeError:  # of complex numbers
         return complex(math.fsum(x.real for x in terms), math.fsum(x.imag for x in terms))
-    return math.fsum(terms)
 
 
 def _dot(x: list[Any], y: list[Any]) -> Any:
@@ -225,18 +220,13 @@ def _rows(problem: OracleProblem):
     q, k = _flat(problem.q).tolist(), _flat(problem.k).tolist()
     q_positions, kv_positions = problem.positions()
     modifier = problem.modifier(problem.parameters)
-    for b in range(flat):
-        for h in range(heads):
-            g = h // (heads // kv_heads)
-            for i in range(queries):
-                places = {
-                    j: At(b, h, i, j, int(q_positions[b, i]), int(kv_positions[b, j]))
-                    for j in range(keys)
-                }
-                places = {j: pair for j, pair in places.items() if problem.allowed(pair)}
-                raw = {j: _dot(q[b][i][h], k[b][j][g]) * problem.factor for j in places}
-                scores = {j: _item(modifier.value(raw[j], pair)) for j, pair in places.items()}
-                yield (b, h, i, g), places, raw, scores
+    for b, h, i in np.ndindex(flat, heads, queries):
+        g, position = h // (heads // kv_heads), int(q_positions[b, i])
+        pairs = [At(b, h, i, j, position, int(kv_positions[b, j])) for j in range(keys)]
+        places = {pair.j: pair for pair in pairs if problem.allowed(pair)}
+        raw = {j: _dot(q[b][i][h], k[b][j][g]) * problem.factor for j in places}
+        scores = {j: _item(modifier.value(raw[j], pair)) for j, pair in places.items()}
+        yield (b, h, i, g), places, raw, scores
 
 
 def _item(value: Any) -> Any:
@@ -246,13 +236,12 @@ def _item(value: Any) -> Any:
 def attend(problem: OracleProblem) -> OracleForward:
     """Attention in float64 (or complex128). A row without keys gives out 0 and lse −inf."""
     flat, queries, keys, heads, _, _, width = problem.sizes
-    batch = problem.q.shape[:-3]
     parameters = list(problem.parameters.values())
     kind = np.result_type(problem.q, problem.k, problem.v, *parameters, np.float64)
-    out = np.zeros((flat, queries, heads, width), kind)
+    out = np.zeros((flat, heads, queries, width), kind)
     lse = np.zeros((flat, heads, queries), kind)
     weights = np.zeros((flat, heads, queries, keys), kind)
-    masked = np.full((flat, heads, queries, keys), -np.inf, kind)
+    masked = np.full_like(weights, -np.inf)
     v = _flat(problem.v).tolist()
     for (b, h, i, g), places, _, scores in _rows(problem):
         row, lse[b, h, i] = _weights_of_row(problem, scores, places)
@@ -261,13 +250,8 @@ def attend(problem: OracleProblem) -> OracleForward:
             weights[b, h, i, j] = row[j] * problem.dropout_factor(pair)
         row_weights = weights[b, h, i].tolist()
         for x in range(width):
-            out[b, i, h, x] = _sum([row_weights[j] * v[b][j][g][x] for j in places])
-    return OracleForward(
-        out.reshape(*batch, queries, heads, width),
-        lse.reshape(*batch, heads, queries),
-        weights.reshape(*batch, heads, queries, keys),
-        masked.reshape(*batch, heads, queries, keys),
-    )
+            out[b, h, i, x] = _sum([row_weights[j] * v[b][j][g][x] for j in places])
+    return _unflat(problem, out, lse, weights, masked)
 
 
 def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> OracleGradients:
@@ -285,7 +269,7 @@ def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> O
     for (b, h, i, g), places, raw, scores in _rows(problem):
         factor = {j: problem.dropout_factor(pair) for j, pair in places.items()}
         dp = {j: factor[j] * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist()) for j in places}
-        p, ds, terms = _pull_row(problem, scores, places, dp, d_l[b, h, i])
+        p, ds, terms = _pull_row(problem, scores, places, dp, float(d_l[b, h, i]))
         for name, index, term in terms:
             d_parameters[name][index] += term
         for j, pair in places.items():
@@ -296,10 +280,8 @@ def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> O
             for name, rule in modifier.by_parameter.items():
                 index, slope = rule(raw[j], pair)
                 d_parameters[name][index] += ds[j] * slope
-    shapes = problem.q.shape, problem.k.shape, problem.v.shape
-    return OracleGradients(
-        dq.reshape(shapes[0]), dk.reshape(shapes[1]), dv.reshape(shapes[2]), d_parameters
-    )
+    q, k, v = problem.q.shape, problem.k.shape, problem.v.shape
+    return OracleGradients(dq.reshape(q), dk.reshape(k), dv.reshape(v), d_parameters)
 
 
 def slope(
@@ -310,18 +292,10 @@ def slope(
     `direction` has the entries "q", "k", "v" and "parameters". Exact to rounding, and independent
     of the formulas in `gradients`.
     """
-    tiny = 1e-100j
-    moved = dataclasses.replace(
-        problem,
-        q=problem.q + tiny * direction["q"],
-        k=problem.k + tiny * direction["k"],
-        v=problem.v + tiny * direction["v"],
-        parameters={
-            name: value + tiny * direction["parameters"][name]
-            for name, value in problem.parameters.items()
-        },
-    )
-    result = attend(moved)
+    tiny, along = 1e-100j, direction["parameters"]
+    arrays: Any = {name: getattr(problem, name) + tiny * direction[name] for name in "qkv"}
+    parameters = {name: value + tiny * along[name] for name, value in problem.parameters.items()}
+    result = attend(dataclasses.replace(problem, **arrays, parameters=parameters))
     live = np.isfinite(np.real(result.lse))
     through_lse = np.where(live, d_lse * np.where(live, np.imag(result.lse), 0), 0)
     total = np.sum(d_out * np.imag(result.out)) + np.sum(through_lse)
@@ -352,14 +326,6 @@ def allowed_everywhere(problem: OracleProblem) -> np.ndarray:
     return dense
 
 
-def _dropout_factors(problem: OracleProblem, shape: tuple[int, ...]) -> np.ndarray:
-    factors = np.ones(shape)
-    if problem.rate:
-        for b, h, i, j in np.ndindex(shape):
-            factors[b, h, i, j] = problem.dropout_factor(At(b, h, i, j, None, None))
-    return factors
-
-
 def plain(
     problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray, dtype: Any, products: Any = None
 ) -> tuple[OracleForward, list[OracleGradients]]:
@@ -385,7 +351,8 @@ def plain(
     allowed = allowed_everywhere(problem)
     pair = _grid(problem, allowed.shape)
     factor = np.asarray(problem.factor, dtype)
-    factors = _dropout_factors(problem, allowed.shape).astype(dtype)
+    places = (At(b, h, i, j, None, None) for b, h, i, j in np.ndindex(allowed.shape))
+    factors = np.array([problem.dropout_factor(x) for x in places], dtype).reshape(allowed.shape)
 
     raw = (q @ np.swapaxes(k, -1, -2)) * factor
     scores = np.where(allowed, modifier.value(raw, pair), np.asarray(-np.inf, dtype))

@@ -147,21 +147,21 @@ def stick_breaking() -> OracleNormalizer:
 Operation = tuple[Callable[[Any, Any], Any], Callable[[Any, Any], tuple[Any, Any]]]
 """An operation of `running`, and its derivatives by both operands."""
 
+
+def _choice(first: Callable[[Any, Any], bool]) -> Operation:
+    """Takes the first operand if the function says so, else the second."""
+    return (
+        lambda a, b: a if first(a, b) else b,
+        lambda a, b: (1, 0) if first(a, b) else (0, 1),
+    )
+
+
 OPERATIONS: dict[str, Operation] = {
     "add": (lambda a, b: a + b, lambda a, b: (1, 1)),
     "multiply": (lambda a, b: a * b, lambda a, b: (b, a)),
-    "maximum": (
-        lambda a, b: a if a.real >= b.real else b,
-        lambda a, b: (1, 0) if a.real >= b.real else (0, 1),
-    ),
-    "minimum": (
-        lambda a, b: a if a.real <= b.real else b,
-        lambda a, b: (1, 0) if a.real <= b.real else (0, 1),
-    ),
-    "first_above_1": (  # associative, but not commutative
-        lambda a, b: a if abs(a.real) > 1 else b,
-        lambda a, b: (1, 0) if abs(a.real) > 1 else (0, 1),
-    ),
+    "maximum": _choice(lambda a, b: a.real >= b.real),
+    "minimum": _choice(lambda a, b: a.real <= b.real),
+    "first_above_1": _choice(lambda a, b: abs(a.real) > 1),  # associative, but not commutative
 }
 
 
@@ -187,7 +187,7 @@ def running(
     def pull(scores: Row, w: Row, dw: Row, pairs: list[At]) -> Any:
         sums, laters = combined(scores, pairs)
         d_sums, terms = normalizer.pull(sums, w, dw, pairs)
-        d_first, d_term, d_later = np.zeros_like(scores), np.zeros_like(scores), 0.0
+        ds, d_first, d_term, d_later = *(np.zeros_like(scores) for _ in range(3)), 0.0
         for j, (score, pair, later) in enumerate(zip(scores, pairs, laters, strict=True)):
             a, b = (1, 0), (1, 0)
             if later is not None:
@@ -195,12 +195,10 @@ def running(
                 b = derivatives(term.value(score, pair), later)
             d_first[j], d_term[j] = d_sums[j] * a[0], d_later * b[0]
             d_later = d_sums[j] * a[1] + d_later * b[1]
-        ds = [
-            x * first.by_score(score, pair) + y * term.by_score(score, pair)
-            for x, y, score, pair in zip(d_first, d_term, scores, pairs, strict=True)
-        ]
+            ds[j] = d_first[j] * first.by_score(score, pair)
+            ds[j] += d_term[j] * term.by_score(score, pair)
         terms = [*terms, *parameter_terms(first, scores, d_first, pairs)]
-        return _array(ds, scores), [*terms, *parameter_terms(term, scores, d_term, pairs)]
+        return ds, [*terms, *parameter_terms(term, scores, d_term, pairs)]
 
     return OracleNormalizer(weights, pull)
 
@@ -214,10 +212,10 @@ def sigmoid(bias: Callable[[At], Any], by_parameter: Any = None) -> OracleNormal
     def slope(score: Any, pair: At) -> Any:
         return logistic(score + bias(pair)) * logistic(-score - bias(pair))
 
-    def rule(index: Callable[[At], tuple[Any, ...]]) -> Any:
-        return lambda score, pair: (index(pair), slope(score, pair))
-
-    rules = {name: rule(index) for name, index in (by_parameter or {}).items()}
+    rules = {
+        name: lambda score, pair, index=index: (index(pair), slope(score, pair))
+        for name, index in (by_parameter or {}).items()
+    }
     return pointwise(Modifier(value, slope, rules))
 
 

@@ -1,17 +1,13 @@
-"""Functions of masks and scores mean what they mean when they are called, whatever they read.
+"""Functions of masks and scores mean what they mean when they are called, whatever they read: each
+row of `HOLDERS` is a way to hold a number, which is changed between two calls."""
 
-Each row of `HOLDERS` is a way to hold a number that a function reads. The number is changed
-between two calls, and the second call has to equal the formula with the new number.
-"""
-
-import collections
 import dataclasses
 import enum
 import functools
 import gc
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
@@ -25,7 +21,8 @@ from jattn import cache, call, masks, nn
 from jattn.functions import snapshots
 from jattn.masks import Predicate
 from jattn.scores import Score
-from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients
+from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
+from tests.test_users_functions import plain as formula
 
 
 Use = Callable[..., Any]
@@ -63,18 +60,28 @@ def holds(name: str, make: Callable[[Any], tuple[Any, Any]], read: Any) -> None:
 
 def in_container(name: str, make: Callable[[Any], Any], read: Any, write: Any) -> None:
     """Registers a row whose function closes over an object; `write` writes another number to it."""
-
-    def made(number: Any) -> Any:
-        return (value := make(number)), functools.partial(write, value)
-
-    holds(name, made, read)
+    holds(name, lambda x: ((value := make(x)), functools.partial(write, value)), read)
 
 
-def boxed(name: str, function: Callable[[Use, list[Any]], Any]) -> None:
-    """Registers a row whose function, made of the formula and a list, reads the list."""
+def boxed(name: str, function: Callable[[Use, Any], Any], box: Any = None) -> None:
+    """Registers a row whose function, made of the formula and a list, reads the list, which is a
+    new one unless it is given."""
 
     def closure(use: Use, number: Any) -> Any:
-        return function(use, box := [number]), functools.partial(set_item(0), box)
+        items = [0] if box is None else box
+        items[0] = number
+        return function(use, items), functools.partial(set_item(0), items)
+
+    HOLDERS[name] = closure
+
+
+def with_number(name: str, make: Callable[[Use], tuple[Any, Any]]) -> None:
+    """Registers a row whose function reads the number of an object; `make` returns both."""
+
+    def closure(use: Use, number: Any) -> Any:
+        function, box = make(use)
+        set_number(box, number)
+        return function, functools.partial(set_number, box)
 
     HOLDERS[name] = closure
 
@@ -91,17 +98,6 @@ class Slots:
         self.number = number
 
 
-class Property:
-    """An object with a property that reads another object."""
-
-    def __init__(self, number: Any):
-        self.inner = Plain(number)
-
-    @property
-    def value(self) -> Any:
-        return self.inner.number
-
-
 @dataclasses.dataclass
 class Data:
     """A dataclass, which has no hash, that can be called."""
@@ -113,22 +109,30 @@ class Data:
         return self.use(self.number, *x)
 
 
-class Hidden:
-    """An object that computes its attributes."""
-
-    def __init__(self, number: Any):
-        self.__dict__["held"] = {"number": number}
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["held"][name]
-
-
-class NumberPair(NamedTuple):
-    numbers: list[Any]
-
-
 class Level(enum.Enum):
     ONE = [0]  # noqa: RUF012
+
+
+def method_of_class(use: Use) -> tuple[Any, Any]:
+    class WithMethod:
+        number: Any
+
+        @classmethod
+        def call(cls, *x: Any) -> Any:
+            return use(cls.number, *x)
+
+    return WithMethod.call, WithMethod
+
+
+def own_attribute(use: Use) -> tuple[Any, Any]:
+    def function(*x: Any) -> Any:
+        return use(function.number, *x)  # pyright: ignore[reportFunctionMemberAccess]
+
+    return function, function
+
+
+def calling(use: Use, helper: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    return lambda *x: use(helper(*arguments), *x)
 
 
 def an_array(number: Any) -> np.ndarray:
@@ -150,30 +154,22 @@ def refill(box: Any, new: Any) -> None:
 
 second = lambda box: box[1]  # noqa: E731
 number_of = lambda box: box.number  # noqa: E731
-in_container("list", lambda x: [0, x], second, set_item(1))
 in_container(
-    "nested list", lambda x: [0, [[x]]], lambda x: x[1][0][0], lambda x, y: set_item(0)(x[1][0], y)
+    "jax arrays in a list",
+    lambda x: [jnp.int32(x), jnp.arange(9, dtype=jnp.int32)],
+    lambda x: x[1][x[0]],
+    lambda x, y: set_item(0)(x, jnp.int32(y)),
 )
+in_container("list", lambda x: [0, x], second, set_item(1))
 in_container("dict", lambda x: {1: x}, second, set_item(1))
-in_container("ordered dict", lambda x: collections.OrderedDict({1: x}), second, set_item(1))
-in_container("default dict", lambda x: collections.defaultdict(int, {1: x}), second, set_item(1))
-in_container("deque", lambda x: collections.deque([0, x]), second, set_item(1))
 in_container("set", lambda x: {x}, max, refill)
 in_container("bytearray", lambda x: bytearray([0, x]), second, set_item(1))
 in_container("memoryview", lambda x: memoryview(bytearray([0, x])), second, set_item(1))
 in_container(
     "tuple of a list", lambda x: (0, [x]), lambda x: x[1][0], lambda x, y: set_item(0)(x[1], y)
 )
-in_container(
-    "named tuple",
-    lambda x: NumberPair([x]),
-    lambda x: x.numbers[0],
-    lambda x, y: set_item(0)(x.numbers, y),
-)
 in_container("attribute", Plain, number_of, set_number)
 in_container("slots", Slots, number_of, set_number)
-in_container("namespace", lambda x: types.SimpleNamespace(number=x), number_of, set_number)
-in_container("computed attribute", Hidden, number_of, lambda x, y: x.held.update(number=y))
 in_container("numpy", an_array, lambda x: int(x[1]), set_item(1))
 in_container("numpy in jnp", an_array, lambda x: jnp.asarray(x)[1], set_item(1))
 in_container("numpy as it is", lambda x: np.array(x, np.int32), lambda x: x, set_item(()))
@@ -184,12 +180,6 @@ in_container(
     set_item(1),
 )
 in_container(
-    "nested arrays",
-    lambda x: {"a": [an_array(x)]},
-    lambda x: jnp.asarray(x["a"][0])[1],
-    lambda x, y: set_item(1)(x["a"][0], y),
-)
-in_container(
     "structured array",
     lambda x: np.array([(x, 1.5)], dtype=[("number", np.int32), ("other", np.float64)]),
     lambda x: int(x["number"][0]),
@@ -198,7 +188,6 @@ in_container(
 in_container("object array", lambda x: np.array([None, x], object), second, set_item(1))
 in_container("masked array", lambda x: np.ma.array([0, x]), lambda x: int(x[1]), set_item(1))
 in_container("class attribute", lambda x: type("A", (), {"number": x}), number_of, set_number)
-in_container("property", Property, lambda x: x.value, lambda x, y: set_number(x.inner, y))
 in_container("function's attribute", lambda x: Data(x, int), number_of, set_number)
 
 
@@ -228,19 +217,6 @@ def global_number(use: Use, number: Any) -> Any:
     return lambda *x: use(GLOBAL, *x), change
 
 
-@holder
-def global_list(use: Use, number: Any) -> Any:
-    GLOBAL_LIST[0] = number
-    return lambda *x: use(GLOBAL_LIST[0], *x), functools.partial(set_item(0), GLOBAL_LIST)
-
-
-@holder
-def global_array(use: Use, number: Any) -> Any:
-    GLOBAL_ARRAY[1] = number
-    change = functools.partial(set_item(1), GLOBAL_ARRAY)
-    return lambda *x: use(jnp.asarray(GLOBAL_ARRAY)[1], *x), change
-
-
 def replaced(name: str, make: Callable[[Any], Any], read: Any = lambda x: x) -> None:
     """Registers a row whose function closes over a variable that gets another value."""
 
@@ -262,12 +238,6 @@ replaced("jax array", jnp.int32)
 
 
 @holder
-def module_attribute(use: Use, number: Any) -> Any:
-    module.number = number  # pyright: ignore[reportAttributeAccessIssue]
-    return lambda *x: use(module.number, *x), functools.partial(set_number, module)
-
-
-@holder
 def imported_inside(use: Use, number: Any) -> Any:
     import tests.test_changing_functions as itself  # noqa: PLC0415
 
@@ -280,44 +250,30 @@ def imported_inside(use: Use, number: Any) -> Any:
     return function, lambda new: setattr(itself, "GLOBAL", new)
 
 
+boxed("global list", lambda use, _: lambda *x: use(GLOBAL_LIST[0], *x), GLOBAL_LIST)
+boxed("global array", lambda use, _: lambda *x: use(jnp.asarray(GLOBAL_ARRAY)[0], *x), GLOBAL_ARRAY)
+boxed("enum", lambda use, _: lambda *x: use(Level.ONE.value[0], *x), Level.ONE.value)
 boxed("default list", lambda use, box: lambda *x, box=box: use(box[0], *x))
 boxed(
     "decorated", lambda use, box: functools.wraps(lambda *x: use(0, *x))(lambda *x: use(box[0], *x))
 )
 boxed("partial", lambda use, box: functools.partial(lambda box, *x: use(box[0], *x), box))
+boxed(
+    "partial of an array",
+    lambda use, box: functools.partial(lambda *x, box: use(jnp.asarray(box)[0], *x), box=box),
+    np.zeros(3, np.int32),
+)
 replaced("helper replaced", lambda x: lambda: x, lambda helper: helper())
-
-
-@holder
-def list_in_a_helper(use: Use, number: Any) -> Any:
-    box = [number]
-    helper = lambda: box[0]  # noqa: E731
-    return lambda *x: use(helper(), *x), functools.partial(set_item(0), box)
-
-
-@holder
-def vectorized(use: Use, number: Any) -> Any:
-    """NumPy's object for a user's function."""
-    box = [number]
-    read = np.vectorize(lambda _: box[0])
-    return lambda *x: use(int(read(0)), *x), functools.partial(set_item(0), box)
-
-
-@holder
-def defaults_replaced(use: Use, number: Any) -> Any:
-    def function(*x: Any, value: Any = number) -> Any:
-        return use(value, *x)
-
-    return function, lambda new: setattr(function, "__kwdefaults__", {"value": new})
-
-
-@holder
-def function_attribute(use: Use, number: Any) -> Any:
-    def function(*x: Any) -> Any:
-        return use(function.number, *x)  # pyright: ignore[reportFunctionMemberAccess]
-
-    set_number(function, number)
-    return function, functools.partial(set_number, function)
+boxed("list in a helper", lambda use, box: calling(use, lambda: box[0]))
+boxed(  # NumPy's object for a user's function
+    "vectorized",
+    lambda use, box: calling(use, np.vectorize(lambda _: box[0], otypes=[np.int32]), 0),
+)
+with_number("module", lambda use: (lambda *x: use(module.number, *x), module))
+with_number("callable object", lambda use: (data := Data(0, use), data))
+with_number("bound_method", lambda use: ((box := Data(0, use)).__call__, box))
+with_number("class method", method_of_class)
+with_number("own attribute", own_attribute)
 
 
 @holder
@@ -333,57 +289,11 @@ def nested_closure(use: Use, number: Any) -> Any:
 
 
 @holder
-def partial_of_array(use: Use, number: Any) -> Any:
-    array = an_array(number)
-    function = functools.partial(lambda *x, table: use(jnp.asarray(table)[1], *x), table=array)
-    return function, functools.partial(set_item(1), array)
+def defaults_replaced(use: Use, number: Any) -> Any:
+    def function(*x: Any, value: Any = number) -> Any:
+        return use(value, *x)
 
-
-@holder
-def bound_method(use: Use, number: Any) -> Any:
-    class NumberWithMethod(Plain):
-        def call(self, *x: Any) -> Any:
-            return use(self.number, *x)
-
-    instance = NumberWithMethod(number)
-    return instance.call, functools.partial(set_number, instance)
-
-
-@holder
-def callable_object(use: Use, number: Any) -> Any:
-    data = Data(number, use)
-    return data, functools.partial(set_number, data)
-
-
-@holder
-def class_method(use: Use, number: Any) -> Any:
-    class ClassWithMethod:
-        number: Any
-
-        @classmethod
-        def call(cls, *x: Any) -> Any:
-            return use(cls.number, *x)
-
-    set_number(ClassWithMethod, number)
-    return ClassWithMethod.call, functools.partial(set_number, ClassWithMethod)
-
-
-@holder
-def enum_value(use: Use, number: Any) -> Any:
-    Level.ONE.value[0] = number
-    return lambda *x: use(Level.ONE.value[0], *x), functools.partial(set_item(0), Level.ONE.value)
-
-
-@holder
-def iterator(use: Use, number: Any) -> Any:
-    """Returns something else at each reading, and cannot be copied."""
-    numbers = [number] * 50
-    source = iter(numbers)
-
-    def change(new: Any) -> None:
-        numbers[:] = [new] * 50
-
-    return lambda *x: use(next(source), *x), change
+    return function, lambda new: setattr(function, "__kwdefaults__", {"value": new})
 
 
 @holder
@@ -426,42 +336,42 @@ def options(kind: str, function: Any) -> dict[str, Any]:
     return {"mask": Predicate(function)} if kind == "mask" else {"score": Score(function)}
 
 
-def plain(kind: str, number: Any, q: Any, k: Any, v: Any) -> Any:
-    """Returns attention by the formula, with a number that is known."""
-    logits = jnp.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
-    i, j = jnp.arange(q.shape[1])[None, None, :, None], jnp.arange(k.shape[1])[None, None, None, :]
-    if kind == "mask":
-        logits = jnp.where(in_window(number, 0, 0, i, j), logits, -jnp.inf)
-    else:
-        logits = sloped(number, logits, 0, 0, i, j)
-    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits, axis=-1), v)
-
-
 USES = {"mask": in_window, "score": sloped}
 
 
-def check(kind: str, make: Holder, T: int, implementation: str | None, numbers: Any) -> None:
+def plain(kind: str, number: Any, q: Any, k: Any, v: Any) -> Any:
+    """Returns attention by the formula, with a number that is known."""
+    rule: Any = functools.partial(USES[kind], number)
+    score, mask = (lambda s, *_: s, rule) if kind == "mask" else (rule, None)
+    return formula(score, mask, q, k, v, ())
+
+
+@functools.cache
+def exact(kind: str, number: int, T: int) -> tuple[Any, ...]:
+    """The formula's output and gradients."""
+    x = arrays(T)
+    call = functools.partial(plain, kind, number)
+    return quick_jit(lambda x: out_and_gradients(call, x, x[0]))(x)
+
+
+def check(kind: str, make: Holder, T: int, implementation: str | None) -> None:
     """Each call and its gradients equal the formula with the number that is held at that time."""
     x = arrays(T)
-    function, change = make(USES[kind], numbers[0])
-
-    for number in numbers:
+    function, change = make(USES[kind], 2)
+    for number in (2, 5):
         change(number)
         rule = options(kind, function)
         call = functools.partial(jattn.attention, implementation=implementation, **rule)
-        want = functools.partial(plain, kind, number)
-        if T >= 100 or implementation == "reference":
-            got, exact = (out_and_gradients(f, x, x[0]) for f in (call, want))
-            assert_trees_close(got, exact, atol=1e-11)
-        else:
-            np.testing.assert_allclose(call(*x), want(*x), atol=1e-12)
+        has_gradients = T >= 100 or implementation == "reference"
+        got = out_and_gradients(call, x, x[0]) if has_gradients else (call(*x),)
+        assert_trees_close(got, exact(kind, number, T)[: len(got)], atol=1e-12)
 
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", USES)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
-    check(kind, HOLDERS[name], 7, "reference", (2, 5))
+    check(kind, HOLDERS[name], 7, "reference")
 
 
 @pytest.mark.one_in(8)
@@ -470,7 +380,7 @@ def test_a_function_reads_what_is_held_when_it_is_called(name, kind):
 @pytest.mark.parametrize("implementation", [None, "native", "blockwise"])
 @pytest.mark.parametrize("name", ["list", "numpy in jnp", "bound_method"])
 def test_in_every_implementation(name, implementation, T, kind):
-    check(kind, HOLDERS[name], T, implementation, (2, 5))
+    check(kind, HOLDERS[name], T, implementation)
 
 
 def changing(kind: str) -> tuple[dict[str, Any], list[Any]]:
@@ -513,39 +423,18 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_reads_its_functions_again(name, kind):
     x, (rule, box) = arrays(9), changing(kind)
-    for number in (2, 5, 2):
-        box[0] = number
-        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **constant(kind, number))
+    for box[0] in (2, 5, 2):
+        got, want = CALLS[name](*x, **rule), CALLS[name](*x, **constant(kind, box[0]))
         assert_trees_close(got, want, atol=1e-12)
 
 
 def test_statistics_of_keys_that_a_function_selects():
     q, k, _ = arrays(9)
     keys, box = changing("mask")
-    for number in (2, 5):
-        box[0] = number
-        got = jattn.statistics(q, k, keys=keys["mask"]).on_keys
-        want = jattn.statistics(q, k, keys=constant("mask", number)["mask"]).on_keys
-        assert got is not None and want is not None
+    for box[0] in (2, 5):
+        got: Any = jattn.statistics(q, k, keys=keys["mask"]).on_keys
+        want: Any = jattn.statistics(q, k, keys=constant("mask", box[0])["mask"]).on_keys
         np.testing.assert_allclose(got, want, atol=1e-12)
-
-
-def test_masks_are_evaluated_anew():
-    """Tiles that are evaluated exactly are cached for the function as it was."""
-    box = [100]
-    mask = Predicate(lambda b, h, q, kv: ((q * 7919 + kv) % 65536 < box[0]) & (q - kv < box[0]))
-    for number in (100, 60000, 100):
-        box[0] = number
-        q, kv = np.arange(1024)[:, None], np.arange(1024)[None, :]
-        want = ((q * 7919 + kv) % 65536 < number) & (q - kv < number)
-        np.testing.assert_array_equal(mask.dense(1024, 1024), want)
-        tiles: Any = want.reshape(8, 128, 8, 128)
-        kinds = np.asarray(masks.tile_map(mask, 1024, 1024, 128, 128))
-        assert not tiles.any((1, 3))[kinds == masks.EMPTY].any()
-        assert tiles.all((1, 3))[kinds == masks.FULL].all()
-        explained = jattn.explain(*arrays(1024), mask=mask).tiles
-        assert explained is not None
-        assert explained.empty <= 1 - tiles.any((1, 3)).mean()
 
 
 def test_an_explanation_is_about_the_call():
@@ -585,9 +474,8 @@ def test_a_module_reads_its_function_again(in_module):
         return lambda: module(x, mask=None if in_module else mask)
 
     call = attended(rule["mask"])
-    for number in (2, 5):
-        box[0] = number
-        want = attended(constant("mask", number)["mask"])()
+    for box[0] in (2, 5):
+        want = attended(constant("mask", box[0])["mask"])()
         np.testing.assert_allclose(call(), want, atol=1e-12)
 
 
@@ -613,10 +501,9 @@ def test_a_generating_model_reads_its_function_again(callback):
     rule, box = changing("mask")
     prompt = jnp.asarray([[1, 5, 2, 7, 3, 3, 6, 0]])
     model, written = Echo(rule["mask"]), []
-    for number in (1, 8):
-        box[0] = number
+    for box[0] in (1, 8):
         written.append(jattn.generate(model, prompt, max_tokens=6, callback=callback).tokens)
-        fresh = jattn.generate(Echo(constant("mask", number)["mask"]), prompt, max_tokens=6)
+        fresh = jattn.generate(Echo(constant("mask", box[0])["mask"]), prompt, max_tokens=6)
         np.testing.assert_array_equal(written[-1], fresh.tokens)
     assert not np.array_equal(*written)
 
@@ -644,13 +531,11 @@ def test_bounds_that_may_change_are_not_used(read):
 
 
 def test_what_changes_in_each_reading_is_read_in_each_call():
-    q, k, v = arrays(9)
-    random = np.random.default_rng(0)
+    x, random, again = arrays(9), *(np.random.default_rng(0) for _ in range(2))
     rule = Predicate(lambda b, h, i, j: j < int(random.integers(1, 9)))
-    again = np.random.default_rng(0)
     for _ in range(6):
-        want = jattn.attention(q, k, v, mask=masks.Prefix(int(again.integers(1, 9))))
-        np.testing.assert_allclose(jattn.attention(q, k, v, mask=rule), want, atol=1e-12)
+        want = jattn.attention(*x, mask=masks.Prefix(int(again.integers(1, 9))))
+        np.testing.assert_allclose(jattn.attention(*x, mask=rule), want, atol=1e-12)
 
 
 @pytest.mark.one_in(4)
@@ -712,8 +597,7 @@ def test_rules_of_derivatives_are_read_again_and_compiled_once(order, caplog):
     slopes[order - 1] = 3.0
     second = derivative(q)
     assert np.max(np.abs(first - second)) > 1e-3
-    for slope, want in ((2.0, first), (3.0, second)):
-        slopes[order - 1] = slope
+    for slopes[order - 1], want in ((2.0, first), (3.0, second)):
         with jax.log_compiles(), caplog.at_level("WARNING"):
             caplog.clear()
             got = derivative(q)
@@ -738,19 +622,9 @@ def test_functions_of_the_past_are_forgotten(name, monkeypatch):
     function, change = HOLDERS[name](in_window, 0)
     for number in range(call._MOST_TRANSIENT + 20):
         change(number)
-        jattn.attention_scores(q, k, mask=Predicate(function))
+        jax.eval_shape(functools.partial(jattn.attention_scores, mask=Predicate(function)), q, k)
     gc.collect()
     assert len(snapshots._frozen) <= call._MOST_TRANSIENT + 1
-
-
-def test_arrays_of_jax_in_a_list_are_read_as_they_are_now():
-    q = jnp.ones((1, 8, 1, 4))
-    v = jnp.broadcast_to(jnp.arange(8.0)[None, :, None, None], q.shape)
-    read = [jnp.int32(3), jnp.arange(8, dtype=jnp.int32)]
-    for limit in (3, 6):
-        read[0] = jnp.int32(limit)
-        out = jattn.attention(q, q, v, mask=lambda b, h, i, j: read[1][j] < read[0])
-        np.testing.assert_allclose(out, (limit - 1) / 2, rtol=1e-6)
 
 
 def test_results_of_operations_with_several_results_are_told_apart():

@@ -44,10 +44,9 @@ CEILINGS = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 5e-3, "float16": 7e-4
 VARIED = ("chain", "places_and_positions", "lengths_both", "predicate_operands", "dropout_masked")
 
 # Compiled with all optimisations, which takes six times as long.
-OPTIMISED = (*VARIED, "plain", "causal", "bias_dead_rows", "tiles", "tiles_dense", "tiles_segments")
+OPTIMISED = (*VARIED, "plain", "causal", "bias_dead_rows", "tiles")
 
 every_implementation = pytest.mark.parametrize("implementation", GENERAL)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -150,11 +149,11 @@ def plain_errors(name: str, dtype: str, matrix_units: bool = False) -> dict[str,
 def errors(got: CaseResults, want: CaseResults) -> dict[str, float]:
     """The errors of out, of lse and the worst error of the gradients."""
     assert got.gradients.keys() == want.gradients.keys()
-    by_input = [error(got.gradients[name], want.gradients[name]) for name in want.gradients]
+    gradients = max(error(got.gradients[name], x) for name, x in want.gradients.items())
     return {
         "out": error(got.out, want.out),
         "lse": error(got.lse, want.lse),
-        "gradients": max(by_input),
+        "gradients": gradients,
     }
 
 
@@ -188,31 +187,20 @@ def wrong_answers(case: CallCase, x: CaseInputs) -> dict[str, np.ndarray]:
     """Outputs of mistakes that attention libraries have made, where they make a difference."""
     problem = problem_of(case, x)
     _, _, S, N, K, H, _ = case.sizes
-    group = N // K
-    answers = {}
-
-    def variant(label: str, **changes: Any) -> None:
-        answers[label] = oracle.attend(dataclasses.replace(problem, **changes)).out
-
+    changes: dict[str, dict[str, Any]] = {}
     if S > 1:
-        mean = np.repeat(problem.v.mean(axis=-3, keepdims=True), group, axis=-2)
-        answers["mean of the values"] = np.broadcast_to(mean, answers_shape(case))
-        variant("scale by the model width", scale=1 / np.sqrt(N * H))
+        changes["scale by the model width"] = {"scale": 1 / np.sqrt(N * H)}
     if S > 1 and 1 < K < N:
         order = [h % K for h in range(N)]  # every query head its own key head, dealt out in turn
-        variant("tiled heads", k=problem.k[..., order, :], v=problem.v[..., order, :])
+        changes["tiled heads"] = {name: getattr(problem, name)[..., order, :] for name in "kv"}
     if case.mask is not None:
-        variant("no mask", allowed=lambda pair: True)
+        changes["no mask"] = {"allowed": lambda pair: True}
     if "window" in case.name:
         shifted = lambda by: lambda pair: problem.allowed(pair._replace(kv=pair.kv + by))  # noqa: E731
-        variant("window one to the left", allowed=shifted(1))
-        variant("window one to the right", allowed=shifted(-1))
-    return answers
-
-
-def answers_shape(case: CallCase) -> tuple[int, ...]:
-    batch, T, _, N, _, _, V = case.sizes
-    return (*batch, T, N, V)
+        changes["window one to the left"] = {"allowed": shifted(1)}
+        changes["window one to the right"] = {"allowed": shifted(-1)}
+    changed = {label: dataclasses.replace(problem, **x) for label, x in changes.items()}
+    return {label: oracle.attend(x).out for label, x in changed.items()}
 
 
 # Mistakes that make no difference by the meaning of the case.
@@ -220,24 +208,19 @@ HARMLESS = {
     ("full", "no mask"),
     ("decode", "no mask"),
     ("window_self", "scale by the model width"),
-    ("zero_scale", "mean of the values"),
 }
 # The right answer is nothing, or zero.
 NOTHING_TO_GET_WRONG = ("empty_batch", "no_keys", "no_keys_in_arrays", "no_queries", "empty")
-# The least error of a wrong answer, in ceilings. A hundred roundings of bfloat16 would be half of
-# the answer itself.
-POWER = {"float64": 100, "float32": 100, "bfloat16": 20, "float16": 100}
 
 
 @pytest.mark.one_in(8)
-@every_dtype
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOTHING_TO_GET_WRONG])
-def test_the_inputs_tell_wrong_answers_from_the_right_one(name, dtype):
-    case = CASES[name]
-    x = inputs(case, dtype)
+def test_the_inputs_tell_wrong_answers_from_the_right_one(name):
+    """Also in bfloat16, whose ceiling is the highest: errors are at least 20 times that."""
+    case, x = CASES[name], inputs(CASES[name], "bfloat16")
     right = oracle.attend(problem_of(case, x)).out
     for label, wrong in wrong_answers(case, x).items():
-        noticed = error(wrong, right) > POWER[dtype] * CEILINGS[dtype]
+        noticed = error(wrong, right) > 20 * CEILINGS["bfloat16"]
         assert noticed is ((name, label) not in HARMLESS), label
 
 
@@ -267,38 +250,22 @@ def test_the_table_has_every_mask_every_score_function_and_every_normalizer():
     assert public_rules(masks, scores, normalizers) <= used
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["causal", "bias_by_head", "dense_by_head", "given_scale"])
-def test_the_oracle_agrees_with_another_library(name):
-    """`jax.nn` means the same without dead rows and with V = H; it computes in float32."""
-    case = dataclasses.replace(CASES[name], sizes=CASES[name].sizes._replace(V=10))
-    x = inputs(case, "float32")
-    problem = problem_of(case, x)
-    want = jax.nn.dot_product_attention(
-        *(jnp.asarray(a) for a in (x.q, x.k, x.v)),
-        bias=jnp.asarray(x.parameters["bias"]) if "bias" in x.parameters else None,
-        mask=jnp.asarray(oracle.allowed_everywhere(problem)),
-        scale=case.scale,
-    )
-    assert error(oracle.attend(problem).out, want) <= CEILINGS["float32"]
-
-
 def _marks(implementation: str, name: str, dtype: str) -> Any:
-    """A third of the cases before a commit, half of these in float64, where mistakes show most, and
-    one case of each normalizer.
+    """A fifth of the cases before a commit, half of these in float64, where mistakes show most,
+    and one case of each normalizer.
 
-    A sixth is slow, and the last slow for the kernel in C++. Other dtypes differ by their
-    rounding, and by the strategy of blockwise. The formula changes less often.
+    A seventh is slow. Other dtypes differ by their rounding, and by the strategy of
+    blockwise. The formula changes less often.
     """
-    place, usual = list(CASES).index(name), dtype == usual_dtype(list(CASES).index(name))
-    optimised = dtype == "float32" and name in OPTIMISED
+    place = list(CASES).index(name)
+    usual, optimised = dtype == usual_dtype(place), dtype == "float32" and name in OPTIMISED
     if implementation == "reference":
         quick = usual and place % 12 == 0
-        often = (optimised and name in VARIED) or (usual and place % 12 == 6)
+        often = usual and place % 12 == 6
     else:
-        chosen = place % 3 == 0 or name in ONE_OF_EACH_NORMALIZER
+        chosen = place % 5 == 0 or name in (*ONE_OF_EACH_NORMALIZER, "running_function")
         quick = (usual and chosen) or (optimised and name in VARIED)
-        often = optimised or (usual and place % 6 == 1)
+        often = optimised or (usual and place % 7 == 3)
     return () if quick else pytest.mark.slow if often else pytest.mark.exhaustive
 
 
@@ -374,27 +341,16 @@ def test_parameters_may_have_another_dtype(implementation, dtype, parameter_dtyp
     assert max(errors(got, exact).values()) <= coarsest
 
 
-@pytest.mark.one_in(2)
-@every_implementation
-def test_lse_is_returned_only_on_request(implementation):
-    x = on_device(inputs(CASES["causal"]))
-    out, lse = attend(implementation, CASES["causal"], x)
-    alone = attend(implementation, CASES["causal"], x, return_lse=False)
-    assert lse.shape == (2, 6, 5)
-    assert error(alone, out) <= 1e-15
-
-
 @pytest.mark.slow
 @every_implementation
 def test_constant_operands_mean_the_same_as_traced_ones(implementation):
     names = "segments", "prefix_per_row", "predicate_operands", "blocks_ragged"
     for name in names[GENERAL.index(implementation) % 2 :: 2]:
         x = inputs(CASES[name])
-        traced = run(implementation, name, x)
         constants = on_device(x)._replace(operands=x.operands)  # NumPy arrays, known when tracing
-        out, lse = attend(implementation, CASES[name], constants)
-        assert error(out, traced.out) <= 1e-14
-        assert error(lse, traced.lse) <= 1e-14
+        out, lse = quick_jit(lambda: attend(implementation, CASES[name], constants))()  # noqa: B023
+        want = truth(CASES[name], x)
+        assert max(error(out, want.out), error(lse, want.lse)) <= 1e-14
 
 
 @every_implementation
@@ -435,6 +391,14 @@ def dead_places(name: str) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
+def poisoned(name: str, x: CaseInputs, poison: float) -> CaseInputs:
+    """The case's inputs with this number in the queries and keys that no pair needs."""
+    rows, columns = dead_places(name)
+    q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
+    q[rows], k[columns], v[columns] = poison, poison, poison
+    return x._replace(q=q, k=k, v=v)
+
+
 def seen_by_some(name: str) -> np.ndarray:
     """Keys `[S]` that some queries attend to and others do not."""
     allowed = allowed_in(name)
@@ -448,7 +412,7 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
 
-@pytest.mark.one_in(36)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("name", WITH_DEAD_PLACES)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_in_what_is_masked_changes_nothing(implementation, name):
@@ -462,9 +426,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
     clean = run(x)
     rows, columns = dead_places(name)
     for poison in POISONS:
-        q, k, v = x.q.copy(), x.k.copy(), x.v.copy()
-        q[rows], k[columns], v[columns] = poison, poison, poison
-        got = run(x._replace(q=q, k=k, v=v))
+        got = run(poisoned(name, x, poison))
         if implementation in ROUNDS_APART:
             assert_close(got, jax.tree.map(np.float64, clean), ROUNDING)
         else:
@@ -474,7 +436,7 @@ def test_poison_in_what_is_masked_changes_nothing(implementation, name):
         assert not got.gradients["v"][columns].any()
 
 
-@pytest.mark.one_in(32)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("name", WITH_HIDDEN_KEYS)
 @pytest.mark.parametrize("implementation", GENERAL)
 def test_poison_reaches_only_who_attends_to_it(implementation, name):
@@ -491,17 +453,14 @@ def check_reach_of_poison(run: Any, name: str, exact: bool = True) -> None:
     untouched = ~allowed_in(name)[..., j]  # [B, N, T]
     by_head = untouched.reshape(clean.lse.shape)
     by_query = np.swapaxes(untouched, 1, 2).reshape(clean.out.shape[:-1])
+    parts = lambda x: (x.out[by_query], x.lse[by_head], x.gradients["q"][by_query])  # noqa: E731
     for poison in POISONS:
         k, v = x.k.copy(), x.v.copy()
         k[..., j, :, :], v[..., j, :, :] = poison, poison
         got = run(name, x._replace(k=k, v=v))
         if np.isnan(poison) or poison == np.inf:
             assert np.isnan(got.out[~by_query]).all()
-        for result, wanted in (
-            (got.out[by_query], clean.out[by_query]),
-            (got.lse[by_head], clean.lse[by_head]),
-            (got.gradients["q"][by_query], clean.gradients["q"][by_query]),
-        ):
+        for result, wanted in zip(parts(got), parts(clean), strict=True):
             if exact:
                 np.testing.assert_array_equal(result, wanted)
             else:
@@ -559,7 +518,6 @@ def test_sums_over_many_keys_do_not_stall(implementation, dtype):
 @every_implementation
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 17, 31, 32, 33, 64, 65, 129])
 def test_no_key_beyond_the_end_is_counted(implementation, S):
-    """Lengths around multiples of blocks: with queries of zero, out is the mean of the values."""
     v = jnp.arange(1.0, S + 1)[:, None, None]
     call = functools.partial(jattn.attention, return_lse=True, implementation=implementation)
     for T in (1, 16):
@@ -644,26 +602,21 @@ def assert_vmap_is_a_loop(implementation: str, name: str, fields: tuple[str, ...
 @pytest.mark.one_in(2)
 @every_implementation
 def test_nested_vmap_is_a_loop_in_a_loop(implementation):
-    """Queries over the outer axis; keys, values and lengths over the inner one, which is
-    the last."""
     case = CASES["lengths_both"]
     x = on_device(inputs(case))
     q = jnp.stack([x.q, x.q[::-1]])
     k, v = (jnp.stack([a, 2 * a, -a], axis=-1) for a in (x.k, x.v))
-    lengths = {
-        "q_lengths": x.operands["q_lengths"],
-        "kv_lengths": jnp.array([[1, 2], [7, 0], [3, 3]]),
-    }
+    lengths = jnp.array([[1, 2], [7, 0], [3, 3]])
 
     def call(q: Any, k: Any, v: Any, kv_lengths: Any) -> Any:
-        operands = {**lengths, "kv_lengths": kv_lengths}
+        operands = {**x.operands, "kv_lengths": kv_lengths}
         return attend(implementation, case, x._replace(q=q, k=k, v=v, operands=operands))
 
     inner = jax.vmap(call, (None, -1, -1, 0), out_axes=1)
-    mapped = quick_jit(jax.vmap(inner, (0, None, None, None)))(q, k, v, lengths["kv_lengths"])
+    mapped = quick_jit(jax.vmap(inner, (0, None, None, None)))(q, k, v, lengths)
     single = quick_jit(call)
     for i, j in np.ndindex(2, 3):
-        want = single(q[i], k[..., j], v[..., j], lengths["kv_lengths"][j])
+        want = single(q[i], k[..., j], v[..., j], lengths[j])
         for got, expected in zip(mapped, want, strict=True):
             assert error(got[i, :, j], expected) <= 1e-14
 
@@ -684,15 +637,8 @@ def test_vmap_over_keys_of_dropout_is_a_loop(implementation):
 def test_traced_once(implementation, monkeypatch):
     traces = []
 
-    def counted(kind: Any) -> None:
-        ask = kind._scalar
-        monkeypatch.setattr(kind, "_scalar", lambda *x: traces.append(kind) or ask(*x))
-
-    def rule(b: Any, h: Any, q: Any, kv: Any, offset: Any) -> Any:
-        return kv <= q + offset
-
-    def shift(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-        return score + table[kv]
+    rule = lambda b, h, q, kv, offset: kv <= q + offset  # noqa: E731
+    shift = lambda score, b, h, q, kv, table: score + table[kv]  # noqa: E731
 
     def options(seed: int) -> dict[str, Any]:
         x = on_device(inputs(CASES["plain"], seed=seed))
@@ -705,8 +651,9 @@ def test_traced_once(implementation, monkeypatch):
     call = functools.partial(jattn.attention, implementation=implementation)
     gradient = jax.grad(lambda q, options: jnp.sum(call(q, **options)))
     q = on_device(inputs(CASES["plain"])).q
-    counted(masks.Predicate)
-    counted(scores.Score)
+    for kind in (masks.Predicate, scores.Score):
+        ask = kind._scalar
+        monkeypatch.setattr(kind, "_scalar", lambda *x, ask=ask: traces.append(x) or ask(*x))
     for function in (lambda q, options: call(q, **options), gradient):
         first = function(q, options(0))
         compiled_once = len(traces)
@@ -714,16 +661,6 @@ def test_traced_once(implementation, monkeypatch):
         assert error(function(q, options(1)), first) > 0.01
         function(q, options(2))
         assert len(traces) == compiled_once
-
-
-def test_sizes_beyond_32_bits_are_only_numbers():
-    shape = jax.ShapeDtypeStruct((2, 2**16, 8, 64), jnp.bfloat16)
-    call = functools.partial(
-        jattn.attention, mask=masks.Causal(), return_lse=True, implementation="reference"
-    )
-    out, lse = jax.eval_shape(call, shape, shape, shape)
-    assert (out.shape, out.dtype) == (shape.shape, jnp.bfloat16)
-    assert (lse.shape, lse.dtype) == ((2, 8, 2**16), jnp.float32)
 
 
 def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
@@ -735,7 +672,7 @@ def directions(x: CaseInputs, seed: int = 5) -> tuple[Any, dict[str, Any]]:
     return tangents, along
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @every_implementation
 @pytest.mark.parametrize(
     "name",
@@ -773,7 +710,9 @@ def test_forward_mode_and_second_order(implementation, name):
         assert error(second[label], want) <= 1e-7, label
 
 
-def change_of_gradients(problem: oracle.OracleProblem, along: Any, x: CaseInputs) -> Any:
+def change_of_gradients(
+    problem: oracle.OracleProblem, along: Any, x: CaseInputs
+) -> dict[str, np.ndarray]:
     """The derivative of the oracle's gradients along a direction, by central differences."""
 
     def moved(by: float) -> dict[str, np.ndarray]:
@@ -801,7 +740,7 @@ def test_runs_or_gives_its_reason(implementation, name):
     call = functools.partial(jattn.attention, x.q, x.k, x.v, **rules)
     if reasons[implementation] is None:
         shape = jax.eval_shape(functools.partial(call, implementation=implementation)).shape
-        assert shape == answers_shape(case)
+        assert shape == x.d_out.shape
     else:
         with pytest.raises(NotImplementedError, match=implementation) as raised:
             call(implementation=implementation)

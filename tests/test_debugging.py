@@ -37,6 +37,10 @@ def total(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: jnp.sum(function(x))
 
 
+def repeated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.scan(lambda c, _: (function(c), None), x, length=2)[0]
+
+
 TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "eager": lambda function: function,
     "jit": jax.jit,
@@ -44,9 +48,11 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "jit_of_grad": lambda function: jax.jit(jax.value_and_grad(total(function))),
     "grad_of_jit": lambda function: jax.value_and_grad(jax.jit(total(function))),
     "vmap": lambda function: lambda x: jax.vmap(function)(x[None]),
+    "checkpoint": lambda function: jax.value_and_grad(jax.checkpoint(total(function))),
+    "scan": lambda function: jax.value_and_grad(total(repeated(function))),
 }
 
-UNDER_EACH = [(None, name) for name in TRANSFORMS]
+UNDER_EACH = [(None, name) for name in (*TRANSFORMS,)[:6]]
 UNDER_TWO = [*itertools.product(ON_CPU[1:], ("eager", "jit_of_grad"))]
 
 
@@ -82,22 +88,11 @@ def test_debug_nans_names_statistics_and_weights():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("implementation", "transform"),
-    [
-        *itertools.product(["blockwise", "native"], [*TRANSFORMS, "checkpoint", "scan"]),
-        ("reference", "scan"),
-    ],
+    [*itertools.product(["blockwise", "native"], TRANSFORMS), ("reference", "scan")],
 )
 def test_debug_infs_accepts_queries_without_keys(implementation, transform):
-    function = attention(implementation, mask=DEAD)
-    if transform == "checkpoint":
-        wrapped = jax.value_and_grad(jax.checkpoint(total(function)))
-    elif transform == "scan":
-        repeated = lambda x: jax.lax.scan(lambda c, _: (function(c), None), x, length=2)[0]  # noqa: E731
-        wrapped = jax.value_and_grad(total(repeated))
-    else:
-        wrapped = TRANSFORMS[transform](function)
     with jax.debug_infs(True):
-        wrapped(X)
+        TRANSFORMS[transform](attention(implementation, mask=DEAD))(X)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "native"])
@@ -134,13 +129,10 @@ def test_debug_infs_finds_infinite_scores():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("implementation", "transform"), UNDER_EACH + UNDER_TWO)
 def test_checkify_sees_a_nan(implementation, transform):
-    checked = checkify.checkify(
-        TRANSFORMS[transform](attention(implementation)), checkify.nan_checks
-    )
-    error, _ = checked(WITH_NAN)
-    assert "nan" in str(error.get())
-    error, _ = checked(X)
-    assert error.get() is None
+    function = TRANSFORMS[transform](attention(implementation))
+    checked = checkify.checkify(function, checkify.nan_checks)
+    assert "nan" in str(checked(WITH_NAN)[0].get())
+    assert checked(X)[0].get() is None
 
 
 @pytest.mark.one_in(4)
@@ -171,46 +163,35 @@ def under(flags: str) -> Iterator[None]:
         yield
 
 
-def check_case(flags: str, implementation: Any, name: str) -> None:
-    """Checks that results and gradients of a case are the same under these flags."""
-    case = CASES[name]
-    x = on_device(inputs(case, "float32"))
-    function = functools.partial(everything, implementation, case)
-    with under(flags):
-        if flags == "checks":  # leaks show while a program is traced and lowered
-            jax.jit(function).lower(x)
-            return
-        results = function(x)
-    assert_close(results, function(x), 1e-6)
+OFTEN_CASES = (
+    ("checks", None, "chain"),
+    ("debugging", "native", "lengths_both"),
+    ("not_compiled", "reference", "dense"),
+)
 
 
 @pytest.mark.parametrize(
     ("flags", "implementation", "name"),
     [
-        ("checks", None, "chain"),
-        ("debugging", "native", "lengths_both"),
-        ("not_compiled", "reference", "dense"),
+        pytest.param(*row, marks=() if row in OFTEN_CASES else pytest.mark.exhaustive)
+        for row in itertools.product(FLAGS, (None, "native", "blockwise", "reference"), CASES)
     ],
 )
-def test_a_case_under_flags(flags, implementation, name):
-    check_case(flags, implementation, name)
-
-
-@pytest.mark.exhaustive
-def test_a_conditional_that_closes_over_traced_arrays_leaks_nothing():
-    with jax.checking_leaks():
-        check_case("checks", "blockwise", "tiles_band")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
-@pytest.mark.parametrize("flags", FLAGS)
-def test_every_case_under_every_flag(flags, implementation, name):
+def test_cases_under_flags(flags, implementation, name):
+    """Results and gradients of a case are the same under these flags."""
+    case = CASES[name]
+    x = on_device(inputs(case, "float32"))
+    function = functools.partial(everything, implementation, case)
     try:
-        check_case(flags, implementation, name)
+        with under(flags):
+            if flags == "checks":  # leaks show while a program is traced and lowered
+                jax.jit(function).lower(x)
+                return
+            results = function(x)
     except NotImplementedError as reason:
         assert "'native'" in str(reason)
+    else:
+        assert_close(results, function(x), 1e-6)
 
 
 def cached(create: Callable[[], Any]) -> Callable[[Any], Any]:
@@ -259,29 +240,28 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def when(flags: str, name: str) -> Any:
-    """Returns the mark of a row: JAX traces everything anew while it looks for leaks."""
-    if (flags, name) == ("debugging", "weights"):
-        return ()
-    slow = (("checks", "scores"), ("debugging", "dense"), ("debugging", "ring"))
-    slow += (("not_compiled", "merge"),)
-    return pytest.mark.slow if (flags, name) in slow else pytest.mark.exhaustive
+OFTEN = {("debugging", "weights"): (), ("checks", "scores"): pytest.mark.slow}
+OFTEN |= dict.fromkeys([("debugging", "ring"), ("not_compiled", "dense")], pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        pytest.param(*row, marks=when(*row))
+        pytest.param(*row, marks=OFTEN.get(row, pytest.mark.exhaustive))
         for row in itertools.product(FLAGS, FUNCTIONS)
         # Without jit JAX checks each operation: sampling gives −inf to tokens that it leaves out.
         if row not in (("not_compiled", "ring"), ("not_compiled", "generate"))
     ],
 )
 def test_public_functions_under_flags(flags, name):
-    function = FUNCTIONS[name]
-    with under(flags):
+    def run(x: Any) -> Any:
         if name == "generate":
-            function(X)
+            return FUNCTIONS[name](x)
+        out, pull = jax.vjp(FUNCTIONS[name], x)
+        return pull(jnp.ones_like(out))
+
+    with under(flags):
+        if flags == "checks":  # leaks show while a program is traced and lowered
+            jax.jit(run).lower(X)
         else:
-            out, pull = jax.vjp(function, X)
-            pull(jnp.ones_like(out))
+            run(X)

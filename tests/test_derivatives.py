@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from jattn import masks, scores
+from tests.arrays import assert_accurate
 from tests.cases import CASES, CallCase, inputs
-from tests.conftest import quick_jit, users_jit
+from tests.conftest import normal_arrays, quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import attend, on_device
 from tests.test_many_tiles import enlarged
@@ -52,41 +53,27 @@ def along(arguments: Any, seed: int = 5) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arguments)
 
 
-def total_of(implementation: Any, case: CallCase, x: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Returns a scalar of both results that is not linear in them, and its arguments."""
-
-    def total(arguments: Any) -> Any:
-        q, k, v, parameters = arguments
-        replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
-        out, lse = attend(implementation, case, replaced)
-        lse = jnp.where(jnp.isfinite(lse), lse, 0)
-        return jnp.sum(jnp.sin(out) * x.d_out) + jnp.sum(jnp.cos(lse) * x.d_lse)
-
-    return total, (x.q, x.k, x.v, x.parameters)
-
-
-def assert_equal(got: Any, want: Any, tolerance: float = 1e-11) -> None:
-    for mode, expected in want.items():
-        leaves = zip(jax.tree.leaves(got[mode]), jax.tree.leaves(expected), strict=True)
-        for x, y in leaves:
-            assert error(x, y) <= tolerance, mode
+assert_equal = functools.partial(assert_accurate, limit=1e-11)
 
 
 def check(case: CallCase, *which: str) -> None:
-    """Compares modes of the default path, all if none is named, with the reference."""
+    """Compares modes of the default path, all if none is named, with the reference.
+
+    Their function is a scalar of both results that is not linear in them.
+    """
     x = on_device(inputs(case))
 
-    @quick_jit
-    def both(x: Any) -> Any:
-        results = []
-        for name in (None, "reference"):
-            total, arguments = total_of(name, case, x)
-            t = along(arguments)
-            all_modes = modes(total)
-            results.append({mode: all_modes[mode](arguments, t) for mode in which or all_modes})
-        return results
+    def totals(implementation: Any) -> Callable[[Any], Any]:
+        def total(arguments: Any) -> Any:
+            q, k, v, parameters = arguments
+            replaced = x._replace(q=q, k=k, v=v, parameters=parameters)
+            out, lse = attend(implementation, case, replaced)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0)
+            return jnp.sum(jnp.sin(out) * x.d_out) + jnp.sum(jnp.cos(lse) * x.d_lse)
 
-    assert_equal(*both(x))
+        return total
+
+    assert_same_derivatives(totals, (x.q, x.k, x.v, x.parameters), *which, general=None)
 
 
 # Dead rows, arrays in masks and scores, groups, dropout, positions, many tiles.
@@ -108,15 +95,11 @@ def test_every_case_of_the_table(name):
     check(CASES[name])
 
 
-@pytest.mark.one_in(2, slow=True)
+@pytest.mark.one_in(4, slow=True)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("name", ["lengths_both", "chain", "tiles_band", "dense_and_causal"])
+@pytest.mark.parametrize("name", ["tiles_band", "lengths_both", "chain", "dense_and_causal"])
 def test_over_the_tiles_that_users_get(name):
     check(enlarged(CASES[name]), "jvp", "jvp of grad", "grad of grad")
-
-
-def normal(*shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape))
 
 
 def small(implementation: Any, q: Any, k: Any, v: Any, slopes: Any, ids: Any) -> Any:
@@ -128,26 +111,26 @@ def small(implementation: Any, q: Any, k: Any, v: Any, slopes: Any, ids: Any) ->
 
 def problem(T: int = 20, lead: tuple[int, ...] = ()) -> tuple[tuple[Any, ...], Any]:
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, T)))
-    return (*(normal(*lead, T, 2, 3) for _ in range(3)), normal(2)), jnp.asarray(ids)
+    return tuple(normal_arrays(*[(*lead, T, 2, 3)] * 3, (2,))), jnp.asarray(ids)
 
 
-def loss_of(implementation: Any, ids: Any, wrap: Any = lambda f: f) -> Callable[[Any], Any]:
-    call = wrap(functools.partial(small, implementation))
-    return lambda arguments: jnp.sum(jnp.sin(call(*arguments, ids)))
+def assert_same_derivatives(
+    totals: Callable[[Any], Callable[[Any], Any]], x: Any, *which: str, general: Any = "blockwise"
+) -> None:
+    """Compares derivatives of some modes, all if none is named, with those of the reference.
 
-
-def both_of(total_of: Callable[[str], Callable[[Any], Any]], x: Any, *which: str) -> Any:
-    """Returns derivatives of some modes, of blockwise and of the reference."""
+    `totals` makes a scalar function of `x` for the name of an implementation.
+    """
 
     @quick_jit
     def run(x: Any) -> Any:
         results = []
-        for name in ("blockwise", "reference"):
-            all_modes, t = modes(total_of(name)), along(x)
+        for name in (general, "reference"):
+            all_modes, t = modes(totals(name)), along(x)
             results.append({mode: all_modes[mode](x, t) for mode in which or all_modes})
         return results
 
-    return run(x)
+    assert_equal(*run(x))
 
 
 @pytest.mark.slow
@@ -158,9 +141,8 @@ def test_jacobians_and_hessians():
     def run(q: Any) -> Any:
         results = []
         for name in ("blockwise", "reference"):
-            total = loss_of(name, ids)
             out = functools.partial(small, name, k=k, v=v, slopes=slopes, ids=ids)
-            loss = lambda q, total=total: total((q, k, v, slopes))  # noqa: E731
+            loss = lambda q, out=out: jnp.sum(jnp.sin(out(q)))  # noqa: E731
             ways = (jax.jacfwd(out), jax.hessian(loss), jax.jacrev(jax.grad(loss)))
             results.append({str(n): f(q) for n, f in enumerate(ways)})
         return results
@@ -168,43 +150,24 @@ def test_jacobians_and_hessians():
     assert_equal(*run(q))
 
 
-@pytest.mark.one_in(3, slow=True)
-@pytest.mark.parametrize("wrap", ["scan", "checkpoint", "jit"])
+@pytest.mark.one_in(4, slow=True)
+@pytest.mark.parametrize("wrap", ["scan", "checkpoint", "jit", "vmap"])
 def test_within_a_transform_of_the_call(wrap):
     def scan(call: Any) -> Any:
-        def twice(q: Any, *rest: Any) -> Any:
-            return jax.lax.scan(lambda q, _: (call(q, *rest), None), q, None, length=2)[0]
+        return lambda q, *rest: jax.lax.scan(lambda q, _: (call(q, *rest), None), q, None, 2)[0]
 
-        return twice
+    def mapped(call: Any) -> Any:
+        twice, over = lambda x: jnp.stack([x, 2 * x]), (0, None, 0, None, None)
+        return lambda q, k, v, *rest: jax.vmap(call, over)(twice(q), k, twice(v), *rest)
 
-    wraps: Any = {"checkpoint": jax.checkpoint, "jit": jax.jit, "scan": scan}
+    wraps: Any = {"checkpoint": jax.checkpoint, "jit": jax.jit, "scan": scan, "vmap": mapped}
     arguments, ids = problem()
-    total = lambda name: loss_of(name, ids, wraps[wrap])  # noqa: E731
-    assert_equal(*both_of(total, arguments, "jvp of grad", "grad of grad"))
 
+    def total(name: str) -> Callable[[Any], Any]:
+        call = wraps[wrap](functools.partial(small, name))
+        return lambda arguments: jnp.sum(jnp.sin(call(*arguments, ids)))
 
-@pytest.mark.exhaustive
-def test_mapped_and_differentiated_by_some_arguments():
-    """Modes of `vmap`, and `vmap` of others; not all arrays are mapped or have a tangent."""
-    (q, k, v, slopes), ids = problem(lead=(3,))
-
-    def total(name: str, v: Any, q: Any, slopes: Any, ids: Any) -> Any:
-        return jnp.sum(jnp.sin(small(name, q, k[0], v, slopes, ids)))
-
-    def whole(name: str) -> Callable[[Any], Any]:
-        mapped = jax.vmap(functools.partial(total, name), (0, 0, None, 0))
-        return lambda x: jnp.sum(mapped(v, x[0], x[1], ids) ** 2)
-
-    def within(name: str) -> Any:
-        def each(v: Any, q: Any, ids: Any, t: Any) -> Any:
-            derivatives = modes(lambda x: total(name, v, x[0], x[1], ids))
-            which = "jvp", "grad of grad"
-            return {mode: derivatives[mode]((q, slopes), t) for mode in which}
-
-        return jax.vmap(each, (0, 0, 0, (0, None)))(v, q, ids, along((q, slopes)))
-
-    assert_equal(*both_of(whole, (q, slopes), "linearize", "jvp of grad"))
-    assert_equal(*quick_jit(lambda: [within(name) for name in ("blockwise", "reference")])())
+    assert_same_derivatives(total, arguments, "jvp of grad", "grad of grad")
 
 
 @pytest.mark.one_in(2, slow=True)
@@ -212,7 +175,7 @@ def test_mapped_and_differentiated_by_some_arguments():
 def test_within_shard_map(shared):
     arguments, ids = problem(lead=(4,))
     names = ("q", "k", "v", "slopes", "ids")
-    arrays = dict(zip(names, (*arguments[:3], normal(4, 2), ids), strict=True))
+    arrays = dict(zip(names, (*arguments[:3], *normal_arrays((4, 2)), ids), strict=True))
     arrays = {n: x[0] if n in shared else x for n, x in arrays.items()}
     specs = {n: P() if n in shared else P("x") for n in names}
     devices = Mesh(np.array(jax.devices()[:4]), ("x",))
@@ -231,7 +194,7 @@ def test_within_shard_map(shared):
     sharded = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=P())
     calls = {"blockwise": sharded, "reference": looped}
     total = lambda name: lambda x: calls[name](x | ids_alone)  # noqa: E731
-    assert_equal(*both_of(total, arrays, "jvp", "jvp of grad"))
+    assert_same_derivatives(total, arrays, "jvp", "jvp of grad")
 
 
 def test_poison_behind_a_mask_reaches_no_derivative():
@@ -256,7 +219,7 @@ def test_poison_behind_a_mask_reaches_no_derivative():
 
 @pytest.mark.default_tiles
 def test_tangents_of_bfloat16_are_those_of_float32():
-    q, t = (x[None].astype(jnp.bfloat16) for x in normal(2, 64, 4, 64))
+    q, t = normal_arrays(*[(1, 64, 4, 64)] * 2, dtype="bfloat16")
 
     def slope(x: Any, t: Any) -> Any:
         call = functools.partial(jattn.attention, mask=masks.Causal())
@@ -269,7 +232,7 @@ def test_tangents_of_bfloat16_are_those_of_float32():
 
 
 def test_third_derivatives_name_the_implementation_that_has_them():
-    x = normal(1, 4, 1, 3)
+    (x,) = normal_arrays((1, 4, 1, 3))
 
     def total(x: Any) -> Any:
         return jnp.sum(jattn.attention(x, x, x) ** 2)
@@ -290,11 +253,8 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square():
             return jnp.sum(jattn.attention(x, x, x, mask=mask) ** 2)
 
         x = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)
-        programs = (
-            lambda x: jax.jvp(total, (x,), (x,)),
-            lambda x: jax.jvp(jax.grad(total), (x,), (x,)),
-        )
-        analyses: Any = [jax.jit(f).lower(x).compile().memory_analysis() for f in programs]
+        programs = [lambda x, f=f: jax.jvp(f, (x,), (x,)) for f in (total, jax.grad(total))]
+        analyses: Any = [quick_jit(f).lower(x).compile().memory_analysis() for f in programs]
         return [analysis.temp_size_in_bytes for analysis in analyses]
 
     for short, long in zip(temporaries(512), temporaries(2048), strict=True):

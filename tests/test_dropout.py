@@ -40,10 +40,9 @@ def decisions(rate: float, batch: int, heads: int, T: int, S: int, key: Any = KE
     return np.asarray(every(key, jnp.arange(T), jnp.arange(S)))
 
 
-def over_keys(rate: float, count: int, *sizes: int, seed: int = 0) -> np.ndarray:
+def over_keys(keys: Any, rate: float, *sizes: int) -> np.ndarray:
     """Returns decisions for many keys, along a new leading axis."""
     batch, heads, T, S = sizes
-    keys = jax.random.split(jax.random.key(seed), count)
     every = quick_jit(jax.vmap(keeper(rate, batch, heads), (0, None, None)))
     return np.asarray(every(keys, jnp.arange(T), jnp.arange(S)))
 
@@ -76,10 +75,10 @@ def test_two_batch_axes_count_row_major(implementation):
 def test_parts_of_the_decisions_are_decided_alike():
     whole = decisions(0.3, 2, 3, 33, 47)
     rows, columns = jnp.arange(16, 33), jnp.arange(5, 21)
-    part = quick_jit(keeper(0.3, 2, 3))(KEY, rows, columns)
-    np.testing.assert_array_equal(part, whole[:, :, 16:33, 5:21])
+    keep = quick_jit(keeper(0.3, 2, 3))
+    np.testing.assert_array_equal(keep(KEY, rows, columns), whole[:, :, 16:33, 5:21])
     order = np.random.default_rng(0).permutation(33)
-    shuffled = quick_jit(keeper(0.3, 2, 3))(KEY, jnp.asarray(order), jnp.arange(47))
+    shuffled = keep(KEY, jnp.asarray(order), jnp.arange(47))
     np.testing.assert_array_equal(shuffled, whole[:, :, order])
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 32, 46), (1, 0, 17, 3)):
         single = dropout.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
@@ -87,18 +86,14 @@ def test_parts_of_the_decisions_are_decided_alike():
 
 
 def test_decisions_do_not_depend_on_the_width_of_integers():
-    whole = decisions(0.3, 2, 3, 5, 7)
-    narrow = dropout.keep(
-        KEY, 0.3, np.int32(1), np.uint8(2), jnp.arange(5, dtype=jnp.int32), np.arange(7)
-    )
-    np.testing.assert_array_equal(narrow, whole[1, 2])
+    rows, columns = jnp.arange(5, dtype=jnp.int32), np.arange(7)
+    narrow = dropout.keep(KEY, 0.3, np.int32(1), np.uint8(2), rows, columns)
+    np.testing.assert_array_equal(narrow, decisions(0.3, 2, 3, 5, 7)[1, 2])
 
 
 def test_typed_and_raw_keys_mean_the_same():
-    typed, raw = jax.random.key(3), jax.random.PRNGKey(3)
-    np.testing.assert_array_equal(
-        decisions(0.5, 2, 3, 5, 7, typed), decisions(0.5, 2, 3, 5, 7, raw)
-    )
+    typed, raw = (decisions(0.5, 2, 3, 5, 7, x(3)) for x in (jax.random.key, jax.random.PRNGKey))
+    np.testing.assert_array_equal(typed, raw)
 
 
 def test_keys_of_other_generators_work():
@@ -108,13 +103,10 @@ def test_keys_of_other_generators_work():
 
 
 def test_every_word_of_the_key_counts():
-    words = np.array([11, 22], np.uint32)
-    first = decisions(0.5, 1, 1, 32, 32, jnp.asarray(words))
-    for place in range(2):
-        other = words.copy()
-        other[place] ^= np.uint32(1)
-        changed = decisions(0.5, 1, 1, 32, 32, jnp.asarray(other)) != first
-        assert abs(changed.mean() - 0.5) < 5 * 0.5 / 32
+    keys = jnp.array([[11, 22], [10, 22], [11, 23]], jnp.uint32)
+    first, *others = (decisions(0.5, 1, 1, 32, 32, key) for key in keys)
+    for other in others:
+        assert abs((other != first).mean() - 0.5) < 5 * 0.5 / 32
 
 
 def mixed(x: int, last: int) -> int:
@@ -147,7 +139,7 @@ def test_the_decisions_are_pinned():
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_each_place_is_kept_with_the_right_probability(rate):
-    decided = over_keys(rate, 4000, 2, 3, 5, 7)
+    decided = over_keys(jax.random.split(jax.random.key(0), 4000), rate, 2, 3, 5, 7)
     deviation = np.sqrt(rate * (1 - rate) / len(decided))
     by_place = (decided.mean(axis=0) - (1 - rate)) / deviation
     assert np.abs(by_place).max() < 5
@@ -193,23 +185,21 @@ def test_rectangles_are_independent():
 
 def test_rows_columns_and_transposes_are_independent():
     values = signs(decisions(0.5, 1, 1, 256, 256)[0, 0], 0.5)
-    limit = 5 * np.sqrt(2 * np.log(256)) / np.sqrt(256)
     for matrix in (values, values.T):
-        products = matrix @ matrix.T / 256
-        np.fill_diagonal(products, 0)
-        assert np.abs(products).max() < limit
+        assert_uncorrelated(matrix, 5 * np.sqrt(2 * np.log(256)))
     assert abs((values * values.T)[np.triu_indices(256, 1)].mean()) < 5 / np.sqrt(256 * 255 / 2)
 
 
-def assert_uncorrelated(values: np.ndarray) -> None:
-    """Checks that no two of the 64 rows of signs are correlated."""
-    products = values @ values.T / values.shape[1]
+def assert_uncorrelated(values: np.ndarray, limit: float = 5.5) -> None:
+    """Checks that no two rows of signs are correlated."""
+    rows = values.reshape(len(values), -1)
+    products = rows @ rows.T / rows.shape[1]
     np.fill_diagonal(products, 0)
-    assert np.abs(products).max() < 5.5 / np.sqrt(values.shape[1])
+    assert np.abs(products).max() < limit / np.sqrt(rows.shape[1])
 
 
 def test_heads_and_batch_rows_are_not_interchangeable():
-    assert_uncorrelated(signs(decisions(0.5, 8, 8, 32, 32).reshape(64, -1), 0.5))
+    assert_uncorrelated(signs(decisions(0.5, 8, 8, 32, 32), 0.5).reshape(64, -1))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +212,4 @@ def test_heads_and_batch_rows_are_not_interchangeable():
     ids=["consecutive seeds", "split", "fold_in"],
 )
 def test_keys_are_independent(keys):
-    every = quick_jit(jax.vmap(keeper(0.5, 1, 1), (0, None, None)))
-    decided = np.asarray(every(keys(), jnp.arange(32), jnp.arange(32)))
-    assert_uncorrelated(signs(decided.reshape(64, -1), 0.5))
+    assert_uncorrelated(signs(over_keys(keys(), 0.5, 1, 1, 32, 32), 0.5))

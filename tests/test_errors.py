@@ -1,15 +1,12 @@
-"""Every mistake of a caller raises one clear error before anything is compiled.
-
-The message names the argument, and has the expected shape in letters and in numbers, and the
-argument's. The annotation checks are off here (`unchecked`), so that the library's own messages
-are read.
-"""
+"""Every mistake of a caller raises one clear error before anything is compiled; the message names
+the argument, and has the expected shape in letters and in numbers, and the argument's."""
 
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ from jattn import masks, nn, parallel, positions, scores
 from jattn._advice import ADVICE
 from jattn.cache import DenseCache
 from jattn.options import Options, parameters_of
-from tests.conftest import quick_jit
+from tests.conftest import normal_arrays, quick_jit
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -40,30 +37,17 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return right | changes
 
 
-class Mistake(NamedTuple):
-    """Wrong arguments, the error that they raise, and the parts of its message."""
-
-    wrong: Callable[[], dict[str, Any]]
-    raises: type[Exception] | tuple[type[Exception], ...]
-    says: tuple[str, ...]
-
-
-Table = dict[str, Callable[[], dict[str, Any]]]
-"""The wrong arguments by what the message has, separated by " | "."""
-
-
-def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
-    """A call whose batch or length equals another axis, so that guessing would be possible."""
-    return {
-        "query": array(b, t, N, H),
-        "key": array(b, S, K, H),
-        "value": array(b, S, K, V),
-        **changes,
-    }
+Table = dict[str, Callable[[], Any]]
+"""The wrong arguments, mask or score by what the message has, separated by " | "."""
 
 
 def _key_and_value(*axes: int) -> dict[str, Any]:
     return {"key": array(*axes, H), "value": array(*axes, V)}
+
+
+def _ambiguous(b: int, t: int, **changes: Any) -> dict[str, Any]:
+    """A call whose batch or length equals another axis, so that guessing would be possible."""
+    return {"query": array(b, t, N, H)} | _key_and_value(b, S, K) | changes
 
 
 def _trues(*shape: int) -> jax.Array:
@@ -91,59 +75,15 @@ VALUE_ERRORS: Table = {
     "mask | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7] | array[None] or array[:, None]": (
         lambda: _ambiguous(N, T, mask=_trues(N, T, S))
     ),
-    "mask.right.array | got [6, 5, 7]; write array[None]": (
-        lambda: {"mask": masks.Causal() & _trues(N, T, S)}
-    ),
-    "mask | write array[:, None]": lambda: {"mask": _trues(B, T, S)},
     "mask | [*B, N, T, S] | [2, 7] | mask[None, None] if it is [T, S]": (
         lambda: _ambiguous(B, B, mask=_trues(B, S))
     ),
-    "Padding | attention_mask | 1 for tokens | 5": (
-        lambda: {"mask": masks.Padding(np.array([[5, 0, 1]]))}
-    ),
-    "mask.attention_mask | [*B, S] | [2, 7] | [2, 5]": (
-        lambda: {"mask": masks.Padding(_trues(B, T))}
-    ),
-    "mask | [1, 2, 6, 5, 7]": lambda: {"mask": _trues(1, B, N, T, S)},
-    "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]": lambda: {"mask": _trues(B, N, T, 8)},
-    "mask | [*B, N, T, S] | [3, 1, 5, 7]": lambda: {"mask": _trues(3, 1, T, S)},
-    "mask | N | [2, 3, 5, 7]": lambda: {"mask": _trues(B, K, T, S)},
-    "mask | [*B, N, T, S] | [2, 6, 5, 8]": (
-        lambda: {"mask": masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))}
-    ),
-    "mask | kv | *B | [2] | [3]": lambda: {"mask": masks.Lengths(kv=jnp.array([1, 2, 3]))},
-    "mask | *B | [3]": lambda: {"mask": masks.Prefix(jnp.array([1, 2, 3]))},
-    "mask | q_ids | T | [2, 5] | [2, 7]": (
-        lambda: {"mask": masks.Segments(jnp.ones((B, S), int), jnp.ones((B, S), int))}
-    ),
-    "mask | kv_ids | S | [2, 7] | [2, 5]": (
-        lambda: {"mask": masks.Segments(jnp.ones((B, T), int))}
-    ),
-    "layout | [3, 4] | [2, 4]": lambda: {"mask": masks.Blocks(_trues(2, 4), 2)},
-    "left | -2": lambda: {"mask": masks.Window(left=np.array([3, -2]))},
-    "right | [2, 6]": lambda: {"mask": masks.Window(right=np.ones((2, N), int))},
-    f"right | {2**40}": lambda: {"mask": masks.Window(right=np.array([2**40]))},
-    "mask.left | [N] = [6]": lambda: {"mask": masks.Window(left=jnp.arange(K))},
-    "Window | right | 1.5": lambda: {"mask": masks.Window(right=1.5)},  # pyright: ignore[reportArgumentType]
     "score | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7]": (
         lambda: _ambiguous(N, T, score=scores.Bias(array(N, T, S)))
     ),
     "score | [*B, N, T, S] | [2, 6, 2, 7] | [2, 7] | write array[None, None] or": (
         lambda: _ambiguous(B, B, score=scores.Bias(array(B, S)))
     ),
-    "score.second.array | got [5, 7]; write array[None, None]": (
-        lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(T, S))}
-    ),
-    "score | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 7, 5]": (
-        lambda: {"score": scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))}
-    ),
-    "score | slopes | N | [6] | [3]": lambda: {"score": scores.Alibi(array(K))},
-    "score | table | N | [32, 3]": lambda: {"score": scores.RelativeBias(array(32, K))},
-    "RelativeBias | [32]": lambda: {"score": scores.RelativeBias(array(32))},
-    "cap | [N] | [2, 6]": lambda: {"score": scores.SoftCap(array(2, N))},
-    "cap | [N] | [0]": lambda: {"score": scores.SoftCap(array(0))},
-    "3 buckets": lambda: {"score": scores.RelativeBias(array(3, N))},
-    "max_distance 8": lambda: {"score": scores.RelativeBias(array(32, N), max_distance=8)},
     "dropout_rate | -0.5": lambda: {"dropout_rate": -0.5, "dropout_key": jax.random.key(0)},
     "dropout_rate | 1.0": lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)},
     "dropout_key | None": lambda: {"dropout_rate": 0.1},
@@ -159,48 +99,52 @@ VALUE_ERRORS: Table = {
     "scale | [N] | [3]": lambda: {"scale": array(K)},
     "scale | [2, 6]": lambda: {"scale": array(2, N)},
 }
+MASK_VALUE_ERRORS: Table = {
+    "mask.right.array | got [6, 5, 7]; write array[None]": lambda: masks.Causal() & _trues(N, T, S),
+    "mask | write array[:, None]": lambda: _trues(B, T, S),
+    "Padding | attention_mask | 1 for tokens | 5": lambda: masks.Padding(np.array([[5, 0, 1]])),
+    "mask.attention_mask | [*B, S] | [2, 7] | [2, 5]": lambda: masks.Padding(_trues(B, T)),
+    "mask | [1, 2, 6, 5, 7]": lambda: _trues(1, B, N, T, S),
+    "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]": lambda: _trues(B, N, T, 8),
+    "mask | [*B, N, T, S] | [3, 1, 5, 7]": lambda: _trues(3, 1, T, S),
+    "mask | N | [2, 3, 5, 7]": lambda: _trues(B, K, T, S),
+    "mask | [*B, N, T, S] | [2, 6, 5, 8]": lambda: (
+        masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))
+    ),
+    "mask | kv | *B | [2] | [3]": lambda: masks.Lengths(kv=jnp.array([1, 2, 3])),
+    "mask | *B | [3]": lambda: masks.Prefix(jnp.array([1, 2, 3])),
+    "mask | q_ids | T | [2, 5] | [2, 7]": lambda: masks.Segments(
+        jnp.ones((B, S), int), jnp.ones((B, S), int)
+    ),
+    "mask | kv_ids | S | [2, 7] | [2, 5]": lambda: masks.Segments(jnp.ones((B, T), int)),
+    "layout | [3, 4] | [2, 4]": lambda: masks.Blocks(_trues(2, 4), 2),
+    "left | -2": lambda: masks.Window(left=np.array([3, -2])),
+    "right | [2, 6]": lambda: masks.Window(right=np.ones((2, N), int)),
+    f"right | {2**40}": lambda: masks.Window(right=np.array([2**40])),
+    "mask.left | [N] = [6]": lambda: masks.Window(left=jnp.arange(K)),
+    "Window | right | 1.5": lambda: masks.Window(right=1.5),  # pyright: ignore[reportArgumentType]
+}
+SCORE_VALUE_ERRORS: Table = {
+    "score.second.array | got [5, 7]; write array[None, None]": lambda: (
+        scores.SoftCap(2.0) >> scores.Bias(array(T, S))
+    ),
+    "score | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 7, 5]": lambda: (
+        scores.SoftCap(2.0) >> scores.Bias(array(B, N, S, T))
+    ),
+    "score | slopes | N | [6] | [3]": lambda: scores.Alibi(array(K)),
+    "score | table | N | [32, 3]": lambda: scores.RelativeBias(array(32, K)),
+    "RelativeBias | [32]": lambda: scores.RelativeBias(array(32)),
+    "cap | [N] | [2, 6]": lambda: scores.SoftCap(array(2, N)),
+    "cap | [N] | [0]": lambda: scores.SoftCap(array(0)),
+    "3 buckets": lambda: scores.RelativeBias(array(3, N)),
+    "max_distance 8": lambda: scores.RelativeBias(array(32, N), max_distance=8),
+}
 TYPE_ERRORS: Table = {
     "query | int32": lambda: {"query": array(B, T, N, H, dtype=jnp.int32)},
     "key | int32": lambda: {"key": array(B, S, K, H, dtype=jnp.int32)},
     "value | bool": lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)},
     "key | float32 | bfloat16": lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)},
     "value | float32 | float64": lambda: {"value": array(B, S, K, V, dtype=jnp.float64)},
-    "mask | bool | float32": lambda: {"mask": array(B, N, T, S)},
-    "mask | bool | int32": lambda: {"mask": array(B, N, T, S, dtype=jnp.int32)},
-    "Dense | bool | float32": lambda: {"mask": masks.Dense(array(B, N, T, S))},
-    "mask | str | write masks.Causal()": lambda: {"mask": "causal"},
-    "mask | 'padded'": lambda: {"mask": "padded"},
-    "mask | write masks.Causal(...)": lambda: {"mask": masks.Causal},
-    "Lengths | kv | float": lambda: {"mask": masks.Lengths(kv=jnp.array([1.0, 2.0]))},
-    "Lengths | q | float": lambda: {"mask": masks.Lengths(q=2.5)},
-    "mask | boolean scalar | int32": lambda: {"mask": masks.Predicate(lambda b, h, q, kv: q - kv)},
-    "mask | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)": (
-        lambda: {"mask": lambda b, q, kv: q >= kv}
-    ),
-    "mask | 2 operands | _in_window(b, h, q, kv, size)": (
-        lambda: {"mask": masks.Predicate(_in_window, 3, 4)}
-    ),
-    "mask | <lambda> | `and` | &": (lambda: {"mask": lambda b, h, q, kv: q >= kv and q - kv < 3}),
-    "mask | <lambda> | jnp.asarray(table)[index]": (
-        lambda: {"mask": lambda b, h, q, kv: [True, False][kv]}
-    ),
-    "boolean scalar, got bool [3]": (
-        lambda: {"mask": masks.Predicate(lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32))}
-    ),
-    "mask | str": lambda: {"mask": masks.Causal() & "padding"},
-    "score | (score, b, h, q_idx, kv_idx) | <lambda>(s)": lambda: {"score": lambda s: s},
-    "score | <lambda> | `if` | jnp.where": (
-        lambda: {"score": lambda s, b, h, q, kv: s if q > kv else 2 * s}
-    ),
-    "score | <lambda> | jax.numpy": lambda: {"score": lambda s, b, h, q, kv: np.tanh(s)},
-    "score | write scores.SoftCap(...)": lambda: {"score": scores.SoftCap},
-    "score | Bias": lambda: {"score": array(B, N, T, S)},
-    "Bias | float | bool": lambda: {"score": scores.Bias(_trues(B, N, T, S))},
-    "Alibi | slopes | int": lambda: {"score": scores.Alibi(jnp.arange(N))},
-    "float scalar, got float32 [3]": (
-        lambda: {"score": scores.Score(lambda s, b, h, q, kv, x: s + x, array(3))}
-    ),
-    "score | float scalar | bool": lambda: {"score": scores.Score(lambda s, b, h, q, kv: s > 0)},
     "dropout_key | int": lambda: {"dropout_rate": 0.1, "dropout_key": 3},
     "q_positions | integer | float32": lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
     "kv_positions | integer | float32": (
@@ -209,27 +153,64 @@ TYPE_ERRORS: Table = {
     "q_positions | integer array | int": lambda: {"q_positions": 3},
     "scale | number | float32": lambda: {"scale": jnp.float32},
 }
+MASK_TYPE_ERRORS: Table = {
+    "mask | bool | float32": lambda: array(B, N, T, S),
+    "mask | bool | int32": lambda: array(B, N, T, S, dtype=jnp.int32),
+    "Dense | bool | float32": lambda: masks.Dense(array(B, N, T, S)),
+    "mask | str | write masks.Causal()": lambda: "causal",
+    "mask | 'padded'": lambda: "padded",
+    "mask | write masks.Causal(...)": lambda: masks.Causal,
+    "Lengths | kv | float": lambda: masks.Lengths(kv=jnp.array([1.0, 2.0])),
+    "Lengths | q | float": lambda: masks.Lengths(q=2.5),
+    "mask | boolean scalar | int32": lambda: masks.Predicate(lambda b, h, q, kv: q - kv),
+    "mask | (b, h, q_idx, kv_idx) | <lambda>(b, q, kv)": lambda: lambda b, q, kv: q >= kv,
+    "mask | 2 operands | _in_window(b, h, q, kv, size)": lambda: masks.Predicate(_in_window, 3, 4),
+    "mask | <lambda> | `and` | &": lambda: lambda b, h, q, kv: q >= kv and q - kv < 3,
+    "mask | <lambda> | jnp.asarray(table)[index]": lambda: lambda b, h, q, kv: [True, False][kv],
+    "boolean scalar, got bool [3]": lambda: masks.Predicate(
+        lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32)
+    ),
+    "mask | str": lambda: masks.Causal() & "padding",
+}
+SCORE_TYPE_ERRORS: Table = {
+    "score | (score, b, h, q_idx, kv_idx) | <lambda>(s)": lambda: lambda s: s,
+    "score | <lambda> | `if` | jnp.where": lambda: lambda s, b, h, q, kv: s if q > kv else 2 * s,
+    "score | <lambda> | jax.numpy": lambda: lambda s, b, h, q, kv: np.tanh(s),
+    "score | write scores.SoftCap(...)": lambda: scores.SoftCap,
+    "score | Bias": lambda: array(B, N, T, S),
+    "Bias | float | bool": lambda: scores.Bias(_trues(B, N, T, S)),
+    "Alibi | slopes | int": lambda: scores.Alibi(jnp.arange(N)),
+    "float scalar, got float32 [3]": lambda: scores.Score(
+        lambda s, b, h, q, kv, x: s + x, array(3)
+    ),
+    "score | float scalar | bool": lambda: scores.Score(lambda s, b, h, q, kv: s > 0),
+}
 
 MISTAKES = {
-    says: Mistake(wrong, kind, tuple(says.split(" | ")))
-    for kind, rows in ((ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS))
+    says: (kind, wrong if name is None else lambda name=name, wrong=wrong: {name: wrong()})
+    for kind, name, rows in (
+        (ValueError, None, VALUE_ERRORS),
+        (ValueError, "mask", MASK_VALUE_ERRORS),
+        (ValueError, "score", SCORE_VALUE_ERRORS),
+        (TypeError, None, TYPE_ERRORS),
+        (TypeError, "mask", MASK_TYPE_ERRORS),
+        (TypeError, "score", SCORE_TYPE_ERRORS),
+    )
     for says, wrong in rows.items()
 }
 
 
-def expect(mistake: Mistake, function: Callable[[], Any]) -> None:
-    """Checks the kind of error, and that its message has all parts."""
-    with pytest.raises(mistake.raises) as raised:
-        function()
-    assert type(raised.value) in (ValueError, TypeError), "an error of ours, not a leak from below"
+def expect(
+    kind: type[Exception], says: str, function: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """Checks the kind of error of a call, and that its message has all parts."""
+    with pytest.raises(kind) as raised:
+        function(*args, **options)
+    assert type(raised.value) is kind, "an error of ours, not a leak from below"
     message = str(raised.value)
-    missing = [part for part in mistake.says if part not in message]
+    missing = [part for part in says.split(" | ") if part not in message]
     assert not missing, f"{missing} not in {message!r}"
     assert message.count("\n") <= 1, "one clear line"
-
-
-def attend(mistake: Mistake, function: Any = jattn.attention) -> Any:
-    return function(**arguments(**mistake.wrong()))
 
 
 def test_the_call_is_right_without_a_mistake():
@@ -240,9 +221,10 @@ def test_the_call_is_right_without_a_mistake():
 
 @pytest.mark.parametrize("says", MISTAKES)
 def test_a_mistake_raises_also_while_tracing(says):
-    mistake = MISTAKES[says]
-    expect(mistake, lambda: attend(mistake))
-    expect(mistake, lambda: jax.eval_shape(lambda: attend(mistake)))
+    kind, wrong = MISTAKES[says]
+    call = lambda: jattn.attention(**arguments(**wrong()))  # noqa: E731
+    expect(kind, says, call)
+    expect(kind, says, jax.eval_shape, call)
 
 
 @pytest.mark.parametrize(
@@ -256,19 +238,18 @@ def test_a_mistake_raises_also_while_tracing(says):
     ],
 )
 def test_weights_scores_and_explain_check_alike(says):
-    mistake = MISTAKES[says]
+    kind, wrong = MISTAKES[says]
+    all_arguments = arguments(**wrong())
+    expect(kind, says, jattn.explain, **all_arguments)
+    del all_arguments["value"]
     for function in (jattn.attention_weights, jattn.attention_scores):
-        without_value = arguments(**mistake.wrong())
-        del without_value["value"]
-        expect(mistake, functools.partial(function, **without_value))
-    expect(mistake, lambda: attend(mistake, jattn.explain))
+        expect(kind, says, function, **all_arguments)
 
 
 @pytest.mark.parametrize("function", [jattn.statistics, functools.partial(jattn.top_weights, n=2)])
 def test_statistics_of_a_cache_raise(function):
-    says = ("key: expected", "[*B, S, K, H]", "DenseCache")
-    cache = DenseCache.create(B, 8, K, H, V)
-    expect(Mistake(dict, TypeError, says), lambda: function(array(B, T, N, H), cache))
+    says = "key: expected | [*B, S, K, H] | DenseCache"
+    expect(TypeError, says, function, array(B, T, N, H), DenseCache.create(B, 8, K, H, V))
 
 
 def test_weights_and_scores_without_heads():
@@ -291,8 +272,8 @@ ADVISED = {
 
 @pytest.mark.parametrize("name", ADVISED)
 def test_arguments_of_other_libraries_are_answered(name):
-    says = ("attention", f"no argument {name!r}", ADVISED[name])
-    expect(Mistake(dict, TypeError, says), lambda: jattn.attention(**arguments(**{name: True})))
+    says = f"attention | no argument {name!r} | {ADVISED[name]}"
+    expect(TypeError, says, jattn.attention, **arguments(**{name: True}))
 
 
 def test_arguments_of_other_libraries_are_answered_everywhere():
@@ -302,66 +283,52 @@ def test_arguments_of_other_libraries_are_answered_everywhere():
         *(jattn.multiplicative_attention, jattn.additive_attention),
     )
     for function in functions:
-        mistake = Mistake(dict, TypeError, (function.__name__, "mask=masks.Causal()"))
-        expect(mistake, functools.partial(function, **arguments(is_causal=True)))
+        says = f"{function.__name__} | mask=masks.Causal()"
+        expect(TypeError, says, function, **arguments(is_causal=True))
     for function, name in (
         (jattn.attention_scores, "dropout_p"),
         (jattn.additive_attention, "softmax_scale"),
         (jattn.multiplicative_attention, "need_weights"),
     ):  # these functions do not have the advised argument either
-        says = (f"no argument '{name}'; there are query, key",)
-        call = functools.partial(function, **arguments(**{name: True}))
-        expect(Mistake(dict, TypeError, says), call)
+        says = f"no argument '{name}'; there are query, key"
+        expect(TypeError, says, function, **arguments(**{name: True}))
     q, k, v = arguments().values()
-    expect(
-        Mistake(dict, TypeError, ("query, key, value by place", "mask=mask")),
-        lambda: jattn.attention(q, k, v, masks.Causal()),  # pyright: ignore[reportCallIssue]
-    )
-    missing = Mistake(dict, TypeError, ("attention", "'key'"))
-    expect(missing, lambda: jattn.attention(q))  # pyright: ignore[reportCallIssue]
+    by_place = "query, key, value by place | mask=mask"
+    expect(TypeError, by_place, jattn.attention, q, k, v, masks.Causal())
+    expect(TypeError, "attention | 'key'", jattn.attention, q)
 
 
 def _on_a_cache(**changes: Any) -> dict[str, Any]:
-    return arguments(key=array(B, T, K, H), value=array(B, T, K, V), **changes)
+    return arguments(cache=DenseCache.create(B, 16, K, H, V), **_key_and_value(B, T, K), **changes)
 
 
 @pytest.mark.parametrize("name", ["lengths", "attention_mask", "padding_mask", "key_padding_mask"])
 def test_padding_of_calls_on_a_cache_is_answered_by_valid(name):
     """A mask of the new tokens would leave their padding in the cache."""
-    cache, new = DenseCache.create(B, 16, K, H, V), _on_a_cache(**{name: array(B, T)})
+    wrong, x = {name: array(B, T)}, array(B, T, N * H)
+    says = f"no argument {name!r} | valid=attention_mask.astype(bool)"
+    new = _on_a_cache(**wrong)
+    expect(TypeError, f"cached_attention | {says}", jattn.cached_attention, **new)
     layer: Any = nn.MultiHeadAttention(N, N * H, rngs=nnx.Rngs(0))
-    x, of_layer = array(B, T, N * H), layer.empty_cache(B, 16)
-    calls: dict[str, Callable[[], Any]] = {
-        "cached_attention": lambda: jattn.cached_attention(cache=cache, **new),
-        "MultiHeadAttention": lambda: layer(x, cache=of_layer, **{name: array(B, T)}),
-    }
-    valid = "valid=attention_mask.astype(bool)"
-    for function, call in calls.items():
-        expect(Mistake(dict, TypeError, (function, f"no argument {name!r}", valid)), call)
-    says = ("attention", "cache.append(key, value, ...)", valid)
-    without_value: Any = {"query": array(B, T, N, H), "key": cache, name: array(B, T)}
-    expect(Mistake(dict, TypeError, says), lambda: jattn.attention(**without_value))
+    cached = {"cache": layer.empty_cache(B, 16), **wrong}
+    expect(TypeError, f"MultiHeadAttention | {says}", layer, x, **cached)
+    says = "attention | cache.append(key, value, ...) | valid=attention_mask.astype(bool)"
+    expect(TypeError, says, jattn.attention, new["query"], new["cache"], **wrong)
 
 
 @pytest.mark.parametrize(
     ("mask", "path"),
     [
-        (lambda: masks.Padding(_trues(B, T)), "mask.attention_mask: expected [*B, S] = [2, 16]"),
-        (
-            lambda: masks.Causal() & masks.Padding(_trues(B, T)),
-            "mask.right.attention_mask: expected",
-        ),
-        (lambda: _trues(B, 1, T, T), "mask.array: expected [*B, N, T, S] = [2, 6, 5, 16]"),
+        (masks.Padding(_trues(B, T)), "mask.attention_mask: expected [*B, S] = [2, 16]"),
+        (masks.Causal() & masks.Padding(_trues(B, T)), "mask.right.attention_mask: expected"),
+        (_trues(B, 1, T, T), "mask.array: expected [*B, N, T, S] = [2, 6, 5, 16]"),
     ],
 )
 def test_masks_of_the_new_tokens_are_refused_in_calls_on_a_cache(mask, path):
-    cache = DenseCache.create(B, 16, K, H, V)
-    says = (path, "got [2, ", "valid=attention_mask.astype(bool)")
-    call = functools.partial(jattn.cached_attention, cache=cache, mask=mask(), **_on_a_cache())
-    expect(Mistake(dict, ValueError, says), call)
+    says = f"{path} | got [2,  | valid=attention_mask.astype(bool)"
+    expect(ValueError, says, jattn.cached_attention, **_on_a_cache(mask=mask))
     with pytest.raises(ValueError, match=r"mask\.attention_mask: ") as raised:
-        wrong_batch = masks.Padding(_trues(3, 16))
-        jattn.cached_attention(cache=cache, mask=wrong_batch, **_on_a_cache())
+        jattn.cached_attention(**_on_a_cache(mask=masks.Padding(_trues(3, 16))))
     assert "valid" not in str(raised.value)
 
 
@@ -370,10 +337,11 @@ def test_options_are_those_of_attention():
     declared = dict(inspect.signature(jattn.attention).parameters)
     for name in ("query", "key", "value", "return_lse"):
         del declared[name]
-    shown = parameters_of(Options)
-    assert {name: x.default for name, x in declared.items()} == {
-        name: x.default for name, x in shown.items()
-    }
+    shown, wanted = (
+        {name: x.default for name, x in options.items()}
+        for options in (declared, parameters_of(Options))
+    )
+    assert shown == wanted
     for function in (jattn.explain, jattn.multiplicative_attention, parallel.attention):
         taken = inspect.signature(function).parameters
         assert {*declared} <= {*taken} and not any(x.kind is x.VAR_KEYWORD for x in taken.values())
@@ -412,14 +380,10 @@ def test_functions_are_masks_and_scores():
     def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
 
-    class WithMethod:
-        def call(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return close(b, h, q, kv)
-
-    query = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.float32)
-    value = jax.random.normal(jax.random.key(1), (B, S, K, V), jnp.float32)
+    query, value = normal_arrays((B, T, N, H), (B, S, K, V), dtype="float32")
     cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
-    as_functions = close, functools.partial(close), WithMethod().call, masks.Full() & close
+    method = types.MethodType(lambda self, b, h, q, kv: close(b, h, q, kv), cap)
+    as_functions = close, functools.partial(close), method, masks.Full() & close
 
     @quick_jit
     def outs(query: Any, value: Any) -> Any:
@@ -440,14 +404,14 @@ def test_functions_are_masks_and_scores():
 def test_a_traced_rate_is_refused():
     dropout = {"dropout_key": jax.random.key(0)}
     traced = jax.jit(lambda rate: jattn.attention(**arguments(dropout_rate=rate, **dropout)))
-    expect(Mistake(dict, TypeError, ("dropout_rate",)), lambda: traced(0.1))
+    expect(TypeError, "dropout_rate", traced, 0.1)
 
 
 def test_arrays_of_another_call_are_refused_under_vmap():
     """Mapped arrays lose an axis; one that was not mapped has one too many."""
-    mistake = Mistake(dict, ValueError, ("mask", "[*B, N, T, S]", "[6, 5, 7]", "[2, 6, 5, 7]"))
     mapped = jax.vmap(lambda q, k, v: jattn.attention(q, k, v, mask=_trues(B, N, T, S)))
-    expect(mistake, lambda: mapped(*arguments().values()))
+    says = "mask | [*B, N, T, S] | [6, 5, 7] | [2, 6, 5, 7]"
+    expect(ValueError, says, mapped, *arguments().values())
 
 
 def _rotary(H: int, **options: Any) -> Callable[[], Any]:
@@ -460,7 +424,7 @@ OTHER_FUNCTIONS = {
     "H = 8 | 10": _rotary(8, rotary_dim=10),
     "style | 'half' | 'interleaved' | 'neox'": _rotary(8, style="neox"),
     "positions | [*B, T] | [2, 5] | [6]": (
-        lambda: positions.rotary(array(B, T, N, 8), jnp.arange(6))
+        lambda: positions.rotary(array(B, T, N, 8), np.arange(6))
     ),
     "sinusoidal | even | 5": lambda: positions.sinusoidal(jnp.arange(T), 5),
     "multiple of 2 A = 4 | H = 6": (
@@ -481,7 +445,7 @@ OTHER_FUNCTIONS = {
 
 @pytest.mark.parametrize("says", OTHER_FUNCTIONS)
 def test_positions_and_merged_parts_are_checked(says):
-    expect(Mistake(dict, ValueError, tuple(says.split(" | "))), OTHER_FUNCTIONS[says])
+    expect(ValueError, says, OTHER_FUNCTIONS[says])
 
 
 def test_integers_of_numpy_are_numbers():

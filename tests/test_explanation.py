@@ -14,7 +14,7 @@ from jattn.cache import DenseCache
 from jattn.explanation import Explanation
 from jattn.kernels.gpu import cudnn
 from jattn.masks import Predicate
-from tests.conftest import quick_jit
+from tests.conftest import attention_arrays, quick_jit
 
 
 T, N, H = 512, 4, 64
@@ -37,16 +37,15 @@ def test_tiles_are_counted():
 @pytest.mark.parametrize("sizes", [(2, 96, 160, 4, 2, 24, 40), (1, 64, 64, 8, 8, 64, 64)])
 def test_flops_are_those_that_the_compiler_counts(sizes):
     """The softmax of the formula's program adds a few for each pair."""
-    B, T, S, N, K, H, V = sizes
-    q, k, v = (jnp.zeros(x) for x in ((B, T, N, H), (B, S, K, H), (B, S, K, V)))
+    qkv = attention_arrays(sizes)[:3]
     call = functools.partial(jattn.attention, implementation="reference")
-    counted = quick_jit(call).lower(q, k, v).compile().cost_analysis()["flops"]
-    assert 1 <= counted / jattn.explain(q, k, v).flops < 1.2
+    counted = quick_jit(call).lower(*qkv).compile().cost_analysis()["flops"]
+    assert 1 <= counted / jattn.explain(*qkv).flops < 1.2
 
 
 def test_bytes_are_those_of_all_arrays():
     """Each array counts once: grouped keys, another value size, a bias, and lse in float32."""
-    q, k, v = (jnp.zeros(x, jnp.bfloat16) for x in ((2, 6, 4, 8), (2, 7, 2, 8), (2, 7, 2, 5)))
+    q, k, v, _ = attention_arrays((2, 6, 7, 4, 2, 8, 5), "bfloat16")
     arrays = 2 * (2 * 6 * 4 * 8 + 2 * 7 * 2 * 8 + 2 * 7 * 2 * 5 + 2 * 6 * 4 * 5)
     assert jattn.explain(q, k, v).bytes == arrays
     assert jattn.explain(q, k, v, return_lse=True).bytes == arrays + 4 * 2 * 4 * 6
@@ -82,17 +81,12 @@ def test_heads_that_differ_are_averaged():
 def test_an_explanation_leaves_out_what_only_the_program_knows():
     def look(lengths: jax.Array) -> jax.Array:
         explanation = explained(masks.Lengths(kv=lengths))
-        assert (
-            explanation.tiles is None
-            and explanation.advice is None
-            and explanation.temporaries is None
-        )
+        assert explanation.tiles is explanation.advice is explanation.temporaries is None
         assert "tiles" not in str(explanation) and "temporaries" not in str(explanation)
         return lengths
 
     jax.eval_shape(look, jnp.array([3, 4]))
-    empty = jnp.zeros((0, T, N, H))
-    explanation = jattn.explain(empty, empty, empty)
+    explanation = jattn.explain(*[jnp.zeros((0, T, N, H))] * 3)
     assert explanation.tiles is None and explanation.flops == 0
 
 
@@ -123,10 +117,8 @@ def test_functions_unlike_named_masks_have_no_advice():
 
 
 def test_fewer_tiles_are_an_advantage():
-    def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, q) >= kv
-
-    explanation = explained(Predicate(causal), platform="tpu")
+    hidden = lambda q: jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, q)  # noqa: E731
+    explanation = explained(Predicate(lambda b, h, q, kv: hidden(q) >= kv), platform="tpu")
     assert explanation.tiles == (128, 0, 1, 0)
     gains = "it leaves 1.6 × fewer tiles, and tpu can run it"
     assert explanation.advice == f"Causal() allows the same pairs, and {gains}"

@@ -29,7 +29,8 @@ from tests.conftest import (
     users_jit,
 )
 from tests.kernels import made
-from tests.test_bounds import expressions_of, neighbourhood
+from tests.test_bounds import RULES, expressions_of
+from tests.test_users_functions import cast
 
 
 pytestmark = pytest.mark.skipif(
@@ -47,19 +48,18 @@ CAUSAL = Predicate(lambda b, h, q, kv: q >= kv)
 
 CALLS: dict[str, tuple[Any, Any]] = {
     "causal": (CAUSAL, None),
-    "documents": (Predicate(lambda b, h, q, kv: (DOCS[b, q] == DOCS[b, kv]) & (q >= kv)), None),
+    **{
+        name: (Predicate(RULES[name]), None)
+        for name in ("documents of rows", "neighbourhood", "a window for each head")
+    },
     "documents given": (Predicate(lambda b, h, q, kv, d: d[b, q] == d[b, kv], DOCS), None),
-    "neighbourhood": (Predicate(neighbourhood), None),
-    "a window for each head": (Predicate(lambda b, h, q, kv: abs(q - kv) < (h + 1) * 20), None),
     "nothing left": (Predicate(lambda b, h, q, kv: (q > 70) & (kv < 20)), None),
     "slopes": (CAUSAL, Score(lambda s, b, h, q, kv, m: s + m[h] * (kv - q), SLOPES)),
     "cap": (masks.Causal(), Score(lambda s, b, h, q, kv: 5 * jnp.tanh(s / 5))),
-    "temperature of heads": (None, Score(lambda s, b, h, q, kv, t: s / t[h], 1 + SLOPES**2)),
     "table by distance": (
         masks.Causal(),
         Score(lambda s, b, h, q, kv, t: s + t[h, abs(q - kv) % 64], TABLE),
     ),
-    "table by pair": (None, Score(lambda s, b, h, q, kv, t: s + t[h, (q % 8) * 8 + kv % 8], TABLE)),
     "two entries of a table": (
         None,
         Score(lambda s, b, h, q, kv, t: s + t[h, (q + kv) % 64] * t[h, (q * kv) % 64], TABLE),
@@ -71,7 +71,6 @@ CALLS: dict[str, tuple[Any, Any]] = {
             jnp.asarray(RNG.normal(size=(N, 10, 63)), jnp.float32),
         ),
     ),
-    "bias": (masks.Causal(), Score(lambda s, b, h, q, kv, t: s + t[0, h, q, kv], BIAS)),
     "by key": (
         masks.Causal(),
         Score(lambda s, b, h, q, kv, t: s * t[h, kv % 64] + jnp.exp(-s * s), TABLE),
@@ -89,7 +88,6 @@ CALLS: dict[str, tuple[Any, Any]] = {
             TABLE,
         ),
     ),
-    "stick-breaking": (masks.Causal(), Score(lambda s, b, h, q, kv: -jax.nn.softplus(-s))),
     "classes": (
         (masks.Causal() | masks.Dilated(3)) & masks.Global(4),
         scores.SoftCap(3.0) >> scores.Alibi(SLOPES),
@@ -122,10 +120,14 @@ def everything(mask: Any, score: Any, implementation: str, arrays: Any, **option
     return [np.asarray(x) for x in (out, lse, *floats)]
 
 
-def cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+def assert_like_reference(mask: Any, score: Any, arrays: Any, rtol: float, **options: Any) -> Any:
+    """Returns the kernel's results once they are compared with the reference's."""
+    with jax.numpy_dtype_promotion("standard"):
+        got, want = (
+            everything(mask, score, name, arrays, **options) for name in ("native", "reference")
+        )
+    assert_close(got, want, rtol)
+    return got
 
 
 def assert_close(got: Any, want: Any, rtol: float) -> None:
@@ -142,10 +144,8 @@ def assert_close(got: Any, want: Any, rtol: float) -> None:
 @pytest.mark.default_tiles
 def test_the_kernel_computes_what_the_function_says(name, dtype):
     mask, score = CALLS[name]
-    arrays, score = drawn(dtype), cast(score, dtype)
-    with jax.numpy_dtype_promotion("standard"):
-        got, want = (everything(mask, score, name, arrays) for name in ("native", "reference"))
-    assert_close(got, want, 1e-12 if dtype == "float64" else 2e-5)
+    rtol = 1e-12 if dtype == "float64" else 2e-5
+    assert_like_reference(mask, cast(score, dtype), drawn(dtype), rtol)
 
 
 @pytest.mark.default_tiles
@@ -163,11 +163,8 @@ def test_numbers_of_another_width_than_the_scores(dtype):
         return s + wide + table[h, (q * 5 + kv) % 64] / 3 * (q % 7) + 0.001 * (q * kv % 11)
 
     score = Score(bend, SLOPES.astype(other), TABLE.astype(other))
-    arrays = drawn(dtype)
-    with jax.numpy_dtype_promotion("standard"):
-        got, want = (everything(mask, score, name, arrays) for name in ("native", "reference"))
+    got = assert_like_reference(mask, score, drawn(dtype), 2e-5)
     assert [x.dtype for x in got[-2:]] == [other] * 2
-    assert_close(got, want, 2e-5)
 
 
 @pytest.mark.default_tiles
@@ -186,24 +183,20 @@ def test_masked_poison_reaches_nobody(poison):
 @pytest.mark.default_tiles
 def test_dropout_positions_and_maps():
     mask, score = CALLS["documents given"][0] & CAUSAL, CALLS["slopes"][1]
-    q, k, v, d_out = drawn("float32")
     options: dict[str, Any] = {"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}
     options["q_positions"] = jnp.arange(T, dtype=jnp.int32)[::-1]
     options["kv_positions"] = (jnp.arange(S, dtype=jnp.int32) * 7) % 190
+    assert_like_reference(mask, score, arrays := drawn("float32"), 2e-5, **options)
+
+    def run(name: str) -> Any:
+        def single(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+            rules: Any = {"mask": mask, "score": Score(score.fn, slopes)}
+            return jattn.attention(q, k, v, implementation=name, **rules)
+
+        stacked = (jnp.stack([x, 2 * x]) for x in (*arrays[:3], SLOPES))
+        return np.asarray(quick_jit(jax.vmap(single))(*stacked))
+
     with jax.numpy_dtype_promotion("standard"):
-        got, want = (
-            everything(mask, score, name, (q, k, v, d_out), **options)
-            for name in ("native", "reference")
-        )
-        assert_close(got, want, 2e-5)
-
-        def run(name: str) -> Any:
-            single = lambda q, k, v, m: jattn.attention(  # noqa: E731
-                q, k, v, mask=mask, score=Score(score.fn, m), implementation=name
-            )
-            stacked = (jnp.stack([x, 2 * x]) for x in (q, k, v, SLOPES))
-            return np.asarray(users_jit(jax.vmap(single))(*stacked))
-
         np.testing.assert_allclose(run("native"), run("reference"), atol=2e-5)
 
 
@@ -235,14 +228,12 @@ def test_under_shard_map(shared):
 
 @pytest.mark.default_tiles
 def test_long_sequences_skip_what_is_empty():
-    q, k, v = (jnp.asarray(RNG.normal(size=(1, 2300, 2, 16)), jnp.float32) for _ in range(3))
+    qkv = normal_arrays(*[(1, 2300, 2, 16)] * 3, dtype="float32")
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & (q - kv < 200))
-    whole = masks.Causal() & masks.Window(left=199)
-    run = lambda mask: users_jit(  # noqa: E731
-        lambda q, k, v: jattn.attention(q, k, v, mask=mask, implementation="native")
-    )(q, k, v)
-    np.testing.assert_allclose(run(mask), run(whole), atol=2e-6)
-    assert jattn.explain(q, k, v, mask=mask)["native"] is None
+    call = functools.partial(jattn.attention, *qkv, implementation="native")
+    whole = call(mask=masks.Causal() & masks.Window(left=199))
+    np.testing.assert_allclose(call(mask=mask), whole, atol=2e-6)
+    assert jattn.explain(*qkv, mask=mask)["native"] is None
 
 
 def test_unsupported_functions_have_a_reason():
@@ -253,8 +244,21 @@ def test_unsupported_functions_have_a_reason():
     assert "while" in str(jattn.explain(q, q, q, mask=loop)["native"])
     long = lambda s, *at: functools.reduce(lambda x, n: x * 0.5 + n, range(200), s)  # noqa: E731
     assert "200 operations in a row" in str(jattn.explain(q, q, q, score=long)["native"])
-    few = jattn.explain(q[:, :32], q[:, :32], q[:, :32], mask=CAUSAL)["native"]
-    assert few is not None and "too few" in few
+    few = jattn.explain(*[q[:, :32]] * 3, mask=CAUSAL)["native"]
+    assert "too few" in str(few)
+    for n in (2**63, -(2**63), 2**70):
+        power = lambda s, *at, n=n: jax.lax.integer_pow(s, n)  # noqa: E731
+        assert "no powers from 2**63 on" in str(jattn.explain(q, q, q, score=power)["native"])
+
+
+def few_queries() -> Any:
+    return jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+
+
+def with_gradient(mask: Any, implementation: str | None) -> Any:
+    """A program for a sum of squares and its gradient."""
+    attend = functools.partial(jattn.attention, mask=mask, implementation=implementation)
+    return quick_jit(jax.value_and_grad(lambda q: (attend(q, q, q) ** 2).sum()))
 
 
 def test_a_rule_that_cannot_be_compiled_leaves_the_call_to_the_next(monkeypatch):
@@ -266,20 +270,14 @@ def test_a_rule_that_cannot_be_compiled_leaves_the_call_to_the_next(monkeypatch)
         raise compiler.BuildError("the compiler is on strike")
 
     monkeypatch.setattr(compiler, "load_rule", failing)
-    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
-    mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 11 != 5))
-
-    def loss(implementation: str | None) -> Any:
-        attend = functools.partial(jattn.attention, mask=mask, implementation=implementation)
-        return quick_jit(jax.value_and_grad(lambda q: (attend(q, q, q) ** 2).sum()))(q)
-
+    q, mask = few_queries(), Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 11 != 5))
     with tuning.using(generated_pairs=0):
         assert jattn.explain(q, q, q, mask=mask)["native"] is None
-        got, want = loss(None), loss("blockwise")
+        got, want = (with_gradient(mask, name)(q) for name in (None, "blockwise"))
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert jattn.explain(q, q, q, mask=mask)["native"] == "the compiler is on strike"
         with pytest.raises(NotImplementedError, match="'native': the compiler is on strike"):
-            loss("native")
+            with_gradient(mask, "native")(q)
     assert len(tries) == 1
 
 
@@ -308,37 +306,32 @@ def test_a_rule_without_its_functions_is_a_reason(monkeypatch, tmp_path, text, m
 def test_a_process_loads_only_so_many_rules(monkeypatch):
     monkeypatch.setattr(library, "_rules", {})
     monkeypatch.setattr(library, "MOST_RULES", 2)
-    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
+    q = few_queries()
 
-    def program(n: int, implementation: str | None) -> Any:
-        mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 13 != n))
-        attend = functools.partial(jattn.attention, mask=mask, implementation=implementation)
-        return quick_jit(jax.value_and_grad(lambda q: (attend(q, q, q) ** 2).sum())), mask
+    def mask(n: int) -> Predicate:
+        return Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 13 != n))
 
     with tuning.using(generated_pairs=0):
-        early, _ = program(0, "native")
+        early = with_gradient(mask(0), "native")
         first = early(q)
-        program(1, "native")[0](q)
-        run, mask = program(2, None)
-        got, want = run(q), program(2, "blockwise")[0](q)
+        with_gradient(mask(1), "native")(q)
+        got, want = (with_gradient(mask(2), name)(q) for name in (None, "blockwise"))
         jax.tree.map(np.testing.assert_array_equal, got, want)
-        reason = jattn.explain(q, q, q, mask=mask)["native"]
+        reason = jattn.explain(q, q, q, mask=mask(2))["native"]
         assert "compiled functions 2 times, as often as it can" in str(reason)
         with pytest.raises(NotImplementedError, match="should be operands"):
-            program(2, "native")[0](q)
-        program(1, "native")[0](q)
+            with_gradient(mask(2), "native")(q)
+        with_gradient(mask(1), "native")(q)
         jax.tree.map(np.testing.assert_array_equal, early(q), first)
     assert len(library._rules) == 2
 
 
 def test_a_program_whose_rule_a_process_does_not_have_is_an_error(monkeypatch):
     monkeypatch.setattr(library, "add_rule", lambda *_: 12345)
-    q = jnp.asarray(RNG.normal(size=(1, 40, 2, 8)), jnp.float32)
     mask = Predicate(lambda b, h, q, kv: (q >= kv) & ((q + kv) % 17 != 3))
     with tuning.using(generated_pairs=0):
-        run = jax.jit(lambda q: jattn.attention(q, q, q, mask=mask, implementation="native"))
         with pytest.raises(jax.errors.JaxRuntimeError, match="has not compiled the functions"):
-            jax.block_until_ready(run(q))
+            jax.block_until_ready(with_gradient(mask, "native")(few_queries()))
 
 
 class _Place(ctypes.Structure):
@@ -358,50 +351,44 @@ class CompiledScores:
     def __init__(self, functions: list[Any], T: int, S: int, dtype: str):
         self.T, self.S, self.dtype = T, S, np.dtype(dtype)
         shapes, texts = Shapes((1,), T, S, 1, 1, 4, 4, jnp.dtype(dtype)), []
-        self.rules: list[Any] = []
-        self.operands: list[list[np.ndarray]] = []
+        self.rules: dict[int, Any] = {}
+        self.operands: dict[int, list[np.ndarray]] = {}
         for n, function in enumerate(functions):
             spec = made(shapes, score=Score(function)).spec
             try:
                 rule: Any = generator.generate(spec, self.dtype, gradients=False)
             except NotImplementedError:
-                self.rules.append(None)
-                self.operands.append([])
                 continue
-            self.rules.append(rule)
             arrays = generator.arrays(spec, shapes, self.dtype)
-            self.operands.append([np.asarray(x) for x in arrays])
-            text = rule.text.replace("jattn_rule_forward", f"forward_{n}")
-            text = text.replace("jattn_rule_backward", f"backward_{n}")
-            texts.append(f"namespace rule{n} {{\n{text}}}\n")
+            self.rules[n], self.operands[n] = rule, [np.asarray(x) for x in arrays]
+            texts.append(
+                f"namespace rule{n} {{\n{rule.text.replace('jattn_rule', f'rule_{n}')}}}\n"
+            )
         self.library = compiler.load_rule("\n".join(texts), dtype)
 
-    def _lanes(self, array: Any) -> tuple[np.ndarray, Any]:
-        """A copy `[S, T]` whose rows are multiples of eight numbers, and its address."""
-        lanes = np.zeros((self.S, -(-self.T // 8) * 8), self.dtype)
-        lanes[:, : self.T] = array
-        return lanes, ctypes.c_void_p(lanes.ctypes.data)
-
-    def _place(self, n: int, width: int) -> Any:
+    def _run(self, n: int, name: str, *arrays: Any, flags: tuple[Any, ...] = ()) -> np.ndarray:
+        """Calls part of function n with copies `[S, T]` whose rows are multiples of eight numbers,
+        and returns the last copy, which it changes."""
+        lanes = [np.zeros((self.S, -(-self.T // 8) * 8), self.dtype) for _ in arrays]
+        for copy, array in zip(lanes, arrays, strict=True):
+            copy[:, : self.T] = array
         pointers = (ctypes.c_void_p * 40)(*(x.ctypes.data for x in self.operands[n]))
+        width = lanes[0].shape[1]
         place = _Place(0, self.T, width, 0, self.S, self.T, self.S, pointers, pointers)
-        return ctypes.byref(place)
+        addresses = (ctypes.c_void_p(x.ctypes.data) for x in lanes)
+        self.library[f"rule_{n}_{name}"](ctypes.byref(place), *addresses, *flags)
+        return lanes[-1][:, : self.T]
 
     def forward(self, n: int, scores: Any) -> np.ndarray:
         """Returns the new scores `[S, T]` of function n."""
-        lanes, address = self._lanes(scores)
-        place = self._place(n, lanes.shape[1])
-        getattr(self.library, f"forward_{n}")(place, address, ctypes.c_bool(False))
-        return lanes[:, : self.T]
+        return self._run(n, "forward", scores, flags=(ctypes.c_bool(False),))
 
     def backward(self, n: int, scores: Any, cotangent: Any) -> np.ndarray:
         """Returns the cotangents `[S, T]` of the scores of function n."""
-        (lanes, scores_at), (back, back_at) = self._lanes(scores), self._lanes(cotangent)
-        getattr(self.library, f"backward_{n}")(self._place(n, lanes.shape[1]), scores_at, back_at)
-        return back[:, : self.T]
+        return self._run(n, "backward", scores, cotangent)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [14, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_random_score_functions(count):
     functions: list[Any] = []
 
@@ -421,13 +408,12 @@ def check_functions(functions: list[Any]) -> None:
     with jax.numpy_dtype_promotion("standard"):
         scorers = [lambda s, b, h, q, kv, f=f: f(q, kv, s) + 0 * s for f in functions]
         compiled = CompiledScores(scorers, SIDE, SIDE, "float64")
-        rules = [(n, rule) for n, rule in enumerate(compiled.rules) if rule is not None]
-        assert len(rules) > 0.9 * len(functions)
-        for n, rule in rules:
-            function = lambda s, n=n: functions[n](places[:, None], places[None], s) + 0 * s  # noqa: E731
-            want, d_score = out_and_gradients(
-                function, [jnp.asarray(score)], jnp.asarray(cotangent)
-            )
+        assert len(compiled.rules) > 0.9 * len(functions)
+        of_score = [lambda s, f=f: f(places[:, None], places[None], s) + 0 * s for f in functions]
+        run = quick_jit(lambda s, c: [out_and_gradients(f, [s], c) for f in of_score])
+        wants = run(score, cotangent)
+        for n, rule in compiled.rules.items():
+            want, d_score = wants[n]
             assert_alike(compiled.forward(n, score.T).T, want, rule.text)
             if rule.modifies:
                 assert_alike(compiled.backward(n, score.T, cotangent.T).T, d_score, rule.text)
@@ -440,26 +426,18 @@ def assert_alike(got: np.ndarray, want: Any, text: str) -> None:
 
 
 FUNCTIONS = {
-    "exp": (jnp.exp, np.exp),
-    "log": (jnp.log, np.log),
-    "log1p": (jnp.log1p, np.log1p),
-    "expm1": (jnp.expm1, np.expm1),
-    "tanh": (jnp.tanh, np.tanh),
+    **{
+        name: (getattr(jnp, name), getattr(np, name))
+        for name in (
+            *("exp", "log", "log1p", "expm1", "tanh", "sqrt", "abs", "sign", "floor", "ceil"),
+            *("square", "exp2", "sin"),
+        )
+    },
     "logistic": (jax.nn.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    "sqrt": (jnp.sqrt, np.sqrt),
     "rsqrt": (jax.lax.rsqrt, lambda x: 1 / np.sqrt(x)),
-    "abs": (jnp.abs, np.abs),
-    "sign": (jnp.sign, np.sign),
-    "floor": (jnp.floor, np.floor),
-    "ceil": (jnp.ceil, np.ceil),
-    "square": (jnp.square, np.square),
     "cube": (lambda x: x**3, lambda x: x**3),
-    "exp2": (jnp.exp2, np.exp2),
-    "sin": (jnp.sin, np.sin),
 }
-
-
-EXPONENTS = [*range(-5, 8), 31, -64, 2**31 - 1, -(2**31), 2**40 + 1, 2**62 + 3, -(2**62)]
+EXPONENTS = [*range(-3, 6), 31, -64, 2**31 - 1, -(2**31), 2**40 + 1, 2**62 + 3, -(2**62)]
 
 
 @pytest.mark.one_in(8)
@@ -491,13 +469,6 @@ def test_powers_are_those_of_jax(dtype, of):
         got = compiled.forward(number, x), compiled.backward(number, x, cotangent)
         # XLA has no denormal numbers.
         assert_trees_close(got, want, rtol=8 * eps, atol=1e-37, err_msg=f"{n}")
-
-
-def test_powers_beyond_all_bounds_are_a_reason():
-    q = jnp.ones((1, 1200, 1, 8))
-    for n in (2**63, -(2**63), 2**70):
-        score = lambda s, *at, n=n: jax.lax.integer_pow(s, n)  # noqa: E731
-        assert "no powers from 2**63 on" in str(jattn.explain(q, q, q, score=score)["native"])
 
 
 INTEGERS = {
@@ -536,12 +507,8 @@ def test_functions_of_float32():
     scorers = [lambda s, b, h, q, kv, f=f: f(s) for f, _ in FUNCTIONS.values()]
     compiled = CompiledScores(scorers, 48, 40, "float32")
     for n, (name, (_, true)) in enumerate(FUNCTIONS.items()):
-        got = compiled.forward(n, x)
         with np.errstate(all="ignore"):
             want = true(x.astype(np.float64)).astype(np.float32)
-        usual, inf = np.isfinite(want) & (np.abs(want) > 1e-37), np.isinf(want)
-        tiny = ~usual & ~inf
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)
-        np.testing.assert_array_equal(got[inf], want[inf], err_msg=name)
-        np.testing.assert_allclose(got[usual], want[usual], rtol=2e-6, err_msg=name)
+        got, tiny = compiled.forward(n, x), np.abs(want) <= 1e-37
+        np.testing.assert_allclose(got[~tiny], want[~tiny], rtol=2e-6, err_msg=name)
         np.testing.assert_allclose(got[tiny], want[tiny], atol=1e-37, err_msg=name)

@@ -49,17 +49,11 @@ def test_rules_mean_the_same_in_jax(name):
     scores = (score,) if rule.is_score else ()
     function = rule.make(jnp, T)
 
-    @quick_jit
-    def every(*operands: Any) -> Any:
-        q, kv = (jnp.arange(T, dtype=jnp.int32) for _ in range(2))
-        of_key = jax.vmap(
-            lambda *at: function(*at[:-2], 0, 1, *at[-2:], *operands), (*[0] * len(scores), None, 0)
-        )
-        return jax.vmap(of_key, (*[0] * len(scores), 0, None))(*map(jnp.asarray, scores), q, kv)
-
+    q, kv = np.ix_(*[np.arange(T, dtype=np.int32)] * 2)
+    every = quick_jit(lambda *operands: function(*scores, 0, 1, q, kv, *operands))
     want = in_numpy(rule, T, 1, *scores)
-    with jax.numpy_dtype_promotion("standard"):
-        got = every(*map(jnp.asarray, rule.operands(T)))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        got = jnp.broadcast_to(every(*map(jnp.asarray, rule.operands(T))), (T, T))
     assert got.dtype == (np.float32 if rule.is_score else np.bool_)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert rule.is_score or 0 < np.mean(want) < 1

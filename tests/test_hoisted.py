@@ -62,10 +62,7 @@ PLACES: dict[str, tuple[Any, str | None]] = {
     "row and distance": (lambda s, b, h, q, kv, ids: (b, h, clipped(q - kv)), None),
     "sum": (lambda s, b, h, q, kv, ids: (0, h, (q + kv) % 11), None),
     "twice the key": (lambda s, b, h, q, kv, ids: (0, h, clipped(q - kv - kv)), None),
-    "moved before it is compared": (
-        lambda s, b, h, q, kv, ids: (0, h, jnp.where(q + 2**30 > kv, 1, 2)),
-        None,
-    ),
+    "moved earlier": (lambda s, b, h, q, kv, ids: (0, h, jnp.where(q + 2**30 > kv, 1, 2)), None),
     "remainders": (lambda s, b, h, q, kv, ids: (0, h, q % 3 - kv % 3 + 3), None),
     "score": (lambda s, b, h, q, kv, ids: (0, h, jnp.int32(s)), None),
 }
@@ -77,8 +74,8 @@ def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
     def entry(b: int, h: int, q: int, kv: int) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             index = place(0.0, *map(jnp.int32, (b, h, q, kv)), jnp.asarray(IDS))
-        index = [int(x) + n if x < 0 else int(x) for x, n in zip(index, TABLE.shape, strict=True)]
-        return TABLE[tuple(min(x, n - 1) for x, n in zip(index, TABLE.shape, strict=True))]
+        bounded = (min(int(x), n - 1) for x, n in zip(index, TABLE.shape, strict=True))
+        return TABLE[tuple(bounded)]
 
     behind = {
         "by_head": lambda b: [(0, 0)],
@@ -94,10 +91,12 @@ def values(place: Any, field: str, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("shifted", [False, True])
 def test_which_look_ups_are_made_before(name, shifted):
     """If the user passes positions, no array by distance is known."""
-    place, field = PLACES[name]
-    q, kv = Q_POSITIONS, KV_POSITIONS
-    positions = {"q_positions": jnp.asarray(q), "kv_positions": jnp.asarray(kv)}
-    spec = spec_of(place, **positions) if shifted else spec_of(place)
+    (place, field), positions = PLACES[name], {}
+    q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
+    if shifted:
+        q, kv = Q_POSITIONS, KV_POSITIONS
+        positions = {"q_positions": jnp.asarray(q), "kv_positions": jnp.asarray(kv)}
+    spec = spec_of(place, **positions)
     replacement: Any = hoisted.replaced(spec, SHAPES).score
     if field is None or (shifted and field == "by_distance"):
         assert replacement is spec.score
@@ -105,8 +104,6 @@ def test_which_look_ups_are_made_before(name, shifted):
     assert replacement.sites == ((field.removeprefix("by_"), 0),)
     assert not replacement.tables
     (got,) = getattr(replacement, field)
-    if not shifted:
-        q, kv = (np.tile(np.arange(size), (2, 1)) for size in (T, S))
     want = values(place, field, q, kv)
     if field == "by_head":
         want = want[..., 0]
@@ -128,45 +125,35 @@ def test_the_buckets_of_positions_are_known_before(farthest, known):
     assert replacement.table is spec.score.table
 
 
-def test_an_operand_with_another_look_up_stays():
+def test_an_operand_with_another_look_up_or_operation_stays():
     """Another operand that is looked up twice has one array."""
 
-    def function(s, b, h, q, kv, gate, pairs, unused):
+    def twice(s, b, h, q, kv, gate, pairs, unused):
         return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
 
-    spec: Any = scored(scores.Score(function, ones(3), ones(12), ones(4)))
+    spec: Any = scored(scores.Score(twice, ones(3), ones(12), ones(4)))
     replacement: Any = hoisted.replaced(spec, SHAPES).score
     assert replacement.tables == (spec.score.operands[1],)
     assert replacement.sites == (("head", 0), ("query", 0))
+    made = scored(scores.Score(lambda s, b, h, q, kv, t: s + jnp.sort(t)[(q + kv) % 4], ones(4)))
+    assert hoisted.replaced(made, SHAPES).score is made.score
 
 
-def _in_a_branch(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-    return lax.cond(q > kv, lambda: s + table[h], lambda: s)
+TWO = jnp.arange(2, dtype=jnp.int32)
 
 
-def _several(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-    return s + table[h + jnp.arange(2, dtype=jnp.int32)].sum()
-
-
-def _mapped(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-    return s + jax.vmap(lambda x: table[x])(h + jnp.arange(2, dtype=jnp.int32)).sum()
-
-
-@pytest.mark.parametrize(("function", "count"), [(_in_a_branch, 1), (_several, 2), (_mapped, 2)])
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda s, b, h, q, kv, t: lax.cond(q > kv, lambda: s + t[h], lambda: s), 1),
+        (lambda s, b, h, q, kv, t: s + t[h + TWO].sum(), 2),
+        (lambda s, b, h, q, kv, t: s + jax.vmap(lambda x: t[x])(h + TWO).sum(), 2),
+    ],
+)
 def test_each_entry_that_is_looked_up_has_an_array(function, count):
     spec = scored(scores.Score(function, ones(4)))
     replacement: Any = hoisted.replaced(spec, SHAPES).score
     assert replacement.sites == tuple(("head", n) for n in range(count))
-
-
-def test_what_is_made_of_an_operand_stays():
-    """Unless kernels read only an array of it for each look-up."""
-
-    def function(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
-        return s + jnp.sort(table)[(q + kv) % 4]
-
-    spec = scored(scores.Score(function, ones(4)))
-    assert hoisted.replaced(spec, SHAPES).score is spec.score
 
 
 def test_kernels_need_not_compute_what_makes_an_index():

@@ -1,10 +1,6 @@
-"""Integers of users mean what Python's integers do, at and beyond the edges of 32 bits.
+"""Integers of users mean what Python's integers do, at and beyond the edges of 32 bits: the answer
+is the oracle's, which counts with Python's integers, or an error or NaN."""
 
-The tests use ids, lengths and positions of every dtype, known and traced, with 64-bit types and
-without: the answer is the oracle's, which counts with Python's integers, or an error or NaN.
-"""
-
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +10,6 @@ import pytest
 
 import jattn
 from jattn import cache, masks, nn, positions, scores
-from jattn.functions import integers
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
 from tests.test_masks import true_kinds
@@ -29,7 +24,6 @@ OURS = ("reference", "blockwise", "native")
 T = S = len(EDGES)
 B, N, H = 2, 1, 16
 
-every_implementation = pytest.mark.parametrize("implementation", OURS)
 with_and_without_64_bits = pytest.mark.parametrize("bits", [32, 64])
 
 
@@ -78,7 +72,7 @@ def of_dtype(dtype: Any) -> np.ndarray:
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("bits", [32, 64])
+@with_and_without_64_bits
 @pytest.mark.parametrize("dtype", ID_DTYPES)
 @pytest.mark.parametrize("implementation", OURS)
 def test_segments_distinguish_ids_of_every_dtype(implementation, dtype, bits):
@@ -104,7 +98,7 @@ def test_lengths_of_any_size_are_numbers(implementation, length):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("bits", [32, 64])
+@with_and_without_64_bits
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.uint32, np.uint64])
 @pytest.mark.parametrize("implementation", OURS)
 def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
@@ -124,15 +118,18 @@ def test_lengths_of_rows_are_of_any_dtype(implementation, dtype, bits):
 def test_sides_of_windows_may_be_traced_in_any_dtype(dtype, side):
     distance = EDGES[:, None].astype(object) - EDGES[None, :]
     places: Any = {"q_positions": EDGES, "kv_positions": EDGES}
+
+    @jax.jit
+    def maps(size: Any) -> Any:
+        mask = masks.Window(**{side: size})
+        return mask.dense(T, S, **places), masks.tile_map(mask, T, S, 1, 1, **places)
+
     sizes = (0, 1, 255, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**40)
-    with jax.enable_x64(True):
-        for size in (x for x in sizes if x <= np.iinfo(dtype).max):
-            make = lambda x: masks.Window(**{side: x})  # noqa: E731
-            allowed = jax.jit(lambda x, make=make: make(x).dense(T, S, **places))
-            kinds = jax.jit(lambda x, make=make: masks.tile_map(make(x), T, S, 1, 1, **places))
-            want = (distance if side == "left" else -distance) <= size
-            np.testing.assert_array_equal(allowed(dtype(size)), want)
-            np.testing.assert_array_equal(kinds(dtype(size)), np.where(want, masks.FULL, 0))
+    for size in (x for x in sizes if x <= np.iinfo(dtype).max):
+        allowed, kinds = maps(dtype(size))
+        want = (distance if side == "left" else -distance) <= size
+        np.testing.assert_array_equal(allowed, want)
+        np.testing.assert_array_equal(kinds, np.where(want, masks.FULL, masks.EMPTY))
 
 
 POSITIONED = {
@@ -169,16 +166,13 @@ def test_positions_at_the_edges_of_32_bits(implementation, name):
     assert_close(traced(EDGES, kv), want)
 
 
-@every_implementation
+@pytest.mark.parametrize("implementation", OURS)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.uint64])
 def test_positions_of_any_dtype_count_alike(implementation, dtype):
     """kv − q has more bits than the positions."""
-    top = np.iinfo(np.int8).max
-    q = np.array([0, 1, 2, 100, top - 1, top, 3], dtype)
-    mask = masks.Window(left=100)
+    q, qkv = np.array([0, 1, 2, 100, 126, 127, 3], dtype), arrays()
     rule = lambda pair: int(q[pair.j]) >= int(q[pair.i]) - 100  # noqa: E731
-    qkv = arrays()
-    got = attend(implementation, mask, qkv, q_positions=q, kv_positions=q)
+    got = attend(implementation, masks.Window(left=100), qkv, q_positions=q, kv_positions=q)
     assert_close(got, meant(rule, qkv))
 
 
@@ -192,59 +186,59 @@ def test_known_positions_beyond_32_bits_are_refused(name, value, bits):
         jattn.attention(*arrays(), **{name: positions})
 
 
-@pytest.mark.parametrize("value", [MOST, MOST + 1, LEAST - 1, 2**40])
-def test_traced_positions_beyond_32_bits_give_nan(value):
+def test_traced_positions_beyond_32_bits_give_nan():
     qkv, places = arrays(), np.arange(T)
-    places[2] = value
 
     @jax.jit
-    def traced(q: Any) -> Any:
-        lse = jattn.attention(*qkv, q_positions=q, return_lse=True)
-        return lse, jattn.attention_weights(*qkv[:2], q_positions=q)
+    def is_nan(q: Any) -> Any:
+        out, lse = jattn.attention(*qkv, q_positions=q, return_lse=True)
+        weights = jattn.attention_weights(*qkv[:2], q_positions=q)
+        return [jnp.isnan(x).all() for x in (out, lse, weights)]
 
-    assert all(
-        bool(jnp.isnan(x).all()) == (value > MOST or value < LEAST)
-        for x in jax.tree.leaves(traced(places))
-    )
-
-
-def test_a_dense_mask_keeps_traced_positions_of_64_bits():
-    q, kv = np.array([0, 2**40, 2**40 + 1]), np.array([0, 2**40, -(2**40)])
-    for mask, rule in (
-        (masks.Causal(), kv[None] <= q[:, None]),
-        (masks.Prefix(2**40), (kv < 2**40)[None] | np.zeros((3, 1), bool)),
-        (masks.Predicate(lambda b, h, q, kv: kv == q), kv[None] == q[:, None]),
-    ):
-        dense = jax.jit(lambda q, kv, m=mask: m.dense(3, 3, q_positions=q, kv_positions=kv))
-        np.testing.assert_array_equal(dense(q, kv), rule)
+    for places[2] in (MOST, MOST + 1, LEAST - 1, 2**40):
+        assert is_nan(places) == [not LEAST <= places[2] <= MOST] * 3
 
 
 WIDE = np.array([-(2**63), -(2**40), -1, 0, 5, 2**31, 2**32 - 1, 2**32, 2**33, 2**40, 2**63 - 1])
 
 
-@pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 1, 2**32, 2**33, 2**70])
-def test_distances_of_traced_positions_of_64_bits(size):
+def test_distances_of_traced_positions_of_64_bits():
     distance, n = WIDE[:, None].astype(object) - WIDE[None, :], len(WIDE)
+    windows = {"left": distance, "right": -distance}
 
-    def check(make: Any, want: Any, *traced: Any) -> None:
-        dense = jax.jit(lambda x, *y: make(*y).dense(n, n, q_positions=x, kv_positions=x))
-        np.testing.assert_array_equal(dense(WIDE, *traced), want)
-        for block in (1, 2, 3):
-            kinds = jax.jit(
-                lambda x, *y, block=block: masks.tile_map(
-                    make(*y), n, n, block, block, q_positions=x, kv_positions=x
-                )
-            )(WIDE, *traced)
-            true = true_kinds(np.asarray(want, bool), block, block)
-            assert ((kinds == true) | (kinds == masks.MIXED)).all()
+    def maps(x: Any, some_masks: Any) -> Any:
+        """The dense array and three tile maps of each mask, at traced positions."""
+        places = {"q_positions": x, "kv_positions": x}
+        return [
+            (m.dense(n, n, **places), [masks.tile_map(m, n, n, k, k, **places) for k in (1, 2, 3)])
+            for m in some_masks
+        ]
 
-    check(lambda: masks.Dilated(size), distance % size == 0)
-    reach = min(size, 2**63 - 1)
-    for side, signed in (("left", distance), ("right", -distance)):
-        make = lambda x, side=side: masks.Window(**{side: x})  # noqa: E731
-        check(functools.partial(make, size), signed <= reach)
-        check(make, signed <= reach, np.int64(reach))
-        check(make, signed <= reach, np.uint64(min(size, 2**64 - 1)))
+    traced = jax.jit(lambda x, sizes: maps(x, [masks.Window(**{y: sizes[y]}) for y in windows]))
+    for size in (5, MOST, MOST + 1, 2**32 - 1, 2**32, 2**33, 2**70):
+        known = [masks.Window(**{side: size}) for side in windows]
+        known += [masks.Dilated(size), masks.Causal(), masks.Prefix(size)]
+        known += [masks.Predicate(lambda b, h, q, kv: kv == q)]
+        of_windows = [x <= min(size, 2**63 - 1) for x in windows.values()]
+        results = jax.jit(lambda x, known=known: maps(x, known))(WIDE)
+        rules = [*of_windows, distance % size == 0, distance >= 0]
+        rules += [np.broadcast_to(WIDE.astype(object) < size, (n, n)), distance == 0]
+        for dtype in (np.int64, np.uint64):
+            results += traced(WIDE, dict.fromkeys(windows, dtype(min(size, np.iinfo(dtype).max))))
+            rules += of_windows
+        for (dense, all_kinds), want in zip(results, rules, strict=True):
+            np.testing.assert_array_equal(dense, want)
+            for block, kinds in enumerate(all_kinds, 1):
+                true = true_kinds(np.asarray(want, bool), block, block)
+                assert ((kinds == true) | (kinds == masks.MIXED)).all()
+
+
+@pytest.mark.parametrize("lengths", [np.array([], np.int64), np.array([LEAST, MOST])])
+def test_lengths_that_fit_become_int32(lengths):
+    for build in (masks.Lengths, masks.Prefix):
+        with jax.enable_x64(False):
+            (result,) = jax.tree.leaves(build(lengths))
+        assert result.dtype == np.int32
 
 
 def test_operands_of_functions_are_not_narrowed():
@@ -290,10 +284,9 @@ def test_rows_of_a_cache_out_of_range_are_refused(kind, rows, bits):
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_traced_rows_of_a_cache_out_of_range_give_nan(kind):
-    rows_of_two, query = filled(kind), jnp.ones((3, 1, 1, 4))
-    picked = jax.jit(lambda cache, rows: cache.reorder(rows))(rows_of_two, np.array([1, 5, -1]))
+    picked = jax.jit(kind.reorder)(filled(kind), np.array([1, 5, -1]))
     assert picked.overflowed.tolist() == [False, True, True]
-    out = np.asarray(jattn.attention(query, picked))
+    out = np.asarray(jattn.attention(jnp.ones((3, 1, 1, 4)), picked))
     assert np.isnan(out[1:]).all() and np.isfinite(out[0]).all()
 
 
@@ -323,8 +316,3 @@ def test_positions_of_tables_and_angles_are_not_narrowed(bits):
         angles = positions.sinusoidal(np.array([2**33]), 2, base=1.0)
     np.testing.assert_array_equal(rows, [[2, 3], [np.nan] * 2, [np.nan] * 2, [6, 7]])
     np.testing.assert_allclose(angles, [[np.sin(2.0**33), np.cos(2.0**33)]], atol=1e-2)
-
-
-@pytest.mark.parametrize("x", [np.array([], np.int64), np.array([LEAST, MOST])])
-def test_integers_that_fit_become_int32(x):
-    assert integers.fits(x) and integers.as_int32(x).dtype == np.int32

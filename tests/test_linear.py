@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jattn
-from jattn import tuning
 from jattn.kernels.cpu import library
-from tests.arrays import assert_accurate, assert_equal
+from tests.arrays import assert_accurate, assert_equal, temporaries
 from tests.conftest import normal_arrays, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, placed
 from tests.test_mechanisms import assert_values_and_gradients, on_device
@@ -25,7 +24,7 @@ B, S, N, K, H, V = 2, 7, 4, 2, 3, 5
 CHUNK = 4
 IDS = np.array([[7, 7, 2, 5, 2, 9, 7], [1, 1, 1, 1, 1, 3, 8]])  # of padding too
 VALID = np.array([[0, 1, 1, 0, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0]], bool)
-DECAYS = {"none": None, "head": (K,), "token": (B, S, K), "feature": (B, S, K, H)}
+DECAYS = ("none", "head", "token", "feature")
 linear = quick_jit(
     jattn.linear_attention,
     static_argnames=("feature_map", "causal", "normalize", "return_state", "chunk"),
@@ -40,12 +39,14 @@ def identity(x: Any) -> Any:
     return x
 
 
-def by_feature(log_decay: Any) -> Any:
-    """Log decays of any kind as `[B, S, K, H]`."""
-    if log_decay is None:
-        return np.zeros((B, S, K, H))
-    shape = {1: (1, 1, K, 1), 3: (B, S, K, 1), 4: (B, S, K, H)}[np.ndim(log_decay)]
-    return np.broadcast_to(np.reshape(log_decay, shape), (B, S, K, H))
+def decay_shape(decay: str, T: int = S, F: int = H) -> tuple[int, ...]:
+    return {"none": (), "head": (K,), "token": (B, T, K), "feature": (B, T, K, F)}[decay]
+
+
+def by_feature(log_decay: Any, key: Any) -> Any:
+    """Log decays of any kind in the shape of the keys, `[B, S, K, F]`."""
+    logs = np.asarray(0.0 if log_decay is None else log_decay)
+    return np.broadcast_to(logs[..., None] if logs.ndim in (1, 3) else logs, key.shape)
 
 
 def documents(ids: Any, valid: Any) -> np.ndarray:
@@ -67,7 +68,7 @@ def loops(
     """[B, T, N, V], pair by pair."""
     rows, T, heads, _ = query.shape
     keys, group = key.shape[1], heads // key.shape[2]
-    logs = by_feature(log_decay)
+    logs = by_feature(log_decay, key)
     valid = np.ones((rows, keys), bool) if valid is None else valid
     document = documents(np.zeros_like(valid) if ids is None else ids, valid)
     kind = np.result_type(query, key, value, logs)
@@ -91,12 +92,12 @@ def loops(
     return out
 
 
-def numbers(decay: str = "none", seed: int = 0, T: int = S) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
+def numbers(decay: str = "none", T: int = S) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, V)}
     inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    if DECAYS[decay] is not None:
-        inputs["log_decay"] = -rng.exponential(size=DECAYS[decay])
+    if decay != "none":
+        inputs["log_decay"] = -rng.exponential(size=decay_shape(decay))
     return inputs
 
 
@@ -123,6 +124,7 @@ def test_documents_and_padding(decay, causal):
     assert_values_and_gradients(call, functools.partial(loops, ids=IDS, **rules), numbers(decay))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("segments", [None, IDS])
 @pytest.mark.parametrize("decay", ["none", "feature"])
 def test_padding_has_no_influence(decay, segments):
@@ -159,22 +161,14 @@ def test_other_queries_than_keys(valid):
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_tokens(causal):
     query, key, value = normal_arrays((B, 0 if causal else 3, N, H), (B, 0, K, H), (B, 0, K, V))
-
-    def attend(query: Any, key: Any, value: Any) -> Any:
-        return jattn.linear_attention(query, key, value, causal=causal, return_state=True)
-
-    ids = np.zeros((B, 0), int)
-    of_documents = functools.partial(jattn.linear_attention, segments=ids, causal=causal)
-    assert of_documents(query[:, :0], key, value).shape == (B, 0, N, V)
-    (out, state), pull = jax.vjp(attend, query, key, value)
+    attend = functools.partial(jattn.linear_attention, causal=causal)
+    assert attend(query[:, :0], key, value, segments=np.zeros((B, 0), int)).shape == (B, 0, N, V)
+    (out, state), pull = jax.vjp(functools.partial(attend, return_state=True), query, key, value)
     assert_equal(out, np.zeros((*query.shape[:-1], V)))
     assert_equal(state, jattn.LinearState.create(K, H, V, batch=(B,), dtype=jnp.float64))
+    cotangent = lambda x: np.ones(x.shape, x.dtype if x.dtype.kind == "f" else jax.dtypes.float0)  # noqa: E731
     for gradient in pull((jnp.ones_like(out), jax.tree.map(cotangent, state))):
         assert not np.any(gradient)
-
-
-def cotangent(x: Any) -> Any:
-    return np.ones(x.shape, x.dtype if x.dtype.kind == "f" else jax.dtypes.float0)
 
 
 def test_no_weight_has_no_gradient():
@@ -243,13 +237,13 @@ def many_tokens(decay: str, T: int = 70, F: int = 20) -> dict[str, Any]:
     rng = np.random.default_rng(T)
     shapes = {"query": (B, T, N, F), "key": (B, T, K, F), "value": (B, T, K, V)}
     inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    sizes = {"none": None, "head": (K,), "token": (B, T, K), "feature": (B, T, K, F)}[decay]
-    if sizes:
+    if sizes := decay_shape(decay, T, F):
         chances = [0.02, 0.02, 0.06, 0.3, 0.3, 0.3]
         inputs["log_decay"] = rng.choice([-np.inf, -5e3, -3.0, -0.1, -1e-4, 0.0], sizes, p=chances)
     return {name: np.float64(np.float32(x)) for name, x in inputs.items()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_many_chunks(decay, dtype):
@@ -260,9 +254,7 @@ def test_many_chunks(decay, dtype):
         lambda x: x if x.ndim == 1 else jnp.asarray(rng.uniform(0.5, 2, x.shape), dtype), empty
     )
     arrays = {**on_device(inputs, dtype), "state": state}
-    logs = inputs.get("log_decay", np.zeros(()))
-    logs = np.reshape(logs, (*logs.shape, 1) if logs.ndim in (1, 3) else logs.shape)
-    logs = np.broadcast_to(logs, inputs["key"].shape)
+    logs = by_feature(inputs.get("log_decay"), inputs["key"])
     features = elu_plus_one(inputs["query"]), elu_plus_one(inputs["key"])
     want = recurrence(*features, inputs["value"], logs, state)
     lowered = quick_jit(functools.partial(jattn.linear_attention, return_state=True)).lower
@@ -303,13 +295,13 @@ def has_kernel(dtype: str) -> bool:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_many_chunks_of_documents_in_both_directions(normalize):
-    """Beside XLA's form, which smaller cases compare with loops."""
     inputs = on_device(many_tokens("none"))
     ids = np.random.default_rng(2).choice([1, 2, 3], (B, 70), p=[0.9, 0.05, 0.05])
     rules = {"segments": ids, "causal": False, "normalize": normalize}
     assert_accurate(linear(**inputs, **rules), linear(**inputs, **rules, chunk=4), 1e-13)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("heads", ["heads", None])  # None: one key head, of all query heads
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_devices_share_rows_and_heads(kind, heads):
@@ -320,9 +312,8 @@ def test_devices_share_rows_and_heads(kind, heads):
     specs = dict.fromkeys(inputs, P("rows", None, heads)) | {"query": P("rows", None, "heads")}
     sharded = placed(mesh, inputs, specs)
     with jax.set_mesh(mesh):
-        compiled = quick_jit(
-            functools.partial(jattn.linear_attention, return_state=True)
-        ).lower(**sharded).compile()  # fmt: skip
+        attend = functools.partial(jattn.linear_attention, return_state=True)
+        compiled = quick_jit(attend).lower(**sharded).compile()
         got = compiled(**sharded)
     assert not collectives(compiled)
     assert is_placed(got[0], mesh, P("rows", None, "heads"))
@@ -331,12 +322,10 @@ def test_devices_share_rows_and_heads(kind, heads):
 
 
 def test_a_state_of_keys_for_all_queries():
-    inputs = on_device(numbers())
-    query, key, value = (inputs[name] for name in ("query", "key", "value"))
-    _, state = jattn.linear_attention(
-        query, key[:, :4], value[:, :4], causal=False, return_state=True
-    )
-    got = jattn.linear_attention(query, key[:, 4:], value[:, 4:], causal=False, state=state)
+    query, key, value = on_device(numbers()).values()
+    attend = functools.partial(jattn.linear_attention, query, causal=False)
+    _, state = attend(key[:, :4], value[:, :4], return_state=True)
+    got = attend(key[:, 4:], value[:, 4:], state=state)
     assert_accurate(got, loops(**numbers(), causal=False), 1e-13)
 
 
@@ -344,10 +333,9 @@ def test_a_state_of_keys_for_all_queries():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_sums_of_narrow_numbers_are_wide(decay, dtype):
-    inputs: dict[str, Any] = {
-        name: np.asarray(x, "float64") for name, x in on_device(numbers(decay), dtype).items()
-    }
-    out, state = linear(**on_device(inputs, dtype), return_state=True)
+    arrays = on_device(numbers(decay), dtype)
+    inputs: Any = {name: np.asarray(x, "float64") for name, x in arrays.items()}
+    out, state = linear(**arrays, return_state=True)
     assert out.dtype == dtype
     assert state.values.dtype == state.keys.dtype == jnp.float32
     assert_accurate(out, loops(**inputs), {"bfloat16": 4e-3, "float16": 5e-4}.get(dtype, 1e-6))
@@ -359,7 +347,7 @@ def test_decays_of_all_sizes_keep_their_digits(decay):
     """A sum over a chunk with logs of −5,000 has no digits left for a log of −0.01."""
     inputs: Any = numbers(decay)
     sizes = [-np.inf, -5e3, -80.0, -0.01, -1e-4, 0.0]
-    inputs["log_decay"] = np.random.default_rng(5).choice(sizes, DECAYS[decay])
+    inputs["log_decay"] = np.random.default_rng(5).choice(sizes, decay_shape(decay))
     inputs = {name: np.float64(np.float32(x)) for name, x in inputs.items()}
     arrays = on_device(inputs, "float32")
     want = loops(**inputs)
@@ -371,32 +359,18 @@ def test_decays_of_all_sizes_keep_their_digits(decay):
         assert np.all(np.isfinite(gradient))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 8, 32])
-def test_the_chunk_changes_rounding_only(chunk):
-    inputs = numbers("feature")
-    with tuning.using(linear_chunk=2):
-        got = jattn.linear_attention(**on_device(inputs), chunk=chunk)
-    assert_accurate(got, loops(**inputs), 1e-13)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_no_batch_rows(causal):
-    query, key, value = normal_arrays((0, 6, N, H), (0, 6, K, H), (0, 6, K, V))
-    out = jattn.linear_attention(query, key, value, causal=causal)
-    assert out.shape == (0, 6, N, V)
-
-
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_any_batch(batch):
+@pytest.mark.parametrize(
+    ("batch", "causal"), [((), True), ((2, 3), True), ((0,), True), ((0,), False)]
+)
+def test_any_batch(batch, causal):
     key, value = normal_arrays((*batch, S, K, H), (*batch, S, K, V))
     ids = np.broadcast_to(IDS[0], (*batch, S))
-    out, state = jattn.linear_attention(key, key, value, segments=ids, return_state=True)
-    assert state.values.shape == (*batch, K, H, V)
+    attend = functools.partial(jattn.linear_attention, causal=causal)
+    out, state = attend(key, key, value, segments=ids, return_state=True)
+    assert (out.shape, state.values.shape) == (value.shape, (*batch, K, H, V))
     for place in np.ndindex(batch):
-        want = jattn.linear_attention(
-            key[place][None], key[place][None], value[place][None], segments=IDS[:1]
-        )
-        assert_accurate(out[place], want[0], 1e-14)
+        row = (x[place][None] for x in (key, key, value))
+        assert_accurate(out[place], attend(*row, segments=IDS[:1])[0], 1e-14)
 
 
 @pytest.mark.one_in(8, slow=True)
@@ -416,16 +390,11 @@ def test_transformations(decay):
 
 @pytest.mark.slow
 def test_memory_of_gradients_is_linear():
-    def temporaries(T: int) -> int:
-        x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
-        loss = lambda q, k, v, g: jnp.sum(jattn.linear_attention(q, k, v, log_decay=g) ** 2)  # noqa: E731
-        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x, x, x, x)
-        analysis: Any = lowered.compile().memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    sizes = {T: temporaries(T) for T in (1024, 4096)}
-    assert sizes[4096] < 4.5 * sizes[1024]
-    assert sizes[4096] < 30 * 4096 * 2 * 16 * 4  # a few arrays of the inputs' size, not T states
+    loss = lambda q, k, v, g: jnp.sum(jattn.linear_attention(q, k, v, log_decay=g) ** 2)  # noqa: E731
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    few, many = (temporaries(gradient, *[(1, T, 2, 16)] * 4) for T in (1024, 4096))
+    assert many < 4.5 * few
+    assert many < 30 * 4096 * 2 * 16 * 4  # a few arrays of the inputs' size, not T states
 
 
 def test_the_feature_map_is_what_it_is_now():
@@ -441,12 +410,13 @@ def test_the_feature_map_is_what_it_is_now():
         got = jattn.linear_attention(**inputs, feature_map=tripled)
         assert_accurate(got, loops(**numbers(), phi=phi), 1e-13)
     factor[0] = 1.0
-    gradients = [
-        jax.grad(lambda q, f=f: jnp.sum(jnp.sin(jattn.linear_attention(
-            q, inputs["key"], inputs["value"], feature_map=f))))(inputs["query"])
-        for f in (tripled, phi)
-    ]  # fmt: skip
-    assert_accurate(gradients[0], 1.5 * gradients[1], 1e-13)
+
+    def gradient(feature_map: Any) -> Any:
+        attend = functools.partial(jattn.linear_attention, feature_map=feature_map)
+        total = lambda query: jnp.sum(jnp.sin(attend(**{**inputs, "query": query})))  # noqa: E731
+        return jax.grad(total)(inputs["query"])
+
+    assert_accurate(gradient(tripled), 1.5 * gradient(phi), 1e-13)
 
 
 def test_parameters_of_a_feature_map_have_gradients():
@@ -481,22 +451,18 @@ def test_random_features_approximate_attention():
     inputs |= {name: 0.5 * inputs[name] for name in ("query", "key")}  # the error grows with scores
     exact = jattn.attention(**inputs)
 
-    def error(F: int) -> float:
-        errors = []
-        for seed in range(4):
-            features = jattn.RandomFeatures.create(jax.random.key(seed), F, H)
-            got = linear_of_features(features, inputs)
-            errors.append(np.mean((np.asarray(got) - np.asarray(exact)) ** 2))
-        return float(np.sqrt(np.mean(errors)))
+    @functools.partial(quick_jit, static_argnums=0)
+    def error(F: int) -> Any:
+        def difference(key: Any) -> Any:
+            features = jattn.RandomFeatures.create(key, F, H)
+            return jattn.linear_attention(**inputs, feature_map=features, causal=False) - exact
+
+        keys = jax.vmap(jax.random.key)(jnp.arange(4))
+        return jnp.sqrt(jnp.mean(jax.vmap(difference)(keys) ** 2))
 
     few, many = error(12), error(1200)
     assert many < few / 5
     assert many < 0.05
-
-
-@quick_jit
-def linear_of_features(features: Any, inputs: Any) -> Any:
-    return jattn.linear_attention(**inputs, feature_map=features, causal=False)
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -16,6 +16,7 @@ import pytest
 
 import jattn
 from jattn import dropout, masks, scores, tuning
+from tests.arrays import temporaries
 from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
 from tests.oracle import error
 
@@ -47,12 +48,13 @@ def attend(
 ) -> Any:
     """[B, T, V]: one head, with any score of a query vector and a key vector."""
     rows, queries, keys = len(query), query.shape[1], key.shape[1]
-    out = np.zeros((rows, queries, value.shape[-1]), np.result_type(query, key, value))
-    out = out.astype(np.result_type(out, scored(query[0, 0], key[0, 0])) if keys else out.dtype)
-    for b, i in np.ndindex(rows, queries):
-        score = {j: scored(query[b, i], key[b, j]) for j in range(keys) if allowed(b, i, j)}
-        out[b, i] = softmax_mean(score, value[b])
-    return out
+    out = [
+        softmax_mean(
+            {j: scored(query[b, i], key[b, j]) for j in range(keys) if allowed(b, i, j)}, value[b]
+        )
+        for b, i in np.ndindex(rows, queries)
+    ]
+    return np.reshape(out, (rows, queries, value.shape[-1]))
 
 
 def slopes(
@@ -162,18 +164,16 @@ def test_self_attention_takes_any_batch(batch):
 
 
 def test_self_attention_drops_weights():
-    x, key = jnp.asarray(RNG.normal(size=(B, T, 4))), jax.random.key(3)
-    weights = [jnp.asarray(RNG.normal(size=(4, size))) for size in (7, 7, 6)]
-    got = jattn.self_attention(x, *weights, dropout_rate=0.4, dropout_key=key)
-    query, keys = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights[:2])
-    shares = np.asarray(jattn.attention_weights(query, keys))[:, 0]
-    keep = [dropout.keep(key, 0.4, b, 0, jnp.arange(T), jnp.arange(T)) for b in range(B)]
-    assert 0 < np.mean(keep) < 1
-    want = np.where(keep, shares / 0.6, 0) @ (np.asarray(x) @ np.asarray(weights[2]))
+    x, *weights = normal_arrays((B, T, 4), (4, 7), (4, 7), (4, 6))
+    rules: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
+    got = jattn.self_attention(x, *weights, **rules)
+    heads = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights)
+    want = jattn.attention(*heads, **rules)[:, :, 0]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    assert np.abs(got - jattn.self_attention(x, *weights)).max() > 0.1
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (2, 4, 7), (2, 3, 7, 4)])
+@pytest.mark.parametrize("shape", [(2, 4, 7), (2, 3, 7, 4)])
 def test_renormalising_equals_masking_by_infinity(shape):
     raw = 3 * RNG.normal(size=shape)
     weights = jax.nn.softmax(jnp.asarray(raw), axis=-1)
@@ -247,14 +247,11 @@ def test_multiplicative_attention(mask):
 
 
 def test_multiplicative_folds_the_weight_into_the_query():
-    query, key = RNG.normal(size=(B, T, 4)), RNG.normal(size=(B, S, 6))
-    value, weight = RNG.normal(size=(B, S, 3)), RNG.normal(size=(4, 6))
-    arrays = [jnp.asarray(x) for x in (query, key, value, weight)]
-    folded = jattn.multiplicative(arrays[0], arrays[3])
-    np.testing.assert_allclose(folded, query @ weight, rtol=0, atol=1e-13)
-    heads = [x[:, :, None] for x in (folded, arrays[1], arrays[2])]
-    got = jattn.attention(heads[0], heads[1], heads[2], scale=0.5)[:, :, 0]
-    whole = jattn.multiplicative_attention(*arrays, scale=0.5)
+    query, key, value, weight = normal_arrays((B, T, 4), (B, S, 6), (B, S, 3), (4, 6))
+    folded = jattn.multiplicative(query, weight)
+    np.testing.assert_allclose(folded, np.asarray(query) @ weight, rtol=0, atol=1e-13)
+    got = jattn.attention(*(x[:, :, None] for x in (folded, key, value)), scale=0.5)[:, :, 0]
+    whole = jattn.multiplicative_attention(query, key, value, weight, scale=0.5)
     np.testing.assert_array_equal(got, whole)
 
 
@@ -265,41 +262,15 @@ def additive_inputs(
     batch: tuple[int, ...] = (B,), queries: int = T, keys: int = S
 ) -> dict[str, Any]:
     """Sizes that are all different: Dq 4, Dk 6, A 7, V 3."""
-    rng = np.random.default_rng(4)
-    return {
-        "query": 2 * rng.normal(size=(*batch, queries, 4)),
-        "key": 2 * rng.normal(size=(*batch, keys, 6)),
-        "value": rng.normal(size=(*batch, keys, 3)),
-        "w_query": rng.normal(size=(4, 7)),
-        "w_key": rng.normal(size=(6, 7)),
-        "w_score": 2 * rng.normal(size=7),
-    }
-
-
-def additive_loops(query, key, value, w_query, w_key, w_score, allowed=lambda b, i, j: True):
-    """Bahdanau et al. 2015: w · tanh(q W_q + k W_k), for each pair."""
-
-    def scored(q, k):
-        return np.sum(w_score * np.tanh(_rows(q, w_query) + _rows(k, w_key)))
-
-    return attend(query, key, value, scored, allowed)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("mask", MASKS)
-def test_additive_attention(mask):
-    build, allowed = MASKS[mask]
-    call = functools.partial(additive, mask=build())
-    loops = functools.partial(additive_loops, allowed=allowed)
-    assert_values_and_gradients(call, loops, additive_inputs())
+    tokens = {"query": (*batch, queries, 4), "key": (*batch, keys, 6), "value": (*batch, keys, 3)}
+    inputs = numbers(**tokens, w_query=(4, 7), w_key=(6, 7), w_score=(7,))
+    return inputs | {name: 2 * inputs[name] for name in ("query", "key", "w_score")}
 
 
 def test_additive_attention_without_keys_is_zero():
-    inputs = on_device(additive_inputs(keys=0))
-    got, gradients = _pulled(inputs, None, jnp.ones((B, T, 3)))
-    np.testing.assert_array_equal(got, np.zeros((B, T, 3)))
-    for gradient in gradients.values():
-        assert not np.any(gradient)
+    results = _pulled(on_device(additive_inputs(keys=0)), None, jnp.ones((B, T, 3)))
+    assert results["out"].shape == (B, T, 3)
+    assert not any(np.any(x) for x in results.values())
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
@@ -311,7 +282,7 @@ def test_additive_attention_takes_any_batch(batch):
         name: x.reshape(-1, *x.shape[-2:]) if name in ("query", "key", "value") else x
         for name, x in inputs.items()
     }
-    want = additive_loops(**flat)
+    want = additive_formula(on_device(flat))
     np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=1e-13)
 
 
@@ -322,10 +293,8 @@ def test_additive_keys_are_projected_once_and_reused():
     reused = {**inputs, "key": projected, "w_key": None}
     whole = additive(**inputs)
     np.testing.assert_array_equal(additive(**reused), whole)
-    for place in range(T):  # decoding: one query at a time
-        single_query = {**reused, "query": inputs["query"][:, place : place + 1]}
-        got = additive(**single_query)
-        np.testing.assert_allclose(got, whole[:, place : place + 1], rtol=0, atol=1e-14)
+    last = additive(**{**reused, "query": inputs["query"][:, -1:]})  # as in decoding
+    np.testing.assert_allclose(last, whole[:, -1:], rtol=0, atol=1e-14)
 
 
 def test_weights_of_additive_attention_by_the_formula():
@@ -350,31 +319,29 @@ def test_weights_of_additive_attention_by_the_formula():
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 2e-5), (jnp.bfloat16, 5e-2)])
 def test_additive_attention_keeps_the_dtype(dtype, error):
     inputs = on_device(additive_inputs(), dtype)
-    got, gradients = _pulled(inputs, None, jnp.ones((B, T, 3), dtype))
-    assert got.dtype == dtype
-    assert {x.dtype for x in gradients.values()} == {jnp.dtype(dtype)}
-    want = additive_loops(**{name: np.asarray(x, np.float64) for name, x in inputs.items()})
-    assert np.abs(np.asarray(got, np.float64) - want).max() < error * np.abs(want).max()
-
-
-def _additive_and_gradients(inputs: Any, mask: Any, d_out: Any) -> dict[str, np.ndarray]:
-    out, gradients = _pulled(on_device(inputs), mask, d_out)
-    return {name: np.asarray(x) for name, x in {"out": out, **gradients}.items()}
+    results = _pulled(inputs, None, jnp.ones((B, T, 3), dtype))
+    assert {x.dtype for x in results.values()} == {jnp.dtype(dtype)}
+    want = additive_formula(on_device(inputs, np.float64))
+    got = np.asarray(results["out"], np.float64)
+    assert np.abs(got - want).max() < error * np.abs(want).max()
 
 
 @quick_jit
-def _pulled(arrays: dict[str, Any], mask: Any, d_out: Any) -> tuple[Any, dict[str, Any]]:
-    out, pull = jax.vjp(lambda arrays: jattn.additive_attention(**arrays, mask=mask), arrays)
-    return out, pull(d_out)[0]
+def _pulled(arrays: dict[str, Any], mask: Any, d_out: Any) -> dict[str, Any]:
+    """The result `out` of additive attention, and the gradient of each array."""
+    call = functools.partial(jattn.additive_attention, mask=mask)
+    out, gradients = out_and_gradients(lambda arrays: call(**arrays), (arrays,), d_out)
+    return {"out": out, **gradients}
 
 
 def additive_formula(
     arrays: dict[str, Any],
-    allowed: Any,
+    allowed: Any = True,
     modify: Callable[[Any], Any] = lambda score: score,
     dropout_scale: Any = 1.0,
 ) -> Any:
-    """All pairs at once; `allowed` and `dropout_scale` broadcast to [B, T, S]."""
+    """Bahdanau et al. 2015: w · tanh(q W_q + k W_k), for all pairs at once. `allowed` and
+    `dropout_scale` broadcast to [B, T, S]."""
     query, key = arrays["query"] @ arrays["w_query"], arrays["key"] @ arrays["w_key"]
     raw = jnp.tanh(query[:, :, None] + key[:, None]) @ arrays["w_score"]
     score = jnp.where(allowed, modify(raw), -1e30)
@@ -411,38 +378,31 @@ def tiles_of_16():
         yield
 
 
-def seeded_d_out(queries: int) -> Any:
-    return normal_arrays((B, queries, 3), seed=8)[0]
-
-
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(
     "queries, keys, block, in_turn, mask",
     [
         (*LONG[0], "causal"),
         pytest.param(*LONG[0], "lengths", marks=pytest.mark.slow),
-        *((*LONG[1], mask) for mask in ("lengths", "dead rows", "array")),
-        *(pytest.param(*LONG[1], mask, marks=pytest.mark.slow) for mask in ("full", "causal")),
+        *((*LONG[1], mask) for mask in ("lengths", "dead rows", "array", "full", "causal")),
         pytest.param(*LONG[2], "causal", marks=pytest.mark.slow),
         (*LONG[2], "lengths"),
         (1, 70, 16, True, "lengths"),
         (40, 3, 16, True, "full"),
+        (3, 5, 128, True, "dead rows"),
     ],
 )
 def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     built, allowed = _long_mask(mask, queries, keys)
     arrays = on_device(additive_inputs(queries=queries, keys=keys))
-    d_out = seeded_d_out(queries)
+    (d_out,) = normal_arrays((B, queries, 3), seed=8)
     with in_tiles(block, in_turn):
-        got, gradients = _pulled(arrays, built, d_out)
+        results = _pulled(arrays, built, d_out)
     formula = functools.partial(additive_formula, allowed=allowed)
     want, wanted = quick_jit(lambda *x: out_and_gradients(formula, *x))((arrays,), d_out)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
-    for name, gradient in wanted.items():
-        np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=1e-12, err_msg=name)
+    assert_trees_close(results, {"out": want, **wanted}, rtol=0, atol=1e-12)
     dead = ~np.broadcast_to(allowed, (B, queries, keys)).any(axis=2)
-    assert not np.any(np.asarray(got)[dead])
-    assert not np.any(np.asarray(gradients["query"])[dead])
+    assert not any(np.any(np.asarray(results[name])[dead]) for name in ("out", "query"))
 
 
 @pytest.mark.one_in(3, slow=True)
@@ -480,83 +440,64 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
 def test_what_is_masked_does_not_exist_in_any_tile(tiles_of_16, poison):
     clean = additive_inputs(queries=40, keys=70)
     mask = masks.Lengths(q=jnp.array([20, 33]), kv=jnp.array([35, 64]))
-    dirty = {name: np.array(x) for name, x in clean.items()}
-    for b, (q, kv) in enumerate(((20, 35), (33, 64))):
-        dirty["query"][b, q:] = poison
-        dirty["key"][b, kv:] = poison
-        dirty["value"][b, kv:] = poison
-    d_out = seeded_d_out(40)
-    got, want = (_additive_and_gradients(inputs, mask, d_out) for inputs in (dirty, clean))
-    for name, result in got.items():
-        np.testing.assert_allclose(result, want[name], rtol=0, atol=1e-13, err_msg=name)
-    assert not np.any(got["query"][0, 20:])
-    assert not np.any(got["key"][0, 35:])
-    assert not np.any(got["value"][1, 64:])
+    masked = {"query": np.arange(40) >= [[20], [33]]}
+    masked |= dict.fromkeys(("key", "value"), np.arange(70) >= [[35], [64]])
+    poisoned = {name: np.where(x[..., None], poison, clean[name]) for name, x in masked.items()}
+    (d_out,) = normal_arrays((B, 40, 3), seed=8)
+    got, want = (_pulled(on_device(x), mask, d_out) for x in (clean | poisoned, clean))
+    assert_trees_close(got, want, rtol=0, atol=1e-13)
+    for name, places in masked.items():
+        assert not np.any(np.asarray(got[name])[places])
 
 
 @pytest.mark.parametrize("poisoned", ["query", "key", "value"])
 def test_nan_reaches_those_who_attend_to_it_in_any_tile(tiles_of_16, poisoned):
-    clean = additive_inputs(queries=40, keys=40)
-    dirty = {name: np.array(x) for name, x in clean.items()}
-    dirty[poisoned][:, 20] = np.nan
-    isolated = np.tri(40, dtype=bool) & (np.arange(40) != 20)
-    isolated[20] = np.arange(40) == 20  # the token with NaN is for itself
-    d_out = seeded_d_out(40)
-    finite = np.arange(40) != 20
-    for allowed, lost in (
-        (isolated, ~finite),
-        (np.tri(40, dtype=bool), ~finite if poisoned == "query" else np.arange(40) >= 20),
+    clean = on_device(additive_inputs(queries=40, keys=40))
+    dirty = clean | {poisoned: clean[poisoned].at[:, 20].set(jnp.nan)}
+    causal, token = np.tri(40, dtype=bool), np.arange(40) == 20
+    isolated = np.where(token[:, None], token, causal & ~token)  # the token with NaN is for itself
+    (d_out,) = normal_arrays((B, 40, 3), seed=8)
+    for allowed, lost, names in (
+        (isolated, token, ("out", "query", "key", "value")),
+        (causal, token if poisoned == "query" else np.arange(40) >= 20, ("out", "query")),
     ):
         mask = masks.Dense(jnp.asarray(allowed)[None, None])
-        got, want = (_additive_and_gradients(x, mask, d_out) for x in (dirty, clean))
+        got, want = (_pulled(x, mask, d_out) for x in (dirty, clean))
         assert np.isnan(got["out"][:, lost]).all()
-        np.testing.assert_allclose(got["out"][:, ~lost], want["out"][:, ~lost], atol=1e-13)
-        names = ["query", "key", "value"] if allowed is isolated else ["query"]
-        for name in names:
-            gradient, expected = got[name][:, ~lost], want[name][:, ~lost]
-            np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-13, err_msg=name)
+        seen = ({name: x[name][:, ~lost] for name in names} for x in (got, want))
+        assert_trees_close(*seen, rtol=0, atol=1e-13)
 
 
 @pytest.mark.slow
 def test_additive_attention_over_tiles_is_mapped_and_differentiated(tiles_of_16):
-    arrays = on_device(additive_inputs(queries=40, keys=70))
-    lengths = jnp.array([23, 64])
-    names = ["query", "key", "value"]
-    shared = {name: x for name, x in arrays.items() if name not in names}
+    arrays = on_device(additive_inputs(queries=24, keys=20))
+    qkv = tuple(arrays.pop(name) for name in ("query", "key", "value"))
+    lengths = jnp.array([11, 18])
 
-    def attend(query, key, value, kv):
+    def loss(query, key, value, kv=lengths):
         mask = masks.Causal() & masks.Lengths(kv=kv)
-        return jattn.additive_attention(query, key, value, **shared, mask=mask)
+        return jnp.sum(jattn.additive_attention(query, key, value, **arrays, mask=mask) ** 2)
 
-    def loss(*operands):
-        return jnp.sum(attend(*operands) ** 2)
+    @quick_jit
+    def results(*qkv):
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
+        return jax.vmap(gradient)(*qkv, lengths), gradient(*qkv), jax.jvp(loss, qkv, qkv)[1]
 
-    gradient = jax.grad(loss, argnums=(0, 1, 2))
-    mapped, whole = quick_jit(jax.vmap(gradient)), quick_jit(gradient)
-    operands = [*(arrays[name] for name in names), lengths]
-    assert_trees_close(mapped(*operands), whole(*operands), rtol=0, atol=1e-13)
-    qkv = tuple(operands[:3])
-    slope = quick_jit(lambda *x: jax.jvp(lambda *x: loss(*x, lengths), x, x)[1])(*qkv)
-    gradients = zip(qkv, whole(*operands), strict=True)
-    assert error(slope, sum(np.vdot(x, d) for x, d in gradients)) <= 1e-12
+    mapped, whole, slope = results(*qkv)
+    assert_trees_close(mapped, whole, rtol=0, atol=1e-13)
+    assert error(slope, sum(np.vdot(x, d) for x, d in zip(qkv, whole, strict=True))) <= 1e-12
 
 
-@pytest.mark.slow
 @pytest.mark.default_tiles
+@pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):
-    def temporaries(size):
-        def attend(arrays):
-            return jnp.sum(jattn.additive_attention(**arrays, mask=mask))
-
-        sizes = [(size, 4), (size, 6), (size, 8), (4, 16), (6, 16), (16,)]
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
-        arrays = dict(zip(additive_inputs(), shapes, strict=True))
-        compiled = jax.jit(jax.value_and_grad(attend)).lower(arrays).compile()
-        analysis: Any = compiled.memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    small, large = temporaries(1024), temporaries(4096)
+    attend = lambda *x: jnp.sum(jattn.additive_attention(*x, mask=mask))  # noqa: E731
+    gradient = jax.grad(attend, (0, 1, 2, 3, 4, 5))
+    weights = (4, 16), (6, 16), (16,)
+    small, large = (
+        temporaries(gradient, (size, 4), (size, 6), (size, 8), *weights) for size in (1024, 4096)
+    )
     assert large < 4.5 * small
     assert large < 4 * 4096 * 4096 / 4  # a quarter of one array [T, S]
 

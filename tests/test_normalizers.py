@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, nn, normalizers, parallel, scores, tuning, viz
+from jattn import masks, nn, normalizers, parallel, scores, viz
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests import row_normalizers
 from tests.conftest import assert_trees_close, normal_arrays, quick_jit
@@ -69,32 +69,38 @@ def numbers(weights: np.ndarray) -> dict[str, np.ndarray]:
     return by_definition(weights, ALLOWED[:, None], np.arange(S) % 2 == 0, 0.3)
 
 
-# --- statistics ---------------------------------------------------------------------------------
+# --- statistics and pictures --------------------------------------------------------------------
 
 
-def statistics(name: str, q: Any, k: Any, **options: Any) -> Any:
-    normalizer = NORMALIZERS[name][0]
-    requested: Any = {"keys": jnp.arange(S) % 2 == 0, "threshold": 0.3, **options}
-    return jattn.statistics(q, k, normalizer=normalizer, **OPTIONS, **requested)
+def statistics(name: str, q: Any, k: Any) -> Any:
+    requested: Any = {"keys": jnp.arange(S) % 2 == 0, "threshold": 0.3, **OPTIONS}
+    return jattn.statistics(q, k, normalizer=NORMALIZERS[name][0], **requested)
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_statistics_are_those_of_the_weights(name):
-    got = statistics(name, Q, KEY)._asdict()
-    want = numbers(weights_of(name))
+def test_statistics_and_greatest_weights_are_those_of_the_weights(name):
+    got, weights = statistics(name, Q, KEY)._asdict(), weights_of(name)
+    want = numbers(weights)
     assert got.keys() == want.keys()
     for statistic, value in got.items():
         np.testing.assert_allclose(value, want[statistic], atol=1e-12, err_msg=statistic)
+    options: Any = {"normalizer": NORMALIZERS[name][0], **OPTIONS}
+    greatest, places = jattn.top_weights(Q, KEY, 3, **options)
+    np.testing.assert_allclose(greatest, np.sort(weights)[..., :-4:-1], atol=1e-12)
+    there = np.take_along_axis(weights, np.maximum(places, 0), axis=-1)
+    np.testing.assert_allclose(greatest, np.where(places < 0, 0, there), atol=1e-12)
+    counts = np.minimum(3, ALLOWED.sum(-1))[:, None]
+    np.testing.assert_array_equal((np.asarray(places) >= 0).sum(-1), np.tile(counts, (1, N, 1)))
+    selected = viz.weights_at(Q, KEY, rows=[4, 1], heads=[3, 0], **options)
+    np.testing.assert_allclose(selected, weights[:, [3, 0]][:, :, [4, 1]], atol=1e-12)
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_gradients_of_statistics_are_differences(name):
-    """The sum of the four differentiable statistics, along one direction of queries and keys."""
-    rng = np.random.default_rng(1)
-    factors = {x: rng.standard_normal((B, N, T)) for x in ("entropy", "greatest", "distance")}
-    factors["on_keys"] = rng.standard_normal((B, N, T))
+    rng, names = np.random.default_rng(1), ("entropy", "greatest", "distance", "on_keys")
+    factors = {x: rng.standard_normal((B, N, T)) for x in names}
     direction = [rng.standard_normal(x.shape) for x in (Q, KEY)]
 
     def total(values: Any) -> Any:
@@ -120,36 +126,7 @@ def test_statistics_have_gradients_of_parameters():
     np.testing.assert_allclose(jax.grad(total)(jnp.asarray(BIAS)), want, rtol=1e-12)
 
 
-@pytest.mark.exhaustive
-def test_statistics_in_several_blocks_equal_those_in_one():
-    q, k = normal_arrays((1, 37, 2, 4), (1, 41, 2, 4), seed=3, dtype=jnp.float64)
-    options: Any = {"mask": masks.Causal(), "normalizer": normalizers.TopK(3)}
-
-    def everything() -> Any:
-        jax.clear_caches()  # programs do not depend on `tuning`
-        loss = lambda q: jattn.statistics(q, k, **options).entropy.sum()  # noqa: E731
-        top = jattn.top_weights(q, k, 4, **options)
-        return jattn.statistics(q, k, **options), jax.grad(loss)(q), top
-
-    want = everything()
-    with tuning.using(row_scores=1):
-        assert_trees_close(everything(), want, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_top_weights_are_the_greatest(name):
-    got, places = jattn.top_weights(Q, KEY, 3, normalizer=NORMALIZERS[name][0], **OPTIONS)
-    weights = weights_of(name)
-    np.testing.assert_allclose(got, np.sort(weights)[..., :-4:-1], atol=1e-12)
-    there = np.take_along_axis(weights, np.maximum(places, 0), axis=-1)
-    np.testing.assert_allclose(got, np.where(places < 0, 0, there), atol=1e-12)
-    counts = np.minimum(3, ALLOWED.sum(-1))[:, None]
-    np.testing.assert_array_equal((np.asarray(places) >= 0).sum(-1), np.tile(counts, (1, N, 1)))
-
-
 def test_greatest_weight_may_be_negative():
-    """A masked key has the weight 0, which is not the greatest one then."""
     q, k = jnp.ones((1, 1, 1, 4)), -jnp.ones((1, 3, 1, 4))
     options: Any = {"mask": masks.Lengths(kv=2), "normalizer": normalizers.Identity()}
     got = jattn.statistics(q, k, **options)
@@ -192,22 +169,11 @@ def test_arrays_of_a_normalizer_are_trained_only_if_learned():
         nn.MultiHeadAttention(N, 8, normalizer=learned, sinks=True, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
-def test_a_model_generates_with_a_normalizer():
-    """The tokens that a cache gives are those that whole sequences give."""
-    model = nn.DecoderOnly(
-        11,
-        features=8,
-        feed_forward=16,
-        num_layers=1,
-        num_heads=2,
-        self_attention=functools.partial(nn.MultiHeadAttention, normalizer=normalizers.Entmax()),
-        rngs=nnx.Rngs(0),
-    )
-    prompt = jnp.array([[3, 1, 4]], jnp.int32)
-    tokens = jnp.concatenate([prompt, jattn.generate(model, prompt, max_tokens=3).tokens], axis=1)
-    for n in (3, 4, 5):
-        assert int(model(tokens[:, :n], deterministic=True)[0, -1].argmax()) == int(tokens[0, n])
+def test_a_layer_with_a_cache_has_a_normalizer():
+    layer = nn.MultiHeadAttention(N, 8, normalizer=normalizers.Entmax(), rngs=nnx.Rngs(0))
+    (x,) = normal_arrays((B, T, 8), dtype="float32")
+    cached, _ = layer(3 * x, mask=masks.Causal(), cache=layer.empty_cache(B, T))
+    np.testing.assert_allclose(cached, layer(3 * x, mask=masks.Causal()), atol=1e-6)
 
 
 CACHES = {
@@ -270,24 +236,15 @@ SHARDED: dict[str, Any] = {
 def sharded_case(name: str, attend: Any = jattn.attention, **options: Any) -> Any:
     """Returns a function from q, k, v and gates to the output and its gradients."""
 
-    def out(q: Any, k: Any, v: Any, gates: Any) -> Any:
-        segments = masks.Segments(np.sort(np.arange(2 * TOKENS).reshape(2, -1) % 3))
-        return attend(
-            q,
-            k,
-            v,
-            mask=masks.Causal() & segments,
-            normalizer=SHARDED[name](gates),
-            dropout_rate=0.2,
-            dropout_key=jax.random.key(0),
-            **options,
-        )
+    segments = masks.Segments(np.sort(np.arange(2 * TOKENS).reshape(2, -1) % 3))
+    dropout = {"dropout_rate": 0.2, "dropout_key": jax.random.key(0)}
+    rules: Any = {"mask": masks.Causal() & segments, **dropout, **options}
 
-    def run(*operands: Any) -> Any:
-        loss = lambda *x: jnp.sum(jnp.sin(out(*x)))  # noqa: E731
-        return out(*operands), jax.grad(loss, (0, 1, 2, 3))(*operands)
+    def loss(q: Any, k: Any, v: Any, gates: Any) -> Any:
+        out = attend(q, k, v, normalizer=SHARDED[name](gates), **rules)
+        return jnp.sum(jnp.sin(out)), out
 
-    return run
+    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)
 
 
 @functools.cache
@@ -345,33 +302,39 @@ def test_a_ring_has_no_normalizers_of_whole_rows(name):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sigmoid", "running"])
 def test_tokens_cut_under_jit(name):
-    """Each device computes its own queries with all keys."""
-    mesh, values = mesh_of(t=4), operands()
-    cut = [place(mesh, x, P(None, "t")) for x in values[:3]]
-    got = quick_jit(sharded_case(name))(*cut, values[3])
+    q, k, v, gates = operands()
+    cut = (place(mesh_of(t=4), x, P(None, "t")) for x in (q, k, v))
+    got = quick_jit(sharded_case(name))(*cut, gates)
     assert_trees_close(got, whole(name), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sigmoid", "sparsemax"])
 def test_meshes_with_explicit_axes(name):
     mesh = jax.make_mesh((2, 2), ("rows", "tokens"), axis_types=(AxisType.Explicit,) * 2)
-    values = operands()
-    cut = [place(mesh, x, P("rows", "tokens")) for x in values[:3]]
-    attend = lambda q, k, v: jattn.attention(  # noqa: E731
-        q, k, v, mask=masks.Causal(), normalizer=SHARDED[name](values[3])
-    )
-    out = quick_jit(attend, out_shardings=None)(*cut)
+    *qkv, gates = operands()
+    cut = [place(mesh, x, P("rows", "tokens")) for x in qkv]
+    rules: Any = {"mask": masks.Causal(), "normalizer": SHARDED[name](gates)}
+    attend = quick_jit(functools.partial(jattn.attention, **rules), out_shardings=None)
+    out = attend(*cut)
     assert jax.typeof(out).sharding.spec == P("rows", "tokens", None, None)
-    np.testing.assert_allclose(out, attend(*values[:3]), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(out, attend(*qkv), rtol=1e-11, atol=1e-12)
 
 
 def test_statistics_of_sharded_arrays():
+    """A device has one block of queries, a whole array has two."""
     mesh, (q, k, *_) = mesh_of(t=4), operands()
-    run = lambda q, k: jattn.statistics(  # noqa: E731
-        q, k, mask=masks.Causal(), normalizer=normalizers.Sparsemax()
-    )
-    got = quick_jit(run)(*(place(mesh, x, P(None, "t")) for x in (q, k)))
-    assert_trees_close(got, run(q, k), rtol=1e-11, atol=1e-12)
+    rules: Any = {"mask": masks.Causal(), "normalizer": normalizers.TopK(3)}
+
+    def run(q: Any, k: Any) -> Any:
+        def total(q: Any) -> Any:
+            result = jattn.statistics(q, k, **rules)
+            return result.entropy.sum(), result
+
+        return jax.grad(total, has_aux=True)(q), jattn.top_weights(q, k, 4, **rules)
+
+    sharded = quick_jit(run)(*(place(mesh, x, P(None, "t")) for x in (q, k)))
+    assert_trees_close(sharded, quick_jit(run)(q, k), rtol=1e-11, atol=1e-12)
 
 
 def test_decoding_on_a_sharded_cache():
@@ -392,17 +355,12 @@ def test_decoding_on_a_sharded_cache():
 @pytest.mark.parametrize("implementation", ["native", "blockwise", "reference"])
 def test_a_score_that_overflows_makes_the_row_nan(implementation):
     """Checks that no implementation takes the whole stick at a score of +inf."""
-    keys = jnp.array([1.0, 10.0, 1e-38, -1e-38], jnp.float32).reshape(1, 4, 1, 1)
-    out = jattn.attention(
-        jnp.array([3e38, 1.0], jnp.float32).reshape(1, 2, 1, 1),
-        keys,
-        keys,
-        scale=1.0,
-        normalizer=normalizers.StickBreaking(),
-        implementation=implementation,
-    )
-    assert jnp.isnan(out[0, 0]).all()
-    assert jnp.isfinite(out[0, 1]).all()
+    keys = jnp.array([1.0, 10.0, 1e-38, -1e-38], jnp.float32)[:, None, None]
+    query = jnp.array([3e38, 1.0], jnp.float32)[:, None, None]
+    options: Any = {"normalizer": normalizers.StickBreaking(), "implementation": implementation}
+    out = jattn.attention(query, keys, keys, scale=1.0, **options)
+    np.testing.assert_array_equal(jnp.isnan(out)[:, 0, 0], [True, False])
+    assert jnp.isfinite(out[1]).all()
 
 
 def test_functions_of_all_scores_are_refused(unchecked):
@@ -426,21 +384,18 @@ def test_only_a_softmax_has_lse_and_sinks(name):
         jattn.attention(Q, KEY, VALUE, normalizer=normalizer, return_lse=True)
     with pytest.raises(ValueError, match="sink: expected no sink with the normalizer"):
         jattn.attention(Q, KEY, VALUE, normalizer=normalizer, sink=0.0)
-    lse = jnp.zeros((B, N, T))
     with pytest.raises(ValueError, match="lse: expected None with the normalizer"):
-        viz.weights_at(Q, KEY, lse, rows=0, normalizer=normalizer)
+        viz.weights_at(Q, KEY, jnp.zeros((B, N, T)), rows=0, normalizer=normalizer)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_explain_gives_reasons(name):
-    reasons = jattn.explain(Q, KEY, VALUE, normalizer=NORMALIZERS[name][0], platform="cuda")
+    options: Any = {"normalizer": NORMALIZERS[name][0]}
+    reasons = jattn.explain(Q, KEY, VALUE, **options, platform="cuda")
     assert "normalizer: has only the softmax" in str(reasons["cudnn"])
     assert reasons["blockwise"] is None and reasons["reference"] is None
     with pytest.raises(NotImplementedError, match=r"cudnn.*has only the softmax"):
-        implementation: Any = "cudnn"
-        jattn.attention(
-            Q, KEY, VALUE, normalizer=NORMALIZERS[name][0], implementation=implementation
-        )
+        jattn.attention(Q, KEY, VALUE, **options, implementation="cudnn")
 
 
 def test_advice_about_other_names():
@@ -456,45 +411,35 @@ def test_advice_about_other_names():
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_exported_programs_have_symbolic_lengths(name):
-    run = lambda q, k, v: jattn.attention(  # noqa: E731
-        q, k, v, mask=masks.Causal(), normalizer=NORMALIZERS[name][0]
-    )
     t, s = export.symbolic_shape("t, s")
     sizes = ((B, t, N, H), (B, s, K, H), (B, s, K, 3))
     types = [jax.ShapeDtypeStruct(x, jnp.float64) for x in sizes]
-    exported = export.export(jax.jit(run))(*types)
-    got = exported.call(Q, KEY, VALUE)
-    np.testing.assert_allclose(got, run(Q, KEY, VALUE), rtol=1e-12, atol=1e-13)
+
+    def exported(normalizer: Any) -> Any:
+        run = functools.partial(jattn.attention, mask=masks.Causal(), normalizer=normalizer)
+        return export.export(jax.jit(run))(*types).call(Q, KEY, VALUE)
+
+    normalizer = NORMALIZERS[name][0]
+    want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), normalizer=normalizer)
+    np.testing.assert_allclose(exported(normalizer), want, rtol=1e-12, atol=1e-13)
     with pytest.raises(ValueError, match="bias: expected a bias in a call with symbolic S"):
-        by_count = functools.partial(jattn.attention, normalizer=normalizers.Sigmoid())
-        export.export(jax.jit(by_count))(*types)
+        exported(normalizers.Sigmoid())
     with pytest.raises(ValueError, match="TopK: expected an integer S, got the symbol s"):
-        greatest = functools.partial(jattn.attention, normalizer=normalizers.TopK(2))
-        export.export(jax.jit(greatest))(*types)
+        exported(normalizers.TopK(2))
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ["relu", "sparsemax", "stick_breaking"])
 def test_debugging_flags_find_nothing_in_masked_pairs(name):
-    """Masked keys hold NaN, and some queries have no keys."""
     bad = KEY.at[:, 6].set(jnp.nan).at[1, 4:].set(jnp.inf)
     values = VALUE.at[:, 6].set(jnp.nan)
-    loss = lambda q, k, v: jattn.attention(  # noqa: E731
-        q, k, v, normalizer=NORMALIZERS[name][0], **OPTIONS
-    ).sum()
-    want = jax.grad(loss, (0, 1, 2))(Q, KEY, VALUE)
+    options: Any = {"normalizer": NORMALIZERS[name][0], **OPTIONS}
+    gradient = jax.grad(lambda *qkv: jattn.attention(*qkv, **options).sum(), (0, 1, 2))
+    want = gradient(Q, KEY, VALUE)
     with jax.debug_nans(True), jax.debug_infs(True):
-        got = jax.grad(loss, (0, 1, 2))(Q, bad, values)
-        jattn.statistics(Q, bad, normalizer=NORMALIZERS[name][0], **OPTIONS)
+        got = gradient(Q, bad, values)
+        jattn.statistics(Q, bad, **options)
     assert_trees_close(got, want, rtol=1e-12, atol=1e-13)
-
-
-def test_vmap_over_parameters():
-    biases = jnp.stack([jnp.asarray(BIAS), 2 * jnp.asarray(BIAS)])
-    run = lambda bias: jattn.attention(  # noqa: E731
-        Q, KEY, VALUE, normalizer=normalizers.Sigmoid(bias), **OPTIONS
-    )
-    np.testing.assert_allclose(jax.vmap(run)(biases)[1], run(biases[1]), rtol=1e-12)
 
 
 def test_functions_are_what_they_are_now():
@@ -520,18 +465,6 @@ def test_functions_are_what_they_are_now():
     check()
     exponents["power"] = 2
     check()
-
-
-# --- pictures -----------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_weights_of_selected_queries(name):
-    normalizer = NORMALIZERS[name][0]
-    got = viz.weights_at(Q, KEY, rows=[4, 1], heads=[3, 0], normalizer=normalizer, **OPTIONS)
-    want = weights_of(name)[:, [3, 0]][:, :, [4, 1]]
-    np.testing.assert_allclose(got, want, atol=1e-12)
 
 
 def test_numbers_of_heads_are_of_weights_divided_by_their_sum():

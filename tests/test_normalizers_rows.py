@@ -19,12 +19,8 @@ from tests.conftest import attention_arrays, normal_arrays, out_and_gradients
 
 NORMALIZERS: dict[str, Any] = {
     "sparsemax": Sparsemax(),
-    "entmax 1.5": Entmax(1.5),
-    "entmax 1.2": Entmax(1.2),
-    "entmax 3": Entmax(3),
-    "top 1": TopK(1),
-    "top 20": TopK(20),
-    "top 1000": TopK(1000),
+    **{f"entmax {alpha}": Entmax(alpha) for alpha in (1.5, 1.2, 3)},
+    **{f"top {k}": TopK(k) for k in (1, 20, 1000)},
     "stick-breaking": StickBreaking(),
 }
 LIMITS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 3e-3}
@@ -93,14 +89,11 @@ def test_tied_scores(name):
     assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-5)
 
 
-def _table(shape: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(5).normal(size=shape))
+def _table(*shape: int) -> jax.Array:
+    return normal_arrays(shape, seed=5)[0]
 
 
-def _key() -> jax.Array:
-    return jax.random.key(3)
-
-
+DROPOUT = {"dropout_rate": 0.3, "dropout_key": jax.random.key(3)}
 CASES: dict[str, Any] = {
     "full": lambda T, S: {},
     "segments": lambda T, S: {"mask": masks.Segments(np.arange(T) // 30, np.arange(S) // 25)},
@@ -108,11 +101,11 @@ CASES: dict[str, Any] = {
     "predicate": lambda T, S: {"mask": masks.Predicate(lambda b, h, q, kv: (q + 2 * kv) % 3 < h)},
     "soft cap": lambda T, S: {"score": scores.SoftCap(2.0), "mask": masks.Causal()},
     "alibi": lambda T, S: {"score": scores.Alibi(jnp.linspace(0.01, 0.5, 4))},
-    "bias": lambda T, S: {"score": scores.Bias(_table((1, 4, T, S))), "mask": masks.Causal()},
+    "bias": lambda T, S: {"score": scores.Bias(_table(1, 4, T, S)), "mask": masks.Causal()},
     "tanh": lambda T, S: {
-        "score": scores.Score(lambda s, b, h, q, kv, x: jnp.tanh(s) * x[kv], _table((S,)))
+        "score": scores.Score(lambda s, b, h, q, kv, x: jnp.tanh(s) * x[kv], _table(S))
     },
-    "dropout": lambda T, S: {"dropout_rate": 0.3, "dropout_key": _key(), "mask": masks.Causal()},
+    "dropout": lambda T, S: {**DROPOUT, "mask": masks.Causal()},
 }
 
 
@@ -121,7 +114,6 @@ CASES: dict[str, Any] = {
 @every_normalizer
 @pytest.mark.parametrize("tiles", [None, "16, 8, 16"])
 def test_masks_and_scores(name, case, tiles):
-    """Values and gradients, also of parameters, are those of the reference; heads in groups."""
     T, S = (313, 149) if tiles is None else (45, 83)
     options = CASES[case](T, S)
     score = options.pop("score", None)
@@ -138,17 +130,15 @@ def test_masks_and_scores(name, case, tiles):
         assert_accurate(both("native"), both("reference"), 1e-11)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_normalizer
 def test_dropout_in_float32(name):
     """float32 has vector code of its own for dropout."""
-    options = {"dropout_rate": 0.4, "dropout_key": _key()}
-    *qkv, d_out = attention_arrays((1, 70, 90, 2, 2, 8, 8), "float32", seed=6)
-    wide = [x.astype(jnp.float64) for x in qkv]
-    call = functools.partial(jattn.attention, normalizer=NORMALIZERS[name], **options)
-    exact = functools.partial(call, implementation="reference")
-    want = out_and_gradients(exact, wide, d_out.astype(jnp.float64))
-    assert_accurate(native(NORMALIZERS[name], [*qkv, d_out], **options), want, 1e-5)
+    arrays = attention_arrays((1, 70, 90, 2, 2, 8, 8), "float32", seed=6)
+    *qkv, d_out = (x.astype(jnp.float64) for x in arrays)
+    call = functools.partial(jattn.attention, normalizer=NORMALIZERS[name], **DROPOUT)
+    want = out_and_gradients(functools.partial(call, implementation="reference"), qkv, d_out)
+    assert_accurate(native(NORMALIZERS[name], arrays, **DROPOUT), want, 1e-5)
 
 
 @pytest.mark.one_in(8)
@@ -156,7 +146,6 @@ def test_dropout_in_float32(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
 def test_poison(name, dtype, poison):
-    """Masked keys change nothing; queries that attend to a number that is not finite get NaN."""
     mask = masks.Causal() & masks.Window(left=60)
     arrays = attention_arrays((1, 150, 170, 2, 2, 8, 5), dtype, seed=7)
     clean = native(NORMALIZERS[name], arrays, mask=mask)
@@ -171,17 +160,15 @@ def test_poison(name, dtype, poison):
         assert np.isnan(out[:, sees]).all()
         for got, want in ((out, clean[0]), (dq, clean[1])):
             assert_equal(np.delete(got, sees, 1), np.delete(want, sees, 1))
-        for got, want in ((dk, clean[2]), (dv, clean[3])):
-            assert np.isfinite(np.asarray(got, np.float32)[:, 101:]).all()
-            assert_equal(got[:, 101:], want[:, 101:])
+        assert_equal((dk[:, 101:], dv[:, 101:]), tuple(x[:, 101:] for x in clean[2:]))
 
 
 @pytest.mark.one_in(6)
 @every_normalizer
 @pytest.mark.parametrize("heads", [1, 2])
 def test_threads_share_the_queries_of_a_key_head(name, heads):
-    arrays = attention_arrays((1, 333, 90, 2, heads, 8, 8), seed=8)
-    want = formula(name, np.ones((333, 90), bool), arrays)
+    arrays = attention_arrays((1, 213, 60, 2, heads, 8, 8), seed=8)
+    want = formula(name, np.ones((213, 60), bool), arrays)
     assert_accurate(native(NORMALIZERS[name], arrays), want, 1e-12)
 
 

@@ -180,9 +180,7 @@ def test_equals_one_device(name, scheme, order, devices):
     check(RULES[name], devices, order, over(devices, scheme=scheme, order=order))
 
 
-@pytest.mark.slow
 def test_of_a_shard_only_a_part_travels():
-    check(RULES["part"], 4, "contiguous", over(4))
     like = [jax.ShapeDtypeStruct((B, T, N, H), jnp.float64)] * 3
     mask = masks.Causal() & masks.Window(left=3)
     sizes = {x.bytes for x in parallel.exchanges(*like, devices=4, mask=mask)}
@@ -239,7 +237,7 @@ def test_equals_one_device_where_heads_run_at_once():
 
 @pytest.mark.slow
 def test_batch_and_heads_are_sharded_too():
-    for scheme in SCHEMES:
+    for scheme in SCHEMES[1:]:  # in a ring, heads go round in turn above
         check_on_three_axes(PASTED_AND_DROPPED, scheme)
 
 
@@ -275,35 +273,25 @@ def test_within_shard_map_under_scan_remat_and_vmap(scheme):
         return jnp.sum(out**2)
 
     want = quick_jit(jax.grad(functools.partial(loss, jattn.attention), (0, 1)))(weights, x, ids)
-    tokens, spec = P(None, None, "x"), P(None, "x")
-    order = "zigzag"
-
-    def local(weights: Any, x: Any, ids: Any) -> Any:
-        attend = functools.partial(
-            parallel.attention_shard, axis_name="x", scheme=scheme, order=order
-        )
-        return jax.lax.psum(loss(attend, weights, x, ids), "x")
-
-    run = jax.shard_map(local, mesh=mesh_of(x=4), in_specs=(P(), tokens, spec), out_specs=P())
-    place = functools.partial(parallel.shard_tokens, devices=4, order=order)
+    options: Any = {"axis_name": "x", "scheme": scheme, "order": "zigzag"}
+    attend = functools.partial(parallel.attention_shard, **options)
+    local = lambda *operands: jax.lax.psum(loss(attend, *operands), "x")  # noqa: E731
+    specs = (P(), P(None, None, "x"), P(None, "x"))
+    run = jax.shard_map(local, mesh=mesh_of(x=4), in_specs=specs, out_specs=P())
+    place = functools.partial(parallel.shard_tokens, devices=4, order="zigzag")
     gradients = quick_jit(jax.grad(run, (0, 1)))(weights, place(x, axis=2), place(ids))
     np.testing.assert_allclose(gradients[0], want[0], rtol=1e-11)
-    back = parallel.unshard_tokens(gradients[1], 4, axis=2, order=order)
+    back = parallel.unshard_tokens(gradients[1], 4, axis=2, order="zigzag")
     np.testing.assert_allclose(back, want[1], rtol=1e-10, atol=1e-11)
 
 
 def test_any_permutation_given_as_positions():
     places = np.random.default_rng(5).permutation(T)
     q, k, v = map(jnp.asarray, (random(B, T, N, H), random(B, T, K, H), random(B, T, K, V)))
-    want = jattn.attention(q, k, v, mask=masks.Causal() & masks.Window(left=7))
-    result = parallel.attention(
-        *(x[:, places] for x in (q, k, v)),
-        mask=masks.Causal() & masks.Window(left=7),
-        mesh=mesh_of(x=4),
-        axis_name="x",
-        q_positions=places,
-        kv_positions=places,
-    )
+    mask = masks.Causal() & masks.Window(left=7)
+    attend = over(4, mask=mask, q_positions=places, kv_positions=places)
+    result = attend(*(x[:, places] for x in (q, k, v)))
+    want = jattn.attention(q, k, v, mask=mask)
     np.testing.assert_allclose(result[:, np.argsort(places)], want, rtol=1e-12, atol=1e-13)
 
 
@@ -321,14 +309,9 @@ PADDED: dict[str, Any] = {
 @pytest.mark.parametrize("rule", PADDED)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_cannot_be_shared_is_padded_on_request(scheme, rule):
-    """29 tokens and 31 keys of which 4 devices get 8 each."""
     queries, keys, ids = 29, 31, (IDS[:, :29], IDS[:, 1:])
-    floats = {
-        "q": random(B, queries, N, H),
-        "k": random(B, keys, K, H),
-        "v": random(B, keys, K, V),
-        "bias": random(1, N, queries, keys),
-    }
+    floats = {"q": random(B, queries, N, H), "k": random(B, keys, K, H), "v": random(B, keys, K, V)}
+    floats["bias"] = random(1, N, queries, keys)
     rules = ArrayRule(lambda a: PADDED[rule]({**a, "ids": ids}))
     cotangents = random(B, queries, N, V), random(B, N, queries)
     reference = functools.partial(jattn.attention, implementation="reference")
@@ -396,7 +379,6 @@ def test_a_window_sends_to_the_neighbour_only():
 
 @pytest.mark.parametrize(("order", "least", "most"), [("zigzag", 1.0, 1.1), ("contiguous", 1.8, 2)])
 def test_causal_work_is_balanced(order, least, most):
-    """The tiles of the busiest device, over their mean."""
     T, devices = 4096, 8
     q = np.asarray(parallel.token_positions(T, devices, order)).reshape(devices, -1)
     sizes = (T // devices, T, 64, 64)

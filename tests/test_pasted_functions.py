@@ -30,53 +30,50 @@ def score_of(change: Callable[..., Any]) -> Callable[..., Any]:
     return pasted
 
 
-PASTED: dict[str, tuple[Callable[[Any, Any], Any], type, str]] = {
-    "clamp": (lambda q, k: (q - k).clamp(0, 3), AttributeError, "jnp.clip(x, min, max)"),
-    "clamp_": (lambda q, k: (q - k).clamp_(0, 3), AttributeError, "x = jnp.clip(x, min, max)"),
-    "clamp_min": (lambda q, k: (q - k).clamp_min(0), AttributeError, "jnp.maximum(x, min)"),
-    "float": (lambda q, k: (q - k).float(), AttributeError, "x.astype(jnp.float32)"),
-    "bool": (lambda q, k: (q - k).bool(), AttributeError, "x.astype(bool)"),
-    "int": (lambda q, k: (q - k).int(), AttributeError, "x.astype(jnp.int32)"),
-    "to": (lambda q, k: (q - k).to(jnp.float32), AttributeError, "x.astype(dtype)"),
-    "abs": (lambda q, k: (q - k).abs(), AttributeError, "jnp.abs(x, ...)"),
-    "abs_": (lambda q, k: (q - k).abs_(), AttributeError, "x = jnp.abs(x, ...)"),
-    "sigmoid": (lambda q, k: theirs.asarray(q).sigmoid(), AttributeError, "jax.nn.sigmoid(x, ...)"),
-    "masked_fill": (
-        lambda q, k: theirs.asarray(q).masked_fill(q < k, 0),
-        AttributeError,
-        "jnp.where(mask, value, x)",
-    ),
-    "array": (lambda q, k: TABLE.long()[q], AttributeError, "x.astype(jnp.int32)"),  # pyright: ignore[reportAttributeAccessIssue]
-    "of NumPy": (lambda q, k: LENGTHS.float(), AttributeError, "x.astype(jnp.float32)"),  # pyright: ignore[reportAttributeAccessIssue]
-    "jnp.clamp": (lambda q, k: theirs.clamp(q - k, 0, 3), AttributeError, "jnp.clip("),
-    "jnp.repeat": (
-        lambda q, k: theirs.repeat_interleave(TABLE, 2)[q],
-        AttributeError,
-        "jnp.repeat(x, repeats)",
-    ),
-    "jnp.and_masks": (lambda q, k: theirs.and_masks(q, k)(q), AttributeError, "& g(b, h"),
-    "jnp.long": (lambda q, k: q.astype(theirs.long), AttributeError, "write jnp.int32"),
-    "jnp.erf": (lambda q, k: theirs.erf(TABLE[q]), AttributeError, "jax.lax.erf(x, ...)"),
-    "torch": (lambda q, k: torch.where(q > k, 0, 1), NameError, "jnp in its place"),  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
-    "and_masks": (lambda q, k: and_masks(q, k)(q), NameError, "& g(b, h"),  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
-    "size": (lambda q, k: TABLE.size(0), TypeError, "x.shape[axis]"),  # pyright: ignore[reportCallIssue]
-    "int()": (lambda q, k: int(q), TypeError, "int(), float(), .item()"),
-    "item": (lambda q, k: q.item(), TypeError, "int(), float(), .item()"),
-    "math": (lambda q, k: math.exp(q), TypeError, "the functions of jax.numpy"),
+PASTED: dict[type, dict[str, Callable[[Any, Any], Any]]] = {  # by the error and the advice
+    AttributeError: {
+        "jnp.clip(x, min, max)": lambda q, k: (q - k).clamp(0, 3),
+        "x = jnp.clip(x, min, max)": lambda q, k: (q - k).clamp_(0, 3),
+        "jnp.maximum(x, min)": lambda q, k: (q - k).clamp_min(0),
+        "x.astype(jnp.float32)": lambda q, k: (q - k).float(),
+        "x.astype(bool)": lambda q, k: (q - k).bool(),
+        "x.astype(jnp.int32)": lambda q, k: (q - k).int(),
+        "x.astype(dtype)": lambda q, k: (q - k).to(jnp.float32),
+        "jnp.abs(x, ...)": lambda q, k: (q - k).abs(),
+        "x = jnp.abs(x, ...)": lambda q, k: (q - k).abs_(),
+        "jax.nn.sigmoid(x, ...)": lambda q, k: theirs.asarray(q).sigmoid(),
+        "jnp.where(mask, value, x)": lambda q, k: theirs.asarray(q).masked_fill(q < k, 0),
+        "x.astype(jnp.int32": lambda q, k: TABLE.long()[q],  # pyright: ignore[reportAttributeAccessIssue]
+        "x.astype(jnp.float32": lambda q, k: LENGTHS.float(),  # pyright: ignore[reportAttributeAccessIssue]
+        "jnp.clip(": lambda q, k: theirs.clamp(q - k, 0, 3),
+        "jnp.repeat(x, repeats)": lambda q, k: theirs.repeat_interleave(TABLE, 2)[q],
+        "& g(b, h": lambda q, k: theirs.and_masks(q, k)(q),
+        "write jnp.int32": lambda q, k: q.astype(theirs.long),
+        "jax.lax.erf(x, ...)": lambda q, k: theirs.erf(TABLE[q]),
+    },
+    NameError: {
+        "jnp in its place": lambda q, k: torch.where(q > k, 0, 1),  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+        "& g(b, h": lambda q, k: and_masks(q, k)(q),  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+    },
+    TypeError: {
+        "x.shape[axis]": lambda q, k: TABLE.size(0),  # pyright: ignore[reportCallIssue]
+        "int(), float(), .item()": lambda q, k: int(q),
+        "int(), float(), .item(": lambda q, k: q.item(),
+        "the functions of jax.numpy": lambda q, k: math.exp(q),
+    },
 }
 
 
-@pytest.mark.parametrize("name", PASTED)
-def test_what_torch_has_and_jax_has_not(name):
-    change, kind, advice = PASTED[name]
+@pytest.mark.parametrize(
+    ("kind", "advice"), [(kind, advice) for kind in PASTED for advice in PASTED[kind]]
+)
+def test_what_torch_has_and_jax_has_not(kind, advice):
     for run in (attend, in_jit, with_gradients):
         with pytest.raises(kind) as raised:
-            run(score=score_of(change))
+            run(score=score_of(PASTED[kind][advice]))
         said = [str(raised.value), *getattr(raised.value, "__notes__", [])]
-        notes = [x for x in said if x.startswith("score: ")]
-        assert len(notes) == 1
-        assert advice in notes[0]
-        assert "pasted" in notes[0]
+        (note,) = (x for x in said if x.startswith("score: "))
+        assert advice in note and "pasted" in note
 
 
 def attend(**rules: Any) -> Any:
@@ -131,25 +128,28 @@ def test_what_is_advised_exists():
         assert not hasattr(Q, name), name
 
 
-RETURNED: dict[str, tuple[Any, str, str]] = {
-    "nothing": (None, "got None; end the function", "got None; end the function"),
-    "a tuple": ((1.0, 2.0), "got tuple", "got tuple"),
-    "a list": ([True], "got list", "got list"),
-    "a string": ("score", "got str", "got str"),
-    "a function": (len, "got builtin_function_or_method", "got builtin_function_or_method"),
-    "a mask": (masks.Causal(), "got Causal", "got Causal"),
-    "a row": (TABLE, r"got float32 \[8\]; index arrays", r"got float32 \[8\]; index arrays"),
-    "truth": (True, "got bool .*as mask=", ""),
-    "a float": (1.5, "", "got float.*as score="),
-    "an integer": (1, "got int.*astype", "got int.*!= 0"),
-    "a complex number": (1j, "got complex", "got complex"),
-}
+RETURNED: list[tuple[Any, str, str]] = [
+    *(
+        (value, message, message)
+        for value, message in (
+            (None, "got None; end the function"),
+            ((1.0, 2.0), "got tuple"),
+            ([True], "got list"),
+            ("score", "got str"),
+            (len, "got builtin_function_or_method"),
+            (masks.Causal(), "got Causal"),
+            (TABLE, r"got float32 \[8\]; index arrays"),
+            (1j, "got complex"),
+        )
+    ),
+    (True, "got bool .*as mask=", ""),
+    (1.5, "", "got float.*as score="),
+    (1, "got int.*astype", "got int.*!= 0"),
+]
 
 
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_functions_return(name):
-    value, of_score, of_mask = RETURNED[name]
-
+@pytest.mark.parametrize(("value", "of_score", "of_mask"), RETURNED)
+def test_what_functions_return(value, of_score, of_mask):
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return value
 

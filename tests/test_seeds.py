@@ -1,7 +1,6 @@
 """The numbers printed in the documents that jattn is based on, computed by the library.
 
-Five texts on attention, numbered 000 to 004, print numbers or state results. The numbers are in
-`experiments.walkthrough.printed`. Random numbers are drawn in the order of the texts.
+Random numbers are drawn in the order of the texts, which are numbered 000 to 004.
 """
 
 import math
@@ -38,15 +37,10 @@ def assert_prints(got: Any, text: str) -> None:
 def drawn() -> dict[str, Any]:
     """All random numbers of document 004, in its order."""
     draw = np.random.RandomState(0).randn
-    shapes = {
-        "x": (T, E),
-        "L": (T, T),
-        "L to normalise": (T, T),
-        "R": (E, H1),
-        **{"sizes X": (T, E), "sizes Q": (E, H2), "sizes K": (E, H2), "sizes V": (E, H1)},
-        **{"square X": (T, E), "square Q": (E, E), "square K": (E, E), "square V": (E, E)},
-        **{"masked X": (T, E), "masked Q": (E, E), "masked K": (E, E), "masked V": (E, E)},
-    }
+    shapes: dict[str, Any] = {"x": (T, E), "L": (T, T), "L to normalise": (T, T), "R": (E, H1)}
+    shapes |= {"sizes X": (T, E), "sizes Q": (E, H2), "sizes K": (E, H2), "sizes V": (E, H1)}
+    for name in ("square", "masked"):
+        shapes |= {f"{name} {letter}": (T if letter == "X" else E, E) for letter in "XQKV"}
     return {name: jnp.asarray(draw(*shape)) for name, shape in shapes.items()}
 
 
@@ -100,18 +94,14 @@ HALF_A_DIGIT = 5e-5
 SIX = 6
 
 
-def squared(rows: list[list[float]], fill: float) -> np.ndarray:
-    """A printed table with six entries in each row: missing entries added, extra ones dropped."""
-    return np.array([(row + [fill] * SIX)[:SIX] for row in rows])
-
-
 def assert_misprints(name: str, rows: list[list[float]], right: np.ndarray, tolerance: Any) -> None:
     """A printed table differs from the right one by more than the tolerance only where a misprint
-    is known."""
+    is known. Missing entries count as 0, and more than six in a row are dropped."""
     differences: dict[tuple[str, int, Any], tuple[Any, Any]] = {
         (name, i, "entries"): (len(row), SIX) for i, row in enumerate(rows) if len(row) != SIX
     }
-    off = np.abs(squared(rows, 0.0) - right) > np.broadcast_to(tolerance, right.shape)
+    squared = np.array([(row + [0.0] * SIX)[:SIX] for row in rows])
+    off = np.abs(squared - right) > np.broadcast_to(tolerance, right.shape)
     for i, j in np.argwhere(off).tolist():
         differences[name, i, j] = (rows[i][j], round(float(right[i, j]), 4))
     assert differences == {x: value for x, value in printed.MISPRINTS.items() if x[0] == name}

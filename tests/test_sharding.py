@@ -62,14 +62,14 @@ def attention(implementation: str | None, T: int = 6) -> ShardedProblem:
 def additive(T: int) -> ShardedProblem:
     """Bahdanau's attention, whose weights devices usually share."""
 
-    def call(q: Any, k: Any, v: Any, w_query: Any, w_key: Any, w_score: Any, lengths: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, lengths: Any, **weights: Any) -> Any:
         mask = masks.Lengths(kv=lengths)
-        return mechanisms.additive_attention(q, k, v, w_query, w_key, w_score, mask=mask)
+        return mechanisms.additive_attention(q, k, v, **weights, mask=mask)
 
     lengths = 1 + np.random.default_rng(0).integers(0, T, (DEVICES, 1))
-    arrays = {"q": normal(1, T, 3), "k": normal(1, T, 4), "v": normal(1, T, 2)}
+    arrays = {"q": normal(1, T, 3), "k": normal(1, T, 4), "v": normal(1, T, 2), "lengths": lengths}
     weights = {"w_query": normal(3, 5), "w_key": normal(4, 5), "w_score": normal(5)}
-    return ShardedProblem(call, arrays | weights | {"lengths": lengths})
+    return ShardedProblem(call, arrays | weights)
 
 
 def cached(kind: Any, implementation: str | None) -> ShardedProblem:
@@ -86,18 +86,6 @@ def cached(kind: Any, implementation: str | None) -> ShardedProblem:
     return ShardedProblem(
         call, {**{name: normal(1, 4, 2, 4) for name in "qkv"}, "slopes": normal(2)}
     )
-
-
-ONE_HEAD = {
-    "self_attention": ShardedProblem(
-        lambda x, q, k, v: mechanisms.self_attention(x, q, k, v, mask=masks.Causal()),
-        {"x": normal(1, 5, 3), **{name: normal(3, 3) for name in "qkv"}},
-    ),
-    "multiplicative": ShardedProblem(
-        lambda q, k, v, w: mechanisms.multiplicative_attention(q, k, v, w),  # noqa: PLW0108
-        {**{name: normal(1, 5, 3) for name in "qkv"}, "w": normal(3, 3)},
-    ),
-}
 
 
 def with_gradients(call: Any, floats: tuple[str, ...], arrays: Any, cotangent: Any) -> Any:
@@ -168,16 +156,14 @@ def test_one_array_is_shared_or_all_others_are(implementation, name):
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_with_several_tiles(implementation):
-    run_check(attention(implementation, T=272), "two_axes", ("k", "slopes", "table"))
+    run_check(attention(implementation, T=140), "two_axes", ("k", "slopes", "table"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("shared", [("w_query", "w_key", "w_score", "k"), ("q", "v", "lengths")])
 @pytest.mark.parametrize(("T", "mesh"), [(5, "one_axis"), (140, "two_axes")])
-def test_additive_attention(T, mesh):
-    problem = additive(T)
-    run_check(problem, mesh, ("w_query", "w_key", "w_score"))
-    run_check(problem, mesh, ("k", "v"))
-    run_check(problem, mesh, ("q", "lengths"))
+def test_additive_attention(T, mesh, shared):
+    run_check(additive(T), mesh, shared)
 
 
 @pytest.mark.one_in(9, slow=True)
@@ -190,51 +176,41 @@ def test_caches(kind, implementation, mesh):
     run_check(problem, mesh, ("q",))
 
 
-@pytest.mark.parametrize("name", ONE_HEAD)
-def test_mechanisms(name):
-    *_, last = ONE_HEAD[name].arrays
-    run_check(ONE_HEAD[name], "two_axes", (last,))
-
-
 def on_devices_eagerly(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.shard_map(function, mesh=mesh_of(c=2), in_specs=P("c"), out_specs=P("c"))
 
 
-def on_devices(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.jit(on_devices_eagerly(function))
-
-
 def on_examples(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def alone(x: Any) -> Any:
-        return jax.tree.map(lambda y: y[0], function(x[None]))
-
+    alone = lambda x: jax.tree.map(lambda y: y[0], function(x[None]))  # noqa: E731
     return jax.vmap(alone, axis_name="c")
 
 
-PLACES = {f.__name__: f for f in (on_devices, on_devices_eagerly, on_examples)}
+PLACES: dict[str, Callable[..., Any]] = {
+    "on_devices": lambda function: jax.jit(on_devices_eagerly(function)),
+    "on_devices_eagerly": on_devices_eagerly,
+    "on_examples": on_examples,
+}
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
 
 
 def index() -> Any:
     return lax.axis_index("c")
 
 
-def asked_in_functions() -> dict[str, Any]:
-    @jax.jit
-    def shifted(i: Any) -> Any:
-        return i + index()
-
+def functions_of(shifted: Callable[[Any], Any], index: Callable[[], Any]) -> dict[str, Any]:
     return {
         "mask": lambda b, h, i, j: j <= shifted(i),
         "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + index().astype(s.dtype)), 0.0),
     }
 
 
+def asked_in_functions() -> dict[str, Any]:
+    return functions_of(jax.jit(lambda i: i + index()), index)
+
+
 def asked_before() -> dict[str, Any]:
     c = index()
-    return {
-        "mask": lambda b, h, i, j: j <= i + c,
-        "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + c.astype(s.dtype)), 0.0),
-    }
+    return functions_of(lambda i: i + c, lambda: c)
 
 
 def given_as_operands() -> dict[str, Any]:
@@ -279,25 +255,20 @@ def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
 
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])
 def test_collectives_of_what_is_known_before_are_right(place):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
-
     def attention(x: Any) -> Any:
         score = lambda s, b, h, i, j: s + lax.pmean(x.sum(), "c") * jnp.where(j > i, 1, 0)  # noqa: E731
         return jattn.attention(x, x, x, score=score)
 
-    def expected(x: Any, mean: Any) -> Any:
-        bias = jnp.where(np.arange(8) > np.arange(8)[:, None], mean, 0.0)
-        return jattn.attention(x, x, x, score=scores.Bias(bias[None, None]))
-
-    want = expected(x, x.sum() / 2)
-    np.testing.assert_allclose(PLACES[place](attention)(x), want, rtol=1e-4, atol=1e-4)
+    bias = jnp.where(np.arange(8) > np.arange(8)[:, None], X.sum() / 2, 0.0)
+    want = jattn.attention(X, X, X, score=scores.Bias(bias[None, None]))
+    np.testing.assert_allclose(PLACES[place](attention)(X), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_collectives_of_constants_are_right(place):
     """The kernel in C++ needs derivatives of the function; in `shard_map` that of a sum contains
     how its operand is sharded."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 1, 4)), jnp.float32)
 
     def total(x: Any, score: Any) -> Any:
         return jnp.sum(jattn.attention(x, x, x, score=score, implementation="native") ** 2)
@@ -305,15 +276,15 @@ def test_collectives_of_constants_are_right(place):
     def of_devices(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return (s + lax.psum(1.0, "c")) * s
 
-    want = jax.grad(lambda x: total(x, lambda s, b, h, i, j: (s + 2.0) * s))(x)
-    d = PLACES[place](jax.grad(functools.partial(total, score=of_devices)))(x)
+    want = jax.grad(lambda x: total(x, lambda s, b, h, i, j: (s + 2.0) * s))(X)
+    d = PLACES[place](jax.grad(functools.partial(total, score=of_devices)))(X)
     np.testing.assert_allclose(d, want, rtol=1e-4, atol=1e-4)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
     "attention": jattn.attention,
-    "reference": lambda *x, **named: jattn.attention(*x, implementation="reference", **named),
-    "native": lambda *x, **named: jattn.attention(*x, implementation="native", **named),
+    "reference": functools.partial(jattn.attention, implementation="reference"),
+    "native": functools.partial(jattn.attention, implementation="native"),
     "weights": lambda q, k, v, **named: jattn.attention_weights(q, k, **named),
     "statistics": lambda q, k, v, **named: jattn.statistics(q, k, **named).entropy,
 }
@@ -322,30 +293,25 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])
 @pytest.mark.parametrize("call", CALLS)
 def test_collectives_of_scores_and_indices_are_refused(call, place):
-    x = jnp.ones((2, 8, 1, 4))
-
     def mean_of_devices(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s + lax.pmean(s, "c")
 
     def any_device(b: Any, h: Any, i: Any, j: Any) -> Any:
         return lax.psum(j - i, "c") > 0
 
-    for options in ({"score": mean_of_devices}, {"mask": any_device}):
-        name = next(iter(options.values())).__name__
-        with pytest.raises(NotImplementedError, match=f"{name} calls psum.* over the axis 'c'"):
-            PLACES[place](lambda x, o=options: CALLS[call](x, x, x, **o))(x)
+    for kind, rule in (("score", mean_of_devices), ("mask", any_device)):
+        attend = functools.partial(CALLS[call], **{kind: rule})
+        message = f"{rule.__name__} calls psum.* over the axis 'c'"
+        with pytest.raises(NotImplementedError, match=message):
+            PLACES[place](lambda x, attend=attend: attend(x, x, x))(X)
 
 
 def test_bounds_are_kept_beside_a_function_that_reads_an_axis():
-    def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return j < lax.axis_index("t") * 0 + 8
-
-    def bounds(tile: Any) -> Any:
-        return tile.columns.lo < 8, tile.columns.hi < 8
+    allowed = lambda b, h, i, j: j < index() * 0 + 8  # noqa: E731
+    mask = masks.Predicate(allowed, bounds=lambda tile: (tile.columns.lo < 8, tile.columns.hi < 8))
 
     def passed(x: Any) -> Any:
-        traced = masks.Predicate(allowed, bounds=bounds).traced()
-        assert traced.bounds_fn is not None
+        assert mask.traced().bounds_fn is not None
         return x
 
-    jax.shard_map(passed, mesh=mesh_of(t=2), in_specs=P("t"), out_specs=P("t"))(jnp.zeros(2))
+    on_devices_eagerly(passed)(jnp.zeros(2))

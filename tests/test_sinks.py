@@ -12,15 +12,12 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, parallel
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
-from tests.conftest import assert_trees_close
+from tests.conftest import assert_trees_close, normal_arrays, quick_jit
 from tests.devices import mesh_of
 
 
 B, T, N, K, H = 2, 6, 4, 2, 8
-RNG = np.random.default_rng(0)
-Q: Any = jnp.asarray(RNG.normal(size=(B, T, N, H)))
-KEY: Any = jnp.asarray(RNG.normal(size=(B, T, K, H)))
-VALUE: Any = jnp.asarray(RNG.normal(size=(B, T, K, 3)))
+Q, KEY, VALUE = normal_arrays((B, T, N, H), (B, T, K, H), (B, T, K, 3))
 SINK: Any = jnp.asarray([0.5, -1.0, 3.0, -np.inf])
 MASK = masks.Causal() & masks.Lengths(kv=jnp.array([0, T]))  # the first row sees nothing
 
@@ -37,7 +34,7 @@ def formula(sink: Any) -> tuple[Any, Any, Any]:
     return jnp.einsum("bnts,bsnv->btnv", weights, v), lse, weights
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", [None, "reference", "blockwise", "native"])
 @pytest.mark.parametrize("sink", [SINK, np.asarray(SINK), jnp.float32(0.3), 0.3, -np.inf])
 def test_a_sink_is_a_column_without_a_value(implementation, sink):
@@ -67,14 +64,16 @@ def test_gradients_reach_the_sink(implementation):
         share = jnp.swapaxes(jnp.exp(lse - total), 1, 2)[..., None]
         return ((out * share) ** 2).sum() + total.sum()
 
-    sink = jnp.asarray([0.5, -1.0, 3.0, 0.0])
-    both = [jax.jit(jax.grad(x, (0, 1)))(sink, Q) for x in (loss, want)]
-    assert_trees_close(*both, atol=1e-12)
-    scalar = jax.grad(lambda sink: loss(sink, Q))(jnp.asarray(0.5))
-    each = jax.grad(want)(jnp.full(N, 0.5), Q)
-    np.testing.assert_allclose(scalar, each.sum(), atol=1e-12)
-    through = jax.grad(lambda x: jattn.attention_weights(Q, KEY, mask=MASK, sink=x).sum())(sink)
-    np.testing.assert_allclose(through, jax.grad(lambda x: formula(x)[2].sum())(sink), atol=1e-12)
+    @quick_jit
+    def slopes(sink: Any) -> Any:
+        weights = lambda x: jattn.attention_weights(Q, KEY, mask=MASK, sink=x).sum()  # noqa: E731
+        by_loss = jax.grad(loss, (0, 1))(sink, Q), jax.grad(lambda x: loss(x, Q))(sink[0])
+        by_want = jax.grad(want, (0, 1))(sink, Q), jax.grad(want)(jnp.full(N, sink[0]), Q).sum()
+        return [(*by_loss, jax.grad(weights)(sink))], [
+            (*by_want, jax.grad(lambda x: formula(x)[2].sum())(sink))
+        ]
+
+    assert_trees_close(*slopes(jnp.asarray([0.5, -1.0, 3.0, 0.0])), atol=1e-12)
 
 
 @pytest.mark.one_in(3)
@@ -82,9 +81,9 @@ def test_gradients_reach_the_sink(implementation):
 def test_at_large_logits(how):
     """Shares of the sink are exact where float32 has no digits left for the sum."""
     q = jnp.full((1, 4, 2, 4), 2.0**13, jnp.float32)
-    keys = jnp.asarray(RNG.integers(0, 2, (1, 4, 2, 4)), jnp.float32)
+    keys = jnp.asarray(np.random.default_rng(0).integers(0, 2, (1, 4, 2, 4)), jnp.float32)
     keys = keys.at[:, :3].set(1.0)  # float32 has no digits left for log 3
-    value = jnp.asarray(RNG.normal(size=(1, 4, 2, 3)), jnp.float32)
+    (value,) = normal_arrays((1, 4, 2, 3), dtype="float32")
     call: Any = {"scale": 2.0**12, "return_lse": True}  # the greatest logit is 2 ** 27
     if how in ("ring", "all_to_all"):
         mesh: Any = {"mesh": mesh_of(t=2), "axis_name": "t", "scheme": how}
@@ -136,16 +135,16 @@ def test_dropout_acts_on_the_weights_beside_the_sink():
     ids=lambda x: type(x).__name__,
 )
 def test_through_caches(cache: Cache):
-    call: Any = {"mask": masks.Causal(), "sink": SINK, "return_lse": True}
-    want = jattn.attention(Q, KEY, VALUE, **call)
     rules: Any = {"mask": masks.Causal(), "sink": SINK}
-    all_weights = jattn.attention_weights(Q, KEY, **rules)
-    results, new_cache = jattn.cached_attention(Q, KEY, VALUE, cache, **call)
+    want = jattn.attention(Q, KEY, VALUE, **rules, return_lse=True)
+    results, new_cache = jattn.cached_attention(Q, KEY, VALUE, cache, **rules, return_lse=True)
     assert_trees_close(results, want, atol=1e-12)
-    out = jattn.attention(Q[:, -1:], new_cache, **rules)
-    weights = jattn.attention_weights(Q[:, -1:], new_cache, **rules)
-    np.testing.assert_allclose(out, want[0][:, -1:], atol=1e-12)
-    np.testing.assert_allclose(weights.sum(-1), all_weights[:, :, -1:].sum(-1), atol=1e-6)
+    last = jattn.attention(Q[:, -1:], new_cache, **rules)
+    np.testing.assert_allclose(last, want[0][:, -1:], atol=1e-12)
+    cached, whole = (
+        jattn.attention_weights(q, k, **rules) for q, k in ((Q[:, -1:], new_cache), (Q, KEY))
+    )
+    np.testing.assert_allclose(cached.sum(-1), whole[:, :, -1:].sum(-1), atol=1e-6)
 
 
 @pytest.mark.slow
@@ -154,12 +153,12 @@ def test_over_several_devices():
     axes: Any = {"axis_name": "t", "head_axis": "n", "mask": masks.Causal()}
     options: Any = {"mesh": mesh, "sink": SINK, **axes}
     want = jattn.attention(Q, KEY, VALUE, mask=masks.Causal(), sink=SINK, return_lse=True)
-    got = parallel.attention(Q, KEY, VALUE, return_lse=True, **options)
-    assert_trees_close(got, want, atol=1e-12)
+    attend = quick_jit(functools.partial(parallel.attention, return_lse=True, **options))
+    assert_trees_close(attend(Q, KEY, VALUE), want, atol=1e-12)
     shard = lambda q, k, v, sink: parallel.attention_shard(q, k, v, sink=sink, **axes)  # noqa: E731
     tokens = P(None, "t", "n")
     specs: Any = {"in_specs": (tokens,) * 3 + (P("n"),), "out_specs": tokens}
-    run = jax.shard_map(shard, mesh=mesh, **specs)
+    run = quick_jit(jax.shard_map(shard, mesh=mesh, **specs))
     np.testing.assert_allclose(run(Q, KEY, VALUE, SINK), want[0], atol=1e-12)
     cache = DenseCache.create(B, 8, K, H, 3, jnp.float64)
     result, _ = parallel.cached_attention(Q, KEY, VALUE, cache, **options)
@@ -174,11 +173,10 @@ def test_other_functions_take_it():
     heads = x[:, :, None]
     want = jattn.attention(heads, heads, heads, scale=1.0, sink=jnp.asarray([0.5]))
     np.testing.assert_allclose(got, want[:, :, 0], atol=1e-14)
-    mapped = jax.vmap(lambda q, sink: jattn.attention(q, q, q, sink=sink))
+    attend = lambda q, sink: jattn.attention(q, q, q, sink=sink)  # noqa: E731
     each = jnp.stack([SINK, SINK + 1])
-    for row in range(B):
-        alone = jattn.attention(Q[row], Q[row], Q[row], sink=each[row])
-        np.testing.assert_allclose(mapped(Q, each)[row], alone, atol=1e-12)
+    alone = [attend(Q[row], each[row]) for row in range(B)]
+    np.testing.assert_allclose(jax.vmap(attend)(Q, each), alone, atol=1e-12)
 
 
 def test_a_float64_that_becomes_infinite_is_no_sink():

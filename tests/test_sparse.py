@@ -1,6 +1,5 @@
 """Sparse attention by content: choices of blocks, and attention through them, against loops."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -72,9 +71,8 @@ def test_the_best_blocks_are_chosen(block, count, causal):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_grouped_heads_choose_by_their_own_keys(dtype):
     q, k, *_ = attention_arrays(SIZES, dtype)
-    want = choice(np.asarray(q, np.float64), np.asarray(k, np.float64), (2, 2), 2)
     layout = jattn.chosen_blocks(q, k, 2, 2).layout
-    np.testing.assert_array_equal(layout, want)
+    np.testing.assert_array_equal(layout, choice(np.float64(q), np.float64(k), (2, 2), 2))
     assert len({row.tobytes() for row in np.asarray(layout)[0]}) == N
 
 
@@ -89,26 +87,12 @@ def test_padding_is_neither_averaged_nor_chosen():
     assert not jattn.chosen_blocks(q, k, 3, 2, valid=np.zeros((B, S), bool)).layout.any()
 
 
-def test_the_choice_of_a_query_knows_no_later_token():
-    q, k, *_ = attention_arrays((B, S, S, N, K, H, V))
-    for block in ((1, 2), (2, 2), (4, 2), (2, 4)):
-        before = np.asarray(jattn.chosen_blocks(q, k, block, 3, causal=True).dense(S, S))
-        for i in range(S):
-            later = (jnp.arange(S) > i)[:, None, None]
-            changed_q, changed_k = (jnp.where(later, x[:, ::-1] * -9, x) for x in (q, k))
-            after = jattn.chosen_blocks(changed_q, changed_k, block, 3, causal=True).dense(S, S)
-            np.testing.assert_array_equal(after[..., : i + 1, :], before[..., : i + 1, :])
-
-
 @pytest.mark.parametrize("positions", [np.array([7, 8, 10]), np.array([[2, 3, 4], [8, 9, 10]])])
 def test_decoding_chooses_as_whole_sequences_do(positions):
     q, k, *_ = attention_arrays((B, 3, S, N, K, H, V))
     for block in ((1, 2), (2, 4)):
-        got = quick_jit(
-            lambda q, k, p, block=block: jattn.chosen_blocks(
-                q, k, block, 2, causal=True, q_positions=p
-            )
-        )(q, k, jnp.asarray(positions, jnp.int8))
+        choose = functools.partial(jattn.chosen_blocks, block=block, count=2, causal=True)
+        got = quick_jit(choose)(q, k, q_positions=jnp.asarray(positions, jnp.int8))
         want = choice(q, k, block, 2, True, positions=positions)
         np.testing.assert_array_equal(got.layout, want)
 
@@ -146,7 +130,7 @@ def problem(q: Any, k: Any, v: Any, layout: np.ndarray, block: tuple[int, int]) 
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("implementation", [None, "blockwise", "reference"])
-@pytest.mark.parametrize(("block", "count"), [((1, 3), 2), ((4, 4), 1), ((2, 3), 3)])
+@pytest.mark.parametrize(("block", "count"), [((1, 3), 2), ((4, 4), 1), ((2, 3), 99)])
 def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementation):
     q, k, v, d_out = attention_arrays(SIZES)
 
@@ -157,41 +141,17 @@ def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementat
 
     truth = problem(q, k, v, choice(q, k, block, count, True), block)
     want = oracle.attend(truth).out
-    out, *got = quick_jit(lambda *x: out_and_gradients(attend, x[:3], x[3]))(q, k, v, d_out)
+    remembered = jax.checkpoint(attend)
+    out, *got = quick_jit(lambda *x: out_and_gradients(remembered, x[:3], x[3]))(q, k, v, d_out)
     assert oracle.error(out, want) < 1e-14
     slopes = oracle.gradients(truth, np.asarray(d_out), np.zeros((B, N, T)))
     for x, y in zip(got, (slopes.q, slopes.k, slopes.v), strict=True):
         assert oracle.error(x, y) < 1e-13
-    rematerialised = quick_jit(jax.grad(lambda q: (jax.checkpoint(attend)(q, k, v) * d_out).sum()))
-    assert oracle.error(rematerialised(q), slopes.q) < 1e-13
     _, tangent = quick_jit(lambda q, t: jax.jvp(lambda q: attend(q, k, v), (q,), (t,)))(q, q)
     np.testing.assert_allclose((tangent * d_out).sum(), (slopes.q * np.asarray(q)).sum())
 
 
-def test_all_blocks_are_plain_attention():
-    q, k, v, _ = attention_arrays(SIZES)
-    mask = jattn.chosen_blocks(q, k, 2, 99, causal=True)
-    assert mask.layout[..., 3, :4].all() and not mask.layout[..., 3, 4:].any()
-    for rule, chosen in ((masks.Causal(), mask), (None, jattn.chosen_blocks(q, k, 2, 99))):
-        both = chosen if rule is None else rule & chosen
-        want = jattn.attention(q, k, v, mask=rule)
-        np.testing.assert_allclose(jattn.attention(q, k, v, mask=both), want, rtol=0, atol=1e-14)
-
-
 # --- NSA ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Branches:
-    """The three attentions of NSA in loops, each with the keys and values that it reads."""
-
-    compressed: oracle.OracleProblem
-    chosen: oracle.OracleProblem
-    window: oracle.OracleProblem
-
-    @property
-    def all(self) -> tuple[oracle.OracleProblem, ...]:
-        return self.compressed, self.chosen, self.window
 
 
 def by_block(x: Any, size: int) -> np.ndarray:
@@ -200,7 +160,10 @@ def by_block(x: Any, size: int) -> np.ndarray:
     return np.stack([x[:, j : j + size].mean(axis=1) for j in range(0, S - size + 1, size)], 1)
 
 
-def branches(q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window: int) -> Branches:
+def branches(
+    q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window: int
+) -> list[oracle.OracleProblem]:
+    """The compressed attention of NSA, that to chosen blocks, and that in a window."""
     q_block, size = block
     short = [by_block(x, size) for x in (k, v)]
     ends = np.arange(len(short[0][0])) * size + size - 1
@@ -222,11 +185,8 @@ def branches(q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window:
         best.sort(key=lambda j: -rated[j])
         for j in [*own_blocks, *best[: max(0, count - len(own_blocks))]]:
             layout[b, h, i, j] = True
-    return Branches(
-        compressed,
-        problem(q, k, v, layout, block),
-        oracle.OracleProblem(q, k, v, allowed=near),
-    )
+    chosen = problem(q, k, v, layout, block)
+    return [compressed, chosen, oracle.OracleProblem(q, k, v, allowed=near)]
 
 
 @pytest.mark.one_in(2)
@@ -238,14 +198,14 @@ def test_native_sparse_attention(block, count, window):
         jattn.native_sparse_attention, block=block, count=count, window=window
     )
     truth = branches(q, k, v, block, count, window)
-    results = [oracle.attend(x).out for x in truth.all]
+    results = [oracle.attend(x).out for x in truth]
     shares = np.moveaxis(np.asarray(gates)[..., None], -2, 0)
     want = sum(share * out for share, out in zip(shares, results, strict=True))
     out, *got = quick_jit(lambda *x: out_and_gradients(attend, x[:4], x[4]))(q, k, v, gates, d_out)
     assert oracle.error(out, want) < 1e-14
     slopes = [
         oracle.gradients(x, np.asarray(d_out) * share, np.zeros((B, N, T)))
-        for x, share in zip(truth.all, shares, strict=True)
+        for x, share in zip(truth, shares, strict=True)
     ]
     size = block[1]
     for name in "kv":  # the gradient of a mean is the same for all of its tokens
@@ -266,12 +226,11 @@ def test_native_sparse_attention_with_learned_compression():
     attend = functools.partial(jattn.native_sparse_attention, block=2, count=3, window=2)
     ends = jnp.arange(S // 2) * 2 + 1
     want = jattn.attention(q, key, value, mask=masks.Causal(), kv_positions=ends)
-    got = attend(q, k, v, gates, compressed=(key, value))
+    got = quick_jit(attend)(q, k, v, gates, compressed=(key, value))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
     assert not got[:, 0].any()  # no block is complete yet
-    narrow = [x.astype(jnp.bfloat16) for x in (q, k, v, gates)]
-    assert attend(*narrow).dtype == jnp.bfloat16
-    assert attend(*(x[0] for x in (q, k, v, gates))).shape == (T, N, V)
+    narrow = jax.eval_shape(attend, *(x.astype(jnp.bfloat16)[0] for x in (q, k, v, gates)))
+    assert (narrow.dtype, narrow.shape) == (jnp.bfloat16, (T, N, V))
 
 
 def test_errors_name_what_was_expected(unchecked):
@@ -316,6 +275,6 @@ def test_meshes_with_explicit_axes(causal):
     assert jax.typeof(layout).sharding.spec == P("rows", "heads", None, None)
     np.testing.assert_array_equal(layout, choose(q, k).layout)
     nsa = functools.partial(jattn.native_sparse_attention, block=2, count=2, window=2)
-    out = nsa(*cut)
+    out = quick_jit(nsa)(*cut)
     assert jax.typeof(out).sharding.spec == P("rows", None, "heads", None)
-    np.testing.assert_allclose(out, nsa(q, k, v, gates), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(out, quick_jit(nsa)(q, k, v, gates), rtol=1e-12, atol=1e-13)

@@ -1,8 +1,7 @@
 """Every public function, with each argument replaced in turn by each of a list of wrong values.
 
-A call returns what its arguments mean, or raises an error that names the argument: a TypeError, a
-ValueError, or a NotImplementedError. It never raises an error of an inner function, and never
-returns the answer to another question.
+A call returns what its arguments mean, or raises a TypeError, a ValueError or a
+NotImplementedError that names the argument.
 """
 
 import functools
@@ -44,7 +43,7 @@ BAD: dict[str, Any] = {
 }
 
 # The values that each kind of argument accepts; it raises for all others. The first accept nothing.
-NOTHING = "array integers size layers rate name function dtype rngs thing cache index devices"
+NOTHING = "array integers size layers rate name function dtype rngs thing cache index devices slow"
 NONE = "array? integers? size? mask score share? precision name? function? dtype? rngs? thing?"
 TAKES: dict[str, set[str]] = {
     **{kind: set() for kind in (*NOTHING.split(), "tokens_of_devices")},
@@ -59,7 +58,6 @@ TAKES: dict[str, set[str]] = {
     "number": {"2**40"},  # any finite one
     "positive": {"2**40"},
     "positive?": {"None", "2**40"},
-    "slow": set(),  # less than fast
     "tokens to stop at": {"list", "empty"},
     "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
@@ -130,10 +128,6 @@ def ints(*shape: int) -> np.ndarray:
     return np.ones(shape, np.int32)
 
 
-def truths(*shape: int) -> np.ndarray:
-    return np.ones(shape, bool)
-
-
 def new(kind: Any) -> Callable[[], cache.Cache]:
     """Makes a cache with room for the tokens that are appended in this file."""
     return lambda: kind.create(B, L, K, H, V)
@@ -166,12 +160,20 @@ def method(function: Callable[..., Any], make: Callable[[], Any], **changes: Any
     return call(function, " ".join(names), **changes)._replace(instance=Later(make))
 
 
+def layer(kind: Any, *sizes: Any, made: Any = None, **changes: Any) -> SweptCall:
+    """A row for the call of a layer of these sizes, which is made with other arguments too."""
+    arguments = {"rngs": nnx.Rngs(0)} if made is None else made
+    return method(kind.__call__, lambda: kind(*sizes, **arguments), **changes)
+
+
 FRESH = object()  # in place of random numbers, which each call makes
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
 INIT = nnx.initializers.ones
 X, MEMORY = array(B, T, D), array(B, S, D)
 TOKENS = Argument("tokens", ints(B, T))
-SIZE_OR_NONE = Argument("size?", None)
+SIZE_OR_NONE, DTYPE_OR_NONE = Argument("size?", None), Argument("dtype?", None)
+NO_POSITIONS, THING_OR_NONE = Argument("integers?", None), Argument("thing?", None)
+RNGS, RANDOM_KEY = Argument("rngs", FRESH), Argument("thing", jax.random.key(0))
 
 ARGUMENTS = {
     name: Argument(kind, right)
@@ -195,7 +197,9 @@ ARGUMENTS = {
             "state": array(B, T, 6),
             "token": X,
             "context": array(B, T, E),
-        },
+            "gates": array(B, T, N, 3),
+        }
+        | dict.fromkeys(("mix_logits", "mix_weights"), array(N, N)),
         "array?": {"keys": None, "valid": None, "inputs_v": MEMORY},
         "mask": dict.fromkeys(("mask", "source_mask", "target_mask", "cross_mask")),
         "score": {"score": None},
@@ -215,12 +219,13 @@ ARGUMENTS = {
         "flag": {"return_lse": False, "return_weights": False, "pad": False, "reverse": False}
         | {"bidirectional": True, "normalize_qk": False, "rotary": False, "sinks": False}
         | {"truncate": True, "logits_bias": False, "gated": True, "use_bias": False}
-        | {"tie_embeddings": False, "scale_embeddings": False},
+        | {"tie_embeddings": False, "scale_embeddings": False, "causal": False}
+        | {"normalize": True, "return_state": False},
         "flag?": {"deterministic": None, "final_norm": True},
         "rngs?": {"rngs": None},
         "dtype": {"dtype": jnp.float32, "param_dtype": jnp.float32},
         "positive": {"base": 100.0, "factor": 2.0, "fast": 4.0, "cap": 2.0, "t": 2.0}
-        | {"temperature": 0.5, "norm_epsilon": 1e-5},
+        | {"temperature": 0.5, "norm_epsilon": 1e-5, "repetition_penalty": 1.0},
         "positive?": {"amplitude": None, "logit_cap": None},
         "slow": {"slow": 1.0},
         "function": {"activation": nnx.relu}
@@ -228,7 +233,12 @@ ARGUMENTS = {
         | dict.fromkeys(("self_attention", "cross_attention"), nn.MultiHeadAttention),
         "layers": dict.fromkeys(("num_layers", "encoder_layers", "decoder_layers"), 1),
         "cache": {"cache": Later(new(cache.DenseCache))},
-        "thing": {"mesh": MESH, "kind": cache.DenseCache},
+        "integers": {"indices": np.array([1, 0])},
+        "thing": {"mesh": MESH, "kind": cache.DenseCache, "processors": ()},
+        "thing?": dict.fromkeys(("scaling", "segments", "compressed", "caches", "callback")),
+        "block": {"block": 2},
+        "token": {"length_penalty": 0.6},
+        "operand": {"operand": 1},
         "devices": {"devices": 1},
         "axis": {"axis": 0},
         "index": {"b": 0, "h": 0},
@@ -240,11 +250,13 @@ ARGUMENTS = {
         | dict.fromkeys(("features", "num_features", "in_features", "query_features"), D)
         | {"token_features": D, "key_features": E, "context_features": E, "memory_features": E}
         | {"alignment_features": A, "state_features": 6, "num_heads": 2, "feed_forward": 5}
-        | {"hidden": 5, "max_length": L}
+        | {"hidden": 5, "max_length": L, "count": 2, "latent_size": V, "rotary_size": 2}
+        | {"min_tokens": 0, "samples": 1, "beams": 1}
         | dict.fromkeys(("vocabulary", "source_vocabulary", "target_vocabulary"), 9),
         "size?": dict.fromkeys(("value_size", "chunk", "num_pages", "rotary_dim", "heads"))
         | dict.fromkeys(("head_dim", "value_dim", "qkv_features", "out_features"))
-        | dict.fromkeys(("in_kv_features", "maxout_features", "top_k")),
+        | dict.fromkeys(("in_kv_features", "maxout_features", "top_k", "prefill_chunk"))
+        | dict.fromkeys(("kv_rank", "query_rank")),
     }.items()
     for name, right in names.items()
 }
@@ -253,11 +265,9 @@ APPENDED = {"key": array(B, T, K, H), "value": array(B, T, K, V)}
 WIDTHS = {"query": array(B, T, 4), "key": array(B, S, E), "value": array(B, S, V)}
 CACHES = (cache.DenseCache, cache.RollingCache, cache.PagedCache)
 AXES = dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis")
+TRUTHS = np.ones((B, N, T, S), bool)
 ROWS = Argument("any rows", array(B, T, S))
-
-
-def _bounds(tile: Any) -> Any:
-    return tile.columns.lo <= tile.rows.hi, tile.columns.hi <= tile.rows.lo
+IGNORED, ANY_MASK = Argument("ignored", None), Argument("any mask", None)
 
 
 FUNCTIONS: dict[str, SweptCall] = {
@@ -265,12 +275,12 @@ FUNCTIONS: dict[str, SweptCall] = {
         function.__name__: call(function)
         for function in (
             *(jattn.attention, jattn.attention_scores, jattn.attention_weights),
-            *(jattn.statistics, jattn.top_weights, jattn.causal_interaction),
+            *(jattn.statistics, jattn.top_weights, jattn.causal_interaction, jattn.chosen_blocks),
             *(scores.SoftCap, scores.Temperature, scores.alibi_slopes),
             *(positions.Linear, positions.NTK, positions.Yarn),
         )
     },
-    "explain": call(jattn.explain, implementation=Argument("ignored", None)),
+    "explain": call(jattn.explain, implementation=IGNORED),
     "cached_attention": call(
         jattn.cached_attention, "query key value cache valid mask score return_lse", **APPENDED
     ),
@@ -301,48 +311,25 @@ FUNCTIONS: dict[str, SweptCall] = {
         **WIDTHS,
     ),
     "normalised_interaction": call(jattn.normalised_interaction, left=ROWS),
-    "chosen_blocks": call(
-        jattn.chosen_blocks,
-        block=Argument("block", 2),
-        count=Argument("size", 2),
-        causal=Argument("flag", False),
-    ),
     "native_sparse_attention": call(
         jattn.native_sparse_attention,
         "query key value gates block count window compressed scale precision implementation",
-        gates=Argument("array", array(B, T, N, 3)),
-        block=Argument("block", 2),
-        count=Argument("size", 2),
-        compressed=Argument("thing?", None),
     ),
     "linear_attention": call(
-        jattn.linear_attention,
-        "query key value causal normalize segments valid return_state",
-        causal=Argument("flag", False),
-        normalize=Argument("flag", True),
-        segments=Argument("thing?", None),
-        return_state=Argument("flag", False),
+        jattn.linear_attention, "query key value causal normalize segments valid return_state"
     ),
     "LinearState.create": call(
         jattn.LinearState.create,
         "num_kv_heads num_features value_size",
-        num_kv_heads=Argument("size", K),
-        num_features=Argument("size", 3),
         value_size=Argument("size", V),
     ),
     "RandomFeatures.create": call(
-        jattn.RandomFeatures.create,
-        "key num_features head_size",
-        key=Argument("thing", jax.random.key(0)),
-        num_features=Argument("size", 6),
-        head_size=Argument("size", H),
+        jattn.RandomFeatures.create, "key num_features head_size", key=RANDOM_KEY
     ),
     "renormalised_causal": call(jattn.renormalised_causal, weights=ROWS),
     "talking_heads_attention": call(
         jattn.talking_heads_attention,
         "query key value mix_logits mix_weights mask score scale precision",
-        mix_logits=Argument("array", array(N, N)),
-        mix_weights=Argument("array", array(N, N)),
     ),
     "self_attention": call(
         jattn.self_attention,
@@ -363,22 +350,15 @@ FUNCTIONS: dict[str, SweptCall] = {
     "Global": call(masks.Global, n=Argument("count", 2)),
     "Segments": call(masks.Segments, q_ids=TOKENS, kv_ids=Argument("tokens?", ints(B, S))),
     "Padding": call(masks.Padding, attention_mask=Argument("tokens or truths", ints(B, S))),
-    "Dense": call(
-        masks.Dense, named={"array": "mask"}, array=Argument("dense", truths(B, N, T, S))
-    ),
-    "Blocks": call(
-        masks.Blocks, layout=Argument("dense", truths(2, 3)), block=Argument("block", 2)
-    ),
+    "Dense": call(masks.Dense, named={"array": "mask"}, array=Argument("dense", TRUTHS)),
+    "Blocks": call(masks.Blocks, layout=Argument("dense", np.ones((2, 3), bool))),
     "Predicate": call(
         lambda fn, operand, bounds: masks.Predicate(fn, operand, bounds=bounds),
         named={"fn": "mask"},
         fn=Argument("function", lambda b, h, q, kv, x: kv <= q + x),
-        operand=Argument("operand", 1),
-        bounds=Argument("function?", _bounds),
+        bounds=Argument("function?", lambda t: (t.columns.lo <= t.rows.hi, np.bool_(False))),
     ),
-    "as_mask": call(
-        masks.as_mask, named={"value": "mask"}, value=Argument("any mask", truths(B, N, T, S))
-    ),
+    "as_mask": call(masks.as_mask, named={"value": "mask"}, value=Argument("any mask", TRUTHS)),
     "and": call(
         lambda mask: masks.Causal() & mask, mask=Argument("any mask", masks.Window(left=1))
     ),
@@ -388,20 +368,17 @@ FUNCTIONS: dict[str, SweptCall] = {
         "T S batch heads q_positions kv_positions",
         batch=Argument("batch?", (B,)),
         heads=N,
-        q_positions=Argument("integers?", None),
+        q_positions=NO_POSITIONS,
     ),
-    "tile_map": call(
-        masks.tile_map,
-        "mask T S block_q block_kv q_positions kv_positions b h",
-        mask=masks.Causal(),
-        q_positions=Argument("integers?", None),
-    ),
-    "check_bounds": call(
-        masks.check_bounds,
-        "mask T S block_q block_kv q_positions kv_positions",
-        mask=masks.Causal(),
-        q_positions=Argument("integers?", None),
-    ),
+    **{
+        function.__name__: call(
+            function,
+            f"mask T S block_q block_kv q_positions kv_positions{heads}",
+            mask=masks.Causal(),
+            q_positions=NO_POSITIONS,
+        )
+        for function, heads in ((masks.tile_map, " b h"), (masks.check_bounds, ""))
+    },
     "Alibi": call(scores.Alibi, slopes=Argument("slopes", array(N))),
     "relative_bucket": call(scores.relative_bucket, distance=Argument("tokens", ints(T))),
     "RelativeBias": call(scores.RelativeBias, named={"table": "RelativeBias"}),
@@ -410,13 +387,11 @@ FUNCTIONS: dict[str, SweptCall] = {
         lambda operand, fn: scores.Score(fn, operand),
         named={"fn": "score"},
         fn=Argument("function", lambda s, b, h, q, kv, x: s + x),
-        operand=Argument("operand", 1.0),
+        operand=1.0,
     ),
     "aligned_to_end": call(positions.aligned_to_end, S=Argument("tokens", S)),
     "sinusoidal": call(positions.sinusoidal, positions=Argument("any real", ints(B, T))),
-    "rotary": call(
-        positions.rotary, x=array(B, T, N, H), positions=TOKENS, scaling=Argument("thing?", None)
-    ),
+    "rotary": call(positions.rotary, x=array(B, T, N, H), positions=TOKENS),
     "axial_rotary": call(
         positions.axial_rotary,
         named={"positions": "rotary"},
@@ -431,9 +406,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         for kind in CACHES
     },
     "DenseCache.of": call(cache.DenseCache.of),
-    "LatentCache.create": call(
-        cache.LatentCache.create, latent_size=Argument("size", V), rotary_size=Argument("size", 2)
-    ),
+    "LatentCache.create": call(cache.LatentCache.create),
     "LatentCache.append": method(
         cache.LatentCache.append,
         lambda: cache.LatentCache.create(B, L, H, 2),
@@ -441,12 +414,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         value=Argument("only none", None),
     ),
     **{f"{kind.__name__}.append": method(kind.append, new(kind), **APPENDED) for kind in CACHES},
-    **{
-        f"{kind.__name__}.reorder": method(
-            kind.reorder, new(kind), indices=Argument("integers", np.array([1, 0]))
-        )
-        for kind in CACHES
-    },
+    **{f"{kind.__name__}.reorder": method(kind.reorder, new(kind)) for kind in CACHES},
     "next_positions": method(cache.DenseCache.next_positions, new(cache.DenseCache)),
     "last_positions": method(cache.DenseCache.last_positions, new(cache.DenseCache)),
     "parallel.attention": call(parallel.attention, named=AXES),
@@ -483,12 +451,13 @@ FUNCTIONS: dict[str, SweptCall] = {
 
 
 def module(function: Callable[..., Any], **changes: Any) -> SweptCall:
-    return call(function, dtype=Argument("dtype?", None), rngs=Argument("rngs", FRESH), **changes)
+    return call(function, dtype=DTYPE_OR_NONE, rngs=RNGS, **changes)
 
 
 KV_HEADS = {"num_kv_heads": SIZE_OR_NONE}
 LEARNED = {"positions": Argument("name?", "learned")}
 IDS = dict.fromkeys(("source_ids", "target_ids"), "ids")
+NO_DROPOUT = {"dropout_rate": 0.0, "rngs": nnx.Rngs(0)}
 
 SMALL: Any = {"features": D, "num_heads": 2, "feed_forward": 5, "dropout_rate": 0.0}
 SMALL |= {"positions": "learned"}
@@ -509,9 +478,9 @@ def language_model() -> nn.DecoderOnly:
     return nn.DecoderOnly(9, num_layers=1, rngs=nnx.Rngs(0), **SMALL)
 
 
-def embedding() -> nn.TokenEmbedding:
-    return nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))
-
+ATTEND = Argument("thing", Later(attend))
+PROJECTED = Argument("cache", Later(lambda: attend().project_memory(jnp.asarray(MEMORY))))
+STARTED = Argument("thing", Later(lambda: language_model().start(B, L)))
 
 FUNCTIONS |= {
     "generate": call(
@@ -519,56 +488,40 @@ FUNCTIONS |= {
         named={"max_tokens": "length"},
         model=Argument("thing", Later(language_model)),
         prompt=TOKENS,
-        min_tokens=Argument("size", 0),
-        samples=Argument("size", 1),
-        beams=Argument("size", 1),
-        length_penalty=Argument("token", 0.6),
-        repetition_penalty=Argument("positive", 1.0),
-        processors=Argument("thing", ()),
-        prefill_chunk=SIZE_OR_NONE,
-        key=Argument("thing", jax.random.key(0)),
-        stop=Argument("tokens to stop at", [2]),
+        key=RANDOM_KEY,
         pad=Argument("token", 0),
-        caches=Argument("thing?", None),
-        callback=Argument("thing?", None),
+        stop=Argument("tokens to stop at", [2]),
     ),
-    "nn.MultiHeadAttention": module(
-        nn.MultiHeadAttention, mask=Argument("any mask", None), **KV_HEADS
-    ),
+    "nn.MultiHeadAttention": module(nn.MultiHeadAttention, mask=ANY_MASK, **KV_HEADS),
     "nn.MultiHeadLatentAttention": module(
         nn.MultiHeadLatentAttention,
-        mask=Argument("any mask", None),
-        head_dim=Argument("size?", 6),
+        mask=ANY_MASK,
+        head_dim=6,
         rotary_dim=Argument("size", 2),
-        kv_rank=SIZE_OR_NONE,
-        query_rank=SIZE_OR_NONE,
-        rotary=Argument("flag", True),
+        rotary=True,
     ),
     "nn.MultiHeadAttention()": method(
-        nn.MultiHeadAttention.__call__,
-        attend,
-        valid=Argument("thing?", None),
-        cache=Argument("thing?", None),
+        nn.MultiHeadAttention.__call__, attend, valid=THING_OR_NONE, cache=THING_OR_NONE
     ),
-    "nn.MultiHeadAttention.empty_cache": method(
-        nn.MultiHeadAttention.empty_cache, attend, dtype=Argument("dtype?", None)
-    ),
-    "nn.MultiHeadAttention.project_memory": method(
-        nn.MultiHeadAttention.project_memory, attend, positions=Argument("ignored", None)
-    ),
-    "nn.MultiHeadAttention.attend_memory": method(
-        nn.MultiHeadAttention.attend_memory,
-        attend,
-        memory=Argument("cache", Later(lambda: attend().project_memory(jnp.asarray(MEMORY)))),
-    ),
-    "nn.AdditiveAttention()": method(
-        nn.AdditiveAttention.__call__,
-        lambda: nn.AdditiveAttention(D, E, A, rngs=nnx.Rngs(0)),
+    **{
+        f"nn.{row.function.__qualname__}": row
+        for row in (
+            method(nn.MultiHeadAttention.empty_cache, attend, dtype=DTYPE_OR_NONE),
+            method(nn.MultiHeadAttention.project_memory, attend, positions=IGNORED),
+            method(nn.MultiHeadAttention.attend_memory, attend, memory=PROJECTED),
+            method(nn.TokenEmbedding.attend, lambda: nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))),
+            method(nn.DecoderOnly.start, language_model, dtype=DTYPE_OR_NONE),
+            method(nn.DecoderOnly.step, language_model, named={"tokens": "T"}, caches=STARTED),
+        )
+    },
+    "nn.AdditiveAttention()": layer(
+        nn.AdditiveAttention,
+        *(D, E, A),
         query=X,
         key=array(B, S, E),
         value=Argument("array?", None),
     ),
-    "nn.SingleHeads": call(nn.SingleHeads, packed=Argument("thing", Later(attend))),
+    "nn.SingleHeads": call(nn.SingleHeads, packed=ATTEND),
     "nn.LearnedScore": call(
         nn.LearnedScore, score=Argument("thing", scores.Bias(array(1, N, 1, S)))
     ),
@@ -576,42 +529,29 @@ FUNCTIONS |= {
         nn.LearnedNormalizer, normalizer=Argument("thing", normalizers.Sigmoid(array(N)))
     ),
     "nn.capture_weights": call(
-        lambda model: nn.capture_weights(model, jnp.asarray(X)),
-        model=Argument("thing", Later(attend)),
+        lambda model: nn.capture_weights(model, jnp.asarray(X)), model=ATTEND
     ),
-    "nn.Dropout": call(nn.Dropout, named={"rate": "dropout_rate"}, rngs=Argument("rngs", FRESH)),
-    "nn.Dropout()": method(
-        nn.Dropout.__call__,
-        lambda: nn.Dropout(0.5, rngs=nnx.Rngs(params=0)),
+    "nn.Dropout": call(nn.Dropout, named={"rate": "dropout_rate"}, rngs=RNGS),
+    "nn.Dropout()": layer(
+        nn.Dropout,
+        0.5,
+        made={"rngs": nnx.Rngs(params=0)},
         inputs=Argument("any array", X),
-        rngs=Argument("rngs", FRESH),
+        rngs=RNGS,
     ),
-    "nn.LayerNorm": call(nn.LayerNorm, "num_features rngs", rngs=Argument("rngs", FRESH)),
-    "nn.RMSNorm": call(nn.RMSNorm, "num_features rngs", rngs=Argument("rngs", FRESH)),
-    "nn.Rotary()": method(nn.Rotary.__call__, nn.Rotary, x=array(B, T, N, H), positions=TOKENS),
+    "nn.LayerNorm": call(nn.LayerNorm, "num_features rngs", rngs=RNGS),
+    "nn.RMSNorm": call(nn.RMSNorm, "num_features rngs", rngs=RNGS),
+    "nn.Rotary()": layer(nn.Rotary, made={}, x=array(B, T, N, H), positions=TOKENS),
     "nn.AxialRotary": call(nn.AxialRotary, "width"),
-    "nn.AxialRotary()": method(
-        nn.AxialRotary.__call__, lambda: nn.AxialRotary(3), x=array(B, T, N, 8), positions=TOKENS
-    ),
-    "nn.TokenEmbedding()": method(nn.TokenEmbedding.__call__, embedding),
-    "nn.TokenEmbedding.attend": method(nn.TokenEmbedding.attend, embedding),
-    "nn.OutputProjection()": method(
-        nn.OutputProjection.__call__, lambda: nn.OutputProjection(D, 9, rngs=nnx.Rngs(0))
-    ),
-    "nn.LearnedPositions()": method(
-        nn.LearnedPositions.__call__,
-        lambda: nn.LearnedPositions(L, D, rngs=nnx.Rngs(0)),
-        positions=TOKENS,
-    ),
+    "nn.AxialRotary()": layer(nn.AxialRotary, 3, made={}, x=array(B, T, N, 8), positions=TOKENS),
+    "nn.TokenEmbedding()": layer(nn.TokenEmbedding, 9, D),
+    "nn.OutputProjection()": layer(nn.OutputProjection, D, 9),
+    "nn.LearnedPositions()": layer(nn.LearnedPositions, L, D, positions=TOKENS),
     "nn.SinusoidalPositions": call(nn.SinusoidalPositions),
-    "nn.SinusoidalPositions()": method(
-        nn.SinusoidalPositions.__call__,
-        lambda: nn.SinusoidalPositions(D),
-        positions=Argument("any real", ints(B, T)),
+    "nn.SinusoidalPositions()": layer(
+        nn.SinusoidalPositions, D, made={}, positions=Argument("any real", ints(B, T))
     ),
-    "nn.FeedForward()": method(
-        nn.FeedForward.__call__, lambda: nn.FeedForward(D, 5, rngs=nnx.Rngs(0))
-    ),
+    "nn.FeedForward()": layer(nn.FeedForward, D, 5),
     **{
         f"nn.{layer.__name__}": module(layer)
         for layer in (
@@ -620,12 +560,11 @@ FUNCTIONS |= {
             *(nn.EncoderLayer, nn.DecoderLayer, nn.DecoderOnlyLayer),
         )
     },
-    "nn.Encoder()": method(
-        nn.Encoder.__call__, lambda: nn.Encoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0))
-    ),
-    "nn.Decoder()": method(
-        nn.Decoder.__call__,
-        lambda: nn.Decoder(1, D, 2, 5, dropout_rate=0.0, rngs=nnx.Rngs(0)),
+    "nn.Encoder()": layer(nn.Encoder, *(1, D, 2, 5), made=NO_DROPOUT),
+    "nn.Decoder()": layer(
+        nn.Decoder,
+        *(1, D, 2, 5),
+        made=NO_DROPOUT,
         named={"cross_mask": "mask", "memory_positions": "positions"},
     ),
     "nn.Transformer": module(nn.Transformer, **LEARNED),
@@ -638,26 +577,11 @@ FUNCTIONS |= {
     ),
     "nn.DecoderOnly": module(nn.DecoderOnly, **LEARNED, **KV_HEADS),
     "nn.DecoderOnly()": method(nn.DecoderOnly.__call__, language_model, named={"tokens": "ids"}),
-    "nn.DecoderOnly.start": method(
-        nn.DecoderOnly.start, language_model, dtype=Argument("dtype?", None)
-    ),
-    "nn.DecoderOnly.step": method(
-        nn.DecoderOnly.step,
-        language_model,
-        named={"tokens": "T"},
-        caches=Argument("thing", Later(lambda: language_model().start(B, L))),
-    ),
-    "nn.GRU()": method(nn.GRU.__call__, lambda: nn.GRU(D, 6, rngs=nnx.Rngs(0))),
-    "nn.RecurrentEncoder()": method(
-        nn.RecurrentEncoder.__call__, lambda: nn.RecurrentEncoder(D, 6, rngs=nnx.Rngs(0))
-    ),
-    "nn.Maxout()": method(nn.Maxout.__call__, lambda: nn.Maxout(6, D, E, 5, rngs=nnx.Rngs(0))),
+    "nn.GRU()": layer(nn.GRU, D, 6),
+    "nn.RecurrentEncoder()": layer(nn.RecurrentEncoder, D, 6),
+    "nn.Maxout()": layer(nn.Maxout, *(6, D, E, 5)),
     "nn.RecurrentDecoder": module(nn.RecurrentDecoder, out_features=Argument("size", 5)),
-    "nn.RecurrentDecoder()": method(
-        nn.RecurrentDecoder.__call__,
-        lambda: nn.RecurrentDecoder(D, 6, E, A, 5, rngs=nnx.Rngs(0)),
-        memory=array(B, S, E),
-    ),
+    "nn.RecurrentDecoder()": layer(nn.RecurrentDecoder, *(D, 6, E, A, 5), memory=array(B, S, E)),
     "nn.RNNsearch": module(nn.RNNsearch, alignment_features=SIZE_OR_NONE),
     "nn.RNNsearch()": method(
         nn.RNNsearch.__call__,

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores, tuning
+from jattn import masks, tuning
 from jattn.cache import DenseCache
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, place, placed
@@ -43,7 +43,6 @@ def specs_of_results(cuts: str) -> tuple[dict[str, P], P]:
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
-    """Gradients of keys and values are sharded like the keys and values."""
     rule, mesh, (specs, of_lse) = RULES[name], mesh_of(a=2, b=2, c=2), specs_of_results(cuts)
     integers, floats, cotangents = operands_of(rule)
     attend = functools.partial(jattn.attention, implementation=implementation)
@@ -97,7 +96,6 @@ def in_every_mode(rule: Any, integers: Any, floats: Any, tangents: Any, cotangen
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
-    """Only keys and values, with their tangents, are gathered."""
     rule, mesh, (specs, of_lse) = RULES[name], mesh_of(a=2, b=2, c=2), specs_of_results(cuts)
     integers, floats, cotangents = operands_of(rule)
     tangents = {n: np.cos(x) for n, x in floats.items()}
@@ -119,38 +117,43 @@ def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
         assert not any(" = f64[" in x for x in lines if " collective-permute(" in x)
 
 
+def statistics_and_gradients(rule: Any, integers: Any, floats: Any) -> Any:
+    """Statistics, their gradients, and the greatest weights of a rule."""
+    options = rule.of({**integers, **floats})
+
+    def call(floats: Any) -> Any:
+        on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
+        options = rule.of({**integers, **floats})
+        result = jattn.statistics(floats["q"], floats["k"], keys=on, threshold=0.2, **options)
+        weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
+        ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
+        return sum(jnp.sum(x * ranks) for x in weighed), result
+
+    gradients, result = jax.grad(call, has_aux=True)(floats)
+    return result, gradients, jattn.top_weights(floats["q"], floats["k"], 3, **options)
+
+
 @pytest.mark.slow
 def test_statistics_stay_cut_along_queries():
     mesh, cut = mesh_of(a=2, c=4), P("a", "c")
-    q, k = random(B, T, N, H), random(B, T, K, H)
-    ids = np.sort(np.random.default_rng(0).integers(0, 3, (B, T)))
-    options: Any = {"mask": masks.Causal() & masks.Segments(ids), "score": scores.Alibi(random(N))}
-
-    def run(q: Any, k: Any) -> Any:
-        def loss(q: Any, k: Any) -> Any:
-            result = jattn.statistics(q, k, keys=np.arange(T) < 3, threshold=0.2, **options)
-            return jnp.sum(result.entropy**2) + jnp.sum(result.distance), result
-
-        (_, result), d = jax.value_and_grad(loss, (0, 1), has_aux=True)(q, k)
-        return result, d, jattn.top_weights(q, k, 3, **options)
-
-    want = quick_jit(run)(q, k)
-    result = quick_jit(run)(place(mesh, q, cut), place(mesh, k, cut))
-    assert_trees_close(result, want, rtol=1e-10, atol=1e-11)
-    statistics, gradients, (top, _) = result
+    rule = RULES["segments"]
+    integers, floats, _ = operands_of(rule)
+    run = quick_jit(functools.partial(statistics_and_gradients, rule))
+    sharded = placed(mesh, floats, {"q": cut, "k": cut})
+    statistics, gradients, (top, _) = result = run(integers, sharded)
+    assert_trees_close(result, run(integers, floats), rtol=1e-10, atol=1e-11)
     by_head = (statistics.entropy, top, statistics.received)
     assert all(is_placed(x, mesh, P("a", None, "c")) for x in by_head)
-    assert all(is_placed(d, mesh, cut) for d in gradients)
+    assert all(is_placed(gradients[name], mesh, cut) for name in "qk")
 
 
 def test_heads_that_do_not_fit_an_axis_are_cut_as_far_as_key_heads_are():
     """Two key heads over four devices: XLA cuts them along a part of the axis."""
     mesh = mesh_of(a=2, c=4)
     q, k = random(B, T, N, H), random(B, T, 2, H)
-    call = lambda q, k: jattn.attention(q, k, k, mask=masks.Causal())  # noqa: E731
-    want = quick_jit(call)(q, k)
-    out = quick_jit(call)(place(mesh, q, P(None, "a", "c")), place(mesh, k, P(None, "a")))
-    np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
+    call = quick_jit(lambda q, k: jattn.attention(q, k, k, mask=masks.Causal()))
+    out = call(place(mesh, q, P(None, "a", "c")), place(mesh, k, P(None, "a")))
+    np.testing.assert_allclose(out, call(q, k), rtol=1e-12, atol=1e-13)
     assert is_placed(out, mesh, P(None, "a", "c"))
 
 
@@ -163,8 +166,7 @@ def newly_compiled():
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
-def test_tokens_that_devices_cannot_share_are_warned_about(newly_compiled):
-    """One warning, which says what does share them."""
+def test_tokens_that_devices_cannot_share_are_warned_about_once(newly_compiled):
     mesh, k = mesh_of(c=4), random(B, T, N, H)
     q = place(mesh, random(B, T, N, H), P(None, "c"))
     grad = jax.grad(lambda q, k: jnp.sum(jattn.attention(q, k, k) ** 2), (0, 1))
@@ -196,20 +198,19 @@ def test_an_explanation_says_how_tokens_are_shared():
 
 
 def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):
-    mesh = mesh_of(c=4)
     q = random(B, T, N, H)
     options: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
-    call = lambda q: jattn.attention(q, q, q, implementation="native", **options)  # noqa: E731
+    attend = functools.partial(jattn.attention, implementation="native", **options)
+    call = quick_jit(lambda q: attend(q, q, q))
     with pytest.warns(UserWarning, match=r"'native': dropout of a piece .* jattn\.parallel"):
-        out = quick_jit(call)(place(mesh, q, P(None, "c")))
-    np.testing.assert_allclose(out, quick_jit(call)(q), rtol=1e-12, atol=1e-13)
+        out = call(place(mesh_of(c=4), q, P(None, "c")))
+    np.testing.assert_allclose(out, call(q), rtol=1e-12, atol=1e-13)
 
 
 def test_a_cache_cut_along_tokens_is_warned_about(newly_compiled):
-    mesh = mesh_of(c=4)
     cache, q = DenseCache.create(B, T, K, H, dtype=jnp.float64), random(B, 1, N, H)
     cache = cache.append(random(B, 5, K, H), random(B, 5, K, H))
-    sharded_keys = place(mesh, cache.keys, P(None, None, "c"))
+    sharded_keys = place(mesh_of(c=4), cache.keys, P(None, None, "c"))
     call = quick_jit(jattn.attention)
     with pytest.warns(UserWarning, match=r"jattn\.parallel\.cached_attention for a cache"):
         out = call(q, DenseCache(sharded_keys, cache.values, cache.lengths, cache.overflowed))
@@ -264,20 +265,7 @@ def test_mapped_calls_and_few_key_heads():
 def test_statistics_stay_sharded(name, generated):
     mesh, rule = mesh_of(data=2, model=2), RULES[name]
     integers, floats, _ = operands_of(rule)
-
-    def run(integers: Any, floats: Any) -> Any:
-        def call(floats: Any) -> Any:
-            on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
-            options = rule.of({**integers, **floats})
-            result = jattn.statistics(floats["q"], floats["k"], keys=on, threshold=0.2, **options)
-            weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
-            ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
-            return sum(jnp.sum(x * ranks) for x in weighed), result
-
-        (_, result), gradients = jax.value_and_grad(call, has_aux=True)(floats)
-        options = rule.of({**integers, **floats})
-        return result, gradients, jattn.top_weights(floats["q"], floats["k"], 3, **options)
-
+    run = functools.partial(statistics_and_gradients, rule)
     specs = {"q": TOKENS, "k": TOKENS} | SPECS
     sharded = [placed(mesh, x, specs) for x in (integers, floats)]
     with tuning.using(generated_pairs=0 if generated else 10**9):
