@@ -624,6 +624,7 @@ def shifted(positions: Any, by: Any) -> Any:
 
 def _shifted_by_array(positions: Any, by: Any) -> Any:
     """Computes `shifted` for an array `by`."""
+    positions = np.int32(positions) if isinstance(positions, int) else positions
     if not integers.is_narrow(positions):
         return _shifted_wide(positions, abs(by).astype(positions.dtype), by < 0)
     # A shift across all int32 positions, by 2³² − 1, takes three int32 steps.

@@ -255,7 +255,7 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
     places = np.arange(start, min(start + size, len(positions)))
     slack = draw(st.sampled_from([0, 0, 2]))
     lo, hi = positions[places].min() - slack, positions[places].max() + slack
-    return places, Extent(np.int32(lo), np.int32(hi), start, size)
+    return places, Extent(int(lo), int(hi), start, size)
 
 
 @settings(max_examples=settings().max_examples * 3 // 5)
