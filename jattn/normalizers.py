@@ -543,11 +543,13 @@ def _greatest(score: Scores) -> Float[Array, "t 1"]:
 def _entmax(alpha: float, score: Scores) -> Scores:
     """Computes the weights of `Entmax`.
 
-    With z = (α − 1)(score − greatest) and p = 1/(α − 1), the weights are (z − τ)₊^p. For α ≤ 2 the
-    unknown is t = (τ + 1) p, as τ has no digits left near α = 1, where the weights are
-    (1 + (α − 1)(score − greatest − t))₊^p. Scores with z ≤ −1 have no influence.
+    With z = (α − 1)(score − greatest) and p = 1/(α − 1), the weights are (z − τ)₊^p. Scores with
+    z ≤ −1 have no influence. For α ≤ 2 the weights are computed as
+    (1 + (α − 1)(score − greatest − t))₊^p, because near α = 1 the unknown t = (τ + 1) p keeps the
+    digits that τ loses.
     """
     power = 1 / (alpha - 1)
+    # The least z is −2, as −1 could be rounded up, and would then have a weight.
     score_below = jnp.maximum(score - _greatest(score), -2 * power)
     if alpha <= 2:
         weights = _raised((alpha - 1) * (score_below - _newton(score_below, alpha)), power)
@@ -565,11 +567,11 @@ def _raised(x: Scores, power: float) -> Scores:
     """Computes (1 + x)₊^power, also for large powers and small x; it is 0 at −1."""
     is_zero = x <= -1
     x = jnp.where(is_zero, 0, x)
-    powered = (1 + x) ** power if power in (1, 2) else jnp.exp(power * jnp.log1p(x))
+    powered = (1 + x) ** power if power in (0, 1, 2) else jnp.exp(power * jnp.log1p(x))
     return jnp.where(is_zero, 0, powered)
 
 
-_MAX_STEPS = 100  # of Newton's method, which takes about 10
+_MAX_STEPS = 100  # of Newton's method, which takes about 10, and log S more near α = 1
 
 
 def _newton(score_below: Scores, alpha: float) -> Float[Array, "t 1"]:

@@ -129,9 +129,10 @@ def as_score(value: Any) -> Any:
     may_be_module = not isinstance(value, ScoreFunction | types.FunctionType | None)
     if may_be_module and isinstance(value, HoldsTree):
         value = value.held_tree()
+    if value is None:
+        return None
     if isinstance(value, ScoreFunction):
         check_pytree("score", value)
-    if value is None or isinstance(value, ScoreFunction):
         return value
     if _is_function(value):
         return Score(value)

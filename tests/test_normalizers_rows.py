@@ -208,4 +208,5 @@ def test_other_normalizers_are_refused():
     term = scores.Score(lambda score, b, h, q_idx, kv_idx: -jnp.abs(score))
     reasons = jattn.explain(q, k, v, normalizer=normalizers.Running(term))
     assert "Running" in str(reasons["native"])
+    assert "alpha" in str(jattn.explain(q, k, v, normalizer=Entmax(1.05))["native"])
     assert jattn.explain(q, k, v, normalizer=TopK(2))["native"] is None

@@ -167,7 +167,7 @@ class Weights(NamedTuple):
 @functools.singledispatch
 def as_weights(normalizer: Tree) -> Weights:
     """Returns the number of a normalizer; raises NotImplementedError with the reason."""
-    raise NotImplementedError(f"it has no {type(normalizer).__name__}")
+    raise NotImplementedError("the kernel does not have it")
 
 
 as_weights.register(type(None), lambda normalizer: Weights(0))

@@ -64,8 +64,8 @@ def normalizers(call: Call) -> str | None:
     """Returns why the kernel cannot compute the call's normalizer, or None."""
     try:
         built_in.as_weights(call.spec.normalizer)
-    except NotImplementedError:
-        return f"the kernel has no normalizer {type(call.spec.normalizer).__name__}"
+    except NotImplementedError as reason:
+        return f"normalizer {type(call.spec.normalizer).__name__}: {reason}"
     return None
 
 

@@ -55,7 +55,8 @@ def weights_of_scores(
 ) -> Scores:
     """Computes the weights before dropout from the scores `[t, S]` that `tile.modify` returns.
 
-    Raises TypeError if the normalizer does not return floats `[t, S]`."""
+    Raises TypeError if the normalizer does not return floats `[t, S]`.
+    """
     if scores_are_weights(spec):
         return score
     normalizer: Any = spec.normalizer
