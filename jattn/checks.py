@@ -226,6 +226,15 @@ def check_returned(owner: str, fn: Any, value: Any, kind: str) -> Any:
     raise TypeError(f"{owner}: {function_name(fn)} must return {article} scalar, got {got}{advice}")
 
 
+def check_not_reduced(owner: str, fn: Any) -> None:
+    """Checks that a traced function of scalars does not reduce its first argument, the score."""
+    if fn.useless_reduction:
+        advice = _SCALAR_ADVICE.get(owner, "the function gets one score, a scalar")
+        raise TypeError(
+            f"{owner}: {fn.__name__} reduces the score ({fn.useless_reduction}), but {advice}"
+        )
+
+
 _SCALAR_ADVICE = {
     "normalizer": "the function gets one score, a scalar; for a function of all scores of a query "
     "write a subclass of jattn.normalizers.NormalizerFunction"

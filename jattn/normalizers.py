@@ -33,10 +33,8 @@ from jattn.checks import (
     check_number,
     check_operands,
     check_pytree,
-    check_returned,
     check_rule,
     check_size,
-    explained,
     function_name,
     shown,
 )
@@ -254,18 +252,25 @@ def Pointwise(fn: Callable[..., Any], *operands: Any) -> PointwiseNormalizer:
     >>> jattn.attention(q, k, v, normalizer=jax.nn.softplus).shape
     (2, 5, 4, 8)
 
-    Raises TypeError if `fn` does not take these arguments.
+    Raises TypeError if `fn` does not take these arguments. Calls of attention raise TypeError if it
+    does not return a float scalar, or sums or otherwise reduces the score.
     """
     check_rule("normalizer", fn, ("score",), operands)
     check_operands("Pointwise", operands)
 
     def weight(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *operands: Any) -> Any:
-        with explained("normalizer", fn):
-            result = fn(score, *operands)
-        return check_returned("normalizer", fn, result, "floating-point")
+        return fn(score, *operands)
 
     weight.__name__ = function_name(fn)
-    return _ByScore(Score(weight, *operands))
+    return _ByScore(_Weight(weight, *operands))
+
+
+@pytree_dataclass
+class _Weight(Score):
+    """A weight, given by a function with the arguments of a score function."""
+
+    owner = "normalizer"
+    __init__ = Score.__init__  # `dataclass` would make one without checks
 
 
 @pytree_dataclass

@@ -32,6 +32,7 @@ from jattn._types import Index, Scores
 from jattn.checks import (
     check_array,
     check_flag,
+    check_not_reduced,
     check_number,
     check_operands,
     check_pytree,
@@ -430,7 +431,8 @@ class Score(ScoreFunction):
         The traced function keeps the present values of other variables that `fn` reads.
 
         Raises:
-            TypeError: the function does not return a float scalar.
+            TypeError: the function does not return a float scalar, or sums or otherwise reduces
+                the score.
         """
         if isinstance(self.fn, TracedFunction):
             return self
@@ -442,6 +444,7 @@ class Score(ScoreFunction):
             return type(self)(axisless_fn, *self.operands).traced(dtype)
         name, n_own = function_name(self.fn), len(cast)
         fn, operands = program_of(name, self.fn, self._scalar, cast, *examples)
+        check_not_reduced(self.owner, fn)
         traced = object.__new__(type(self))  # the arguments of the function were already checked
         # After the user's own operands, `program_of` returns those that tracing has added.
         vars(traced).update(fn=fn, operands=(*self.operands, *operands[n_own:]))

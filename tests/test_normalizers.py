@@ -363,6 +363,31 @@ def test_a_score_that_overflows_makes_the_row_nan(implementation):
     assert jnp.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(),
+        lambda x: jnp.exp(x - jax.nn.logsumexp(x)),
+        lambda x: jnp.where(jnp.argmax(x) == 0, x, 0),
+        jax.jit(lambda x: jax.nn.relu(x / jnp.linalg.norm(x))),
+        lambda x: jnp.where(x >= jnp.median(x), x, 0),
+    ],
+    ids=["sum", "logsumexp", "argmax", "jitted norm", "median"],
+)
+def test_functions_that_reduce_the_score_are_refused(function, unchecked):
+    with pytest.raises(TypeError, match=r"normalizer: .* reduces the score \(.*NormalizerFunction"):
+        jattn.attention(Q, KEY, VALUE, normalizer=function)
+    score: Any = lambda x, b, h, q_idx, kv_idx: function(x)  # noqa: E731
+    with pytest.raises(
+        TypeError, match=r"score: <lambda> reduces the score .* one score, a scalar"
+    ):
+        jattn.attention(Q, KEY, VALUE, score=score)
+    weight = jnp.exp(jnp.stack([Q[0, 0, 0, 0], 0.0])).sum()  # sums of other values are allowed
+    jattn.attention(
+        Q, KEY, VALUE, normalizer=lambda x: x * jnp.stack([x, weight]).sum() * weight.sum()
+    )
+
+
 def test_functions_of_all_scores_are_refused(unchecked):
     attend = functools.partial(jattn.attention, Q, KEY, VALUE)
     with pytest.raises(ValueError, match="axis") as raised:

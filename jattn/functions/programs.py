@@ -6,6 +6,7 @@ program, so that these calls share compiled programs.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jattn._explicit import evaluated, is_bound, without_constants, without_mesh
 from jattn.functions import shared, snapshots
+from jattn.functions.read import called_program, operation
 from jattn.functions.snapshots import Key, Same, Unsure
 
 
@@ -46,6 +48,12 @@ class TracedFunction:
     def key(self) -> Hashable:
         """A key that is equal only for programs with the same results and derivatives."""
         return self.__name__, self._n_arguments, _program_key(self._jaxpr, self._constants)
+
+    @functools.cached_property
+    def useless_reduction(self) -> str | None:
+        """The name of the first reduction of a value that depends on the first argument and is one
+        number, None if there is none. It has no effect: the function was written for an array."""
+        return _useless_reduction(self._jaxpr, {self._jaxpr.invars[0]})
 
     def shared_results(self, operands: Any) -> list[Any]:
         """Computes the results of the shared operations, see `shared`. `operands` are the user's
@@ -114,6 +122,26 @@ def _trace_snapshot(
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
         traced = snapshots.kept(key, traced, transient=snapshots.is_transient(snapshot))
     return traced
+
+
+_REDUCTIONS = {"argmax", "argmin", "cumsum", "sort"}
+_REDUCTIONS |= {f"reduce_{x}" for x in ("and", "max", "min", "or", "prod", "sum")}
+
+
+def _useless_reduction(jaxpr: Any, dependent: set[Any]) -> str | None:
+    """Returns the name of the first reduction of one number that depends on the variables."""
+    for equation in jaxpr.eqns:
+        reads = [not hasattr(x, "val") and x in dependent for x in equation.invars]
+        if not any(reads):
+            continue
+        if (program := called_program(equation)) is not None:
+            arguments = set(itertools.compress(program.jaxpr.invars, reads))
+            if name := _useless_reduction(program.jaxpr, arguments):
+                return name
+        elif operation(equation) in _REDUCTIONS and equation.invars[0].aval.size == 1:
+            return operation(equation)
+        dependent |= set(equation.outvars)
+    return None
 
 
 def as_new_function(function: Callable[..., Any]) -> Callable[..., Any]:
