@@ -1,11 +1,10 @@
 """A model of warpgroups that wait for one another at barriers while copy units and tensor cores run
 asynchronously, as on GPUs since Hopper. It finds unordered accesses even where values are right.
 
-It runs kernels unchanged, operation by operation, on NumPy arrays in place of a GPU's memory: each
-warpgroup in a thread, of which one at a time runs until it has to wait. Every access to shared
-memory and tensor memory is an event. A warpgroup knows its own events, and at a barrier learns the
-events known to those who arrived there. Only those who wait for a unit know its events; a unit
-knows what the warpgroup knew that started it. Therefore:
+Kernels run unchanged on NumPy arrays, each warpgroup in a thread, of which one at a time runs until
+it has to wait. Every access to shared memory and tensor memory is an event. A warpgroup knows its
+own events, and at a barrier learns the events known to those who arrived there; those of a unit it
+knows after waiting for it; a unit knows what the warpgroup knew that started it. Therefore:
 
 - a read knows all writes to its place, and a write all reads and writes;
 - units know accesses of threads to shared memory only after a fence, `commit_smem`;
@@ -13,8 +12,7 @@ knows what the warpgroup knew that started it. Therefore:
 - when a program ends, no copy is in flight, and each passing of a barrier was seen;
 - at any time some warpgroup can run.
 
-Products that Blackwell's tensor cores add to the same numbers are ordered; others have no order.
-No warpgroup reads what a program leaves in global memory.
+Products that tensor cores add to the same numbers are ordered; others have no order.
 """
 
 import contextlib
@@ -66,10 +64,8 @@ class Events:
 
 
 class Part:
-    """A kernel's reference to a part of an array, without axes that were indexed by a number.
-
-    `box` is the range of indices along every axis of the array.
-    """
+    """A kernel's reference to a part of an array, without axes that were indexed by a number; `box`
+    is the range of indices along every axis."""
 
     def __init__(
         self, events: Events, content: np.ndarray, box: tuple[slice, ...], axes: list[int]
@@ -109,8 +105,7 @@ class Part:
         """Records an access. The last axis is in bytes: arrays of other types may lie there."""
         *box, last = self.box
         each = self.dtype.itemsize
-        run = slice(last.start * each, last.stop * each)
-        self.events.add((*box, run), event, known, writes)
+        self.events.add((*box, slice(last.start * each, last.stop * each)), event, known, writes)
 
     def __getitem__(self, index: Any) -> Any:
         part = self.part(index)
@@ -232,10 +227,8 @@ class Passes(NamedTuple):
 
 
 class Machine(Programs):
-    """Runs kernels whose warpgroups wait at barriers.
-
-    By the names of kernels, `did` has the operations of each, and `passes` its barriers by name.
-    """
+    """Runs kernels whose warpgroups wait at barriers. By the names of kernels, `did` has the
+    operations of each, and `passes` its barriers by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,10 +355,8 @@ class Machine(Programs):
     # --- products -------------------------------------------------------------------------------
 
     def products(self, unit: Unit, pairs: Any, **options: Any) -> Any:
-        """Computes products that a warpgroup waits for.
-
-        A unit reads their operands, from start to end, unless single warps multiply.
-        """
+        """Computes products that a warpgroup waits for. A unit reads their operands, from start to
+        end, unless single warps multiply."""
         group = self.group
         group.multiplies = not unit.by_warp
         for x in itertools.chain.from_iterable(pairs):

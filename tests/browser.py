@@ -1,8 +1,5 @@
-"""A headless Chromium that tests drive by its DevTools protocol, over a pipe and without a library.
-
-Only a browser of the system's packages is needed, such as Debian's `chromium`, or the one that the
-variable CHROME names.
-"""
+"""A headless Chromium of the system, or of the variable CHROME, that tests drive by its DevTools
+protocol, over a pipe."""
 
 import json
 import os
@@ -33,12 +30,8 @@ def installed() -> str | None:
 
 
 class Browser:
-    """A browser with one page, and what happened in it.
-
-    Attributes:
-        requests: every address that the page asked for.
-        complaints: lines in the console, exceptions, and what policies forbade.
-    """
+    """A browser with one page; `requests` has every address that the page asked for, `complaints`
+    lines in the console, exceptions, and what policies forbade."""
 
     def __init__(self) -> None:
         program = installed()

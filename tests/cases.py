@@ -1,8 +1,7 @@
-"""The table of cases: attention calls that the tests of every implementation run.
+"""The table of cases: attention calls that the tests of every implementation run. Masks and scores
+are written twice: as the library's object and as a plain Python rule for the oracle.
 
-A case is a shape with a mask and a score function, each written twice: as the library's object and
-as a plain Python rule for the oracle (with derivatives for scores). CaseSizes are co-prime wherever
-possible, so that no two axes can be mistaken for each other.
+CaseSizes are co-prime wherever possible, so that no two axes can be mistaken for each other.
 """
 
 import dataclasses
@@ -159,10 +158,7 @@ class CallCase:
         }
 
     def attend(self, q, k, v, parameters: Arrays, operands: Arrays, **options):
-        """Returns `(out, lse)` of `jattn.attention` on this case, unless options say otherwise.
-
-        With a normalizer, lse is 0.
-        """
+        """Returns `(out, lse)` unless options say otherwise. With a normalizer, lse is 0."""
         options = {"return_lse": True, "dropout_rate": self.rate, **options}
         lse = options["return_lse"]
         if self.normalizer is not None:
@@ -196,11 +192,8 @@ DTYPES: dict[str, Any] = {
 
 
 def inputs(case: CallCase, dtype: str = "float64", seed: int = 0) -> CaseInputs:
-    """Random inputs whose logits spread over several units, so that weights are far from uniform.
-
-    Values increase along the keys in one channel and decrease in the next, so that the mean of the
-    values is a wrong output.
-    """
+    """Random inputs whose weights are far from uniform, and values that increase along the keys in
+    one channel and decrease in the next, so that their mean is a wrong output."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     kind = DTYPES[dtype]
     wide = np.float64 if dtype == "float64" else np.float32
@@ -298,14 +291,13 @@ def lengths(q: Any = None, kv: Any = None) -> MaskRule:
 
 def segments(q_ids: Any, kv_ids: Any = None) -> MaskRule:
     """Equal ids; without `kv_ids` the keys have the queries' ids."""
-    ids = {"q_ids": np.array(q_ids)} | ({} if kv_ids is None else {"kv_ids": np.array(kv_ids)})
     return MaskRule(
         lambda a: masks.Segments(a["q_ids"], a.get("kv_ids")),
         lambda a, pair: bool(
             _row_of(a["q_ids"], pair.b)[pair.i]
             == _row_of(a.get("kv_ids", a["q_ids"]), pair.b)[pair.j]
         ),
-        ids,
+        {"q_ids": np.array(q_ids)} | ({} if kv_ids is None else {"kv_ids": np.array(kv_ids)}),
     )
 
 
@@ -357,10 +349,7 @@ def blocks(layout: Any, block: int | tuple[int, int], batch: tuple[int, ...] = (
 
 
 def dense(shape: tuple[int, ...], seed: int, *, dead: Any = None, bare: bool = False) -> MaskRule:
-    """A random boolean array of full rank that is False where `dead` indexes it.
-
-    With `bare`, `attention` gets the array itself and makes a `Dense` mask of it.
-    """
+    """A random boolean array of full rank, False where `dead` indexes it; not a mask if `bare`."""
     array = np.random.default_rng(seed).random(shape) < 0.6
     if dead is not None:
         array[dead] = False
@@ -526,9 +515,7 @@ def relative_bias(buckets: int, N: int, *, bidirectional: bool, max_distance: in
 def bias(shape: tuple[int, ...], batch: tuple[int, ...] = (2,)) -> ScoreRule:
     """An array of full rank whose axes of size 1 broadcast."""
 
-    def index(array: Any, pair: At) -> tuple[Any, ...]:
-        return _full_rank(array, pair, pair.i, pair.j, batch)
-
+    index = lambda array, pair: _full_rank(array, pair, pair.i, pair.j, batch)  # noqa: E731
     return ScoreRule(
         lambda p: scores.Bias(p["bias"]),
         lambda p: Modifier(
@@ -668,8 +655,7 @@ STICK_BREAKING = _fixed(normalizers.StickBreaking(), row_normalizers.stick_break
 
 def sigmoid(S: int) -> NormalizerRule:
     """A sigmoid with the default bias."""
-    bias = row_normalizers.sigmoid(lambda pair: -math.log(S))
-    return _fixed(normalizers.Sigmoid(), bias)
+    return _fixed(normalizers.Sigmoid(), row_normalizers.sigmoid(lambda pair: -math.log(S)))
 
 
 def entmax(alpha: float) -> NormalizerRule:
@@ -929,9 +915,7 @@ NORMALIZERS = [
     CallCase("exp", CaseSizes(T=7, S=5), PREDICATE, soft_cap(2.0), normalizer=EXP),
     CallCase("pointwise", mask=dense((2, 6, 5, 7), 9, dead=LAST_ROW), normalizer=MIXED),
     CallCase(
-        "softmax",
-        mask=CAUSAL,
-        normalizer=_fixed(normalizers.Softmax(), row_normalizers.softmax()),
+        "softmax", mask=CAUSAL, normalizer=_fixed(normalizers.Softmax(), row_normalizers.softmax())
     ),
     CallCase(
         "softmax_plus_one",

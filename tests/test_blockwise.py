@@ -1,7 +1,4 @@
-"""The promises of the blockwise implementation alone: linear memory, and skipped tiles.
-
-The contract compares its results with the oracle on small tiles.
-"""
+"""Promises of the blockwise implementation alone: linear memory, and skipped tiles."""
 
 import functools
 from typing import Any
@@ -82,8 +79,7 @@ def test_short_sequences_do_not_take_memory_for_all_scores(B):
     [(8, 48, 8), (8, 47, 2), (8, 36, 2), (7, 36, 3), (7, 24, 2), (31, 60, 5), (6, 1, 1)],
 )
 def test_groups_of_batch_rows(B, together, rows):
-    """A row is 12 numbers. All rows at once up to twice `together`; otherwise equal groups, unless
-    these would be less than half as large."""
+    """Rows of 12 numbers: all up to twice `together`, else equal groups of at least half."""
     shapes = Shapes((B,), T=2, S=2, N=1, K=1, H=1, V=1, dtype=jnp.float32)
     assert single_tile._rows(shapes, together) == rows
 
@@ -101,8 +97,7 @@ def test_groups_of_batch_rows(B, together, rows):
 )
 def test_tiles_grow_with_the_keys_that_are_visited(mask, T, size):
     spec = Spec(mask=mask, score=None, scale=1.0, q_positions=None, kv_positions=None)
-    tiling = blockwise.choose_tiling(spec, T, T, tuning.TABLE["cpu"])
-    assert tiling == Tiling(size, size)
+    assert blockwise.choose_tiling(spec, T, T, tuning.TABLE["cpu"]) == Tiling(size, size)
 
 
 @pytest.mark.default_tiles

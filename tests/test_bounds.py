@@ -78,8 +78,7 @@ RULES: dict[str, Callable[..., Any]] = {
 
 
 def dense(rule: Callable[..., Any], b: int, h: int, q: Any, kv: Any) -> np.ndarray:
-    per_key = jax.vmap(rule, (None, None, None, 0))
-    every = quick_jit(jax.vmap(per_key, (None, None, 0, None)))
+    every = quick_jit(jax.vmap(jax.vmap(rule, (None, None, None, 0)), (None, None, 0, None)))
     q, kv = (jnp.asarray(x, jnp.int32) for x in (q, kv))
     return np.asarray(every(jnp.int32(b), jnp.int32(h), q, kv))
 
@@ -110,12 +109,13 @@ def test_tiles_are_known_in_a_program_too(name):
 
 def test_tiles_without_keys_are_skipped():
     x = jnp.ones((1, 2048, 1, 8))
-    flops = []
-    for mask in (Predicate(lambda b, h, q, kv: kv < 128), None):
+
+    def flops(mask: Any) -> float:
         call = functools.partial(jattn.attention, mask=mask, implementation="blockwise")
         costs: Any = jax.jit(call).lower(x, x, x).compile().cost_analysis()
-        flops.append(costs["flops"])
-    assert flops[0] < flops[1] / 8
+        return costs["flops"]
+
+    assert flops(Predicate(lambda b, h, q, kv: kv < 128)) < flops(None) / 8
 
 
 S, BLOCK = 24, 6
@@ -321,7 +321,6 @@ def test_a_value_used_twice_is_read_once(shape):
 
 
 def test_bounds_of_tables_of_floats_that_only_the_program_knows():
-    """Comparisons of numbers that may be NaN, for arrays of NumPy and traced ones."""
     table = np.random.default_rng(3).normal(size=(T,)).astype(np.float32)
 
     def kinds(table: Any) -> Any:
@@ -386,8 +385,7 @@ def test_tiles_of_one_head_and_of_any_head_differ():
     mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
     grid = masks.extents(T, 16), masks.extents(T, 16)
     with tuning.using(**EVALUATED):
-        of_any = masks.kinds(mask, masks.Tile.grid(*grid))
-        assert np.unique(of_any).tolist() == [masks.MIXED]
+        assert np.unique(masks.kinds(mask, masks.Tile.grid(*grid))).tolist() == [masks.MIXED]
         assert np.array_equal(tile_map(mask, h=0), tile_map(masks.Causal()))
         assert np.array_equal(tile_map(mask, h=1), tile_map(masks.Full()))
         assert np.unique(jax.jit(lambda h: masks.kinds(mask, masks.Tile.grid(*grid, 0, h)))(0)) == 1
@@ -405,14 +403,12 @@ def test_positions_in_any_order(other):
 
 def test_pairs_are_not_evaluated_with_traced_tables():
     def kinds_of(table: Any) -> Any:
-        mask = Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv)
-        return masks.tile_map(mask, T, T, 16, 16)
+        return masks.tile_map(Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv), T, T, 16, 16)
 
     table = jnp.arange(T, dtype=jnp.int32)
     with tuning.using(**EVALUATED):
         assert np.unique(jax.jit(kinds_of)(table)).tolist() == [masks.MIXED]
-        want = masks.tile_map(masks.Causal(), T, T, 16, 16)
-        assert np.array_equal(kinds_of(table), want)
+        assert np.array_equal(kinds_of(table), masks.tile_map(masks.Causal(), T, T, 16, 16))
 
 
 @pytest.mark.one_in(3)
@@ -421,13 +417,8 @@ def test_pairs_are_not_evaluated_with_traced_tables():
 def test_windows_over_images_are_cut_at_their_rows(image, blocks):
     """The windows are causal. The calls are small, so that no pair is evaluated."""
     height, width, rows, columns = image
-
-    def of_rows(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (kv // width <= q // width) & (q // width - kv // width < rows)
-
-    def of_columns(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (kv % width <= q % width) & (q % width - kv % width < columns)
-
+    of_rows = lambda b, h, q, kv: (kv // width <= q // width) & (q // width - kv // width < rows)  # noqa: E731
+    of_columns = lambda b, h, q, kv: (kv % width <= q % width) & (q % width - kv % width < columns)  # noqa: E731
     both = Predicate(lambda *x: of_rows(*x) & of_columns(*x))
     size = height * width
     pairs = 0, 0, np.arange(size)[:, None], np.arange(size)
@@ -454,23 +445,21 @@ def test_a_user_s_bounds_are_not_asked_about_parts():
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_attention_is_the_same(implementation):
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 600, 2, 8)) * 3, jnp.float32) for _ in range(3))
-
-    def loss(mask: masks.Mask, x: Any) -> Any:
-        return (jattn.attention(*x, mask=mask, implementation=implementation) ** 2).sum()
-
+    qkv = tuple(jnp.asarray(rng.normal(size=(2, 600, 2, 8)) * 3, jnp.float32) for _ in range(3))
     # The kernel has no loops, and bounds of a power are not known either.
     rule = causal if implementation == "blockwise" else lambda b, h, q, kv: (q - kv) ** 3 >= 0
 
-    def undecided_loss(x: Any) -> Any:
-        return jax.value_and_grad(lambda x: loss(Predicate(rule), x))(x)
+    def both(x: Any, mask: masks.Mask) -> Any:
+        loss = lambda x: (jattn.attention(*x, mask=mask, implementation=implementation) ** 2).sum()  # noqa: E731
+        return jax.value_and_grad(loss)(x)
 
-    want = jax.value_and_grad(lambda x: loss(masks.Causal(), x))((q, k, v))
-    each = jax.tree.map(lambda x: x[:, None], (q, k, v))
+    undecided_loss = functools.partial(both, mask=Predicate(rule))
+    want = both(qkv, masks.Causal())
+    each = jax.tree.map(lambda x: x[:, None], qkv)
     gradients = lambda x: undecided_loss(x)[1]  # noqa: E731
     sharded = jax.shard_map(gradients, mesh=mesh_of(x=2), in_specs=P("x"), out_specs=P("x"))
     with tuning.using(**EVALUATED):
-        for got in (jax.jit(undecided_loss)((q, k, v)), jax.vmap(undecided_loss)(each)):
+        for got in (jax.jit(undecided_loss)(qkv), jax.vmap(undecided_loss)(each)):
             np.testing.assert_allclose(np.sum(got[0]), want[0], rtol=1e-5)
-            assert_accurate([x.reshape(q.shape) for x in got[1]], want[1], 1e-4)
-        assert_accurate(jax.jit(sharded)((q, k, v)), want[1], 1e-4)
+            assert_accurate([x.reshape(want[1][0].shape) for x in got[1]], want[1], 1e-4)
+        assert_accurate(jax.jit(sharded)(qkv), want[1], 1e-4)

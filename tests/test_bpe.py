@@ -72,8 +72,7 @@ def test_frequent_words_are_one_token_and_rare_ones_several():
 
 
 def test_merges_cross_neither_spaces_nor_marks():
-    vocabulary = Vocabulary.learn_bpe(["der hund, der hund, 10 10"] * 9, size=60)
-    for word in vocabulary.words:
+    for word in Vocabulary.learn_bpe(["der hund, der hund, 10 10"] * 9, size=60).words:
         inner = word.removeprefix(" ")
         assert " " not in inner
         assert inner == "" or inner.isalpha() or inner.isdecimal() or inner == ","

@@ -52,7 +52,6 @@ ALIBI = scores.Alibi(scores.alibi_slopes(N))
 
 
 def encoded(x: Any, places: Any) -> Any:
-    """Learned positions and rotation."""
     rows = LEARNED[jnp.clip(places, 0, T - 1)]
     x = x + jnp.broadcast_to(rows, (B, *rows.shape[-2:]))[:, :, None]
     return positions.rotary(x, places)
@@ -118,6 +117,9 @@ def test_more_than_a_chunk_goes_in_pieces():
     got, cache = cached(*tokens(), CACHES["rolling"](3), mask=mask)
     close(got, whole("rolling", mask, *tokens()))
     np.testing.assert_array_equal(cache.lengths, [T] * B)
+    mask = masks.Blocks(jnp.ones((T, W + 3), bool), 1)
+    with pytest.raises(NotImplementedError, match=r"mask: .*no more tokens than the cache's chunk"):
+        cached(*tokens(), CACHES["rolling"](3), mask=mask)
 
 
 @pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
@@ -126,12 +128,6 @@ def test_places_of_queries_go_on_from_piece_to_piece(lengths):
     mask = masks.Causal() & ~(masks.Lengths(q=lengths) & masks.Window(left=1))
     got, _ = cached(*tokens(), CACHES["rolling"](3), mask=mask)
     close(got, whole("rolling", mask, *tokens()))
-
-
-def test_blocks_of_places_do_not_go_in_pieces():
-    mask = masks.Blocks(jnp.ones((T, W + 3), bool), 1)
-    with pytest.raises(NotImplementedError, match=r"mask: .*no more tokens than the cache's chunk"):
-        cached(*tokens(), CACHES["rolling"](3), mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,6 @@ close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
 
 
 def filled(kind: str, lengths: np.ndarray) -> Any:
-    """A cache with the first tokens of each row."""
     valid = np.arange(T) < lengths[:, None]
     return CACHES[kind](T).append(*tokens()[1:], valid)
 
@@ -207,9 +202,8 @@ def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
 @every_cache
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
-    narrow: Any = jax.tree.map(
-        lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, CACHES[kind](T)
-    )
+    cast = lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x  # noqa: E731
+    narrow: Any = jax.tree.map(cast, CACHES[kind](T))
     query, key, value = tokens()
     out, longer = attended(narrow, query, key, value)
     assert longer.keys.dtype == longer.values.dtype == jnp.dtype(dtype)
@@ -257,11 +251,11 @@ def test_implementations_agree_on_a_cache(implementation, kind):
 def test_long_caches_are_read_in_blocks(kind, lengths):
     """Few of the blocks, half of them, or all; the other slots are poisoned."""
     S, rows = 2048, 2
-    options = {"page_size": 64} if kind == "paged" else {}
-    cls: Any = {"dense": DenseCache, "paged": PagedCache}[kind]
-    cache = poisoned(cls.create(rows, S, 1, 4, **options), np.nan)
+    paged = functools.partial(PagedCache.create, page_size=64)
+    create = paged if kind == "paged" else DenseCache.create
     shapes = (rows, S, 1, 4), (rows, S, 1, 4), (rows, 1, 2, 4)
     key, value, query = normal_arrays(*shapes, dtype=jnp.float32)
+    cache = poisoned(create(rows, S, 1, 4), np.nan)
     cache = cache.append(key, value, np.arange(S) < np.array(lengths)[:, None])
     mask = masks.Causal() & masks.Window(left=1000)
     got = quick_jit(lambda query, cache: jattn.attention(query, cache, mask=mask))(query, cache)
@@ -316,7 +310,7 @@ def test_explain_knows_caches():
 )
 def test_the_transformer_step_by_step_is_the_transformer_at_once(places, norm):
     widths: Any = {"features": 16, "num_heads": 4, "feed_forward": 32, "max_length": 20}
-    widths |= {"encoder_layers": 1, "decoder_layers": 2, "dropout_rate": 0.1}
+    widths |= {"encoder_layers": 1, "decoder_layers": 1, "dropout_rate": 0.1}
     model = jattn.nn.Transformer(11, 12, positions=places, norm=norm, rngs=nnx.Rngs(0), **widths)
     rng = np.random.default_rng(7)
     source, target = (jnp.asarray(rng.integers(0, 11, (3, n))) for n in (6, 9))
@@ -343,10 +337,10 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
     layer = jattn.nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
     x, cache = jnp.ones((1, 2, 8)), layer.empty_cache(1, 4)
     assert cache.keys.dtype == jnp.float32
-    wrong: dict[str, Any] = {"inputs_k": x, "kv_positions": jnp.arange(2)}
-    for name, array in wrong.items():
+    wrong: Any = {"inputs_k": x, "kv_positions": jnp.arange(2)}
+    for name in wrong:
         with pytest.raises(ValueError, match=f"{name}: expected None in a call with a cache"):
-            layer(x, cache=cache, **{name: array})
+            layer(x, cache=cache, **{name: wrong[name]})
     with pytest.raises(ValueError, match="valid: expected None in a call without a cache"):
         layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="captured"):

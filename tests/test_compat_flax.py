@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -28,13 +30,12 @@ MASKS = {
 
 
 def linen_layer(attention_fn: Any, **options: Any) -> Any:
-    """Flax's layer with a function of `BOTH`."""
     options["attention_fn"] = attention_fn or linen.dot_product_attention
     return linen.MultiHeadDotProductAttention(N, qkv_features=D, **options)
 
 
-def nnx_layer(attention_fn: Any, decode: bool = False) -> Any:
-    options: Any = {"attention_fn": attention_fn or nnx.dot_product_attention, "decode": decode}
+def nnx_layer(attention_fn: Any, **options: Any) -> Any:
+    options = {"attention_fn": attention_fn or nnx.dot_product_attention, "decode": False} | options
     return nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **options)
 
 
@@ -82,7 +83,6 @@ def test_dropout_of_all_keys_and_of_each_weight():
 
 
 def linen_weights(layer: Any) -> jax.Array:
-    """The weights that a layer of Linen sows."""
     options: Any = {"mask": MASKS["by row"], "sow_weights": True, "mutable": ["intermediates"]}
     _, state = layer.apply(variables(), X, **options)
     return state["intermediates"]["attention_weights"][0]
@@ -113,15 +113,6 @@ def test_weights_are_sown_in_float32_on_request():
     weights = linen_weights(linen_layer(compat.flax_attention_fn, **options))
     assert weights.dtype == jnp.float32
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
-
-
-@pytest.mark.parametrize("rate", [-0.5, 1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_invalid_rates_raise(rate, broadcast):
-    q = jnp.ones((T, N, 4), jnp.float32)
-    dropout: Any = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
-    with pytest.raises(ValueError, match="dropout_rate: expected 0 <= rate < 1"):
-        compat.flax_attention_fn(q, q, q, dropout_rate=rate, **dropout)
 
 
 def test_complex_numbers_as_in_linen():
@@ -182,20 +173,24 @@ def test_later_arguments_of_nnx():
         close(compat.flax_attention_fn(*arrays, **options), their_function(*arrays, **options))
 
 
-def test_unsupported_arguments_raise():
+def test_unsupported_arguments_and_invalid_rates_raise():
     q = jnp.ones((T, N, 4), jnp.float32)
-    with pytest.raises(NotImplementedError, match="products"):
-        compat.flax_attention_fn(q, q, q, einsum_dot_general=jax.lax.dot_general)
     names = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
-    einsums: Any = dict.fromkeys(names, jnp.einsum)
-    with pytest.raises(NotImplementedError, match="products"):
-        compat.flax_attention_fn(q, q, q, **einsums)
-    with pytest.raises(ValueError, match="neither precision"):
-        compat.flax_attention_fn(q, q, q, **einsums, precision=jax.lax.Precision.DEFAULT)
-    with pytest.raises(ValueError, match="both or neither"):
-        compat.flax_attention_fn(q, q, q, qk_attn_weights_einsum=jnp.einsum)
-    with pytest.raises(ValueError, match="dropout_rng: needed"):
-        compat.flax_attention_fn(q, q, q, dropout_rate=0.5)
+    both: Any = dict.fromkeys(names, jnp.einsum)
+    calls: list[Any] = [
+        (NotImplementedError, "products", {"einsum_dot_general": jax.lax.dot_general}),
+        (NotImplementedError, "products", both),
+        (ValueError, "neither precision", both | {"precision": jax.lax.Precision.DEFAULT}),
+        (ValueError, "both or neither", {names[0]: jnp.einsum}),
+        (ValueError, "dropout_rng: needed", {"dropout_rate": 0.5}),
+    ]
+    for rate, broadcast in itertools.product((-0.5, 1.0, math.nan, math.inf), (True, False)):
+        options = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
+        message = "dropout_rate: expected 0 <= rate < 1"
+        calls.append((ValueError, message, {"dropout_rate": rate, **options}))
+    for kind, message, options in calls:
+        with pytest.raises(kind, match=message):
+            compat.flax_attention_fn(q, q, q, **options)
 
 
 @pytest.mark.parametrize("attention_fn", BOTH)
@@ -211,9 +206,8 @@ def test_masks_of_jattn_in_layers_of_flax_get_advice(attention_fn):
         with pytest.raises((TypeError, AttributeError), match=write):
             nnx_layer(attention_fn)(X, mask=mask)
         dense = jnp.broadcast_to(mask.dense(T, T), (B, 1, T, T))
-        jax.eval_shape(
-            lambda dense, layer=layer: layer.init(jax.random.key(0), X, mask=dense), dense
-        )
+        init = functools.partial(layer.init, jax.random.key(0), X)
+        jax.eval_shape(lambda dense, init=init: init(mask=dense), dense)
     with pytest.raises(AttributeError, match="write mask=mask"):
         linen.combine_masks(masks.Causal(), jnp.ones((1, 1, T, T), bool))
     ours: Any = masks.Causal()

@@ -130,8 +130,7 @@ def test_arrays_of_three_axes():
     bias, lengths = numbers(4, N, T, S), np.array([5], np.int32)
     call = {"bias": bias, "key_value_seq_lengths": lengths, "return_residual": True}
     ours = compat.dot_product_attention(q, k, v, **call)
-    theirs = jax.nn.dot_product_attention(q, k, v, **call)
-    for got, want in zip(ours, theirs, strict=True):
+    for got, want in zip(ours, jax.nn.dot_product_attention(q, k, v, **call), strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-5)
 

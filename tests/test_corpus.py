@@ -1,7 +1,4 @@
-"""The German-English corpus: golden sentences, second readings, reproducibility.
-
-The sentences are pinned: a change of the grammar shows in golden sentences and in the pins.
-"""
+"""The German-English corpus: golden sentences, pinned pairs, second readings, reproducibility."""
 
 import hashlib
 import itertools
@@ -64,7 +61,7 @@ def asks(question):
 
 MANN, FRAU, KIND, HUND, BUCH = np("mann"), np("frau"), np("kind"), np("hund"), np("buch")
 DOOR = np("tür")
-MUST, CAN, MAY, WANT = MODES["müssen"], MODES["können"], MODES["dürfen"], MODES["wollen"]
+MUST, MAY = MODES["müssen"], MODES["dürfen"]
 
 GOLDEN = {
     ("eine frau kauft einen roten apfel .", "a woman buys a red apple ."): statement(
@@ -80,13 +77,6 @@ GOLDEN = {
         "die schwester gibt einer frau ein schönes bild .",
         "the sister gives a beautiful picture to a woman .",
     ): statement(clause("geben", np("schwester"), dat=np("frau", A), acc=np("bild", A, "schön"))),
-    (
-        "die frau zeigt mir heute den koffer .",
-        "the woman shows the suitcase to me today .",
-    ): statement(clause("zeigen", FRAU, time="heute", dat=ICH, acc=np("koffer"))),
-    ("der mann holt ihn ab .", "the man picks him up ."): statement(
-        clause("ab|holen", MANN, acc=ER)
-    ),
     ("dieses müde kind schläft nicht ein .", "this tired child does not fall asleep ."): statement(
         clause("ein|schlafen", np("kind", THIS, "müde"), negated=True)
     ),
@@ -109,9 +99,6 @@ GOLDEN = {
     ("wir müssen nicht aufstehen .", "we do not have to get up ."): statement(
         clause("auf|stehen", WIR, MUST, negated=True)
     ),
-    ("er kann den hund nicht hören .", "he cannot hear the dog ."): statement(
-        clause("hören", ER, CAN, negated=True, acc=HUND)
-    ),
     ("den kleinen hund sieht die frau .", "the woman sees the small dog ."): statement(
         clause("sehen", FRAU, acc=np("hund", THE, "klein")), "acc"
     ),
@@ -132,12 +119,6 @@ GOLDEN = {
                 clause("bringen", MANN, PERFECT, dat=np("kind", plural=True), acc=BUCH), "dat"
             ),
         )
-    ),
-    (
-        "der koffer , den sie aufmachen will , ist neu .",
-        "the suitcase which she wants to open is new .",
-    ): statement(
-        is_(with_relative(clause("auf|machen", SIE, WANT, acc=np("koffer")), "acc"), "neu")
     ),
     (
         "das kind , auf das der mann wartet , lacht .",

@@ -239,7 +239,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "generate": generated,
 }
 
-
 OFTEN = {("debugging", "weights"): (), ("checks", "scores"): pytest.mark.slow}
 OFTEN |= dict.fromkeys([("debugging", "ring"), ("not_compiled", "dense")], pytest.mark.slow)
 

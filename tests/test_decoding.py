@@ -48,10 +48,8 @@ def first_state(sentences: int, copies: int = 1) -> TableState:
 
 
 def table_step(tables, traced: Any = None, record: Any = None):
-    """Returns a model that looks up the logits after each prefix in `[B, CODES, V]`.
-
-    `traced` gets the shape of its tokens of each trace, `record` tokens and place of each step.
-    """
+    """Returns a model that looks up logits in `[B, CODES, V]`. `traced` gets the shape of tokens of
+    each trace, `record` tokens and place of each step."""
 
     def model(state, tokens):
         if traced is not None:
@@ -230,34 +228,24 @@ def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
     # either; but ln 0.25 / (13/6) is better.
     result = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
     assert result.tokens[0, 0].tolist() == [*[5] * 7, EOS, PAD]
-    expected = np.array([-0.63983, -0.89985])[:n_best]
-    np.testing.assert_allclose(result.scores[0], expected, atol=2e-5)
+    np.testing.assert_allclose(result.scores[0], np.array([-0.63983, -0.89985])[:n_best], atol=2e-5)
 
 
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 1.3])
 @pytest.mark.parametrize(("beams", "n_best", "length"), [(2, 2, 8), (5, 3, 8), (81, 125, 4)])
 def test_a_beam_is_that_of_plain_python(beams, n_best, length, alpha):
-    """The last beam holds every hypothesis; there are 121."""
-    tables = random_tables(11, seed=2)
-    result = beamed(tables, length=length, beams=beams, n_best=n_best, length_penalty=alpha)
-    for sentence, table in enumerate(tables):
-        expected = plain_beam(table, length, beams, alpha)[:n_best]
+    """The last beam holds every hypothesis; there are 121. A sentence is not active."""
+    tables, active = random_tables(12, seed=2), np.arange(12) != 11
+    tables[11] = np.nan
+    options = {"length": length, "beams": beams, "n_best": n_best, "length_penalty": alpha}
+    result = beamed(tables, active, **options)
+    assert (result.tokens[11] == PAD).all() and (result.scores[11] == -np.inf).all()
+    for sentence in range(11):
+        expected = plain_beam(tables[sentence], length, beams, alpha)[:n_best]
         found = Hypotheses(*(array[:, : len(expected)] for array in result))
         assert_hypotheses(found, sentence, expected)
     assert (result.scores[:, 121:] == -np.inf).all() and (result.tokens[:, 121:] == PAD).all()
     assert len({int((row != PAD).sum()) for row in result.tokens[:, 0]}) > 2
-
-
-def test_a_sentence_is_searched_alone_as_among_others():
-    tables, options = random_tables(5, seed=5), {"length": 8, "beams": 3, "n_best": 3}
-    active = [True, True, False, True, True]
-    together = beamed(tables, active, **options)
-    assert (together.tokens[2] == PAD).all() and (together.scores[2] == -np.inf).all()
-    for sentence in (0, 1, 3, 4):
-        alone = beamed(tables[[sentence]], **options)
-        assert_equal(alone, Hypotheses(*(x[[sentence]] for x in together)))
-    poisoned = np.where(np.asarray(active)[:, None, None], tables, np.nan)
-    assert_equal(beamed(poisoned, active, **options), together)
 
 
 @pytest.mark.one_in(3)
@@ -306,10 +294,6 @@ def assert_drawn_from(drawn, probabilities):
         assert abs(counts[thing] - p * len(drawn)) <= 4 * math.sqrt(len(drawn) * p * (1 - p)), thing
 
 
-def normalised(weights):
-    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
-
-
 def test_places_and_rows_are_drawn_independently():
     words = {4: 0.3, 5: 0.7}
     result = sampled(words, length=2)
@@ -342,7 +326,8 @@ def test_tokens_are_drawn_by_their_probabilities_among_exactly_those_kept(option
     drawn = result.tokens[:, 0].tolist()
     exponent = 1 / options.get("temperature", 1)
     weights = {token: p**exponent for token, p in PROBABILITIES.items() if token in tokens}
-    assert_drawn_from(drawn, normalised(weights))
+    total = sum(weights.values())
+    assert_drawn_from(drawn, {token: weight / total for token, weight in weights.items()})
     expected = [math.log(PROBABILITIES[token]) for token in drawn]
     np.testing.assert_allclose(result.log_probs, expected, rtol=1e-5)
 
@@ -408,9 +393,6 @@ def test_bad_options_are_named_before_anything_is_traced(kind, options, message)
     arguments = {"length": 3} | options_of(kind) | options
     with pytest.raises(ValueError, match=message):
         getattr(searches, kind)(model, (), jnp.ones(2, bool), **arguments)
-
-
-def test_a_kind_of_search_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"kind: expected one of .* got 'best'"):
         Search(kind="best")  # pyright: ignore[reportArgumentType]
 
@@ -420,8 +402,7 @@ def sources(count: int) -> list[list[int]]:
 
 
 def translations(count: int, **options):
-    rows = sources(count)
-    return decoding.translations(bench().model, decided_params(), rows, Search(**options))
+    return decoding.translations(bench().model, decided_params(), sources(count), Search(**options))
 
 
 @pytest.mark.usefixtures("as_users_run_it")
@@ -499,8 +480,7 @@ def translate(run_directory, as_users_run_it, capsys, monkeypatch):
 
     def call(*arguments: Any, stdin: str = "", status: int = 0) -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        command = ["translate", "--run", str(run_directory), *map(str, arguments)]
-        assert cli.main(command) == status
+        assert cli.main(["translate", "--run", str(run_directory), *map(str, arguments)]) == status
         output = capsys.readouterr()
         assert (output.err == "") == (status == 0)
         return output.out.split("\n")[:-1]
@@ -530,8 +510,7 @@ def test_quantised_caches_change_log_probabilities_slightly(translate):
     log_probs = np.array([[row[0].log_prob for row in rows] for rows in (quantized, exact)])
     same = [np.array_equal(a[0].ids, b[0].ids) for a, b in zip(quantized, exact, strict=True)]
     assert sum(same) >= 3
-    errors = np.abs(log_probs[0] - log_probs[1])[same]
-    assert 0 < errors.max() < 0.01 * np.abs(log_probs).max()
+    assert 0 < np.abs(log_probs[0] - log_probs[1])[same].max() < 0.01 * np.abs(log_probs).max()
     assert "int8" in str(Search(cache_dtype="int8"))
 
 

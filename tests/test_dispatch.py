@@ -99,8 +99,7 @@ def test_each_platform_gets_the_first_supported_implementation(monkeypatch):
 
 @pytest.mark.default_tiles
 def test_heads_are_looped_over_on_a_cpu_only(monkeypatch):
-    rows = {"cpu": tuning.TABLE["cpu"]._replace(max_untiled=0)}
-    monkeypatch.setattr(tuning, "TABLE", rows)
+    monkeypatch.setattr(tuning, "TABLE", {"cpu": tuning.TABLE["cpu"]._replace(max_untiled=0)})
     monkeypatch.setattr(tuning, "DEFAULT", tuning.Sizes(max_untiled=0))
 
     def loops(platform: str) -> int:

@@ -1,8 +1,4 @@
-"""Dropout: on the weights after normalisation, by a hash of key, batch, head and positions.
-
-Statistical tests use fixed keys, so their results do not vary; their bounds are five standard
-deviations of independent decisions.
-"""
+"""Dropout by a hash. Bounds of statistical tests are five standard deviations; keys fixed."""
 
 import functools
 from typing import Any
@@ -28,16 +24,14 @@ def keeper(rate: float, batch: int, heads: int) -> Any:
 
     def every(key: Any, rows: Any, columns: Any) -> Any:
         head = lambda b, h: dropout.keep(key, rate, b, h, rows, columns)  # noqa: E731
-        by_head = jax.vmap(head, (None, 0))
-        return jax.vmap(by_head, (0, None))(jnp.arange(batch), jnp.arange(heads))
+        return jax.vmap(jax.vmap(head, (None, 0)), (0, None))(jnp.arange(batch), jnp.arange(heads))
 
     return every
 
 
 def decisions(rate: float, batch: int, heads: int, T: int, S: int, key: Any = KEY) -> np.ndarray:
     """Returns the weights that dropout keeps, bool `[batch, heads, T, S]`."""
-    every = quick_jit(keeper(rate, batch, heads))
-    return np.asarray(every(key, jnp.arange(T), jnp.arange(S)))
+    return np.asarray(quick_jit(keeper(rate, batch, heads))(key, jnp.arange(T), jnp.arange(S)))
 
 
 def over_keys(keys: Any, rate: float, *sizes: int) -> np.ndarray:
@@ -45,12 +39,6 @@ def over_keys(keys: Any, rate: float, *sizes: int) -> np.ndarray:
     batch, heads, T, S = sizes
     every = quick_jit(jax.vmap(keeper(rate, batch, heads), (0, None, None)))
     return np.asarray(every(keys, jnp.arange(T), jnp.arange(S)))
-
-
-def even(T: int, S: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> tuple[Any, ...]:
-    """Queries of zero, so that all weights are 1 / S, and one-hot values that show each weight."""
-    v = jnp.broadcast_to(jnp.eye(S)[:, None, :], (batch, S, kv_heads, S))
-    return jnp.zeros((batch, T, heads, 3)), jnp.ones((batch, S, kv_heads, 3)), v
 
 
 @every_implementation
@@ -64,11 +52,13 @@ def test_rate_zero_is_no_dropout_and_needs_no_key(implementation):
 
 @every_implementation
 def test_two_batch_axes_count_row_major(implementation):
-    q, k, v = even(5, 7, batch=6)
+    """Queries of zero have weights of 1 / S, and one-hot values show each of them."""
+    v = jnp.broadcast_to(jnp.eye(7)[:, None, :], (6, 7, 2, 7))
+    qkv = jnp.zeros((6, 5, 4, 3)), jnp.ones((6, 7, 2, 3)), v
     rules = {"dropout_rate": 0.4, "dropout_key": KEY, "implementation": implementation}
     call = quick_jit(functools.partial(jattn.attention, **rules))
-    flat = call(q, k, v)
-    square = call(*(x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)))
+    flat = call(*qkv)
+    square = call(*(x.reshape(2, 3, *x.shape[1:]) for x in qkv))
     np.testing.assert_array_equal(square.reshape(flat.shape), flat)
 
 
@@ -78,35 +68,24 @@ def test_parts_of_the_decisions_are_decided_alike():
     keep = quick_jit(keeper(0.3, 2, 3))
     np.testing.assert_array_equal(keep(KEY, rows, columns), whole[:, :, 16:33, 5:21])
     order = np.random.default_rng(0).permutation(33)
-    shuffled = keep(KEY, jnp.asarray(order), jnp.arange(47))
-    np.testing.assert_array_equal(shuffled, whole[:, :, order])
+    np.testing.assert_array_equal(keep(KEY, jnp.asarray(order), jnp.arange(47)), whole[:, :, order])
     for b, h, i, j in ((0, 0, 0, 0), (1, 2, 32, 46), (1, 0, 17, 3)):
         single = dropout.keep(KEY, 0.3, b, h, jnp.array([i]), jnp.array([j]))
         assert bool(single[0, 0]) == whole[b, h, i, j]
+    narrow = jnp.arange(5, dtype=jnp.int32), np.arange(7)
+    narrow = dropout.keep(KEY, 0.3, np.int32(1), np.uint8(2), *narrow)
+    np.testing.assert_array_equal(narrow, whole[1, 2, :5, :7])
 
 
-def test_decisions_do_not_depend_on_the_width_of_integers():
-    rows, columns = jnp.arange(5, dtype=jnp.int32), np.arange(7)
-    narrow = dropout.keep(KEY, 0.3, np.int32(1), np.uint8(2), rows, columns)
-    np.testing.assert_array_equal(narrow, decisions(0.3, 2, 3, 5, 7)[1, 2])
-
-
-def test_typed_and_raw_keys_mean_the_same():
+def test_every_word_of_a_key_of_any_kind_counts():
     typed, raw = (decisions(0.5, 2, 3, 5, 7, x(3)) for x in (jax.random.key, jax.random.PRNGKey))
     np.testing.assert_array_equal(typed, raw)
-
-
-def test_keys_of_other_generators_work():
-    by_rbg = decisions(0.5, 1, 2, 32, 32, jax.random.key(3, impl="rbg"))
-    assert abs(by_rbg.mean() - 0.5) < 5 * 0.5 / np.sqrt(by_rbg.size)
-    assert not np.array_equal(by_rbg, decisions(0.5, 1, 2, 32, 32, jax.random.key(3)))
-
-
-def test_every_word_of_the_key_counts():
-    keys = jnp.array([[11, 22], [10, 22], [11, 23]], jnp.uint32)
-    first, *others = (decisions(0.5, 1, 1, 32, 32, key) for key in keys)
-    for other in others:
-        assert abs((other != first).mean() - 0.5) < 5 * 0.5 / 32
+    words = jnp.array([[11, 22], [10, 22], [11, 23]], jnp.uint32)
+    for keys in (words, [jax.random.key(3, impl=x) for x in ("rbg", "threefry2x32")]):
+        first, *others = (decisions(0.5, 1, 2, 32, 32, key) for key in keys)
+        assert abs(first.mean() - 0.5) < 5 * 0.5 / np.sqrt(first.size)
+        for other in others:
+            assert abs((other != first).mean() - 0.5) < 5 * 0.5 / np.sqrt(first.size)
 
 
 def mixed(x: int, last: int) -> int:
@@ -170,8 +149,7 @@ def test_queries_that_share_a_hash_are_independent(rate):
     first, second = ~decided[:, :, 0], ~decided[:, :, 1]
     for shift in (0, 1, 3):
         both = first & np.roll(second, shift, axis=-1)
-        deviation = np.sqrt(rate**2 * (1 - rate**2) / both.size)
-        assert abs(both.mean() - rate**2) < 5 * deviation
+        assert abs(both.mean() - rate**2) < 5 * np.sqrt(rate**2 * (1 - rate**2) / both.size)
 
 
 def test_rectangles_are_independent():

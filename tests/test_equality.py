@@ -40,8 +40,7 @@ def different() -> list[Any]:
 
 
 def test_equal_ones_are_equal_and_hash_alike_and_others_differ():
-    pairs = itertools.product(enumerate(different()), enumerate(different()))
-    for (i, left), (j, other) in pairs:
+    for (i, left), (j, other) in itertools.product(enumerate(different()), enumerate(different())):
         assert (left == other) == (i == j)
         assert i != j or hash(left) == hash(other)
     assert masks.Prefix(1) != scores.SoftCap(1.0)
@@ -207,5 +206,4 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
         dense, out = jax.jit(inner)(jnp.int32(4))
     for allowed in dense:
         np.testing.assert_array_equal(allowed, np.broadcast_to(np.arange(9) < 4, (9, 9)))
-    want = jattn.attention(q, q, q, mask=masks.Prefix(4))
-    np.testing.assert_allclose(out, want, atol=1e-13)
+    np.testing.assert_allclose(out, jattn.attention(q, q, q, mask=masks.Prefix(4)), atol=1e-13)

@@ -358,8 +358,7 @@ def test_a_traceback_shows_what_was_called_alone():
     for call, inner in zip(calls, ("attention", None, "attention_scores"), strict=True):
         with pytest.raises(TypeError) as raised:
             call()
-        names = [entry.name for entry in raised.traceback]
-        assert names[1] == "<lambda>"
+        assert [entry.name for entry in raised.traceback][1] == "<lambda>"
         written = [entry.name for entry in raised.traceback if "jaxtyping" not in str(entry.path)]
         assert written[2:3] == ([inner] if inner else [])
 
@@ -374,12 +373,9 @@ def test_advice_names_what_there_is():
 
 
 def test_functions_are_masks_and_scores():
-    def close(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return abs(q - kv) <= 1 + h
+    close = lambda b, h, q, kv: abs(q - kv) <= 1 + h  # noqa: E731
 
-    def gain(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)
-
+    gain = lambda score, b, h, q, kv: score + jnp.where(kv > q + h, 1.0, 2.0).astype(score.dtype)  # noqa: E731
     query, value = normal_arrays((B, T, N, H), (B, S, K, V), dtype="float32")
     cap, wrapped = scores.SoftCap(3.0), scores.Score(gain)
     method = types.MethodType(lambda self, b, h, q, kv: close(b, h, q, kv), cap)

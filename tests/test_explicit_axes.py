@@ -1,5 +1,4 @@
-"""Under a mesh with explicit axes, the default of `jax.make_mesh`, results have the types that
-their operands imply, and the numbers of one device."""
+"""Under a mesh with explicit axes results have their operands' types, and right numbers."""
 
 import contextlib
 import functools
@@ -73,8 +72,7 @@ def cached(kind: Any, q: Any, k: Any, v: Any) -> Any:
     new_q, new_k, new_v = (whole(x)[:, :1] for x in (q, k, v))
     (last, lse), cache = jattn.cached_attention(new_q, new_k, new_v, cache, return_lse=True)
     picked = cache.reorder(jnp.array([1, 0, 2, 2]))
-    again = jattn.attention(new_q, picked, implementation="blockwise")
-    return out, last, lse, again
+    return out, last, lse, jattn.attention(new_q, picked, implementation="blockwise")
 
 
 OUT, LSE, MATRIX = (*TOKENS, None), ("rows", "heads", "tokens"), ("rows", "heads", "tokens", None)
@@ -253,10 +251,7 @@ def test_modules(name, split, mesh):
     run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731
     loss = lambda *arrays: jnp.sum(run(*arrays) ** 2)  # noqa: E731
     names = {"alignment": "heads", "state": "heads", "vocabulary": "heads"} if split else {}
-
-    def placed(x: Any, axes: Any) -> jax.Array:
-        return place(mesh, x, *(names.get(axis) for axis in axes))
-
+    placed = lambda x, axes: place(mesh, x, *(names.get(axis) for axis in axes))  # noqa: E731
     want, d_want = quick_jit(run)(state, *arrays), quick_jit(jax.grad(loss))(state, *arrays)
     with jax.set_mesh(mesh):
         cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))

@@ -40,7 +40,6 @@ class Bigram(nnx.Module):
 
 
 def lively(kind: str) -> Any:
-    """A model that does not repeat itself."""
     return model(kind, spread=3.5, seed=24) if kind == "gpt" else model(kind, spread=2.0, seed=2)
 
 
@@ -95,7 +94,6 @@ def expected(logits: np.ndarray) -> np.ndarray:
 
 
 def test_tokens_are_drawn_by_their_probability():
-    """`tests/test_decoding.py` has more options."""
     B, options = 4000, {"temperature": 1.5, "top_k": 5, "top_p": 0.6, "key": jax.random.key(0)}
     prompt = np.full((B, 1), 3, np.int32)
     run = functools.partial(jattn.generate, Bigram(TABLE), max_tokens=2, **options)
@@ -153,6 +151,12 @@ def test_compiled_once():
     traced = Bigram.traced
     write(4, temperature=2.0, callback=seen.append)
     assert Bigram.traced == traced and len(seen) == 8
+    counts = []
+    for number in (1, 3):
+        options: Any = {"repetition_penalty": 1 + number / 5, "min_tokens": number, "stop": 2}
+        jattn.generate(module, TOKENS, max_tokens=4, beams=3, length_penalty=number / 3, **options)
+        counts.append(Bigram.traced)
+    assert traced < counts[0] == counts[1]
 
 
 def test_inside_a_compiled_function():
@@ -182,9 +186,7 @@ def test_nan_logits_give_no_token():
 # ------------------------------------------------------------------- processors, samples and beams
 
 
-def probabilities_after(
-    table: np.ndarray, text: list[int], options: dict[str, Any], generated: int
-) -> np.ndarray:
+def probabilities_after(table: Any, text: list[int], options: Any, generated: int) -> np.ndarray:
     """Returns the log probabilities in float64 of the token after a text, by the formulas."""
     logits, penalty = table[text[-1]].astype(np.float64).tolist(), options.get("penalty", 1.0)
     for token in set(text):
@@ -205,7 +207,7 @@ def every_text(table: np.ndarray, prompt: list[int], n: int, options: Any) -> An
             continue
         gains = probabilities_after(table, prompt + tokens, options, len(tokens))
         unfinished += [
-            ([*tokens, token], total + gain) for token, gain in enumerate(gains) if gain > -math.inf
+            ([*tokens, x], total + gain) for x, gain in enumerate(gains) if gain > -math.inf
         ]
 
 
@@ -218,15 +220,13 @@ SMALL = np.random.default_rng(8).normal(size=(4, 4)).astype(np.float32) * 3
 )
 def test_wide_beams_find_what_brute_force_finds(alpha, least, penalty):
     """Prompts of three lengths, with padding that may hold any number, and two stop tokens."""
-    prompts = [[1, 2, 0], [2], [0, 1]]
-    prompt, valid = np.full((3, 3), 99), np.zeros((3, 3), bool)
-    prompt[0], prompt[1, 2], prompt[2, :2] = prompts[0], prompts[1][0], prompts[2]
-    valid[0], valid[1, 2], valid[2, :2] = True, True, True
+    prompt = np.array([[1, 2, 0], [99, 99, 2], [0, 1, 99]])
+    valid = prompt < 99
     rules: Any = {"beams": 64, "length_penalty": alpha, "stop": [3, 0], "pad": 7}
     rules |= {"max_tokens": 4, "min_tokens": least, "repetition_penalty": penalty}
     generated = jattn.generate(Bigram(SMALL), prompt, valid=valid, **rules)
     options = {"penalty": penalty, "least": least, "stop": (0, 3)}
-    for row, text in enumerate(prompts):
+    for row, text in enumerate([[1, 2, 0], [2], [0, 1]]):
         texts = every_text(SMALL, text, 4, options)
         tokens, total = max(texts, key=lambda x: x[1] / ((5 + len(x[0])) / 6) ** alpha)
         assert generated.tokens[row].tolist() == tokens + [7] * (4 - len(tokens))
@@ -280,15 +280,16 @@ def test_a_processor_counts_by_value():
     """Changed numbers are seen; equal ones, and arrays of a Partial, share a compiled program."""
     box, module = [4], Bigram(TABLE)
 
-    def forced(*processors: Any) -> int:
-        options: dict[str, Any] = {"max_tokens": 1, "processors": processors}
-        return int(jattn.generate(module, np.array([[1]]), **options).tokens[0, 0])
+    def forced(processor: Any, rows: int = 1) -> Any:
+        options: dict[str, Any] = {"max_tokens": 1, "processors": [processor]}
+        return jattn.generate(module, jnp.ones((rows, 1), int), **options).tokens[:, 0]
 
-    def read_box(logits: Any, tokens: Any, lengths: Any) -> Any:
-        return logits.at[:, box[0]].set(99)
+    read_box = lambda logits, tokens, lengths: logits.at[:, box[0]].set(99)  # noqa: E731
+    write = lambda token, logits, tokens, lengths: logits.at[:, token].set(99)  # noqa: E731
 
-    def write(token: Any, logits: Any, tokens: Any, lengths: Any) -> Any:
-        return logits.at[:, token].set(99)
+    def write_row_numbers(logits: Any, tokens: Any, lengths: Any) -> Any:
+        rows = jnp.arange(logits.shape[0])
+        return logits.at[rows, rows].set(99)
 
     assert forced(read_box) == 4
     box[0] = 6
@@ -300,31 +301,9 @@ def test_a_processor_counts_by_value():
     assert forced(read_box) == 4
     assert Bigram.traced == traced
     for rows in (2, 3):  # the same function for other shapes
-        options: dict[str, Any] = {"max_tokens": 1, "processors": [force_row_numbers]}
-        tokens = jattn.generate(module, np.ones((rows, 1), int), **options).tokens
-        assert tokens[:, 0].tolist() == list(range(rows))
-    inside = jax.jit(lambda token: forced_in_jit(module, functools.partial(write, token)))
-    assert [int(inside(jnp.int32(token))) for token in (3, 7)] == [3, 7]
-
-
-def force_row_numbers(logits: Any, tokens: Any, lengths: Any) -> Any:
-    rows = jnp.arange(logits.shape[0])
-    return logits.at[rows, rows].set(99)
-
-
-def forced_in_jit(module: Any, processor: Any) -> Any:
-    options: dict[str, Any] = {"max_tokens": 1, "processors": [processor]}
-    return jattn.generate(module, jnp.array([[1]]), **options).tokens[0, 0]
-
-
-def test_numbers_of_the_search_do_not_compile_again():
-    module, traced = Bigram(TABLE), []
-    for number, alpha in ((1, 0.5), (3, 1.0)):
-        options: Any = {"repetition_penalty": 1 + number / 5, "min_tokens": number, "stop": 2}
-        options |= {"beams": 3, "length_penalty": alpha, "max_tokens": 4}
-        jattn.generate(module, np.full((1, 3), number), **options)
-        traced.append(Bigram.traced)
-    assert traced[0] == traced[1]
+        assert forced(write_row_numbers, rows).tolist() == list(range(rows))
+    inside = jax.jit(lambda token: forced(functools.partial(write, token)))
+    assert [int(inside(jnp.int32(token))[0]) for token in (3, 7)] == [3, 7]
 
 
 @pytest.mark.one_in(2)
@@ -375,6 +354,11 @@ def test_no_possible_token():
     """A row gets -1 if all tokens are forbidden, or if a logit is infinite or NaN."""
     table = np.array(SMALL)
     table[2] = np.nan
+
+    def only_1(logits: Any, tokens: Any, lengths: Any) -> Any:
+        allowed = jnp.arange(logits.shape[1])[None, :] == 1
+        return jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)
+
     forbid = lambda logits, tokens, lengths: jnp.full_like(logits, -jnp.inf)  # noqa: E731
     force = lambda logits, tokens, lengths: logits.at[:, 3].set(jnp.inf)  # noqa: E731
     prompt = np.array([[2], [1]])
@@ -383,17 +367,9 @@ def test_no_possible_token():
         generated = jattn.generate(Bigram(SMALL), prompt, **options)
         assert generated.tokens.tolist() == [[-1, -1]] * 2
         assert not np.isfinite(generated.log_probs).any()
-    searched = jattn.generate(Bigram(table), prompt, max_tokens=2, beams=2, processors=[only(1)])
+    searched = jattn.generate(Bigram(table), prompt, max_tokens=2, beams=2, processors=[only_1])
     assert searched.tokens.tolist() == [[-1, -1], [1, 1]]
     assert not np.isfinite(searched.log_probs[0]) and abs(searched.log_probs[1]) < 1e-6
-
-
-def only(token: int) -> Any:
-    def processor(logits: Any, tokens: Any, lengths: Any) -> Any:
-        allowed = jnp.arange(logits.shape[1])[None, :] == token
-        return jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)
-
-    return processor
 
 
 def test_explicit_mesh():
@@ -458,14 +434,13 @@ def test_errors(options, error, message):
     [({"samples": 3, **DRAWN}, 2 * (2 + 3 * 2)), ({"beams": 3}, 2 * (3 + 3))],
 )
 def test_a_pool_without_enough_pages_is_refused(options, needed):
-    module, tokens = model("gpt"), TOKENS[:, :5]
+    module, tokens = model("gpt", num_layers=1), TOKENS[:, :5]
     start = functools.partial(module.start, 2, 7, PagedCache, page_size=2)
     message = f"caches: expected num_pages >= {needed} for 3 .* of each prompt, got num_pages=8"
     with pytest.raises(ValueError, match=message):
         jattn.generate(module, tokens, max_tokens=3, caches=start(), **options)
     enough = start(num_pages=2 * (2 + 3 * 2))
-    generated = jattn.generate(module, tokens, max_tokens=3, caches=enough, **options)
-    assert generated.tokens.min() >= 0
+    assert jattn.generate(module, tokens, max_tokens=3, caches=enough, **options).tokens.min() >= 0
     if "samples" in options:  # they need exactly these
         lacking = start(num_pages=needed - 1)
         with pytest.raises(ValueError, match="caches: expected num_pages"):

@@ -111,8 +111,7 @@ def test_which_look_ups_are_made_before(name, shifted):
         want = want[0]
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
     for axis, (size, other) in enumerate(zip(got.shape, want.shape, strict=True)):
-        alike = (want == want.take([0], axis)).all()
-        assert size == (1 if alike and other in (2, N) else other)
+        assert size == (1 if (want == want.take([0], axis)).all() and other in (2, N) else other)
 
 
 @pytest.mark.parametrize(("farthest", "known"), [(20, True), (2**16, True), (2**16 + 1, False)])
@@ -160,8 +159,7 @@ def test_kernels_need_not_compute_what_makes_an_index():
     """Kernels need neither the operations they lack nor exact instructions for the index."""
 
     def place(s: Any, b: Any, h: Any, q: Any, kv: Any, ids: Any) -> Any:
-        far = jnp.arctan(jnp.log1p(abs(q - kv).astype(jnp.float32)))
-        return 0, 0, jnp.int32(far * 4)
+        return 0, 0, jnp.int32(jnp.arctan(jnp.log1p(abs(q - kv).astype(jnp.float32))) * 4)
 
     spec = spec_of(place)
     assert reason(score=spec.score) is None

@@ -1,9 +1,5 @@
-"""The kernels in Mosaic, for Hopper GPUs, for all since Ampere and for Blackwell: interpreted on a
-CPU, and lowered for a Hopper GPU. On a GPU they are compiled.
-
-The interpreter checks how tiles are streamed, and raises if a barrier is passed too often or left
-over. Products and register layouts are lowered here, not run.
-"""
+"""The kernels in Mosaic, interpreted on a CPU, and lowered for a Hopper GPU. On a GPU they are
+compiled. Products and register layouts are lowered here, not run."""
 
 import dataclasses
 import functools
@@ -27,14 +23,7 @@ from jattn import dropout, masks, scores, softmax, tuning
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper, parameter_gradients
 from jattn.kernels.gpu.mosaic.kernels.launch import Order
-from jattn.kernels.gpu.mosaic.machine import device as gpu
-from jattn.kernels.gpu.mosaic.machine import (
-    matrix_units,
-    registers,
-    streams,
-    versions,
-    votes,
-)
+from jattn.kernels.gpu.mosaic.machine import matrix_units, registers, streams, versions, votes
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter, online_softmax
 from jattn.kernels.gpu.mosaic.tile import problem as gpu_problem
 from jattn.kernels.gpu.mosaic.tile.mosaic_interpreter import IntegerRun, RegisterLayout, Table
@@ -97,15 +86,6 @@ def normal(*shape: int) -> Any:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float16)
 
 
-def _same_document(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-    ids, first = operands
-    return (ids[b, q] == ids[b, kv - 1]) & (kv >= first[h])
-
-
-def _seen(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-    return operands[0][0, h, q, kv]
-
-
 def _relative(score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
     slopes, table = operands
     entry = jnp.clip(q - kv, -5, 5) + 5
@@ -164,8 +144,12 @@ CALLS = {
     ),
     "tables": KernelCall(
         {
-            "mask": masks.Predicate(_same_document, jnp.asarray(DOCUMENTS), jnp.int32([0, 7]))
-            & masks.Predicate(_seen, jnp.asarray(SEEN)),
+            "mask": masks.Predicate(
+                lambda b, h, q, kv, ids, first: (ids[b, q] == ids[b, kv - 1]) & (kv >= first[h]),
+                jnp.asarray(DOCUMENTS),
+                jnp.int32([0, 7]),
+            )
+            & masks.Predicate(lambda b, h, q, kv, seen: seen[0, h, q, kv], jnp.asarray(SEEN)),
             "score": scores.Score(_relative, SLOPES, normal(2, 11))
             >> scores.RelativeBias(normal(32, 2)),
         },
@@ -255,8 +239,7 @@ LIMITS = (1e-2, 2e-6, 2e-2)
 
 def assert_within(got: Any, want: Any) -> None:
     """Checks that out, lse and any number of gradients are within `LIMITS`."""
-    limits = [*LIMITS, *LIMITS[2:] * len(got)][: len(got)]
-    for x, y, limit in zip(got, want, limits, strict=True):
+    for x, y, limit in zip(got, want, [*LIMITS, *LIMITS[2:] * len(got)][: len(got)], strict=True):
         assert error(x, y) <= limit
 
 
@@ -343,14 +326,9 @@ def test_weights_of_the_backward_pass_sum_to_one_at_large_logits(scale, implemen
 def test_nan_reaches_who_attends_to_it(implementation):
     call = CALLS["full"]
     q, k, v, *_ = operands(call)
-    hidden = q, k, v.at[:, 100].set(jnp.inf)
-    out, _ = forward(call, implementation, hidden, mask=masks.Causal())
+    out, _ = forward(call, implementation, (q, k, v.at[:, 100].set(jnp.inf)), mask=masks.Causal())
     assert np.isnan(out[:, 100:]).all()
     assert np.isfinite(out[:, :100].astype(jnp.float32)).all()
-
-
-def _hidden(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return jnp.where((kv > q) | (kv == 5), -jnp.inf, jnp.tanh(score))
 
 
 @pytest.mark.one_in(6, slow=True)
@@ -360,14 +338,14 @@ def test_what_a_score_function_hides_is_hidden_from_a_row_that_is_nan(implementa
     q, k, v = normal(96, 1, 64), normal(100, 1, 64), normal(100, 1, 64)
 
     def attend(v: Any) -> Any:
+        score = lambda s, b, h, i, j: jnp.where((j > i) | (j == 5), -jnp.inf, jnp.tanh(s))  # noqa: E731
         broken = q.at[50].set(jnp.nan)
-        return jattn.attention(broken, k, v, score=_hidden, implementation=implementation)
+        return jattn.attention(broken, k, v, score=score, implementation=implementation)
 
     out, pull = jax.vjp(attend, v)
     (d_value,) = pull(jnp.ones_like(out))
     assert [*jnp.flatnonzero(jnp.isnan(out).any((1, 2)))] == [50]
-    reached = jnp.isnan(d_value).any((1, 2))
-    assert [*jnp.flatnonzero(reached)] == [x for x in range(51) if x != 5]
+    assert [*jnp.flatnonzero(jnp.isnan(d_value).any((1, 2)))] == [x for x in range(51) if x != 5]
 
 
 @pytest.mark.one_in(6, slow=True)
@@ -415,23 +393,9 @@ def test_many_keys_for_few_queries_go_in_parts(monkeypatch, implementation):
         assert_parts(monkeypatch, implementation, jnp.bfloat16, parts, 2**-8)
 
 
-@pytest.mark.one_in(6, slow=True)
-@each_kernel
-def test_vmap_is_more_programs(implementation):
-    q, k, v, *_ = operands(CALLS["full"])
-    attend = functools.partial(jattn.attention, implementation=implementation, mask=masks.Causal())
-    mapped = quick_jit(jax.vmap(attend, (0, None, None)))(jnp.stack([q, -q]), k, v)
-    run = quick_jit(attend)
-    assert_same(mapped, jnp.stack([run(q, k, v), run(-q, k, v)]))
-
-
-WITHOUT_PARAMETERS = (
-    *("full", "lengths_soft_cap", "window_positions_dropout", "distances_of_positions"),
-)
+WITHOUT_PARAMETERS = "full lengths_soft_cap window_positions_dropout distances_of_positions".split()
 # XLA computes the gradients of entries that are looked up by pairs of queries and keys.
 WITH_PAIRS = "look_ups", "look_ups_at_positions", "distances_of_positions"
-
-
 H100 = jax.sharding.AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu")
 
 
@@ -456,8 +420,8 @@ def test_it_is_translated_for_cuda(name):
     call = CALLS[name]
     parameters = set() if name in WITHOUT_PARAMETERS else {"jattn_mosaic_d_parameter"}
     parameters |= {XLA_PRODUCT} if name in WITH_PAIRS else set()
-    run = functools.partial(everything, call, "hopper")
-    assert translated(run, operands(call)) == HOPPER | parameters
+    translations = translated(functools.partial(everything, call, "hopper"), operands(call))
+    assert translations == HOPPER | parameters
 
 
 def test_it_is_translated_for_cuda_under_shard_map():
@@ -553,17 +517,18 @@ def example(score: Any, **rules: Any) -> Any:
     return problem.factors[:4], problem.approximate, problem.special
 
 
-def _wave(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return s + jnp.sin(jnp.asarray(q - kv, s.dtype))
-
-
 @pytest.mark.parametrize(
     ("score", "approximate", "special", "factors"),
     [  # the scale multiplies products before score functions, or else scores in the softmax
         (None, None, 0, (1.0, 0.125, False, 1.0)),
         (scores.Alibi([0.5]), True, 0, (0.125, 1.0, True, 1.0)),
         (scores.SoftCap(30.0), True, 1, None),
-        (scores.Score(_wave), False, None, None),
+        (
+            scores.Score(lambda s, b, h, i, j: s + jnp.sin(jnp.asarray(i - j, s.dtype))),
+            False,
+            None,
+            None,
+        ),
     ],
 )
 def test_functions_of_scores_may_be_approximate(score, approximate, special, factors):
@@ -602,8 +567,7 @@ def programs(mask: Any, shapes: Shapes, by_key: bool) -> tuple[list[tuple[int, .
     order, visited = order_of(mask, shapes, by_key)
     started = np.indices(order.grid, np.int32).reshape(3, -1)
     longest = None if order.longest_first is None else jnp.asarray(order.longest_first)
-    place = jax.vmap(lambda *index: order.place(index, longest))
-    _, *indices = place(*started)
+    _, *indices = jax.vmap(lambda *index: order.place(index, longest))(*started)
     indices = np.stack(np.broadcast_arrays(*indices), axis=-1)
     return [tuple(x) for x in indices.tolist()], visited
 
@@ -617,8 +581,6 @@ def lost(started: list[tuple[int, ...]], visited: np.ndarray, cores: int = 132) 
 
 
 LAUNCH = Shapes((2,), 4096, 4096, 16, 8, 128, 128, jnp.dtype("bfloat16"))
-
-
 IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), axis=1), jnp.int32)
 
 
@@ -632,7 +594,7 @@ IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 9, (2, 4096)), ax
 def test_the_longest_programs_start_first(mask, idle, by_key):
     """Each starts once; if their lengths differ, less time is idle than in the order of indices."""
     started, visited = programs(mask, LAUNCH, by_key)
-    numbered = [tuple(map(int, x)) for x in np.argwhere(visited >= 0)]
+    numbered = [*np.ndindex(visited.shape)]
     assert sorted(started) == numbered
     if idle is None:
         assert started == numbered
@@ -659,15 +621,6 @@ def test_rounds_are_for_programs_known_to_take_longer():
     documents = masks.Causal() & masks.Segments(IDS)
     for mask, count in ((masks.Full(), 132), (documents, 132), (masks.Causal(), 2 * 16 * 32)):
         assert order_of(mask, LAUNCH, False)[0].rounds(count) is None
-
-
-@pytest.mark.slow
-def test_a_program_continues_with_other_queries(monkeypatch):
-    call = plain_call(1, 300, 300, 1, mask=masks.Causal())
-    arrays = operands(call)
-    alone = forward(call, "hopper", arrays)
-    monkeypatch.setattr(gpu, "multiprocessors", lambda: 2)
-    assert_same(forward(call, "hopper", arrays), alone)
 
 
 @pytest.mark.parametrize("stride", [1, 4])
@@ -716,8 +669,7 @@ def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
 )
 def test_an_order_that_is_known_is_not_read(mask, by_key, in_turn):
     spec = Spec(mask, None, 0.125, None, None)
-    kinds = block_mask.kinds(spec, 512, 512, Tiling(64, 128))
-    visits = block_mask.of(kinds, by_key=by_key)
+    visits = block_mask.of(block_mask.kinds(spec, 512, 512, Tiling(64, 128)), by_key=by_key)
     assert (visits.compact().order is None) is in_turn
 
 
@@ -803,8 +755,7 @@ def test_numbers_are_spread_to_tiles_and_powers_are_products(transposed):
     """Rows of one number have no layout of their own, and the square is Mosaic's only power."""
 
     def function(row: Any, tile: Any) -> Any:
-        ones = jnp.ones_like(row)
-        return [tile * ones, *[tile**x for x in (-2, -1, 0, 3, 4, 7)]]
+        return [tile * jnp.ones_like(row), *[tile**x for x in (-2, -1, 0, 3, 4, 7)]]
 
     tile = jnp.asarray(RNG.uniform(0.5, 2.0, (4, 3)), jnp.float32)
     row = tile[:, :1]
@@ -825,9 +776,7 @@ def test_integers_of_8_bits_are_compared_wider():
     """Mosaic compiles hardly any other operation of theirs."""
     tile = jnp.asarray(RNG.integers(-128, 128, (4, 3)), jnp.int8)
 
-    def run(function: Any) -> Any:
-        return lambda x: mosaic_interpreter.run(function, x)
-
+    run = lambda function: functools.partial(mosaic_interpreter.run, function)  # noqa: E731
     compared = run(lambda x: (x > 3) | (x == -1))
     np.testing.assert_array_equal(compared(tile), (tile > 3) | (tile == -1))
     operands = [
@@ -870,8 +819,7 @@ def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, tra
     function, expected = DIVISIONS[name]
     b, q, kv = jnp.int32(1), jnp.arange(12, dtype=jnp.int32), jnp.arange(10, dtype=jnp.int32)
 
-    def whole(b: Any, q: Any, kv: Any) -> Any:
-        return function(b, q[:, None], kv[None, :])
+    whole = lambda b, q, kv: function(b, q[:, None], kv[None, :])  # noqa: E731
 
     def run(*at: Any) -> Any:
         below = [*zip(at, (2, 12, 10), strict=True)]
@@ -892,10 +840,7 @@ def test_integers_that_are_never_negative_are_divided_as_unsigned_ones(name, tra
 def test_selections_that_keep_the_rounding_of_scores_are_replaced(function, count):
     """A product takes one instruction, a sum none; selections of users stay."""
     kept: list[Any] = []
-
-    def rounded(x: Any) -> Any:
-        kept.append(x)
-        return x
+    rounded = lambda x: kept.append(x) or x  # noqa: E731
 
     def score(x: Any) -> Any:
         y = softmax.keep_rounding(function(x))
@@ -916,11 +861,8 @@ def test_selections_that_keep_the_rounding_of_scores_are_replaced(function, coun
 def test_entries_are_looked_up_along_the_axes_of_their_places(transposed):
     """One for all equal indices; rows and columns are distinguished although both are 4."""
     table = jnp.arange(20, dtype=jnp.float32) * 10
-    lookups = []
-
-    def entries(places: Any, axes: str) -> Any:
-        lookups.append((jnp.ndim(places), axes))
-        return table[places]
+    lookups: list[Any] = []
+    entries = lambda at, axes: lookups.append((jnp.ndim(at), axes)) or table[at]  # noqa: E731
 
     def function(table: Any, row: Any, column: Any, number: Any) -> Any:
         seen = table[number]
@@ -983,11 +925,8 @@ def test_kernels_refuse_other_gpus(monkeypatch, kernel, capability, expected):
 
 
 def growing(growth: float, tiles: int, dtype: Any) -> list[Any]:
-    """Query, key and value whose scores increase with the tile of 128 keys.
-
-    They increase by `growth`, by half of it or not at all, or decrease by it, depending on the row,
-    and differ by a few units within a tile.
-    """
+    """Query, key and value whose scores increase with the tile of 128 keys by `growth`, by half of
+    it or not at all, or decrease by it, depending on the row."""
     rng = np.random.default_rng(7)
     query, key = (0.25 * rng.normal(size=(1, n, 1, 64)) for n in (128, 128 * tiles))
     query[0, :, 0, 0] = np.resize([1, 0.5, 0, -1], 128)
@@ -1007,10 +946,8 @@ def noted(*arguments: Any) -> Any:
 
 
 def moves(query: Any, key: Any, columns: int) -> list[bool]:
-    """Returns after which tiles of `columns` keys the sums of the rows together are rescaled.
-
-    They are if the maximum of any row, to the base 2, is more than 8 above the sum's reference.
-    """
+    """Returns after which tiles of `columns` keys the sums of the rows are rescaled: if a maximum,
+    to the base 2, is more than 8 above the sum's reference."""
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (query, key))
     highest = (q @ k.T * np.log2(np.e)).reshape(len(q), -1, columns).max(axis=2)
     highest = np.maximum.accumulate(highest, axis=1).T
@@ -1090,11 +1027,8 @@ def test_kernels_know_which_queries_share_a_hash(rows, first):
     hashes = dropout.hashed(spec, shapes, rows=rows).dropout_key
     parts = hashes.rows, hashes.seeds, hashes.columns, hashes.places
     head = [x if x is None or x.ndim == 1 else x[1, 2] for x in parts]
-    shared = []
-
-    def record(x: Any) -> Any:
-        shared.append(np.asarray(x))
-        return x
+    shared: list[Any] = []
+    record = lambda x: shared.append(np.asarray(x)) or x  # noqa: E731
 
     def keeps(head: Any, places: Any) -> Any:
         hashed = dropout.Hashes(*head, dropped=None)
@@ -1102,8 +1036,7 @@ def test_kernels_know_which_queries_share_a_hash(rows, first):
         return dropout.keeps(local, 1, 2, Span(places, places), Span(places, places))
 
     places = jnp.arange(64, dtype=jnp.int32)
-    layout = RegisterLayout(shared=record)
-    decisions = mosaic_interpreter.run(keeps, head, places, layout=layout)
+    decisions = mosaic_interpreter.run(keeps, head, places, layout=RegisterLayout(shared=record))
     queries = places if first is None else first + places
     wanted = dropout.keep(spec.dropout_key, 0.5, 1, 2, queries, places)
     assert np.array_equal(decisions, wanted)
@@ -1115,11 +1048,7 @@ def test_kernels_know_which_queries_share_a_hash(rows, first):
 
 
 def registers_of(layout: Any, values: np.ndarray) -> Any:
-    """Yields what the registers of a layout hold, one thread and register index after the other.
-
-    The layout says how an array is cut into tiles, and which axes of these belong to warps, lanes
-    and a register.
-    """
+    """Yields what the registers of a layout hold, one thread and register index after the other."""
     for sizes in layout.tiling.tiles:
         leading, tiled = values.shape[: -len(sizes)], values.shape[-len(sizes) :]
         pairs = [size for x, y in zip(tiled, sizes, strict=True) for size in (x // y, y)]
@@ -1144,8 +1073,7 @@ def test_sums_are_left_sides_of_products_without_a_move():
     sums, left = layouts.WGMMA.to_mgpu(), layouts.MMA_LHS(jnp.bfloat16).to_mgpu()
     of_threads = (registers_of(x, values) for x in (sums, left))
     for of_sums, wanted in zip(*of_threads, strict=True):
-        renamed = matrix_units.renamed_registers(of_sums, left, values.shape)
-        assert np.array_equal(renamed, wanted)
+        assert np.array_equal(matrix_units.renamed_registers(of_sums, left, values.shape), wanted)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -1193,5 +1121,4 @@ def test_threads_share_rows_where_a_tile_reads_numbers_of_its_keys(rules, apart)
     mask, score = rules.get("mask", masks.Full()), rules.get("score")
     spec = prepared(Spec(mask, score, 0.125, None, None), shapes)
     unit = registers.Unit(True, by=registers.Products.TENSOR_MEMORY)
-    problem = GPUProblem.of(spec, shapes, Tiling(256, 128), unit)
-    assert problem.unit.splits_rows is apart
+    assert GPUProblem.of(spec, shapes, Tiling(256, 128), unit).unit.splits_rows is apart

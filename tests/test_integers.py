@@ -36,8 +36,7 @@ def arrays(T: int = T, S: int = S) -> Any:
 def meant(allowed: Any, qkv: Any) -> np.ndarray:
     """Returns the oracle's output for the mask `allowed(pair)`."""
     query, key, value = (np.asarray(x, np.float64) for x in qkv)
-    problem = oracle.OracleProblem(query, key, value, allowed=allowed)
-    return oracle.attend(problem).out
+    return oracle.attend(oracle.OracleProblem(query, key, value, allowed=allowed)).out
 
 
 def attend(implementation: str, mask: Any, qkv: Any, **options: Any) -> Any:
@@ -215,7 +214,7 @@ def test_distances_of_traced_positions_of_64_bits():
         ]
 
     traced = jax.jit(lambda x, sizes: maps(x, [masks.Window(**{y: sizes[y]}) for y in windows]))
-    for size in (5, MOST, MOST + 1, 2**32 - 1, 2**32, 2**33, 2**70):
+    for size in (5, MOST, MOST + 1, 2**32, 2**70):
         known = [masks.Window(**{side: size}) for side in windows]
         known += [masks.Dilated(size), masks.Causal(), masks.Prefix(size)]
         known += [masks.Predicate(lambda b, h, q, kv: kv == q)]
@@ -300,8 +299,7 @@ def test_lengths_of_a_memory_are_of_what_it_holds():
 
 
 def test_rows_of_a_recurrent_state_out_of_range():
-    hidden = jnp.ones((2, 4))
-    state = nn.RecurrentState(hidden, jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
+    state = nn.RecurrentState(jnp.ones((2, 4)), jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
     with pytest.raises(ValueError, match="indices"):
         state.reorder(jnp.array([0, 2]))
     picked = jax.jit(lambda rows: state.reorder(rows).hidden)(np.array([1, 2]))

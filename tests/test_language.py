@@ -56,14 +56,12 @@ def test_split_and_batches():
 
 
 def test_loss_by_the_formula():
-    settings = LanguageSettings().changed(TINY)
-    model = models.make(settings, 7)
+    model = models.make(LanguageSettings().changed(TINY), 7)
     rows = np.random.default_rng(0).integers(0, 7, (3, 9)).astype(np.int32)
     logits = nnx.jit(lambda model, x: model(x, deterministic=True))(model, rows[:, :-1])
     log_p = jax.nn.log_softmax(logits)
     expected = -np.take_along_axis(np.asarray(log_p), rows[:, 1:, None], axis=-1).mean()
-    loss = jax.jit(models.mean_loss, static_argnums=0)
-    got = loss(*nnx.split(model), jnp.asarray(rows))
+    got = jax.jit(models.mean_loss, static_argnums=0)(*nnx.split(model), jnp.asarray(rows))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
@@ -132,8 +130,7 @@ def test_numbers_of_the_command_line_have_bounds(capsys):
 
 
 def a_run(directory, file) -> LanguageRun:
-    content = file.read_text("utf-8")
-    characters = text.Characters.of(content)
+    characters = text.Characters.of(file.read_text("utf-8"))
     run = LanguageRun(directory, LanguageSettings().changed(TINY), characters, str(file))
     run.create()
     return run

@@ -1,7 +1,5 @@
-"""One latent vector for keys and values: the cache, and multi-head latent attention.
-
-The expected results are the formulas in NumPy, with keys and values of every head written out.
-"""
+"""One latent vector for keys and values: the cache, and multi-head latent attention, against
+formulas with keys and values of every head written out."""
 
 import functools
 from typing import Any
@@ -196,8 +194,7 @@ def by_the_formula(layer: Any, params: Any, x: Any) -> Any:
     def turned(x: Any) -> Any:
         if not R:
             return x
-        size = x.shape[1]
-        return jnp.concatenate([x[..., :-R], layer.rotary(x[..., -R:], jnp.arange(size))], -1)
+        return jnp.concatenate([x[..., :-R], layer.rotary(x[..., -R:], jnp.arange(x.shape[1]))], -1)
 
     c = norm("query_ln", down("query_down", x)) if layer.query_rank else x
     q = turned(jnp.einsum("btd,dnh->btnh", c, p["query/kernel"]))

@@ -1,8 +1,4 @@
-"""The first mechanisms: each against loops in NumPy, with the gradient of every input.
-
-The loops accept complex numbers, so that derivatives come to the last digit from a complex step:
-the imaginary part of f(x + ih) / h for a tiny h.
-"""
+"""The first mechanisms: each against loops in NumPy, with gradients by complex steps."""
 
 import functools
 import math
@@ -57,9 +53,7 @@ def attend(
     return np.reshape(out, (rows, queries, value.shape[-1]))
 
 
-def slopes(
-    oracle: Callable[..., Any], inputs: dict[str, Any], d_out: np.ndarray
-) -> dict[str, np.ndarray]:
+def slopes(oracle: Callable[..., Any], inputs: dict[str, Any], d_out: Any) -> dict[str, Any]:
     """Gradients of Σ d_out · oracle(**inputs), entry by entry, by complex steps."""
     tiny = 1e-100
     gradients = {}
@@ -68,8 +62,7 @@ def slopes(
         for index in np.ndindex(array.shape):
             moved = array.astype(complex)
             moved[index] += 1j * tiny
-            out = oracle(**{**inputs, name: moved})
-            gradients[name][index] = np.sum(d_out * out.imag) / tiny
+            gradients[name][index] = np.sum(d_out * oracle(**{**inputs, name: moved}).imag) / tiny
     return gradients
 
 
@@ -109,10 +102,7 @@ MASKS: dict[str, tuple[Callable[[], Any], Callable[[int, int, int], Any]]] = {
         lambda: masks.Causal() & masks.Lengths(q=2, kv=jnp.array([3, 2])),
         lambda b, i, j: j <= i < 2 and j < (3, 2)[b],
     ),
-    "array": (
-        lambda: jnp.asarray(np.tri(T, S, 1, dtype=bool))[None, None],
-        lambda b, i, j: j <= i + 1,
-    ),
+    "array": (lambda: jnp.tri(T, S, 1, dtype=bool)[None, None], lambda b, i, j: j <= i + 1),
 }
 SQUARE_MASKS = [name for name in MASKS if name != "array"]
 
@@ -126,7 +116,6 @@ def test_simple_self_attention(mask):
 
 
 def self_attention_loops(x, w_query, w_key, w_value, allowed, scale):
-    """Projections token by token, then attention."""
     query, key, value = (
         np.stack([[_rows(token, w) for token in row] for row in x])
         for w in (w_query, w_key, w_value)
@@ -156,11 +145,9 @@ def test_self_attention_takes_any_batch(batch):
     x = RNG.normal(size=(*batch, T, 4))
     weights = [RNG.normal(size=(4, size)) for size in (7, 7, 6)]
     got = jattn.self_attention(jnp.asarray(x), *map(jnp.asarray, weights))
-    assert got.shape == (*batch, T, 6)
-    want = self_attention_loops(
-        x.reshape(-1, T, 4), *weights, allowed=lambda b, i, j: True, scale=7**-0.5
-    )
-    np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=1e-13)
+    rules: Any = {"allowed": lambda b, i, j: True, "scale": 7**-0.5}
+    want = self_attention_loops(x.reshape(-1, T, 4), *weights, **rules)
+    np.testing.assert_allclose(got, want.reshape(*batch, T, 6), rtol=0, atol=1e-13)
 
 
 def test_self_attention_drops_weights():
@@ -168,8 +155,7 @@ def test_self_attention_drops_weights():
     rules: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
     got = jattn.self_attention(x, *weights, **rules)
     heads = (jnp.einsum("bte,eh->bth", x, w)[:, :, None] for w in weights)
-    want = jattn.attention(*heads, **rules)[:, :, 0]
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(got, jattn.attention(*heads, **rules)[:, :, 0], rtol=0, atol=1e-13)
     assert np.abs(got - jattn.self_attention(x, *weights)).max() > 0.1
 
 
@@ -189,8 +175,7 @@ def test_renormalised_row_without_weight_on_the_past_is_zero():
     weights = jnp.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.25, 0.25, 0.5]])
     got = jattn.renormalised_causal(weights)
     np.testing.assert_array_equal(got, [[0, 0, 0], [0, 0, 0], [0.25, 0.25, 0.5]])
-    gradient = jax.grad(lambda w: (jattn.renormalised_causal(w) ** 2).sum())(weights)
-    assert np.isfinite(gradient).all()
+    assert np.isfinite(jax.grad(lambda w: (jattn.renormalised_causal(w) ** 2).sum())(weights)).all()
 
 
 def test_interaction_is_left_times_x_times_right():
@@ -258,9 +243,7 @@ def test_multiplicative_folds_the_weight_into_the_query():
 additive = jax.jit(jattn.additive_attention, static_argnames=("dropout_rate",))
 
 
-def additive_inputs(
-    batch: tuple[int, ...] = (B,), queries: int = T, keys: int = S
-) -> dict[str, Any]:
+def additive_inputs(batch: Any = (B,), queries: int = T, keys: int = S) -> dict[str, Any]:
     """Sizes that are all different: Dq 4, Dk 6, A 7, V 3."""
     tokens = {"query": (*batch, queries, 4), "key": (*batch, keys, 6), "value": (*batch, keys, 3)}
     inputs = numbers(**tokens, w_query=(4, 7), w_key=(6, 7), w_score=(7,))
@@ -275,15 +258,10 @@ def test_additive_attention_without_keys_is_zero():
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_additive_attention_takes_any_batch(batch):
-    inputs = additive_inputs(batch)
-    got = additive(**on_device(inputs))
+    arrays = on_device(additive_inputs(batch))
+    got = additive(**arrays)
     assert got.shape == (*batch, T, 3)
-    flat = {
-        name: x.reshape(-1, *x.shape[-2:]) if name in ("query", "key", "value") else x
-        for name, x in inputs.items()
-    }
-    want = additive_formula(on_device(flat))
-    np.testing.assert_allclose(np.reshape(got, want.shape), want, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(got, additive_formula(arrays), rtol=0, atol=1e-13)
 
 
 def test_additive_keys_are_projected_once_and_reused():
@@ -301,11 +279,8 @@ def test_weights_of_additive_attention_by_the_formula():
     inputs, mask = additive_inputs(), masks.Lengths(kv=jnp.array([S, 2]))
     arrays, dropout = on_device(inputs), {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
     out, weights = jattn.additive_attention(**arrays, mask=mask, return_weights=True)
-    query, key = inputs["query"] @ inputs["w_query"], inputs["key"] @ inputs["w_key"]
-    raw = np.tanh(query[:, :, None] + key[:, None]) @ inputs["w_score"]
     seen = np.arange(S) < np.array([S, 2])[:, None, None]
-    want = np.where(seen, np.exp(raw), 0)
-    want /= want.sum(axis=-1, keepdims=True)
+    want = np.asarray(additive_weights(arrays, seen))
     np.testing.assert_allclose(weights, want, rtol=0, atol=1e-14)
     np.testing.assert_allclose(out, want @ inputs["value"], rtol=0, atol=1e-13)
     with tuning.using(additive_tile=4):  # the output is computed in tiles
@@ -328,25 +303,23 @@ def test_additive_attention_keeps_the_dtype(dtype, error):
 
 @quick_jit
 def _pulled(arrays: dict[str, Any], mask: Any, d_out: Any) -> dict[str, Any]:
-    """The result `out` of additive attention, and the gradient of each array."""
     call = functools.partial(jattn.additive_attention, mask=mask)
     out, gradients = out_and_gradients(lambda arrays: call(**arrays), (arrays,), d_out)
     return {"out": out, **gradients}
 
 
-def additive_formula(
-    arrays: dict[str, Any],
-    allowed: Any = True,
-    modify: Callable[[Any], Any] = lambda score: score,
-    dropout_scale: Any = 1.0,
+def additive_weights(
+    arrays: dict[str, Any], allowed: Any = True, modify: Callable[[Any], Any] = lambda score: score
 ) -> Any:
-    """Bahdanau et al. 2015: w · tanh(q W_q + k W_k), for all pairs at once. `allowed` and
-    `dropout_scale` broadcast to [B, T, S]."""
+    """Bahdanau et al. 2015: softmax of w · tanh(q W_q + k W_k); `allowed` is `[B, T, S]`."""
     query, key = arrays["query"] @ arrays["w_query"], arrays["key"] @ arrays["w_key"]
-    raw = jnp.tanh(query[:, :, None] + key[:, None]) @ arrays["w_score"]
+    raw = jnp.tanh(query[..., :, None, :] + key[..., None, :, :]) @ arrays["w_score"]
     score = jnp.where(allowed, modify(raw), -1e30)
-    weights = jnp.where(allowed, jax.nn.softmax(score, axis=-1), 0)
-    return (weights * dropout_scale) @ arrays["value"]
+    return jnp.where(allowed, jax.nn.softmax(score, axis=-1), 0)
+
+
+def additive_formula(arrays: dict[str, Any], *rules: Any, dropout_scale: Any = 1.0) -> Any:
+    return (additive_weights(arrays, *rules) * dropout_scale) @ arrays["value"]
 
 
 def _long_mask(name: str, queries: int, keys: int) -> tuple[Any, np.ndarray]:
@@ -368,8 +341,7 @@ LONG = [(150, 190, 128, True), (40, 70, 16, True), (44, 72, 24, False)]
 
 def in_tiles(block: int, in_turn: bool = True) -> Any:
     """A context with tiles of about `block`, batch rows one after another or all at once."""
-    row = tuning.TABLE["cpu"]._replace(in_turn=in_turn)
-    return tuning.using(additive_tile=block, row=row)
+    return tuning.using(additive_tile=block, row=tuning.TABLE["cpu"]._replace(in_turn=in_turn))
 
 
 @pytest.fixture
@@ -398,7 +370,7 @@ def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
     (d_out,) = normal_arrays((B, queries, 3), seed=8)
     with in_tiles(block, in_turn):
         results = _pulled(arrays, built, d_out)
-    formula = functools.partial(additive_formula, allowed=allowed)
+    formula = lambda arrays: additive_formula(arrays, allowed)  # noqa: E731
     want, wanted = quick_jit(lambda *x: out_and_gradients(formula, *x))((arrays,), d_out)
     assert_trees_close(results, {"out": want, **wanted}, rtol=0, atol=1e-12)
     dead = ~np.broadcast_to(allowed, (B, queries, keys)).any(axis=2)
@@ -407,9 +379,7 @@ def test_additive_attention_over_tiles(queries, keys, block, in_turn, mask):
 
 @pytest.mark.one_in(3, slow=True)
 @pytest.mark.parametrize("queries, keys, block, in_turn", LONG)
-def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
-    queries, keys, block, in_turn
-):
+def test_additive_attention_over_tiles_with_dropout_and_scores(queries, keys, block, in_turn):
     mask, allowed = _long_mask("lengths", queries, keys)
     shapes = (1, 1, queries, keys), (B, 1, 1, keys), (B, queries, 3)
     bias, by_row, d_out = normal_arrays(*shapes, seed=9)
@@ -428,7 +398,7 @@ def test_additive_attention_over_tiles_with_dropout_and_learned_scores(
     def formula(arrays, learned):
         t, bias, by_row = learned
         modify = lambda score: score / t + bias[0] + by_row[:, 0]  # noqa: E731
-        return additive_formula(arrays, allowed, modify, jnp.where(keep, 1 / 0.7, 0))
+        return additive_formula(arrays, allowed, modify, dropout_scale=jnp.where(keep, 1 / 0.7, 0))
 
     both = quick_jit(lambda f: out_and_gradients(f, (arrays, learned), d_out), static_argnums=0)
     with in_tiles(block, in_turn):
@@ -495,33 +465,20 @@ def test_additive_attention_takes_memory_linear_in_queries_and_keys(mask):
     attend = lambda *x: jnp.sum(jattn.additive_attention(*x, mask=mask))  # noqa: E731
     gradient = jax.grad(attend, (0, 1, 2, 3, 4, 5))
     weights = (4, 16), (6, 16), (16,)
-    small, large = (
-        temporaries(gradient, (size, 4), (size, 6), (size, 8), *weights) for size in (1024, 4096)
-    )
+    memory = lambda T: temporaries(gradient, (T, 4), (T, 6), (T, 8), *weights)  # noqa: E731
+    small, large = map(memory, (1024, 4096))
     assert large < 4.5 * small
     assert large < 4 * 4096 * 4096 / 4  # a quarter of one array [T, S]
 
 
 MISFITS = [
-    (
-        "self_attention",
-        [(T, 4), (5, 7), (4, 7), (4, 6)],
-        r"w_query: expected \[E, H2\] = \[4, 7\], got \[5, 7\]",
-    ),
-    (
-        "self_attention",
-        [(T, 4), (4, 7), (4, 7), (5, 6)],
-        r"w_value: expected \[E, H1\] = \[4, 6\], got \[5, 6\]",
-    ),
+    ("self_attention", [(T, 4), (5, 7), (4, 7), (4, 6)], r"w_query: expected \[E, H2\] = \[4, 7\]"),
+    ("self_attention", [(T, 4), (4, 7), (4, 7), (5, 6)], r"w_value: expected \[E, H1\] = \[4, 6\]"),
     ("self_attention", [(T, 4), (4, 7), (4, 8), (4, 6)], r"w_key: .* = \[4, 7\], got \[4, 8\]"),
     ("interaction", [(S, 4), None, (5, 6)], r"right: expected \[E, H1\] = \[4, 6\], got \[5, 6\]"),
     ("interaction", [(S, 4), (T, T)], r"left: expected \[T, S = 5\].*got \[3, 3\]"),
     ("interaction", [(B, S, 4), (3, T, S)], r"left: .*got \[3, 3, 5\]"),
-    (
-        "multiplicative_attention",
-        [(T, 4), (S, 6), (S, 3), (6, 4)],
-        r"weight: .*\[4, 6\], got \[6, 4\]",
-    ),
+    ("multiplicative_attention", [(T, 4), (S, 6), (S, 3), (6, 4)], r"weight: .*\[4, 6\], got \[6"),
     ("multiplicative_attention", [(T, 4), (S, 6), (6, 3), (4, 6)], r"value: .*got \[6, 1, 3\]"),
 ]
 

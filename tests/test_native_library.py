@@ -156,16 +156,9 @@ def compiled_to(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.exhaustive
-def test_without_a_cache_folder_each_process_builds_a_library(quick, tmp_path):
-    (tmp_path / "jattn").write_text("a file where the folder should be")
-    assert said(CALL, tmp_path, quick) == "None"
-
-
 def test_temporary_files_lie_where_nobody_can_replace_them(monkeypatch, tmp_path):
-    private, shared = tmp_path / "own", tmp_path / "shared"
-    private.mkdir()
-    shared.mkdir()
+    (private := tmp_path / "own").mkdir()
+    (shared := tmp_path / "shared").mkdir()
     for mode, safe in ((0o777, False), (0o1777, True), (0o755, True)):
         shared.chmod(mode)
         monkeypatch.setattr(compiler.tempfile, "tempdir", str(shared))
@@ -321,8 +314,7 @@ def test_a_kept_file_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path
 @pytest.mark.slow
 def test_on_a_full_disk_blockwise_runs(quick, tmp_path):
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-    reason = said(full + CALL, tmp_path, quick)
-    assert reason not in ("None", "")
+    assert said(full + CALL, tmp_path, quick) not in ("None", "")
     assert list((tmp_path / "jattn").iterdir()) == []
 
 
@@ -424,8 +416,7 @@ LACKING = {
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("kind", [*LACKING, "cut short"])
 def test_a_library_that_does_not_answer_is_not_loaded(tmp_path, built, kind):
-    """Another process has to find all functions in what a compiler wrote, even if that reports
-    success, before this process loads it."""
+    """Another process has to find all functions in it before this process loads it."""
     library = tmp_path / "x.so"
     if kind in LACKING:
         compiled_to(library, LACKING[kind])
@@ -555,8 +546,7 @@ def test_a_forked_process_builds_rules(built, tmp_path, quick):
 
 
 def waits_to_go(home: Path, compiler: str, source: str) -> str:
-    """A compiler that waits for a file `go` before it compiles a source. It writes a file `began`
-    when it waits."""
+    """A compiler that writes a file `began` and waits for `go` before it compiles a source."""
     wait = f"touch {home}/began; while [ ! -e {home}/go ]; do sleep 0.05; done"
     return script(home / "c++", f'case "$*" in *{source}*) {wait};; esac\nexec {compiler} "$@"')
 
@@ -578,16 +568,14 @@ def test_a_process_that_ends_does_not_wait_for_a_compiler(tmp_path):
 
 @pytest.mark.exhaustive
 def test_programs_wait_for_a_library_as_long_as_suits(fresh, monkeypatch, tmp_path, quick):
-    """Programs that do not name the kernel run without it after a while, and keep doing so;
-    programs that name it wait."""
+    """Programs that do not name the kernel run without it after a while, and keep doing so."""
     go = tmp_path / "go"
     slow = script(tmp_path / "slow", f'while [ ! -e {go} ]; do sleep 0.05; done; exec {quick} "$@"')
     monkeypatch.setenv("CXX", slow)
     monkeypatch.setattr(library, "PATIENCE", 0.3)
     x = on_device(inputs(CASES["causal"], "float32"))
     early = jax.jit(lambda q, k, v: jattn.attention(q, k, v, mask=jattn.masks.Causal()))
-    lowered = early.lower(x.q, x.k, x.v)
-    assert "jattn_forward" not in lowered.as_text()
+    assert "jattn_forward" not in early.lower(x.q, x.k, x.v).as_text()
     first = early(x.q, x.k, x.v)
     assert "still being built" in reason()
     go.touch()
@@ -660,14 +648,12 @@ def test_threads_that_build_at_the_same_time_build_one_library(monkeypatch, tmp_
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(load, range(4)), key=str) == [1, 1, 1, "it fails"]
     assert len(began) == 2
-    (saved,) = (tmp_path / "jattn").glob("*.so")
-    saved.unlink()
-    saved.with_suffix(".lock").touch()  # of a process that was killed
-    assert load(0) == 1
-    (saved,) = (tmp_path / "jattn").glob("*.so")
-    saved.unlink()
-    saved.with_suffix(".lock").mkdir()
-    assert load(0) == 1 and len(began) == 4
+    for leave in (Path.touch, Path.mkdir):  # a lock of a process that was killed, and no lock
+        (saved,) = (tmp_path / "jattn").glob("*.so")
+        saved.unlink()
+        leave(saved.with_suffix(".lock"))
+        assert load(0) == 1
+    assert len(began) == 4
 
 
 @pytest.mark.slow
@@ -780,18 +766,17 @@ def test_a_compiled_program_runs_where_nothing_but_the_package_is_imported(seria
     assert log.read_text() == calls, "its libraries are found without the compiler"
 
 
-def test_a_compiled_program_without_its_library_says_what_to_do(serialized, quick, tmp_path):
-    done = process(READ.replace("{path}", str(serialized[0])), tmp_path, quick)
-    assert "(run python -m jattn.build)" in done.stderr
-    assert not list((tmp_path / "jattn").iterdir())
-
-
-def test_a_compiled_program_without_its_functions_says_what_to_do(serialized, quick, tmp_path):
+def test_a_compiled_program_without_its_library_or_functions_says_what_to_do(
+    serialized, quick, tmp_path
+):
     path, home = serialized
+    read = READ.replace("{path}", str(path))
+    assert "(run python -m jattn.build)" in process(read, tmp_path, quick).stderr
+    assert not list((tmp_path / "jattn").iterdir())
     shutil.copytree(home / "jattn", tmp_path / "home" / "jattn")
     for rule in (tmp_path / "home" / "jattn").glob("rule-*.txt"):
         rule.write_bytes(rule.read_bytes()[:-1])  # what is damaged is not read
-    done = process(READ.replace("{path}", str(path)), tmp_path / "home", quick)
+    done = process(read, tmp_path / "home", quick)
     assert "call jattn.attention with them once before" in done.stderr
 
 

@@ -20,6 +20,7 @@ from jattn import _advice as advice
 from jattn import masks, nn, positions, scores
 from jattn.nn.variables import Constant
 from tests.arrays import assert_equal
+from tests.conftest import assert_trees_close
 from tests.devices import mesh_of, place
 
 
@@ -189,7 +190,6 @@ OF_OTHER_SIZES = {"head_dim": 6, "value_dim": 7, "scale": 0.3, "sinks": True, "n
 
 def test_sizes_scale_and_sinks_by_the_formula():
     module = made(nn.MultiHeadAttention, 4, 5, param_dtype=jnp.float64, **OF_OTHER_SIZES)
-    assert module.query.kernel.shape == (5, 4, 6) and module.out.kernel.shape == (4, 7, 5)
     x = normal(1, 2, 6, 5, dtype=np.float64)
 
     @nnx.jit
@@ -197,11 +197,11 @@ def test_sizes_scale_and_sinks_by_the_formula():
         weights = nn.capture_weights(module, x, mask=masks.Causal())[""]
         first, cache = module(x[:, :4], cache=cache, mask=masks.Causal())
         last, _ = module(x[:, 4:], cache=cache, mask=masks.Causal())
-        cached = jnp.concatenate([first, last], axis=1)
-        return weights, cached, module(x, mask=masks.Causal())
+        return weights, jnp.concatenate([first, last], axis=1), module(x, mask=masks.Causal())
 
     weights, cached, out = outs(module, x, module.empty_cache(2, 6))
     p = arrays(module)
+    assert p["query/kernel"].shape == (5, 4, 6) and p["out/kernel"].shape == (4, 7, 5)
     values = np.einsum("bse,ekv->bskv", x, p["value/kernel"]) + p["value/bias"]
     read = np.einsum("bnts,bsnv->btnv", weights, np.repeat(values, 2, axis=2))
     read = np.einsum("btnv,nvd->btd", read, p["out/kernel"]) + p["out/bias"]
@@ -212,7 +212,6 @@ def test_sizes_scale_and_sinks_by_the_formula():
 
 
 def test_sinks_through_a_cache_in_pieces_and_a_memory():
-    """A rolling cache takes ten tokens in chunks of four, and a memory is read by other tokens."""
     module = made(nn.MultiHeadAttention, 4, 5, **OF_OTHER_SIZES)
     x, mask = normal(1, 2, 10, 5), masks.Causal() & masks.Window(left=3)
     cache = module.empty_cache(2, 3, jattn.cache.RollingCache, chunk=4)
@@ -236,14 +235,13 @@ def test_axial_rotary_is_by_row_and_column():
 
 def test_rotary_options_reach_the_rotation():
     x = normal(1, 2, 7, 5)
-    options: list[Any] = [{}, {"style": "interleaved"}, {"base": 50.0}, {"size": 2}]
+    options: list[Any] = [{"style": "interleaved"}, {"base": 50.0}, {"size": 2}]
     options.append({"scaling": positions.Linear(2.0)})
-    rotaries = [nn.Rotary(**x) for x in options]
     make = functools.partial(made, nn.MultiHeadAttention, 3, 5, 12)
-    outs = [np.asarray(call(make(rotary=rotary), x)) for rotary in (False, *rotaries)]
+    models = [make(rotary=x) for x in (False, True, *(nn.Rotary(**o) for o in options))]
+    outs = [np.asarray(call(model, x)) for model in models]
     assert all(np.abs(a - b).max() > 1e-3 for a, b in itertools.combinations(outs, 2))
-    places = jnp.arange(7, dtype=jnp.int32) + 5
-    close(call(make(rotary=True), x, positions=places), outs[1], 1e-5)
+    close(call(models[1], x, positions=jnp.arange(7, dtype=jnp.int32) + 5), outs[1], 1e-5)
 
 
 def test_cross_attention_with_other_widths():
@@ -291,11 +289,9 @@ def test_masks_and_scores_of_module_and_call_combine():
 
 
 def test_score_arrays_are_constant_unless_learned():
-    slopes = scores.alibi_slopes(3)
-    fixed = nn.MultiHeadAttention(3, 5, 12, score=scores.Alibi(slopes), rngs=nnx.Rngs(params=0))
-    learned = nn.MultiHeadAttention(
-        3, 5, 12, score=nn.LearnedScore(scores.Alibi(slopes)), rngs=nnx.Rngs(params=0)
-    )
+    alibi = scores.Alibi(scores.alibi_slopes(3))
+    make = lambda score: nn.MultiHeadAttention(3, 5, 12, score=score, rngs=nnx.Rngs(params=0))  # noqa: E731
+    fixed, learned = make(alibi), make(nn.LearnedScore(alibi))
     assert not any(path[0] == "score" for path, _ in nnx.to_flat_state(nnx.state(fixed, nnx.Param)))
     assert len(jax.tree.leaves(nnx.state(fixed, Constant))) == 1
     x = normal(1, 2, 7, 5)
@@ -316,17 +312,9 @@ def test_list_of_heads_equals_packed(options):
     x, memory = normal(1, 2, 6, 5), normal(2, 2, 8, 4)
     expected = call(packed, x, memory)
     close(call(single, x, memory), expected, 1e-5)
-    np.testing.assert_array_equal(
-        single.heads[5].key.kernel[...], packed.key.kernel[:, kv_heads - 1 : kv_heads]
-    )
+    assert_equal(single.heads[5].key.kernel[...], packed.key.kernel[:, kv_heads - 1, None])
     single.heads[0].value.kernel[...] += 1.0
     assert np.abs(call(single, x, memory) - expected).max() > 1e-3
-
-
-def test_heads_of_the_list_drop_independently():
-    packed = nn.MultiHeadAttention(2, 5, 8, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
-    first, second = (head.dropout.key(None, None) for head in nn.SingleHeads(packed).heads)
-    assert first != second
 
 
 def attention_with_dropout(rate=0.5, **streams):
@@ -352,8 +340,10 @@ def test_deterministic_is_rate_0():
     np.testing.assert_array_equal(call(module, x), expected)
     module.train()
     dropped, same, other = (call(module, x, rngs=nnx.Rngs(dropout=n)) for n in (1, 1, 2))
-    np.testing.assert_array_equal(dropped, same)
-    assert np.abs(dropped - expected).max() > 0.1 and np.abs(dropped - other).max() > 0.1
+    module, again = (attention_with_dropout(dropout=1) for _ in range(2))
+    assert_equal((same, call(again, x)), (dropped, first := call(module, x)))
+    for a, b in ((dropped, expected), (dropped, other), (call(module, x), first)):
+        assert np.abs(a - b).max() > 0.1
 
 
 def test_dropout_is_that_of_the_function():
@@ -368,28 +358,17 @@ def test_dropout_is_that_of_the_function():
     close(call(module, x, rngs=nnx.Rngs(dropout=7)), expected, 1e-5)
 
 
-def test_kept_stream_serves_calls_and_advances():
-    x, module = normal(1, 2, 7, 5), attention_with_dropout(dropout=1)
-    first, second = call(module, x), call(module, x)
-    assert np.abs(first - second).max() > 0.1
-    np.testing.assert_array_equal(call(attention_with_dropout(dropout=1), x), first)
+def test_layers_and_heads_of_a_list_drop_independently():
+    packed = nn.MultiHeadAttention(2, 5, 8, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
+    encoder, rngs = made(nn.Encoder, 2, 6, 3, 7, dropout_rate=0.5), nnx.Rngs(dropout=1)
+    for model, stream, number in ((nn.SingleHeads(packed), None, 2), (encoder, rngs, 2 * 4)):
+        dropouts = [x for _, x in nnx.iter_modules(model) if isinstance(x, nn.Dropout)]
+        keys = {tuple(jax.random.key_data(x.key(None, stream)).tolist()) for x in dropouts}
+        assert len(dropouts) == len(keys) == number
 
 
-def test_layers_drop_independently():
-    encoder = made(nn.Encoder, 2, 6, 3, 7, dropout_rate=0.5)
-    rngs = nnx.Rngs(dropout=1)
-    keys = [
-        tuple(jax.random.key_data(module.key(None, rngs)).tolist())
-        for _, module in nnx.iter_modules(encoder)
-        if isinstance(module, nn.Dropout)
-    ]
-    assert len(keys) == len(set(keys)) == 2 * 4
-
-
-def test_capture_names_every_attention_and_leaves_nothing_behind(small):
+def test_capture_takes_a_method_and_leaves_nothing_behind(small):
     model, source, target = small
-    weights = nnx.eval_shape(nn.capture_weights, model, source, target)
-    assert {name: value.shape for name, value in weights.items()} == WEIGHTS_SHAPES
     by_method = nnx.eval_shape(lambda model: nn.capture_weights(model.encode, source), model)
     assert by_method.keys() == {"encoder/layers/0/self_attention"}
     with pytest.raises(TypeError):
@@ -408,10 +387,7 @@ def test_capture_in_a_context_sees_every_call_and_the_output(small):
     with nn.capture_weights(model) as weights:
         out = nnx.jit(lambda model, *ids: model(*ids))(model, source, target)
         assert not weights
-    assert weights.keys() == want.keys()
-    for name, array in weights.items():
-        close(array, want[name], 1e-6)
-    close(out, call(model, source, target), 1e-6)
+    assert_trees_close((weights, out), (want, call(model, source, target)), rtol=0, atol=1e-6)
     with nn.capture_weights(model.encode) as weights:
         nnx.jit(lambda model: model.encode(source))(model)
     assert weights.keys() == {"encoder/layers/0/self_attention"}
@@ -440,14 +416,19 @@ def test_outputs_of_heads_can_be_edited(small):
     def without_first_head(attention: Any) -> None:
         attention.out.kernel[...] = attention.out.kernel[...].at[0].set(0)
 
-    plain, heads = unchanged(source, target), []
-    np.testing.assert_array_equal(logits(lambda x: heads.append(x) or x, source), plain)
-    ablated = logits(lambda x: x.at[:, :, 0].set(0), source)
-    close(ablated, logits(lambda x: x, source, without_first_head), 1e-6)
-    assert np.abs(ablated - plain).max() > 1e-3
-    # The source reaches the only decoder layer by these heads alone.
-    patched = jax.jit(lambda x: logits(lambda _: heads[0], x))
-    close(patched(jnp.flip(source, 1)), plain, 1e-6)
+    @jax.jit
+    def outs(source: Any) -> Any:
+        heads: list[Any] = []
+        recorded = logits(lambda x: heads.append(x) or x, source)
+        ablated = logits(lambda x: x.at[:, :, 0].set(0), source)
+        # The source reaches the only decoder layer by these heads alone.
+        patched = logits(lambda _: heads[0], jnp.flip(source, 1))
+        return recorded, patched, ablated, logits(lambda x: x, source, without_first_head)
+
+    recorded, patched, ablated, headless = outs(source)
+    close([recorded, patched], [call(unchanged, source, target)] * 2, 1e-6)
+    close(ablated, headless, 1e-6)
+    assert np.abs(ablated - recorded).max() > 1e-3
 
 
 def test_second_call_of_a_module_is_numbered():
@@ -463,22 +444,16 @@ def test_second_call_of_a_module_is_numbered():
     want = capture(module, x)
     with nn.capture_weights(module) as weights:
         module(x)
-    assert {name: w.shape[-1] for name, w in weights.items()} == {"attention": 3, "attention[1]": 2}
-    assert weights.keys() == want.keys()
-    for name, array in weights.items():
-        close(array, want[name], 1e-6)
+    assert {name: w.shape[-1] for name, w in want.items()} == {"attention": 3, "attention[1]": 2}
+    assert_trees_close(weights, want, rtol=0, atol=1e-6)
 
 
 def test_no_weights_are_computed_when_nobody_captures(monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("weights were computed")
-
-    monkeypatch.setattr("jattn.nn.attention.attention_weights", never)
-    module = nn.MultiHeadAttention(1, 4, rngs=nnx.Rngs(params=0))
-    x = normal(1, 2, 3, 4)
+    monkeypatch.setattr("jattn.nn.attention.attention_weights", lambda *_, **__: 1 / 0)
+    module, x = nn.MultiHeadAttention(1, 4, rngs=nnx.Rngs(params=0)), normal(1, 2, 3, 4)
     nnx.eval_shape(lambda module: module(x), module)
     nnx.eval_shape(lambda module: nnx.capture(module, nnx.Intermediate)(x)[0], module)
-    with pytest.raises(AssertionError, match="weights were computed"):
+    with pytest.raises(ZeroDivisionError):
         nnx.eval_shape(lambda module: nn.capture_weights(module, x), module)
 
 
@@ -509,8 +484,7 @@ def test_gated_feed_forward_by_the_formula():
     x, p = normal(1, 2, 3, 5, dtype=np.float64), arrays(module)
     matrix = lambda name, x: np.asarray(x) @ p[f"{name}/kernel"] + p[f"{name}/bias"]  # noqa: E731
     gate = matrix("gate", x)
-    expected = matrix("out", gate / (1 + np.exp(-gate)) * matrix("hidden", x))
-    close(call(module, x), expected, 1e-12)
+    close(call(module, x), matrix("out", gate / (1 + np.exp(-gate)) * matrix("hidden", x)), 1e-12)
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -541,8 +515,8 @@ def test_decoder_is_its_sublayers_in_order(norm):
 def test_attention_of_another_make():
     grouped = functools.partial(nn.MultiHeadAttention, num_kv_heads=1, rotary=True)
     layer = made(nn.Decoder, 1, 6, 3, 7, self_attention=grouped).layers[0]
-    assert layer.self_attention.num_kv_heads == 1 and layer.self_attention.rotary == nn.Rotary()
-    assert layer.cross_attention.num_kv_heads == 3 and layer.cross_attention.rotary is None
+    both = ((x.num_kv_heads, x.rotary) for x in (layer.self_attention, layer.cross_attention))
+    assert [*both] == [(1, nn.Rotary()), (3, None)]
 
 
 def test_default_embedding_has_variance_one_over_d():
@@ -590,21 +564,15 @@ def small():
 
 def test_tied_embeddings(small):
     _, source, target = small
-    tied = made(transformer, tie_embeddings=True, spread=1.0)
-    free = made(transformer, spread=1.0)
+    tied, free = (made(transformer, tie_embeddings=x, spread=1.0) for x in (True, False))
     nnx.update(free, nnx.state(tied, nnx.Param))
     free.output.kernel[...] = tied.target_tokens.embedding[...]
     free.output.bias[...] = jnp.zeros(11, jnp.float32)
     np.testing.assert_array_equal(call(tied, source, target), call(free, source, target))
-    every = nnx.eval_shape(
-        lambda: nn.Transformer(11, 11, tie_embeddings="all", rngs=nnx.Rngs(params=0), **SIZES)
-    )
-    flat = nnx.to_flat_state(nnx.state(every, nnx.Param))
-    tables = [path for path, _ in flat if path[-1] == "embedding"]
-    assert tables == [("target_tokens", "embedding")] and every.output is None
-    shared = shaken(every)
-    ids = source % 11
-    reads = nnx.jit(lambda model: model.encode(ids, deterministic=True))
+    shared = made(nn.Transformer, 11, 11, tie_embeddings="all", spread=1.0, **SIZES)
+    tables = [path for path in arrays(shared) if path.endswith("embedding")]
+    assert tables == ["target_tokens/embedding"] and shared.output is None
+    reads = nnx.jit(lambda model: model.encode(source % 11, deterministic=True))
     memory = reads(shared)
     shared.target_tokens.embedding[...] *= 2
     assert np.abs(memory - reads(shared)).max() > 1e-2
@@ -690,13 +658,10 @@ def test_half_precision(small):
     check_half_precision(exact, made(transformer, dtype=jnp.bfloat16, spread=1.0), ids)
 
 
-@pytest.mark.parametrize("inputs", [jnp.bfloat16, jnp.float32])
-def test_dtype_of_a_single_layer(inputs):
-    layer = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.0, dtype=jnp.bfloat16)
-    x = normal(1, 2, 5, 6, dtype=inputs)
-    assert nnx.eval_shape(call, layer, x).dtype == jnp.bfloat16
-    layer = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.0)
-    assert nnx.eval_shape(call, layer, x).dtype == jnp.float32
+def test_dtype_of_a_single_layer():
+    for dtype, inputs in itertools.product((jnp.bfloat16, jnp.float32), repeat=2):
+        layer = made(nn.EncoderLayer, 6, 3, 7, dropout_rate=0.0, dtype=dtype)
+        assert nnx.eval_shape(call, layer, normal(1, 2, 5, 6, dtype=inputs)).dtype == dtype
 
 
 def check_graph_and_tree_mode(model, ids, graph, weights_shapes):
@@ -729,10 +694,7 @@ def test_graph_and_tree_mode(small, graph):
         @nnx.jit
         def train_step(layer, key):
             traces.append(None)
-
-            def loss(layer):
-                return ((layer(x, rngs=nnx.Rngs(dropout=key)) - x) ** 2).mean()
-
+            loss = lambda layer: ((layer(x, rngs=nnx.Rngs(dropout=key)) - x) ** 2).mean()  # noqa: E731
             value, gradient = nnx.value_and_grad(loss)(layer)
             state = nnx.state(layer, nnx.Param)
             nnx.update(layer, jax.tree.map(lambda p, g: p - 0.1 * g, state, nnx.state(gradient)))
@@ -743,15 +705,14 @@ def test_graph_and_tree_mode(small, graph):
 
 
 def test_to_linen(small):
-    model, source, target = small
+    model, *ids = small
     in_linen = nnx.bridge.to_linen(nn.Transformer, 13, 11, dropout_rate=0.5, **SIZES)
     init = functools.partial(in_linen.init, deterministic=True)
-    boxed = jax.eval_shape(init, {"params": jax.random.key(0)}, source, target)
-    shapes = linen.meta.unbox(boxed)["params"]
+    shapes = linen.meta.unbox(jax.eval_shape(init, {"params": jax.random.key(0)}, *ids))["params"]
     parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     assert jax.tree.map(jnp.shape, parameters) == jax.tree.map(lambda x: x.shape, shapes)
     apply = jax.jit(functools.partial(in_linen.apply, deterministic=True))
-    close(apply({"params": parameters}, source, target), call(model, source, target), 1e-5)
+    close(apply({"params": parameters}, *ids), call(model, *ids), 1e-5)
 
 
 def test_dropout_in_linen():
@@ -759,9 +720,8 @@ def test_dropout_in_linen():
     module = nnx.bridge.to_linen(nn.MultiHeadAttention, 3, 5, 12, dropout_rate=0.5)
     variables = {"params": nnx.to_pure_dict(nnx.state(twin, nnx.Param))}
     x, apply = normal(1, 2, 7, 5), jax.jit(module.apply)
-    first, same, other = (
-        apply(variables, x, rngs={"dropout": jax.random.key(i)}) for i in (1, 1, 2)
-    )
+    keys = [{"dropout": jax.random.key(i)} for i in (1, 1, 2)]
+    first, same, other = (apply(variables, x, rngs=key) for key in keys)
     np.testing.assert_array_equal(first, same)
     assert np.abs(first - other).max() > 1e-2
     with pytest.raises(ValueError, match="rngs: dropout"):
@@ -787,14 +747,13 @@ GOLDEN_MODULES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 
 
 def parameter_tree(make):
-    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(make), nnx.Param))
     return {
         "/".join(map(str, path)): {
             "shape": list(leaf.shape),
             "dtype": str(leaf.dtype),
             "sharding": list(leaf.get_metadata()["out_sharding"]),
         }
-        for path, leaf in flat
+        for path, leaf in nnx.to_flat_state(nnx.state(nnx.eval_shape(make), nnx.Param))
     }
 
 
@@ -814,8 +773,8 @@ def test_golden_parameter_tree(name):
 def test_parameters_on_a_mesh(small):
     _, source, target = small
     mesh = mesh_of(data=2, model=2)
-    rules = {name: None for name in nn.LOGICAL_AXES}
-    rules |= {"mlp": "model", "vocabulary": "model", "embed": "data"}
+    rules = {"mlp": "model", "vocabulary": "model", "embed": "data"}
+    rules = dict.fromkeys(nn.LOGICAL_AXES) | rules
     definition, state = nnx.split(made(transformer, tie_embeddings=True, spread=1.0))
     with nnx.logical_axis_rules(list(rules.items())):
         specs = nnx.get_partition_spec(state)
@@ -835,10 +794,7 @@ def test_kernels_gradients_are_products_of_matrices():
     """XLA would transpose a factor before a product that sums over several axes of rows."""
     module = jattn.nn.EncoderLayer(8, 2, 16, dropout_rate=0.0, rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
-
-    def loss(params, x):
-        return nnx.merge(graph, params)(x, deterministic=True).sum()
-
+    loss = lambda params, x: nnx.merge(graph, params)(x, deterministic=True).sum()  # noqa: E731
     text = jax.jit(jax.grad(loss)).lower(params, normal(0, 3, 5, 8)).as_text()
     sums = re.findall(r"dot_general.*contracting_dims = \[([\d, ]+)\] x", text)
     assert sums.count("0") >= 6  # four of attention, two of the feed-forward network
@@ -875,34 +831,30 @@ def test_constructor_errors(sizes, options, message, unchecked):
         nn.MultiHeadAttention(*sizes, rngs=nnx.Rngs(params=0), **options)
 
 
-def test_call_errors():
+def test_call_errors(unchecked):
     module = made(nn.MultiHeadAttention, 2, 10, in_kv_features=6)
     x, memory = normal(1, 2, 5, 10), normal(2, 2, 7, 6)
-    for args, message in (
-        ((normal(1, 2, 5, 9), memory), r"inputs_q: expected \[\*B, T, D\] with in_features=10"),
-        ((x, x), r"inputs_k: expected \[\*B, S, E\] with in_kv_features=6, got \(2, 5, 10\)"),
-        ((x,), r"inputs_k: expected \[\*B, S, E\] with in_kv_features=6, got \(2, 5, 10\)"),
-        ((x, memory, x), r"inputs_v: expected .* got \(2, 5, 10\)"),
-        ((x, None, memory), "inputs_k: .* got None"),
-        ((x[0, 0], memory), r"inputs_q: .* got \(10,\)"),
+    embedding, additive = made(nn.TokenEmbedding, 11, 9), made(nn.AdditiveAttention, 3, 4, 5)
+    for call, args, kind, message in (
+        (module, (normal(1, 2, 5, 9), memory), ValueError, r"inputs_q: .* with in_features=10"),
+        (module, (x, x), ValueError, r"inputs_k: expected \[\*B, S, E\] .*=6, got \(2, 5, 10\)"),
+        (module, (x,), ValueError, r"inputs_k: .* with in_kv_features=6, got \(2, 5, 10\)"),
+        (module, (x, memory, x), ValueError, r"inputs_v: expected .* got \(2, 5, 10\)"),
+        (module, (x, None, memory), ValueError, "inputs_k: .* got None"),
+        (module, (x[0, 0], memory), ValueError, r"inputs_q: expected \[\*B, T, D\].* got \(10,\)"),
+        (module, (x, memory, memory, None), TypeError, "inputs_q, inputs_k, inputs_v .* got 4"),
+        (additive, (x[..., :4],) * 2, ValueError, r"query: .*\[\*B, T, D\] with query_features=3"),
+        (embedding, (jnp.zeros((2, 3)),), TypeError, "ids: expected integers, got float"),
     ):
-        with pytest.raises(ValueError, match=message):
-            module(*args)
-    with pytest.raises(TypeError, match="expected inputs_q, inputs_k, inputs_v by place, got 4"):
-        module(x, memory, memory, None)
-    with pytest.raises(ValueError, match=r"query: expected \[\*B, T, D\] with query_features=3"):
-        made(nn.AdditiveAttention, 3, 4, 5)(normal(1, 2, 4), normal(1, 2, 4))
-
-
-def test_transformer_errors(unchecked):
-    with pytest.raises(TypeError, match="ids: expected integers, got float32"):
-        made(nn.TokenEmbedding, 11, 9)(jnp.zeros((2, 3), jnp.float32))
-    with pytest.raises(ValueError, match=r"norm: expected .* or 'sandwich', got 'both'"):
-        transformer(norm="both")
-    with pytest.raises(ValueError, match=r"positions: expected .* got 'relative'"):
-        transformer(positions="relative")
-    with pytest.raises(TypeError, match="no_such_option"):
-        transformer(no_such_option=1)
+        with pytest.raises(kind, match=message):
+            call(*args)
+    for options, kind, message in (
+        ({"norm": "both"}, ValueError, r"norm: expected .* or 'sandwich', got 'both'"),
+        ({"positions": "relative"}, ValueError, r"positions: expected .* got 'relative'"),
+        ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ):
+        with pytest.raises(kind, match=message):
+            transformer(**options)
 
 
 LAYERS: dict[str, tuple[tuple[int, ...], dict[str, str]]] = {
@@ -987,13 +939,11 @@ def test_what_a_layer_keeps_stands_for_its_mask_and_score():
     want, alone = (jattn.attention(q, q, q, mask=x, score=score) for x in (mask & window, mask))
     weights = jattn.attention_weights(q, q, mask=mask)
     for layer in (make(mask=mask, score=x) for x in (score, nn.LearnedScore(score))):
-        layer_mask = layer.mask
-        rules = (layer_mask & window, want), (window & layer_mask, want), (layer_mask, alone)
-        for rule, expected in rules:
+        kept = layer.mask
+        for rule, expected in ((kept & window, want), (window & kept, want), (kept, alone)):
             close(jattn.attention(q, q, q, mask=rule, score=layer.score), expected, 1e-6)
         jitted: Any = nnx.jit(lambda layer, q: jattn.attention_weights(q, q, mask=layer.mask))
-        for got in (jattn.attention_weights(q, q, mask=layer_mask), jitted(layer, q)):
+        for got in (jattn.attention_weights(q, q, mask=kept), jitted(layer, q)):
             np.testing.assert_array_equal(got, weights)
-        expected = layer(x)
-        for same in (make(mask=layer_mask, score=score)(x), layer(x, mask=layer_mask)):
-            close(same, expected, 1e-6)
+        for same in (make(mask=kept, score=score)(x), layer(x, mask=kept)):
+            close(same, layer(x), 1e-6)

@@ -25,7 +25,7 @@ from tests.cases import (
     entmax,
     inputs,
 )
-from tests.conftest import attention_arrays, quick_jit, users_jit
+from tests.conftest import attention_arrays, out_and_gradients, quick_jit, users_jit
 from tests.oracle import error
 from tests.test_contract import CEILINGS, attend, on_device, truth
 
@@ -35,7 +35,6 @@ each_normalizer = pytest.mark.parametrize("name", RULES)
 
 
 def built(name: str) -> Any:
-    """The normalizer of a case."""
     case = CASES[name]
     assert case.normalizer is not None
     return case.normalizer.build(jax.tree.map(jnp.asarray, dict(case.parameters)))
@@ -75,18 +74,17 @@ def test_large_logits_stay_finite(name, implementation, dtype):
 
 def test_nothing_comes_from_no_keys_and_no_queries():
     @quick_jit
-    def gradients_of_all(q: Any, k: Any) -> Any:
-        def total(q: Any, k: Any, name: str) -> Any:
-            out = jattn.attention(q, k, k, normalizer=built(name), implementation="blockwise")
-            return jnp.sum(out + 1), out
+    def results(q: Any, k: Any) -> Any:
+        def attend(q: Any, k: Any, name: str) -> Any:
+            return jattn.attention(q, k, k, normalizer=built(name), implementation="blockwise")
 
-        grad = functools.partial(jax.grad(total, (0, 1), has_aux=True), q, k)
-        return [grad(name) for name in RULES]
+        calls = [functools.partial(attend, name=name) for name in RULES]
+        return [out_and_gradients(call, (q, k), jnp.ones_like(q)) for call in calls]
 
     for T, S in ((3, 0), (0, 3)):
         q, k = jnp.ones((2, T, 6, 5)), jnp.ones((2, S, 3, 5))
-        for (dq, dk), out in gradients_of_all(q, k):
-            assert out.shape == dq.shape == q.shape
+        for out, dq, dk in results(q, k):
+            assert out.shape == dq.shape == q.shape and dk.shape == k.shape
             assert not any(np.any(x) for x in (out, dq, dk))
 
 
@@ -94,12 +92,10 @@ def test_blocks_of_queries_are_several_in_the_long_cases():
     """The table then compares several blocks, with a last one that is padded, with the oracle."""
     batch, T, S, N, K, H, V = LONG
     shapes = Shapes(batch or (1,), T, S, N, K, H, V, jnp.dtype("float32"))
-    assert normalized._tiling(shapes, "cpu").block_q == 8
-    assert T > 4 * 8 and T % 8
+    assert normalized._tiling(shapes, "cpu").block_q == 8 and T > 4 * 8 and T % 8
 
 
 def test_traced_once(monkeypatch):
-    """New numbers in operands compile nothing again."""
     traces, ask = [], scores.Score._scalar
     monkeypatch.setattr(scores.Score, "_scalar", lambda *x: traces.append(x) or ask(*x))
     bend = lambda score, slope: jnp.tanh(score) * slope  # noqa: E731
@@ -110,11 +106,9 @@ def test_traced_once(monkeypatch):
         lambda by: normalizers.Running(scores.Score(gate, by * jnp.arange(7.0))),
     ):
         call = lambda q, by, b=build: jattn.attention(q, x.k, x.v, normalizer=b(by)).sum()  # noqa: E731
-        first = jax.grad(call)(x.q, jnp.float64(1))
-        count = len(traces)
-        assert count > 0
+        first, count = jax.grad(call)(x.q, jnp.float64(1)), len(traces)
         assert error(jax.grad(call)(x.q, jnp.float64(2)), first) > 0.01
-        assert len(traces) == count
+        assert len(traces) == count > 0
         traces.clear()
 
 
@@ -156,19 +150,10 @@ def test_a_relu_has_no_slope_at_zero():
 @pytest.mark.parametrize("alpha", [1.001, 1.05, 4.0, 12.0])
 def test_entmax_of_scores_that_are_nearly_equal(alpha):
     """Checks thresholds that are closer to the greatest score than 10⁻¹⁵, as with α = 12."""
-    case = CallCase(
-        "entmax", CaseSizes((), 2, 29, 1, 1, 3, 2), scale=1e-3, normalizer=entmax(alpha)
-    )
+    sizes = CaseSizes((), 2, 29, 1, 1, 3, 2)
+    case = CallCase("entmax", sizes, scale=1e-3, normalizer=entmax(alpha))
     x = inputs(case)
-    got = attend("blockwise", case, on_device(x))[0]
-    assert error(got, truth(case, x).out) <= 1e-11
-
-
-def weights_of(normalizer: Any, score: Any) -> Any:
-    """The weights of scores `[t, S]`, by `attention` with one-hot keys and values."""
-    eye = jnp.eye(score.shape[1])[:, None]
-    call = functools.partial(jattn.attention, scale=1.0, normalizer=normalizer)
-    return call(score[:, None], eye, eye, implementation="blockwise")[:, 0]
+    assert error(attend("blockwise", case, on_device(x))[0], truth(case, x).out) <= 1e-11
 
 
 @pytest.mark.parametrize("above_1", [1e-10, 1e-7, 1e-4, 1e-2, 0.3])
@@ -189,8 +174,6 @@ def test_entmax_near_1_has_the_digits_of_float32(above_1):
 
 @jax.tree_util.register_static
 class OfScores(normalizers.NormalizerFunction):
-    """A normalizer whose weights are those of a function."""
-
     def __init__(self, function: Any):
         self.function = function
 
@@ -221,13 +204,12 @@ def test_weights_of_a_users_class_are_floats_of_all_pairs(implementation):
             attend(function)
 
 
-@pytest.mark.parametrize("name", ["mask", "score", "normalizer"])
-def test_classes_that_are_no_pytrees_are_refused(name):
+def test_classes_that_are_no_pytrees_are_refused():
     bases = masks.Mask, scores.ScoreFunction, normalizers.NormalizerFunction
-    base = dict(zip(("mask", "score", "normalizer"), bases, strict=True))[name]
-    q, options = jnp.ones((1, 5, 1, 8)), cast(Any, {name: type("Own", (base,), {})()})
-    with pytest.raises(TypeError, match=f"^{name}: expected a registered pytree.*register_static"):
-        jattn.attention(q, q, q, **options)
+    for name, base in zip(("mask", "score", "normalizer"), bases, strict=True):
+        q, options = jnp.ones((1, 5, 1, 8)), cast(Any, {name: type("Own", (base,), {})()})
+        with pytest.raises(TypeError, match=f"^{name}: expected a registered pytree.*register_sta"):
+            jattn.attention(q, q, q, **options)
 
 
 @pytest.mark.parametrize("alpha", [2.0, 1.5, 1.3, 2.5])
@@ -241,17 +223,21 @@ def test_the_published_package_agrees(alpha):
     leaf = torch.tensor(3 * score, requires_grad=True)
     want = theirs(leaf, dim=-1)
     want.backward(torch.tensor(cotangent))
-    got, pull = jax.vjp(functools.partial(weights_of, ours), jnp.asarray(3 * score))
+
+    def weights_of(score: Any) -> Any:
+        eye = jnp.eye(score.shape[1])[:, None]
+        call = functools.partial(jattn.attention, scale=1.0, normalizer=ours)
+        return call(score[:, None], eye, eye, implementation="blockwise")[:, 0]
+
+    got, pull = jax.vjp(weights_of, jnp.asarray(3 * score))
     assert 0 < np.mean(np.asarray(got) == 0) < 1
     assert error(got, want.detach().numpy()) <= 1e-12
     assert error(pull(jnp.asarray(cotangent))[0], leaf.grad.numpy()) <= 1e-11
 
 
 MEASURED = ("sparsemax", "sigmoid", "entmax", "top_k", "stick_breaking", "forgetting")
-FREE = {
-    "sigmoid": normalizers.Sigmoid(-9.0),
-    "forgetting": normalizers.Running(scores.SoftCap(3.0)),
-}
+FREE = {"sigmoid": normalizers.Sigmoid(-9.0)}
+FREE |= {"forgetting": normalizers.Running(scores.SoftCap(3.0))}
 
 
 @pytest.mark.default_tiles
@@ -263,8 +249,7 @@ def test_memory_is_linear(name, which):
     call = functools.partial(jattn.attention, implementation="blockwise", **rules)
     gradient = jax.grad(lambda *qkv: jnp.sum(call(*qkv)), (0, 1, 2))
     function = gradient if which == "gradient" else call
-    short, long = (
-        temporaries(function, *[(1, T, 2, 16)] * 3, jit=users_jit) for T in (4096, 16384)
-    )
+    sizes = [[(1, T, 2, 16)] * 3 for T in (4096, 16384)]
+    short, long = (temporaries(function, *x, jit=users_jit) for x in sizes)
     assert long <= 4.5 * short
     assert long < 16384**2 * 4 / 4

@@ -1,5 +1,4 @@
-"""Pointwise normalizers in the kernel in C++, compared with the reference and with NumPy; tiles are
-so small that each call needs several."""
+"""Pointwise normalizers in the kernel in C++ with tiny tiles, against reference and NumPy."""
 
 import functools
 from typing import Any
@@ -76,8 +75,7 @@ OPTIONS = {name: {"mask": mask} for name, mask in MASKS.items()} | {
 
 
 def _results(implementation: str, arguments: Any, **options: Any) -> Any:
-    """Out and all gradients. The arguments are a normalizer, a score function, q, k, v and the
-    cotangent of out."""
+    """Out and all gradients for a normalizer, a score function, q, k, v and a cotangent."""
 
     def attend(normalizer: Any, score: Any, *qkv: Any) -> Any:
         call = functools.partial(jattn.attention, implementation=implementation, **options)

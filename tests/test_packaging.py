@@ -1,5 +1,4 @@
-"""The library as users install it: built, in a separate environment, and with the lowest versions
-of the packages that it needs. Packages come from the index that pip is set up with."""
+"""The library as users install it: built, in an environment, with the lowest versions."""
 
 import re
 import shutil
@@ -77,13 +76,11 @@ def do(*command: Any, folder: Path, **env: str) -> str:
 
 
 def pip(python: Path, *arguments: Any) -> None:
-    """Has this Python's pip change or check the environment of another Python."""
     command = (sys.executable, "-m", "pip", "--python", python, *arguments)
     do(*command, folder=python.parent, PIP_NO_COMPILE="1", PIP_QUIET="1")
 
 
 def environment(folder: Path, *packages: str) -> Path:
-    """The Python of a new environment with these packages."""
     do(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
     python = folder / "bin" / "python"
     pip(python, "install", *packages)
@@ -91,8 +88,7 @@ def environment(folder: Path, *packages: str) -> Path:
 
 
 def copy_project(folder: Path) -> None:
-    unneeded = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "jattn", folder / "jattn", ignore=unneeded)
+    shutil.copytree(ROOT / "jattn", folder / "jattn", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
 
@@ -106,8 +102,7 @@ def lowest() -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: Any) -> tuple[Path, Path]:
-    """A wheel that was built from a source distribution, and the Python of an environment that
-    contains only this wheel and the packages that it needs, at their lower bounds."""
+    """A wheel built from a source distribution, and a Python with it at its lower bounds."""
     folder = tmp_path_factory.mktemp("packaging")
     source, dist = folder / "source", folder / "source" / "dist"
     copy_project(source)
@@ -143,8 +138,7 @@ def test_a_clone_is_importable_from_the_folder_that_holds_it(tmp_path):
     python = environment(tmp_path / "environment", *BACKEND, "editables")
     pip(python, "install", "--no-deps", "--no-build-isolation", "-e", clone)
     find = "import importlib.util as x; print(x.find_spec('jattn').origin)"
-    origin = Path(do(python, "-c", find, folder=tmp_path).strip())
-    assert origin == clone / "jattn" / "__init__.py"
+    assert Path(do(python, "-c", find, folder=tmp_path).strip()) == clone / "jattn" / "__init__.py"
 
 
 @pytest.mark.slow
@@ -192,8 +186,7 @@ def test_the_lower_bounds_work(built):
 
 
 def test_importing_costs_little_beyond_jax_and_hides_no_function():
-    """Processor time is measured relative to importing JAX, a sixth of which is about 80 ms. The
-    list of imported modules is checked because it does not depend on how busy the machine is."""
+    """A sixth of the time of JAX is about 80 ms; the list of modules depends on no load."""
     share, modules, names = do(sys.executable, "-c", IMPORTED, folder=ROOT).splitlines()
     imported = modules.split()
     assert float(share) < 1 / 6

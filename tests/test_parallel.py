@@ -1,7 +1,4 @@
-"""Attention over several devices equals attention on one: values, gradients, dropout, what is sent.
-
-The truth is the formula on whole arrays. Shards are those that `shard_tokens` places.
-"""
+"""Attention over several devices equals the formula: values, gradients, what is sent."""
 
 import functools
 import itertools
@@ -58,6 +55,7 @@ def learned(score: Any, b: Any, h: Any, q: Any, kv: Any, gain: Any) -> Any:
 
 IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, T)))
 LENGTHS = np.array([11, 24])
+CAUSAL, DROPPED = masks.Causal(), {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
 LAYOUT = np.random.default_rng(1).random((8, 8)) > 0.4
 
 RULES: dict[str, ArrayRule] = {
@@ -65,10 +63,7 @@ RULES: dict[str, ArrayRule] = {
     "causal": ArrayRule(lambda a: {"mask": masks.Causal(), "score": scores.SoftCap(2.0)}),
     "window": ArrayRule(lambda a: {"mask": masks.Window(left=5, right=3)}),
     "segments": ArrayRule(
-        lambda a: {
-            "mask": masks.Causal() & masks.Segments(a["ids"]),
-            "score": scores.Alibi(a["slopes"]),
-        },
+        lambda a: {"mask": CAUSAL & masks.Segments(a["ids"]), "score": scores.Alibi(a["slopes"])},
         {"ids": IDS, "slopes": random(N)},
         {"ids": (1,)},
     ),
@@ -98,9 +93,7 @@ RULES: dict[str, ArrayRule] = {
         {"dense": (2, 3), "bias": (2, 3)},
     ),
     "blocks": ArrayRule(lambda a: {"mask": masks.Blocks(LAYOUT, 4) & masks.Dilated(3)}),
-    "dropout": ArrayRule(
-        lambda a: {"mask": masks.Causal(), "dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
-    ),
+    "dropout": ArrayRule(lambda a: {"mask": CAUSAL, **DROPPED}),
     # In contiguous order the next device needs the last three tokens of a shard.
     "part": ArrayRule(
         lambda a: {
@@ -116,8 +109,7 @@ RULES: dict[str, ArrayRule] = {
 
 
 def operands_of(rule: ArrayRule) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Arrays of a rule that are no floats, queries, keys, values and its floats, and cotangents of
-    the output and lse."""
+    """The integers of a rule, its floats with query, key and value, and both cotangents."""
     floats = {"q": random(B, T, N, H), "k": random(B, T, K, H), "v": random(B, T, K, V)}
     floats |= {n: x for n, x in rule.arrays.items() if x.dtype == np.float64}
     integers = {n: x for n, x in rule.arrays.items() if n not in floats}
@@ -136,7 +128,6 @@ _truths: dict[Any, Any] = {}  # of each rule and number of key heads, which seve
 
 
 def truth(rule: ArrayRule, *operands: Any) -> Any:
-    """The output, lse and gradients of the formula on one device."""
     if (rule.of, K) not in _truths:
         reference = functools.partial(jattn.attention, implementation="reference")
         run = functools.partial(with_gradients, reference, rule)
@@ -160,11 +151,10 @@ def check(rule: ArrayRule, devices: int, order: str, attend: Any) -> None:
     run = functools.partial(with_gradients, attend, rule)
     cotangents = (place(d_out, (1,)), place(d_lse, (2,)))
     out, lse, gradients = quick_jit(run)(*placed, cotangents)
-    np.testing.assert_allclose(back(out, (1,)), want_out, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(back(lse, (2,)), want_lse, rtol=1e-12, atol=1e-13)
-    for name, d in gradients.items():
-        got = back(d, along.get(name, ()))
-        np.testing.assert_allclose(got, want[name], rtol=1e-11, atol=1e-12, err_msg=name)
+    results = back(out, (1,)), back(lse, (2,))
+    assert_trees_close(results, (want_out, want_lse), rtol=1e-12, atol=1e-13)
+    gradients = {name: back(d, along.get(name, ())) for name, d in gradients.items()}
+    assert_trees_close(gradients, want, rtol=1e-11, atol=1e-12)
 
 
 def over(devices: int, **options: Any) -> Any:
@@ -188,8 +178,7 @@ def test_of_a_shard_only_a_part_travels():
 
 
 def in_rounds() -> Any:
-    """A context in which each key head goes round by itself, in two halves of a shard's keys,
-    however short the shards are."""
+    """A context in which key heads go round one by one, in two halves of a shard's keys."""
     row = tuning.sizes("cpu")._replace(ring_queries=1, ring_keys=1)
     return tuning.using(row=row, ring_rounds=1, ring_chunks=2)
 
@@ -215,7 +204,6 @@ def check_on_three_axes(rule: ArrayRule, scheme: Any, mesh: Any = None) -> None:
     check(rule, 2, "zigzag", functools.partial(parallel.attention, **options))
 
 
-DROPPED = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
 # Its functions and its dropout depend on the batch rows and heads of the whole.
 PASTED_AND_DROPPED = RULES["pasted"]._replace(of=lambda a: RULES["pasted"].of(a) | DROPPED)
 
@@ -228,27 +216,20 @@ def test_heads_go_round_in_turn_where_they_are_sharded_too(monkeypatch):
 
 
 @pytest.mark.slow
-def test_equals_one_device_where_heads_run_at_once():
+def test_batch_and_heads_are_sharded_too_and_heads_run_at_once():
     """On GPUs and TPUs `blockwise` computes all heads at once."""
-    with tuning.using(row=tuning.sizes("cpu")._replace(in_turn=False)):
-        attend = over(2, order="zigzag", implementation="blockwise")
-        check(RULES["segments"], 2, "zigzag", attend)
-
-
-@pytest.mark.slow
-def test_batch_and_heads_are_sharded_too():
     for scheme in SCHEMES[1:]:  # in a ring, heads go round in turn above
         check_on_three_axes(PASTED_AND_DROPPED, scheme)
+    with tuning.using(row=tuning.sizes("cpu")._replace(in_turn=False)):
+        check(RULES["segments"], 2, "zigzag", over(2, order="zigzag", implementation="blockwise"))
 
 
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("explicit", [("data", "context", "model"), ("context",)])
 def test_a_mesh_whose_axes_are_part_of_types_takes_arrays_as_they_are(explicit):
-    """`jax.make_mesh` makes such a mesh by default, and a new user's first arrays are on one
-    device."""
-    names = ("data", "context", "model")
-    kinds = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
-    types = tuple(kinds[name not in explicit] for name in names)
+    """`jax.make_mesh` makes such meshes; the first arrays of a new user are on one device."""
+    names, kinds = ("data", "context", "model"), jax.sharding.AxisType
+    types = tuple(kinds.Explicit if name in explicit else kinds.Auto for name in names)
     mesh = jax.make_mesh((2, 2, 2), names, axis_types=types)
     for name, scheme in (("segments", "ring"), ("arrays", "gather"), ("prefix", "all_to_all")):
         check_on_three_axes(RULES[name], scheme, mesh)
@@ -269,8 +250,7 @@ def test_within_shard_map_under_scan_remat_and_vmap(scheme):
         return jax.lax.scan(layer, x, weights)[0]
 
     def loss(attend: Any, weights: Any, x: Any, ids: Any) -> Any:
-        out = jax.vmap(lambda x: layers(attend, weights, x, ids))(x)
-        return jnp.sum(out**2)
+        return jnp.sum(jax.vmap(lambda x: layers(attend, weights, x, ids))(x) ** 2)
 
     want = quick_jit(jax.grad(functools.partial(loss, jattn.attention), (0, 1)))(weights, x, ids)
     options: Any = {"axis_name": "x", "scheme": scheme, "order": "zigzag"}
@@ -340,16 +320,12 @@ def test_second_derivatives_are_those_of_one_device_or_refused(scheme):
 
 
 def sent(compiled: Any) -> list[tuple[int, list[tuple[int, int]]]]:
-    """The bytes that a device sends, and the pairs of devices, for each collective permute in a
-    compiled program."""
+    """The bytes and the pairs of devices of each collective permute in a compiled program."""
     sends = []
-    pattern = r"= \(?(\w\d+)\[([\d,]*)\].*collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}"
-    for line in compiled.as_text().splitlines():
-        match = re.search(pattern, line)
-        if match:
-            kind, sizes, pairs = match.groups()
-            size = int(np.prod([int(x) for x in sizes.split(",") if x])) * int(kind[1:]) // 8
-            sends.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
+    pattern = r"= \(?\w(\d+)\[([\d,]*)\].*collective-permute(?:-start)?\(.*pairs=\{(.*?)\}\}"
+    for bits, sizes, pairs in re.findall(pattern, compiled.as_text()):
+        size = int(np.prod([int(x) for x in sizes.split(",") if x])) * int(bits) // 8
+        sends.append((size, [tuple(map(int, x)) for x in re.findall(r"(\d+),(\d+)", pairs)]))
     return sends
 
 
@@ -421,8 +397,7 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
 
 
 def temporaries(devices: int, scheme: Any, order: Any) -> float:
-    """The temporary memory of each device's program for 65,536 positions, forward and backward,
-    in multiples of its shard of queries, which is as large as its shards of keys and values."""
+    """Memory of each device for 65,536 positions and gradients, in shards of queries."""
     shape = (1, 65_536, 8, 64)
     attend = over(devices, mask=masks.Causal(), scheme=scheme, order=order)
     run = lambda *qkv: jnp.sum(attend(*qkv) ** 2)  # noqa: E731
@@ -437,8 +412,7 @@ def temporaries(devices: int, scheme: Any, order: Any) -> float:
 @pytest.mark.parametrize("order", ORDERS[::-1])
 @pytest.mark.parametrize("scheme", ["ring", "all_to_all"])
 def test_temporaries_fall_with_the_number_of_devices(scheme, order):
-    """They are a constant number of shards. In a ring more devices, also the second, which is
-    the first that sends, reduce the memory of all."""
+    """They are a constant number of shards, and fall from the first device that sends on."""
     table = {n: temporaries(n, scheme, order) for n in (1, 2, 8)}
     assert max(table.values()) < (2.2 if scheme == "ring" else 8.5), table
     if scheme == "ring":

@@ -1,5 +1,4 @@
-"""Error messages for functions that were pasted with `jnp` in place of `torch`, or that return
-wrong values."""
+"""Errors of functions pasted with `jnp` in place of `torch`, or that return wrong values."""
 
 import functools
 import math

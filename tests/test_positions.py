@@ -33,10 +33,8 @@ def sinusoid(position: int, width: int, base: float = 10000.0) -> list[float]:
 def test_sinusoidal_by_the_formula(width, base):
     places = np.array([[0, 1, 5], [17, 1000, 99]])
     got = positions.sinusoidal(jnp.asarray(places), width, base=base, dtype=jnp.float64)
-    assert got.shape == (2, 3, width)
-    assert got.dtype == jnp.float64
     want = [[sinusoid(int(p), width, base) for p in row] for row in places]
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12, strict=True)
 
 
 def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
@@ -51,18 +49,15 @@ def test_sinusoidal_is_float32_by_default_and_takes_a_dtype():
     assert positions.sinusoidal(jnp.arange(2), 8).dtype == jnp.float32
 
 
-def turned(
-    x: np.ndarray, places: np.ndarray, style: str, base: float = 10000.0, size: int = 0
-) -> np.ndarray:
+def turned(x: Any, places: Any, style: str, base: float = 10000.0, size: int = 0) -> np.ndarray:
     """Su et al. 2021, section 3.2.2, pair by pair of the first `size` channels; 0 means all."""
     size = size or x.shape[-1]
     result = np.array(x)
     for *place, head in np.ndindex(x.shape[:-1]):
         vector = (*place, head)
         for pair in range(size // 2):
-            first, second = (
-                (pair, pair + size // 2) if style == "half" else (2 * pair, 2 * pair + 1)
-            )
+            first, step = (pair, size // 2) if style == "half" else (2 * pair, 1)
+            second = first + step
             angle = int(places[tuple(place)]) * base ** (-2 * pair / size)
             a, b = x[(*vector, first)], x[(*vector, second)]
             result[(*vector, first)] = a * math.cos(angle) - b * math.sin(angle)
@@ -93,15 +88,6 @@ def test_rotary_by_the_formula(style, size, batch):
         close(got, turned(x, np.broadcast_to(places, x.shape[:-2]), style, base, size or 0))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
-@pytest.mark.parametrize("style", STYLES)
-def test_rotary_keeps_the_dtype(dtype, style):
-    run = lambda x, **options: positions.rotary(x, jnp.arange(3), style, **options)  # noqa: E731
-    x = jax.ShapeDtypeStruct((3, 2, 8), dtype)
-    assert jax.eval_shape(functools.partial(run, rotary_dim=4), x).dtype == dtype
-    assert jax.eval_shape(jax.grad(lambda x: run(x).sum()), x).dtype == dtype
-
-
 FAR = np.array([255, 256, 257, 4095, 32767])
 
 
@@ -112,12 +98,13 @@ def first_channels(count: int, style: str) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("style", STYLES)
 def test_far_positions_in_low_precision(dtype, style):
     x = first_channels(5, style)
-    got = np.asarray(compiled(jnp.asarray(x, dtype), jnp.asarray(FAR), style), np.float64)
-    close(got, turned(x, FAR, style), atol=1e-2)
+    got = rotary(jnp.asarray(x, dtype), FAR, style)
+    assert got.dtype == rotary(jnp.asarray(x, dtype), FAR, style, rotary_dim=4).dtype == dtype
+    close(np.float64(got), turned(x, FAR, style), atol=1e-2)
     assert len({row.tobytes() for row in got}) == len(FAR)
     # Rounded in bfloat16, these positions would be 255, 256, 256 (or 258), 4096, 32768.
     rounded = np.asarray(jnp.asarray(FAR, jnp.bfloat16), np.int64)
@@ -140,13 +127,6 @@ def test_gradients_turn_back_by_the_formula(style):
     run = lambda x: positions.rotary(x, jnp.asarray(places), style)  # noqa: E731
     gradient = jax.jit(lambda x, d_out: jax.vjp(run, x)[1](d_out)[0])
     close(gradient(jnp.ones((4, 2, 6)), jnp.asarray(d_out)), turned(d_out, -places, style))
-
-
-def test_rotary_eagerly_and_under_vmap():
-    x, places = jnp.asarray(RNG.normal(size=(3, 4, 2, 6))), jnp.asarray(RNG.integers(0, 50, (3, 4)))
-    want = turned(np.asarray(x), np.asarray(places), "half")
-    for call in (positions.rotary, jax.jit(jax.vmap(positions.rotary))):
-        close(call(x, places), want)
 
 
 def frequencies(size: int, scaling: Any, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
@@ -196,11 +176,9 @@ def test_yarn_by_pairs():
 
 def test_axial_rotary_turns_each_part_by_its_coordinate():
     x, places = RNG.normal(size=(2, 6, 3, 8)), RNG.integers(0, 40, (2, 6, 2))
-    run = jax.jit(lambda x, p: positions.axial_rotary(x, p, "interleaved", 100.0))
-    parts = [
-        turned(part, places[..., i], "interleaved", 100.0)
-        for i, part in enumerate(np.split(x, 2, axis=-1))
-    ]
+    options = "interleaved", 100.0
+    run = jax.jit(lambda x, p: positions.axial_rotary(x, p, *options))
+    parts = [turned(x[..., 4 * i :][..., :4], places[..., i], *options) for i in range(2)]
     close(run(jnp.asarray(x), jnp.asarray(places)), np.concatenate(parts, axis=-1))
 
 
@@ -212,11 +190,7 @@ def test_learned_takes_rows_and_gives_nan_outside_of_the_table():
         got = np.asarray(lookup(table, jnp.asarray(places)))
         np.testing.assert_array_equal(got[inside], table[places[inside]])
         assert np.isnan(got[~inside]).all()
-
-
-def test_learned_gradients_reach_the_rows_that_were_read():
-    places = jnp.array([1, 4, 1])
-    gradient = jax.grad(lambda table: positions.learned(table, places).sum())(jnp.ones((6, 3)))
+    gradient = jax.grad(lambda table: positions.learned(table, jnp.array([1, 4, 1])).sum())(table)
     np.testing.assert_array_equal(gradient[:, 0], [0, 2, 0, 0, 1, 0])
 
 
@@ -259,14 +233,13 @@ RULES = {
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def extreme_positions(kind: str) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(EXTREMES, kind) for name in ("q_positions", "kv_positions")}
+AT_EXTREMES = {x: jnp.asarray(EXTREMES, "int32") for x in ("q_positions", "kv_positions")}
 
 
 @every_rule
 def test_masks_are_right_at_all_positions(rule):
     mask, want = RULES[rule]
-    got = mask.dense(len(EXTREMES), len(EXTREMES), **extreme_positions("int32"))
+    got = mask.dense(len(EXTREMES), len(EXTREMES), **AT_EXTREMES)
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
 
 
@@ -275,29 +248,28 @@ def test_masks_are_right_at_all_positions(rule):
 @pytest.mark.parametrize("known", [True, False], ids=["static", "traced"])
 def test_bounds_never_lie_at_any_position(rule, known):
     mask, allowed = RULES[rule]
-    for rows, columns in itertools.product([1, 2, 3], repeat=2):
-        places: Any = [EXTREMES.astype(np.int32)] * 2
-        kinds: Any = lambda q, kv, r=rows, c=columns: masks.tile_map(  # noqa: E731
-            mask, len(EXTREMES), len(EXTREMES), r, c, q_positions=q, kv_positions=kv
+    places: Any = dict.fromkeys(AT_EXTREMES, EXTREMES.astype(np.int32))
+    for sizes in itertools.product([1, 2, 3], repeat=2):
+        kinds: Any = lambda places, sizes=sizes: masks.tile_map(  # noqa: E731
+            mask, *allowed.shape, *sizes, **places
         )
-        tiles = np.asarray(kinds(*places) if known else jax.jit(kinds)(*places))
-        true = true_kinds(allowed, rows, columns)
-        assert ((tiles == true) | (tiles == masks.MIXED)).all(), (rows, columns)
+        tiles = np.asarray(kinds(places) if known else jax.jit(kinds)(places))
+        assert ((tiles == true_kinds(allowed, *sizes)) | (tiles == masks.MIXED)).all(), sizes
+
+
+def scores_at_extremes(score: Any) -> Any:
+    q = jnp.zeros((1, len(EXTREMES), 1, 1))
+    return jattn.attention_scores(q, q, score=score, **AT_EXTREMES)[0, 0]
 
 
 def test_alibi_knows_distances_of_33_bits():
-    q = jnp.zeros((1, len(EXTREMES), 1, 1))
-    slopes = jnp.asarray([2.0**-31])
-    got = jattn.attention_scores(q, q, score=scores.Alibi(slopes), **extreme_positions("int32"))
-    want = -np.abs(Q - KV) * 2.0**-31
-    np.testing.assert_array_equal(got[0, 0], want)
+    got = scores_at_extremes(scores.Alibi(jnp.asarray([2.0**-31])))
+    np.testing.assert_array_equal(got, -np.abs(Q - KV) * 2.0**-31)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_knows_who_is_before_whom(bidirectional):
-    q = jnp.zeros((1, len(EXTREMES), 1, 1))
-    table = jnp.arange(8.0)[:, None]
-    score = scores.RelativeBias(table, bidirectional=bidirectional, max_distance=12)
-    got = jattn.attention_scores(q, q, score=score, **extreme_positions("int32"))
+    rules: Any = {"bidirectional": bidirectional, "max_distance": 12}
+    got = scores_at_extremes(scores.RelativeBias(jnp.arange(8.0)[:, None], **rules))
     find = np.vectorize(lambda d: bucket(int(np.clip(d, -100, 100)), 8, bidirectional, 12))
-    np.testing.assert_array_equal(got[0, 0], find(KV - Q))
+    np.testing.assert_array_equal(got, find(KV - Q))

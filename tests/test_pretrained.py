@@ -1,8 +1,5 @@
-"""Weights of trained models: the logits of the transformers library, for calls and for steps.
-
-`tests/pretrained.py` describes the models. The quick tests compare with golden files; the slow ones
-also with the library itself, which `pip install 'jattn[interop]'` brings.
-"""
+"""Weights of trained models: the logits of the transformers library, in golden files, for calls and
+for steps. `tests/pretrained.py` describes the models."""
 
 import functools
 import importlib
@@ -28,7 +25,6 @@ safetensors: Any = importlib.import_module("safetensors.numpy")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE: Any = {"rtol": 0, "atol": 1e-4}
 PADDING = masks.Lengths(kv=np.array(pretrained.SOURCE_LENGTHS))
-WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3")
 
 
 def some_slow(names: Any, slow: str) -> list[Any]:
@@ -76,8 +72,7 @@ def begun(model: Any, kind: Any, source: Any) -> list[Any]:
     """Caches for steps of at most 6 tokens; rolling ones for the layers with windows."""
     if source is not None:
         memory = model.encode(source, mask=PADDING, deterministic=True)
-        lengths = jnp.array(pretrained.SOURCE_LENGTHS)
-        return model.decoder.start(memory, T, memory_lengths=lengths)
+        return model.decoder.start(memory, T, memory_lengths=jnp.array(pretrained.SOURCE_LENGTHS))
     if kind is DenseCache:
         return model.start(2, T)
     attentions = [layer.self_attention for layer in model.layers]
@@ -299,8 +294,7 @@ def test_no_window_where_its_size_is_null(tmp_path):
 def test_an_index_names_files_of_its_folder(weights, tmp_path):
     folder = golden_folder(tmp_path, "llama")
     (folder / "model.safetensors").unlink()
-    index = {"weight_map": weights}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     with pytest.raises(ValueError, match=r"index\.json: expected weight_map with names of files"):
         nn.DecoderOnly.from_safetensors(folder)
 
@@ -357,44 +351,20 @@ def test_wrong_options_of_layers(options, message):
         nn.DecoderOnly(5, **sizes, **options, rngs=nnx.Rngs(0))
 
 
-def transformers_model(name: str) -> Any:
-    """The model of the transformers library, without its messages."""
-    transformers: Any = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return pretrained.transformers_model(CASES[name])
-
-
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_the_transformers_library(name, tmp_path):
     """Folders that the library writes, in several files; and the golden file is what it gives."""
-    case, theirs = CASES[name], transformers_model(name)
+    transformers: Any = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    case, theirs = CASES[name], pretrained.transformers_model(CASES[name])
     expected = pretrained.transformers_logits(case, theirs)
     theirs.save_pretrained(tmp_path, max_shard_size="9KB")
     assert not (tmp_path / "model.safetensors").exists()
-    golden_logits = pretrained.golden(name)[2]["logits"]
-    np.testing.assert_allclose(golden_logits, expected, **TOLERANCE)
+    np.testing.assert_allclose(pretrained.golden(name)[2]["logits"], expected, **TOLERANCE)
     ours = loaded(tmp_path, case)
     ids = ids_of(pretrained.tokens(case))
     np.testing.assert_allclose(logits(ours, ids), expected, **TOLERANCE)
     assert_steps_equal(ours, DenseCache, ids, expected)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", WINDOWED)
-def test_cached_steps_of_the_transformers_library(name):
-    """Its steps past a window give what its whole calls give, and so what ours give."""
-    torch: Any = pytest.importorskip("torch")
-    theirs = transformers_model(name)
-    ids = torch.from_numpy(pretrained.tokens(CASES[name])["tokens"])
-    expected = pretrained.golden(name)[2]["logits"]
-    past, out = None, []
-    with torch.no_grad():
-        for begin, end in STEPS:
-            result = theirs(ids[:, begin:end], past_key_values=past, use_cache=True)
-            past = result.past_key_values
-            out.append(result.logits.numpy())
-    np.testing.assert_allclose(np.concatenate(out, 1), expected, **TOLERANCE)

@@ -1,6 +1,4 @@
-"""Quantised caches: attention to the numbers that NumPy quantises, and within its error bound of
-attention to the exact ones.
-"""
+"""Quantised caches: attention to the numbers that NumPy quantises, close to that of exact ones."""
 
 import dataclasses
 import functools
@@ -65,8 +63,12 @@ def attend_once(cache: Cache, query: Any, key: Any, value: Any, valid: Any) -> A
     return jattn.attention(query, appended, **options), appended
 
 
-def history(kind: str, dtype: str, seed: int) -> None:
-    """Compares random chunks and orders of rows with the oracle on what NumPy quantises."""
+@pytest.mark.one_in(6)
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_are_attention_to_what_numpy_quantises(kind, dtype, seed):
+    """Random chunks and orders of rows, compared with the oracle."""
     random, cache = np.random.default_rng(seed), KINDS[kind](dtype)
     rows: list[Any] = [([], []) for _ in range(B)]
     for i in range(6):
@@ -87,21 +89,6 @@ def history(kind: str, dtype: str, seed: int) -> None:
         indices = random.integers(0, B, B)
         cache, rows = cache.reorder(jnp.asarray(indices)), [rows[r] for r in indices]
         rows = [(list(keys), list(values)) for keys, values in rows]
-
-
-@pytest.mark.one_in(4)
-@every_kind
-@every_dtype
-def test_random_histories_are_attention_to_what_numpy_quantises(kind, dtype):
-    history(kind, dtype, 0)
-
-
-@pytest.mark.exhaustive
-@every_kind
-@every_dtype
-def test_more_random_histories(kind, dtype):
-    for seed in range(1, 8):
-        history(kind, dtype, seed)
 
 
 @every_dtype
@@ -277,8 +264,7 @@ def test_bytes_per_token_are_those_on_paper():
             assert create(dtype).bytes_per_token == K * size
     cache = KINDS["paged"]("int4")
     assert isinstance(cache.keys, Quantized) and cache.keys.shape == (18, K, 4, H)
-    explained = str(jattn.explain(tokens(1)[0], cache))
-    assert f"{K * sizes['int4']} bytes of int4 per token" in explained
+    assert f"{K * sizes['int4']} bytes of int4 per token" in str(jattn.explain(tokens(1)[0], cache))
 
 
 def test_wrong_dtypes_are_refused():

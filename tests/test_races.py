@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from jattn.kernels.gpu.mosaic.kernels import blackwell, hopper
 from jattn.kernels.gpu.mosaic.machine import device
 from jattn.spec import Shapes, Spec, Tiling
 from tests import barriers
+from tests.arrays import assert_equal
 from tests.barriers import Machine
 from tests.conftest import attention_arrays
 from tests.copies import Race, gradients
@@ -175,8 +175,7 @@ def test_as_many_as_arrive_pass_a_barrier(case, kernel):
 def of_several_places(machine: Machine) -> Any:
     """The forward pass in one program, which computes three blocks of queries."""
     *qkv, _, _ = operands_of(64)
-    shapes = Shapes.of(qkv[0], qkv[2])
-    spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), shapes)
+    spec = prepared(Spec(masks.Causal(), None, 0.125, None, None), Shapes.of(qkv[0], qkv[2]))
     with barriers.on(machine), tuning.using(gpu_tiles_each=S):
         return hopper.functions("cpu").forward(spec, *qkv)[:2]
 
@@ -187,8 +186,7 @@ def test_programs_of_several_places_have_no_races(monkeypatch):
     want = of_several_places(alone)
     monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     got = of_several_places(several)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_equal(got, want)
     (kernel,) = several.did
     (passes,), (single,) = several.passes.values(), alone.passes.values()
     assert all(passes[name].most > single[name].most for name in passes if single[name].most)

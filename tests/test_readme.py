@@ -12,6 +12,7 @@ import pytest
 from jattn import masks, scores
 from tests import commands
 from tests.commands import ROOT
+from tests.test_contract import public_rules
 
 
 FOLDERS = (".github", "experiments", "jattn", "tests")
@@ -54,10 +55,7 @@ def run(
     text: str, folder: Path, python: str = sys.executable, installed: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs all blocks of a text in order in one namespace of a new process, with the library of
-    this checkout or the one that is installed there.
-
-    Lines keep their numbers, so that errors name the line of the README.
-    """
+    this checkout or the one installed there. Errors name the lines of the README."""
     lines = [""] * text.count("\n")
     for block in blocks(text):
         body = block.code.split("\n")[:-1]
@@ -122,25 +120,14 @@ def test_the_two_commands_and_a_picture_are_there():
     assert re.search(r"!\[[^\]]+\]\([^)]+\.png\)", TEXT)
 
 
-def leaves(module: object, base: type) -> set[str]:
-    """Public classes of masks or scores that a user builds."""
-    inner = {"And", "Or", "Not", "Then", base.__name__}
-    return {
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and name not in inner
-    }
-
-
 def test_every_mask_and_score_function_is_in_the_tables():
     lines = PAGES["experiments/benchmark/README.md"].split("\n")
     table = "\n".join(line for line in lines if line.startswith("|"))
-    for module, base in ((masks, masks.Mask), (scores, scores.ScoreFunction)):
-        short = module.__name__.split(".")[-1]
-        named = leaves(module, base)
+    for module in (masks, scores):
+        named = {x.__name__ for x in public_rules(module)} - {"And", "Or", "Not", "Then"}
         assert len(named) >= 6
         for name in named:
-            assert f"{short}.{name}(" in table, name
+            assert f"{module.__name__.split('.')[-1]}.{name}(" in table, name
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -384,8 +384,7 @@ FOREIGN_FOLDERS = ["checkpoints", "digests", "pictures", "checkpoints/1", "check
 
 def foreign_run(directory: Path) -> Path:
     """A run with two checkpoints and files in all its folders."""
-    run = saved_run(directory, 1, 2)
-    run.report({"step": 2})
+    saved_run(directory, 1, 2).report({"step": 2})
     for name in FOREIGN_NAMES:
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).touch()

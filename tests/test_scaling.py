@@ -23,10 +23,7 @@ from tests.devices import mesh_of
 
 DEVICES, T, N, K, H, V = 4, 64, 8, 2, 6, 3
 TOKENS = P(None, "x")
-QKV = [
-    jax.ShapeDtypeStruct((2, T, heads, size), jnp.float32)
-    for heads, size in ((N, H), (K, H), (K, V))
-]
+QKV = [jax.ShapeDtypeStruct((2, T, *x), jnp.float32) for x in ((N, H), (K, H), (K, V))]
 
 
 def compiled(options: dict[str, Any], arguments: Any, backward: bool = False) -> str:
@@ -64,20 +61,17 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
     """Each key head goes round by itself in zig-zag order, in quarters of a shard's keys."""
     least = 1 if order == "zigzag" else 2**14
     row = tuning.sizes("cpu")._replace(ring_queries=least, ring_keys=least)
-    with tuning.using(row=row, ring_rounds=1):
-        check_formula({"scheme": scheme, "order": order}, backward, with_arrays)
-
-
-def check_formula(options: dict[str, Any], backward: bool, with_arrays: bool) -> None:
-    ids = np.zeros((2, T), np.int32)
+    ids, options = np.zeros((2, T), np.int32), {"scheme": scheme, "order": order}
     arrays = (ids, ids + 1, jnp.zeros((1, N, T, T))) if with_arrays else ()
-    text = compiled(options, (*QKV, *arrays), backward)
+    with tuning.using(row=row, ring_rounds=1):
+        text = compiled(options, (*QKV, *arrays), backward)
+        exchanges = parallel.exchanges(*QKV, devices=DEVICES, **rules(options, *arrays))
     sent = programs.total(x for x in programs.exchanges(text) if x.kind != "all-reduce")
     expected, shared = collections.Counter(), collections.Counter()
-    for each in parallel.exchanges(*QKV, devices=DEVICES, **rules(options, *arrays)):
+    for each in exchanges:
         if backward or not each.backward:
             expected[each.kind, each.bytes] += each.times
-        if backward and not each.backward and options["scheme"] == "ring":
+        if backward and not each.backward and scheme == "ring":
             # Outside of loops both passes send the same arrays, and all rounds send the arrays that
             # heads share; some XLA versions merge equal exchanges on CPUs.
             shared[each.kind, each.bytes] += each.times if each.times <= 2 else 1
@@ -150,8 +144,7 @@ def test_ten_million_tokens_on_a_thousand_devices(capsys):
     assert rows[0].endswith("fits") and rows[1].endswith("cannot share 64 heads")
     # To the neighbour, and gradients there and back: 9,766 tokens of eight heads.
     case = ScalingCase("ring", 1024, 10_000_384, 64, 8, 128, 4096, None, "contiguous", "bfloat16")
-    device = plan.DeviceRates(80e9, 400e12, 50e9)
-    planned = plan.plan(case, device)
+    planned = plan.plan(case, plan.DeviceRates(80e9, 400e12, 50e9))
     assert planned.sent == 9766 * 8 * 128 * 2 * (2 + 2 + 2 * 2 + 2)
     pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096
     assert planned.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)

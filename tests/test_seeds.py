@@ -1,7 +1,4 @@
-"""The numbers printed in the documents that jattn is based on, computed by the library.
-
-Random numbers are drawn in the order of the texts, which are numbered 000 to 004.
-"""
+"""The numbers printed in documents 000 to 004, with random numbers drawn in their order."""
 
 import math
 from typing import Any
@@ -143,9 +140,8 @@ def test_document_001_masking_by_minus_infinity():
     """
     scores = np.array(printed.MASKED_SCORES)
     np.testing.assert_array_equal(np.isfinite(scores), np.tril(np.ones((SIX, SIX), bool)))
-    got = weights_of(
-        np.where(np.isfinite(scores), scores, 0.25), mask=masks.Causal(), scale=0.5**0.5
-    )
+    finite = np.where(np.isfinite(scores), scores, 0.25)
+    got = weights_of(finite, mask=masks.Causal(), scale=0.5**0.5)
     tolerance = HALF_A_DIGIT * (1 + 2 * got * (1 - got) / math.sqrt(2))
     assert_misprints("renormalised", printed.RENORMALISED, got, tolerance)
 
@@ -158,9 +154,8 @@ def test_document_003_representation_before_the_softmax():
     n, d = 6, 4
     q, k, v = np.random.default_rng(8).normal(size=(3, n, d))
     for keys, symmetric in ((q, True), (k, False)):
-        products = jattn.attention_scores(
-            jnp.asarray(q)[:, None], jnp.asarray(keys)[:, None], scale=1.0
-        )[0]
+        query, key = (jnp.asarray(x)[:, None] for x in (q, keys))
+        products = jattn.attention_scores(query, key, scale=1.0)[0]
         assert np.allclose(products, products.T, rtol=0, atol=1e-14) == symmetric
         want = [
             [math.fsum(math.fsum(q[i] * keys[j]) * v[j, c] for j in range(n)) for c in range(d)]

@@ -1,6 +1,5 @@
-"""Decoding with a cache that is sharded: under `jit` over rows and heads, and by
-`parallel.cached_attention` over places. Results are those of one device, and no cache is
-gathered."""
+"""Decoding with a cache sharded over rows and heads under `jit`, and over places by
+`parallel.cached_attention`: results are those of one device, and no cache is gathered."""
 
 import dataclasses
 import functools
@@ -49,14 +48,12 @@ def tokens(T: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return 2 * query, key, value
 
 
-def odd(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    """A causal mask that differs between rows and between heads."""
-    return (kv <= q) & ((kv + b + h) % 3 > 0)
-
-
 RULES: dict[str, dict[str, Any]] = {
     "alibi": {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(N))},
-    "function": {"mask": masks.Predicate(odd), "score": scores.SoftCap(3.0)},
+    "function": {  # a causal mask that differs between rows and between heads
+        "mask": masks.Predicate(lambda b, h, q, kv: (kv <= q) & ((kv + b + h) % 3 > 0)),
+        "score": scores.SoftCap(3.0),
+    },
 }
 
 
@@ -85,10 +82,9 @@ agree = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
 
 
 def by_rows_and_heads(kind: str, T: int, decode: Any) -> tuple[Any, Any, Any, list[int]]:
-    """Runs `decode(cache, q, k, v)` with all operands sharded over rows and heads. The results
-    are those of one device, and the cache in them is sharded as it was.
+    """Runs `decode(cache, q, k, v)` with operands sharded over rows and heads, as on one device.
 
-    Returns the compiled program's text, its results, and the sizes of what it gathers.
+    Returns the compiled program's text, its results, the cache, and the sizes of what it gathers.
     """
     mesh, cache = mesh_of(data=2, model=4), filled(kind)
     want = quick_jit(decode)(cache, *tokens(T))

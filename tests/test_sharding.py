@@ -1,9 +1,4 @@
-"""Attention under `shard_map` with its default checks, of arrays that devices share or not.
-
-The truth is a loop over the devices, without any mesh. The gradient of an array that all devices
-share is the sum of their gradients. Masks and scores may depend on the index of a device, or of a
-mapped example.
-"""
+"""Attention under `shard_map`, of arrays that devices share or not, against a loop over them."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.conftest import quick_jit
+from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of
 
 
@@ -52,7 +47,7 @@ def attention(implementation: str | None, T: int = 6) -> ShardedProblem:
         return jattn.attention(q, k, v, mask=mask, score=score, **options)
 
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (DEVICES, T)))
-    arrays = {name: normal(1, T, 2, 4) for name in "qkv"}
+    arrays = dict.fromkeys("qkv", normal(1, T, 2, 4))
     arrays |= {"slopes": normal(2), "ids": ids, "scale": 1 + normal() ** 2}
     if implementation in ("blockwise", "reference"):
         arrays["table"] = normal(8, 2)
@@ -63,8 +58,7 @@ def additive(T: int) -> ShardedProblem:
     """Bahdanau's attention, whose weights devices usually share."""
 
     def call(q: Any, k: Any, v: Any, lengths: Any, **weights: Any) -> Any:
-        mask = masks.Lengths(kv=lengths)
-        return mechanisms.additive_attention(q, k, v, **weights, mask=mask)
+        return mechanisms.additive_attention(q, k, v, **weights, mask=masks.Lengths(kv=lengths))
 
     lengths = 1 + np.random.default_rng(0).integers(0, T, (DEVICES, 1))
     arrays = {"q": normal(1, T, 3), "k": normal(1, T, 4), "v": normal(1, T, 2), "lengths": lengths}
@@ -73,8 +67,6 @@ def additive(T: int) -> ShardedProblem:
 
 
 def cached(kind: Any, implementation: str | None) -> ShardedProblem:
-    """Two steps on a cache."""
-
     def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         cache = kind.create(1, 12, 2, 4, dtype=q.dtype)
         options: Any = {"mask": masks.Causal(), "score": scores.Alibi(slopes)}
@@ -83,9 +75,7 @@ def cached(kind: Any, implementation: str | None) -> ShardedProblem:
         last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
         return jnp.concatenate([first, last], axis=1)
 
-    return ShardedProblem(
-        call, {**{name: normal(1, 4, 2, 4) for name in "qkv"}, "slopes": normal(2)}
-    )
+    return ShardedProblem(call, dict.fromkeys("qkv", normal(1, 4, 2, 4)) | {"slopes": normal(2)})
 
 
 def with_gradients(call: Any, floats: tuple[str, ...], arrays: Any, cotangent: Any) -> Any:
@@ -127,11 +117,9 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
     within = jax.shard_map(run, mesh=devices, **io)
     mapped = jax.shard_map(local, mesh=devices, in_specs=(specs,), out_specs=split)
     around = functools.partial(with_gradients, lambda **x: mapped(x), floats)
-    both = quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent)
-    for out, gradients in both:
+    for out, gradients in quick_jit(lambda *x: (within(*x), around(*x)))(arrays, cotangent):
         np.testing.assert_allclose(out, want, rtol=1e-12, atol=1e-13)
-        for name, d in gradients.items():
-            np.testing.assert_allclose(d, wanted[name], rtol=1e-11, atol=1e-12, err_msg=name)
+        assert_trees_close(gradients, wanted, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.one_in(8)
@@ -197,26 +185,19 @@ def index() -> Any:
     return lax.axis_index("c")
 
 
-def functions_of(shifted: Callable[[Any], Any], index: Callable[[], Any]) -> dict[str, Any]:
+def rules_of(how: str) -> dict[str, Any]:
+    if how == "given as operands":
+        return {
+            "mask": masks.Predicate(lambda b, h, i, j, c: j <= i + c, index()),
+            "score": scores.Score(lambda s, b, h, i, j, c: s * (1 + c.astype(s.dtype)), index()),
+        }
+    c = index()
+    ask, shifted = (lambda: c), (lambda i: i + c)
+    if how == "asked in functions":
+        ask, shifted = index, jax.jit(lambda i: i + index())
     return {
         "mask": lambda b, h, i, j: j <= shifted(i),
-        "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + index().astype(s.dtype)), 0.0),
-    }
-
-
-def asked_in_functions() -> dict[str, Any]:
-    return functions_of(jax.jit(lambda i: i + index()), index)
-
-
-def asked_before() -> dict[str, Any]:
-    c = index()
-    return functions_of(lambda i: i + c, lambda: c)
-
-
-def given_as_operands() -> dict[str, Any]:
-    return {
-        "mask": masks.Predicate(lambda b, h, i, j, c: j <= i + c, index()),
-        "score": scores.Score(lambda s, b, h, i, j, c: s * (1.0 + c.astype(s.dtype)), index()),
+        "score": lambda s, b, h, i, j: jnp.where(i >= 0, s * (1.0 + ask().astype(s.dtype)), 0.0),
     }
 
 
@@ -234,23 +215,19 @@ def with_gradient(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", [asked_in_functions, asked_before, given_as_operands])
+@pytest.mark.parametrize("how", ["asked in functions", "asked before", "given as operands"])
 @pytest.mark.parametrize(
     ("implementation", "T"),
     [(None, 8), ("reference", 8), ("blockwise", 8), ("native", 8), (None, 600), ("native", 600)],
 )
 def test_what_is_asked_of_an_axis_is_right(implementation, T, how, place):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 1, 4)), jnp.float32)
-
-    def attention(x: Any) -> Any:
-        return jattn.attention(x, x, x, implementation=implementation, **how())
-
+    attention = lambda x: jattn.attention(x, x, x, implementation=implementation, **rules_of(how))  # noqa: E731
     result = PLACES[place](with_gradient(attention))(x)
     formulas = [with_gradient(functools.partial(formula, index=c)) for c in (0, 1)]
-    wants = quick_jit(lambda x: [formulas[c](x[c : c + 1]) for c in (0, 1)])(x)
-    for c, want in enumerate(wants):
-        for got, expected in zip(result, want, strict=True):
-            np.testing.assert_allclose(got[c : c + 1], expected, rtol=1e-4, atol=1e-3)
+    want = quick_jit(lambda x: [formulas[c](x[c : c + 1]) for c in (0, 1)])(x)
+    got = [[y[c : c + 1] for y in result] for c in (0, 1)]
+    assert_trees_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("place", ["on_devices", "on_examples"])
@@ -267,15 +244,12 @@ def test_collectives_of_what_is_known_before_are_right(place):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_collectives_of_constants_are_right(place):
-    """The kernel in C++ needs derivatives of the function; in `shard_map` that of a sum contains
-    how its operand is sharded."""
+    """The kernel in C++ needs derivatives, which contain how the operand of a sum is sharded."""
 
     def total(x: Any, score: Any) -> Any:
         return jnp.sum(jattn.attention(x, x, x, score=score, implementation="native") ** 2)
 
-    def of_devices(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (s + lax.psum(1.0, "c")) * s
-
+    of_devices = lambda s, b, h, i, j: (s + lax.psum(1.0, "c")) * s  # noqa: E731
     want = jax.grad(lambda x: total(x, lambda s, b, h, i, j: (s + 2.0) * s))(X)
     d = PLACES[place](jax.grad(functools.partial(total, score=of_devices)))(X)
     np.testing.assert_allclose(d, want, rtol=1e-4, atol=1e-4)

@@ -39,9 +39,7 @@ def rules(name: str, T: int, N: int) -> dict[str, Any]:
     table = jnp.asarray(np.random.default_rng(1).normal(size=(32, N)))
     window = masks.Causal() & masks.Window(left=40)
 
-    def lengths(*real: int) -> masks.Lengths:
-        return masks.Lengths(kv=jnp.asarray(real, jnp.int32))
-
+    lengths = lambda *real: masks.Lengths(kv=jnp.asarray(real, jnp.int32))  # noqa: E731
     return {
         "full": {},
         "causal": {"mask": masks.Causal(), "q_positions": at_end},
@@ -132,8 +130,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
     T = q.shape[1]
     options = rules("causal", T, q.shape[2])
     place = S - T + 1  # seen from the second query on
-    bad = v.at[0, place, 1, 3].set(poison)
-    out, lse = jattn.attention(q, k, bad, return_lse=True, **options)
+    out, lse = jattn.attention(q, k, v.at[0, place, 1, 3].set(poison), return_lse=True, **options)
     want, want_lse = jattn.attention(q, k, v, return_lse=True, **options)
     lost = np.zeros(out.shape[:3], bool)
     lost[0, 1:, q.shape[2] // k.shape[2] :] = True
@@ -145,8 +142,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it(poison):
 def test_a_mean_of_large_values_is_finite():
     q, k, v = arrays("heads")
     large = 0.9 * float(jnp.finfo("float32").max)
-    out = jattn.attention(q, k, jnp.full_like(v, large))
-    np.testing.assert_allclose(out, large, rtol=1e-5)
+    np.testing.assert_allclose(jattn.attention(q, k, jnp.full_like(v, large)), large, rtol=1e-5)
     cache = DenseCache.of(k, jnp.full_like(v, large))
     np.testing.assert_allclose(jattn.attention(q, cache), large, rtol=1e-5)
 
@@ -185,9 +181,7 @@ def test_vmap_of_caches_is_a_loop():
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k[:, :90], v[:, :90])]
     empty = PagedCache.create(2, 96, 2, 32, 16, page_size=8)
 
-    def call(q: Any, k: Any, v: Any, valid: Any) -> Any:
-        return jattn.attention(q, empty.append(k, v, valid))
-
+    call = lambda q, k, v, valid: jattn.attention(q, empty.append(k, v, valid))  # noqa: E731
     valid = jnp.arange(90)[None, None] < jnp.asarray([[90, 3], [41, 60], [7, 8]])[..., None]
     got = jax.jit(jax.vmap(call))(*split, valid)
     for i in range(3):

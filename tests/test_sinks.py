@@ -69,9 +69,8 @@ def test_gradients_reach_the_sink(implementation):
         weights = lambda x: jattn.attention_weights(Q, KEY, mask=MASK, sink=x).sum()  # noqa: E731
         by_loss = jax.grad(loss, (0, 1))(sink, Q), jax.grad(lambda x: loss(x, Q))(sink[0])
         by_want = jax.grad(want, (0, 1))(sink, Q), jax.grad(want)(jnp.full(N, sink[0]), Q).sum()
-        return [(*by_loss, jax.grad(weights)(sink))], [
-            (*by_want, jax.grad(lambda x: formula(x)[2].sum())(sink))
-        ]
+        want_weights = jax.grad(lambda x: formula(x)[2].sum())(sink)
+        return [*by_loss, jax.grad(weights)(sink)], [*by_want, want_weights]
 
     assert_trees_close(*slopes(jnp.asarray([0.5, -1.0, 3.0, 0.0])), atol=1e-12)
 
@@ -141,9 +140,8 @@ def test_through_caches(cache: Cache):
     assert_trees_close(results, want, atol=1e-12)
     last = jattn.attention(Q[:, -1:], new_cache, **rules)
     np.testing.assert_allclose(last, want[0][:, -1:], atol=1e-12)
-    cached, whole = (
-        jattn.attention_weights(q, k, **rules) for q, k in ((Q[:, -1:], new_cache), (Q, KEY))
-    )
+    cached = jattn.attention_weights(Q[:, -1:], new_cache, **rules)
+    whole = jattn.attention_weights(Q, KEY, **rules)
     np.testing.assert_allclose(cached.sum(-1), whole[:, :, -1:].sum(-1), atol=1e-6)
 
 
@@ -166,8 +164,7 @@ def test_over_several_devices():
 
 
 def test_other_functions_take_it():
-    explained = jattn.explain(Q, KEY, VALUE, sink=SINK)
-    assert explained == jattn.explain(Q, KEY, VALUE, return_lse=True)
+    assert jattn.explain(Q, KEY, VALUE, sink=SINK) == jattn.explain(Q, KEY, VALUE, return_lse=True)
     x, w = Q[:, :, 0], jnp.eye(H)
     got = jattn.multiplicative_attention(x, x, x, w, sink=0.5)
     heads = x[:, :, None]

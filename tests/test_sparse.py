@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks
 from tests import oracle
+from tests.arrays import assert_accurate
 from tests.conftest import attention_arrays, out_and_gradients, quick_jit
 from tests.devices import place
 
@@ -24,20 +25,13 @@ SIZES = (B, T, S, N, K, H, V)
 
 
 def choice(
-    q: Any,
-    k: Any,
-    block: tuple[int, int],
-    count: int,
-    causal: bool = False,
-    valid: Any = None,
-    positions: Any = None,
+    q: Any, k: Any, block: Any, count: int, causal: Any = False, **arrays: Any
 ) -> np.ndarray:
-    """The layout, block by block: `[B, N, T/block, S/block]`."""
-    q, k, (q_block, kv_block) = np.asarray(q), np.asarray(k), block
+    """The layout `[B, N, T/block, S/block]`; `arrays` are `valid` and `positions`."""
+    q, k, (q_block, kv_block) = np.float64(q), np.float64(k), block
     (rows, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
-    valid = np.ones((rows, keys), bool) if valid is None else np.asarray(valid)
-    positions = np.arange(queries) if positions is None else np.asarray(positions)
-    positions = np.broadcast_to(positions, (rows, queries))
+    valid = arrays.get("valid", np.ones((rows, keys), bool))
+    positions = np.broadcast_to(arrays.get("positions", np.arange(queries)), (rows, queries))
     n, m = math.ceil(queries / q_block), math.ceil(keys / kv_block)
     layout = np.zeros((rows, heads, n, m), bool)
     for b, h, i in np.ndindex(rows, heads, n):
@@ -48,8 +42,7 @@ def choice(
         for j in range(m):
             tokens = [s for s in range(keys) if s // kv_block == j and valid[b, s]]
             if tokens and not (causal and j >= min(own_blocks)):
-                mean = k[b, tokens, h // (heads // kv_heads)].mean(axis=0)
-                rated.append((float(row @ mean), j))
+                rated.append((float(row @ k[b, tokens, h // (heads // kv_heads)].mean(axis=0)), j))
         first_choices = [j for j in own_blocks if j < m] if causal else []
         best = [j for _, j in sorted(rated, reverse=True)]
         for j in first_choices + best[: max(0, count - len(first_choices))]:
@@ -59,21 +52,15 @@ def choice(
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("count", [1, 3, 99])
-@pytest.mark.parametrize("block", [(1, 3), (3, 3), (4, 2), (2, 5), (50, 4), (3, 50)])
-def test_the_best_blocks_are_chosen(block, count, causal):
-    q, k, *_ = attention_arrays(SIZES)
-    mask = jattn.chosen_blocks(q, k, block, count, causal=causal)
-    assert mask.sizes == block
-    np.testing.assert_array_equal(mask.layout, choice(q, k, block, count, causal))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_grouped_heads_choose_by_their_own_keys(dtype):
-    q, k, *_ = attention_arrays(SIZES, dtype)
-    layout = jattn.chosen_blocks(q, k, 2, 2).layout
-    np.testing.assert_array_equal(layout, choice(np.float64(q), np.float64(k), (2, 2), 2))
-    assert len({row.tobytes() for row in np.asarray(layout)[0]}) == N
+@pytest.mark.parametrize(("count", "dtype"), [(1, "float64"), (3, "float32"), (99, "float64")])
+@pytest.mark.parametrize("block", [(1, 3), (3, 3), (4, 2), (2, 5), (50, 4), (3, 50), (2, 2)])
+def test_the_best_blocks_are_chosen(block, count, dtype, causal):
+    """Grouped heads choose by their own keys."""
+    for narrow in (dtype, "bfloat16") if block == (2, 2) else (dtype,):
+        q, k, *_ = attention_arrays(SIZES, narrow)
+        mask = jattn.chosen_blocks(q, k, block, count, causal=causal)
+        assert mask.sizes == block
+        np.testing.assert_array_equal(mask.layout, choice(q, k, block, count, causal))
 
 
 def test_padding_is_neither_averaged_nor_chosen():
@@ -81,7 +68,7 @@ def test_padding_is_neither_averaged_nor_chosen():
     valid = np.arange(S) < np.array([[4], [9]])
     poisoned = jnp.where(valid[..., None, None], k, jnp.nan)
     for causal in (False, True):
-        want = choice(q, k, (1, 3), 2, causal, valid)
+        want = choice(q, k, (1, 3), 2, causal, valid=valid)
         got = jattn.chosen_blocks(q, poisoned, (1, 3), 2, causal=causal, valid=valid)
         np.testing.assert_array_equal(got.layout, want)
     assert not jattn.chosen_blocks(q, k, 3, 2, valid=np.zeros((B, S), bool)).layout.any()
@@ -93,8 +80,7 @@ def test_decoding_chooses_as_whole_sequences_do(positions):
     for block in ((1, 2), (2, 4)):
         choose = functools.partial(jattn.chosen_blocks, block=block, count=2, causal=True)
         got = quick_jit(choose)(q, k, q_positions=jnp.asarray(positions, jnp.int8))
-        want = choice(q, k, block, 2, True, positions=positions)
-        np.testing.assert_array_equal(got.layout, want)
+        np.testing.assert_array_equal(got.layout, choice(q, k, block, 2, True, positions=positions))
 
 
 def test_batch_axes():
@@ -113,17 +99,14 @@ def test_batch_axes():
 def test_no_queries_and_no_keys(queries, keys):
     q, k, v, _ = attention_arrays((B, queries, keys, N, K, H, V))
     for causal in (False, True):
-        mask = jattn.chosen_blocks(q, k, (2, 3), 2, causal=causal)
-        out = jattn.attention(q, k, v, mask=mask)
+        out = jattn.attention(q, k, v, mask=jattn.chosen_blocks(q, k, (2, 3), 2, causal=causal))
         assert out.shape == (B, queries, N, V) and not out.any()
 
 
 def problem(q: Any, k: Any, v: Any, layout: np.ndarray, block: tuple[int, int]) -> Any:
-    """Causal attention to the blocks of a layout."""
-
     def allowed(pair: oracle.At) -> bool:
-        first_choices = layout[pair.b, pair.h, pair.i // block[0], pair.j // block[1]]
-        return bool(first_choices) and pair.j <= pair.i
+        chosen = layout[pair.b, pair.h, pair.i // block[0], pair.j // block[1]]
+        return bool(chosen) and pair.j <= pair.i
 
     return oracle.OracleProblem(np.asarray(q), np.asarray(k), np.asarray(v), allowed=allowed)
 
@@ -135,18 +118,16 @@ def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementat
     q, k, v, d_out = attention_arrays(SIZES)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        chosen = jattn.chosen_blocks(q, k, block, count, causal=True)
-        mask = masks.Causal() & chosen
+        mask = masks.Causal() & jattn.chosen_blocks(q, k, block, count, causal=True)
         return jattn.attention(q, k, v, mask=mask, implementation=implementation)
 
-    truth = problem(q, k, v, choice(q, k, block, count, True), block)
+    truth = problem(q, k, v, layout=choice(q, k, block, count, True), block=block)
     want = oracle.attend(truth).out
     remembered = jax.checkpoint(attend)
     out, *got = quick_jit(lambda *x: out_and_gradients(remembered, x[:3], x[3]))(q, k, v, d_out)
     assert oracle.error(out, want) < 1e-14
     slopes = oracle.gradients(truth, np.asarray(d_out), np.zeros((B, N, T)))
-    for x, y in zip(got, (slopes.q, slopes.k, slopes.v), strict=True):
-        assert oracle.error(x, y) < 1e-13
+    assert_accurate(got, [slopes.q, slopes.k, slopes.v], 1e-13)
     _, tangent = quick_jit(lambda q, t: jax.jvp(lambda q: attend(q, k, v), (q,), (t,)))(q, q)
     np.testing.assert_allclose((tangent * d_out).sum(), (slopes.q * np.asarray(q)).sum())
 
@@ -160,9 +141,7 @@ def by_block(x: Any, size: int) -> np.ndarray:
     return np.stack([x[:, j : j + size].mean(axis=1) for j in range(0, S - size + 1, size)], 1)
 
 
-def branches(
-    q: Any, k: Any, v: Any, block: tuple[int, int], count: int, window: int
-) -> list[oracle.OracleProblem]:
+def branches(q: Any, k: Any, v: Any, block: Any, count: int, window: int) -> list[Any]:
     """The compressed attention of NSA, that to chosen blocks, and that in a window."""
     q_block, size = block
     short = [by_block(x, size) for x in (k, v)]
@@ -185,7 +164,7 @@ def branches(
         best.sort(key=lambda j: -rated[j])
         for j in [*own_blocks, *best[: max(0, count - len(own_blocks))]]:
             layout[b, h, i, j] = True
-    chosen = problem(q, k, v, layout, block)
+    chosen = problem(q, k, v, layout=layout, block=block)
     return [compressed, chosen, oracle.OracleProblem(q, k, v, allowed=near)]
 
 
@@ -194,9 +173,8 @@ def branches(
 def test_native_sparse_attention(block, count, window):
     q, k, v, d_out = attention_arrays(SIZES)
     gates = jnp.asarray(np.random.default_rng(3).uniform(size=(B, T, N, 3)))
-    attend = functools.partial(
-        jattn.native_sparse_attention, block=block, count=count, window=window
-    )
+    options: Any = {"block": block, "count": count, "window": window}
+    attend = functools.partial(jattn.native_sparse_attention, **options)
     truth = branches(q, k, v, block, count, window)
     results = [oracle.attend(x).out for x in truth]
     shares = np.moveaxis(np.asarray(gates)[..., None], -2, 0)
@@ -235,32 +213,31 @@ def test_native_sparse_attention_with_learned_compression():
 
 def test_errors_name_what_was_expected(unchecked):
     q, k, v, _ = attention_arrays(SIZES)
-    wrong: Any = jattn.chosen_blocks
-    with pytest.raises(ValueError, match=r"key: expected \[\*B, S, K, H\] with .* got \[2, 11, 4"):
-        wrong(q, jnp.ones((B, S, 4, H)), 2, 2)
-    with pytest.raises(TypeError, match="key: expected the query's dtype float64, got float32"):
-        wrong(q, k.astype(jnp.float32), 2, 2)
-    with pytest.raises(ValueError, match="block must be an integer >= 1 or a pair"):
-        wrong(q, k, (2, 0), 2)
-    with pytest.raises(ValueError, match="count: expected count >= 1, got 0"):
-        wrong(q, k, 2, 0)
-    with pytest.raises(ValueError, match=r"valid: expected \[\*B, S\] = \[2, 11\], got \[2, 13\]"):
-        wrong(q, k, 2, 2, valid=np.ones((B, T), bool))
-    with pytest.raises(ValueError, match=r"q_positions: expected \[T\] or .* = \[2, 13\], got"):
-        wrong(q, k, 2, 2, causal=True, q_positions=np.arange(S))
-    with pytest.raises(ValueError, match="q_positions: expected None without causal=True"):
-        wrong(q, k, 2, 2, q_positions=np.arange(T))
+    choice: Any = functools.partial(jattn.chosen_blocks, q)
+    for changes, kind, message in (
+        ({"key": jnp.ones((B, S, 4, H))}, ValueError, r"key: expected .* with .* got \[2, 11, 4"),
+        ({"key": k.astype("f")}, TypeError, "key: .* the query's dtype float64, got float32"),
+        ({"block": (2, 0)}, ValueError, "block must be an integer >= 1 or a pair"),
+        ({"count": 0}, ValueError, "count: expected count >= 1, got 0"),
+        ({"valid": np.ones((B, T), bool)}, ValueError, r"valid: .* = \[2, 11\], got \[2, 13\]"),
+        (
+            {"q_positions": np.arange(S), "causal": True},
+            *(ValueError, r"q_positions: expected \[T\] or .* = \[2, 13\], got"),
+        ),
+        ({"q_positions": np.arange(T)}, ValueError, "q_positions: expected None without causal="),
+    ):
+        with pytest.raises(kind, match=message):
+            choice(**{"key": k, "block": 2, "count": 2} | changes)
     sparse: Any = functools.partial(jattn.native_sparse_attention, block=2, count=2, window=2)
-    gates = jnp.ones((B, T, N, 3))
-    with pytest.raises(ValueError, match=r"gates: expected \[\*B, T, N, 3\] = \[2, 13, 6, 3\]"):
-        sparse(q, k, v, gates[..., :2])
-    with pytest.raises(ValueError, match=r"compressed\[0\]: expected \[\*B, C, K, H\] = \[2, 5,"):
-        sparse(q, k, v, gates, compressed=(k, v))
-    halves = k[:, :5].astype(jnp.float16), v[:, :5]
-    with pytest.raises(TypeError, match=r"compressed\[0\]: expected the query's dtype float64"):
-        sparse(q, k, v, gates, compressed=halves)
-    with pytest.raises(TypeError, match="mask"):
-        sparse(q, k, v, gates, mask=masks.Causal())
+    gates, halves = jnp.ones((B, T, N, 3)), (k[:, :5].astype(jnp.float16), v[:, :5])
+    for changes, kind, message in (
+        ({"gates": gates[..., :2]}, ValueError, r"gates: .*\[\*B, T, N, 3\] = \[2, 13, 6, 3\]"),
+        ({"compressed": (k, v)}, ValueError, r"compressed\[0\]: .*\[\*B, C, K, H\] = \[2, 5,"),
+        ({"compressed": halves}, TypeError, r"compressed\[0\]: .* the query's dtype float64"),
+        ({"mask": masks.Causal()}, TypeError, "mask"),
+    ):
+        with pytest.raises(kind, match=message):
+            sparse(q, k, v, **{"gates": gates} | changes)
 
 
 @pytest.mark.one_in(2, slow=True)

@@ -31,8 +31,7 @@ DISTANCE = np.abs(np.arange(T)[:, None] - np.arange(S)[None, :])
 
 def dense_weights(query: Any, key: Any, allowed: Any, slopes: Any) -> np.ndarray:
     """`[B, N, T, S]` by the formula, in float64."""
-    repeated = np.repeat(key, N // K, axis=2)
-    logits = np.einsum("btnh,bsnh->bnts", query, repeated) / np.sqrt(H)
+    logits = np.einsum("btnh,bsnh->bnts", query, np.repeat(key, N // K, axis=2)) / np.sqrt(H)
     logits = np.where(allowed, logits - slopes[:, None, None] * DISTANCE, -np.inf)
     top = logits.max(axis=-1, keepdims=True)
     exponential = np.exp(logits - np.where(top == -np.inf, 0, top))
@@ -84,16 +83,14 @@ def query_and_key(dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
 
 @contextlib.contextmanager
 def computed(how: str) -> Iterator[None]:
-    """A context that selects the kernel in C++ with tiles of 16 queries, or pure JAX with tiles of
-    16 or with one tile."""
-    if how == "native":
-        with tuning.using(cpu_tiles="16, 8, 16", generated_pairs=1):
-            yield
-        return
+    """A context for the kernel in C++ in tiles of 16 queries, or pure JAX in tiles or one."""
     size = 16 if how == "tiles" else 1000
     row = tuning.TABLE["cpu"]._replace(max_untiled=0, small=size, large=size, largest=size)
-    with pytest.MonkeyPatch.context() as patch, tuning.using(row=row, max_width=2 * size):
-        patch.setattr(registry, "SUMS", registry.SUMS[1:])
+    options: Any = {"row": row, "max_width": 2 * size}
+    if how == "native":
+        options = {"cpu_tiles": "16, 8, 16", "generated_pairs": 1}
+    with pytest.MonkeyPatch.context() as patch, tuning.using(**options):
+        patch.setattr(registry, "SUMS", registry.SUMS[how != "native" :])
         yield
 
 
@@ -130,8 +127,6 @@ COEFFICIENTS = RNG.normal(size=(4, B, N, T))
 
 @functools.cache
 def dense_derivatives() -> Any:
-    """The gradients of four statistics of dense weights."""
-
     def dense(query: Any, key: Any, slopes: Any) -> Any:
         w = jattn.attention_weights(query, key, mask=MIXED, score=scores.Alibi(slopes))
         logs = jnp.log(jnp.where(w > 0, w, 1))
@@ -161,24 +156,17 @@ def test_statistics_are_differentiated(how):
     assert_trees_close(result, dense_derivatives(), atol=1e-11, rtol=1e-11)
 
 
-def test_second_derivatives_raise():
-    query, key = (x[:, :3] for x in query_and_key())
-
-    def slope(query: Any) -> Any:
-        return jax.grad(lambda x: jnp.sum(jattn.statistics(x, key).entropy ** 2))(query)
-
-    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
-        jax.grad(lambda query: jnp.sum(slope(query) ** 2))(query)
-
-
-def test_what_has_no_derivative_is_constant():
+def test_second_derivatives_raise_and_what_has_no_derivative_is_constant():
     query, key = query_and_key()
+    slope = jax.grad(lambda x: jnp.sum(jattn.statistics(x, key).entropy ** 2))
 
     def constants(query: Any) -> Any:
         result: Any = jattn.statistics(query, key, threshold=0.1)
         values, _ = jattn.top_weights(query, key, 2)
         return result.received.sum() + result.above.sum() + values.sum()
 
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        jax.grad(lambda query: jnp.sum(slope(query) ** 2))(query)
     assert not np.any(quick_jit(jax.grad(constants))(query))
 
 
@@ -216,8 +204,7 @@ def test_the_first_of_equals_is_the_greatest(how):
 @pytest.mark.parametrize("mask", [None, masks.Causal()])
 @pytest.mark.parametrize("how", HOW[:2])
 def test_weights_sum_to_one_at_logits_of_1e12(how, mask, dtype):
-    """One score is by far the largest, or all are equal, so that the log of the sum is below the
-    precision of the maximum."""
+    """One score is by far the largest, or the log of the sum is below the precision."""
     query, key = query_and_key(dtype)
     sharp = scores.Temperature(jnp.array([1e-12, 2e-12, 3e-12, 1e-11], jnp.float32))
     equal = scores.Score(lambda s, b, h, i, j: s * 0 + 1.1e12)
@@ -289,20 +276,17 @@ def test_memory_is_linear():
     assert many < 0.1 * 4 * 2 * (8 * 4096) ** 2
 
 
-WRONG = {
-    "keys of floats": ({"keys": np.ones((B, S))}, TypeError, "keys: expected a boolean array"),
-    "keys of queries": ({"keys": np.ones((B, T), bool)}, ValueError, r"keys: expected \[\*B, S\]"),
-    "threshold": ({"threshold": 1.5}, ValueError, r"threshold: expected a number in \[0, 1\)"),
-    "is_causal": ({"is_causal": True}, TypeError, "write mask=masks.Causal"),
-}
-
-
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", WRONG)
-def test_mistakes_raise(name):
-    changes, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        jattn.statistics(*query_and_key(), **changes)
+def test_mistakes_raise():
+    wrong: list[tuple[Any, Any, str]] = [
+        ({"keys": np.ones((B, S))}, TypeError, "keys: expected a boolean array"),
+        ({"keys": np.ones((B, T), bool)}, ValueError, r"keys: expected \[\*B, S\]"),
+        ({"threshold": 1.5}, ValueError, r"threshold: expected a number in \[0, 1\)"),
+        ({"is_causal": True}, TypeError, "write mask=masks.Causal"),
+    ]
+    for changes, error, message in wrong:
+        with pytest.raises(error, match=message):
+            jattn.statistics(*query_and_key(), **changes)
     with pytest.raises(ValueError, match="n: expected at most S = 53, got 54"):
         jattn.top_weights(*query_and_key(), 54)
 

@@ -1,8 +1,4 @@
-"""Every public function, with each argument replaced in turn by each of a list of wrong values.
-
-A call returns what its arguments mean, or raises a TypeError, a ValueError or a
-NotImplementedError that names the argument.
-"""
+"""Each argument of every public function replaced by wrong values: an error names it."""
 
 import functools
 import inspect
@@ -119,7 +115,6 @@ class SweptCall(NamedTuple):
 
 
 def array(*shape: int) -> np.ndarray:
-    """Numbers of a shape, all different."""
     return np.linspace(-1, 1, max(1, int(np.prod(shape)))).reshape(shape).astype(np.float32)
 
 
@@ -138,12 +133,8 @@ def names_in_signature(function: Callable[..., Any]) -> list[str]:
     return [x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
 
 
-def call(
-    function: Callable[..., Any], arguments: str = "", /, *, named: Any = None, **changes: Any
-) -> SweptCall:
-    """A row of the table, for some arguments or, by default, for all of the signature. An argument
-    is what `ARGUMENTS` says of its name, except for the changes, which are another right value or
-    another `Argument`."""
+def call(function: Any, arguments: str = "", /, *, named: Any = None, **changes: Any) -> SweptCall:
+    """A row for some arguments or the whole signature, by `ARGUMENTS` except for the changes."""
     right, kinds = {}, {}
     for name in arguments.split() or names_in_signature(function):
         change = changes.pop(name, ARGUMENTS.get(name))
@@ -265,7 +256,7 @@ APPENDED = {"key": array(B, T, K, H), "value": array(B, T, K, V)}
 WIDTHS = {"query": array(B, T, 4), "key": array(B, S, E), "value": array(B, S, V)}
 CACHES = (cache.DenseCache, cache.RollingCache, cache.PagedCache)
 AXES = dict.fromkeys(("axis_name", "batch_axis", "head_axis"), "axis")
-TRUTHS = np.ones((B, N, T, S), bool)
+TRUTHS, PART = np.ones((B, N, T, S), bool), Argument("thing", (array(B, T, N, H), array(B, N, T)))
 ROWS = Argument("any rows", array(B, T, S))
 IGNORED, ANY_MASK = Argument("ignored", None), Argument("any mask", None)
 
@@ -285,10 +276,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         jattn.cached_attention, "query key value cache valid mask score return_lse", **APPENDED
     ),
     "merge": call(lambda out, lse: jattn.merge((out, lse), (out, lse))),
-    "merge_part": call(
-        lambda part: jattn.merge(part, part),
-        part=Argument("thing", (array(B, T, N, H), array(B, N, T))),
-    ),
+    "merge_part": call(lambda part: jattn.merge(part, part), part=PART),
     "with_sink": call(jattn.with_sink, sink=Argument("logit", array(N))),
     "additive_attention": call(
         jattn.additive_attention,
@@ -337,15 +325,11 @@ FUNCTIONS: dict[str, SweptCall] = {
         x=array(B, T, E),
         w_key=array(E, 4),
     ),
-    "simple_self_attention": call(
-        jattn.simple_self_attention, x=Argument("any rows", array(B, T, E))
-    ),
+    "simple_self_attention": call(jattn.simple_self_attention, x=Argument("any rows", MEMORY)),
     "Window": call(masks.Window, left=Argument("distance?", 1), right=Argument("distance?", 2)),
     "Prefix": call(masks.Prefix, length=Argument("length", 2)),
     "Lengths": call(masks.Lengths, q=Argument("length?", 2), kv=Argument("length?", 2)),
-    "Tree": call(
-        masks.Tree, parents=Argument("tokens", np.arange(T) - 1), start=Argument("length", 2)
-    ),
+    "Tree": call(masks.Tree, parents=Argument("tokens", -ints(T)), start=Argument("length", 2)),
     "Dilated": call(masks.Dilated, step=Argument("step", 2)),
     "Global": call(masks.Global, n=Argument("count", 2)),
     "Segments": call(masks.Segments, q_ids=TOKENS, kv_ids=Argument("tokens?", ints(B, S))),
@@ -359,9 +343,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         bounds=Argument("function?", lambda t: (t.columns.lo <= t.rows.hi, np.bool_(False))),
     ),
     "as_mask": call(masks.as_mask, named={"value": "mask"}, value=Argument("any mask", TRUTHS)),
-    "and": call(
-        lambda mask: masks.Causal() & mask, mask=Argument("any mask", masks.Window(left=1))
-    ),
+    "and": call(lambda mask: masks.Causal() & mask, mask=Argument("any mask", masks.Window(1))),
     "or": call(lambda mask: masks.Causal() | mask, mask=Argument("any mask", masks.Window(left=1))),
     "dense": call(
         masks.Causal().dense,
@@ -522,15 +504,11 @@ FUNCTIONS |= {
         value=Argument("array?", None),
     ),
     "nn.SingleHeads": call(nn.SingleHeads, packed=ATTEND),
-    "nn.LearnedScore": call(
-        nn.LearnedScore, score=Argument("thing", scores.Bias(array(1, N, 1, S)))
-    ),
+    "nn.LearnedScore": call(nn.LearnedScore, score=Argument("thing", scores.Bias(array(N, 1, S)))),
     "nn.LearnedNormalizer": call(
         nn.LearnedNormalizer, normalizer=Argument("thing", normalizers.Sigmoid(array(N)))
     ),
-    "nn.capture_weights": call(
-        lambda model: nn.capture_weights(model, jnp.asarray(X)), model=ATTEND
-    ),
+    "nn.capture_weights": call(lambda model: nn.capture_weights(model, X), model=ATTEND),
     "nn.Dropout": call(nn.Dropout, named={"rate": "dropout_rate"}, rngs=RNGS),
     "nn.Dropout()": layer(
         nn.Dropout,
@@ -634,7 +612,6 @@ def check_argument(name: str, argument: str) -> None:
 
 
 def called(row: SweptCall, **changes: Any) -> Any:
-    """The call with some arguments changed, and random numbers of its own."""
     arguments = {**row.right, **changes}
     rngs = {name: nnx.Rngs(params=0, dropout=1) for name, x in arguments.items() if x is FRESH}
     return row.function(**(arguments | rngs))

@@ -134,8 +134,7 @@ def test_dtypes_and_batch_axes(dtype):
     mixtures = [jnp.asarray(x, dtype) for x in MIXTURES]
     out = jattn.talking_heads_attention(*arrays, *mixtures)
     assert out.dtype == dtype
-    wide = [np.asarray(x, np.float64) for x in (*arrays, *mixtures)]
-    want = oracle(wide)
+    want = oracle([np.asarray(x, np.float64) for x in (*arrays, *mixtures)])
     bound = 4 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
     np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=bound)
     attend = quick_jit(lambda *x: jattn.talking_heads_attention(*x, *mixtures))
@@ -148,9 +147,7 @@ def test_second_derivatives():
     q, k, v, d_out = attention_arrays(SIZES)
     left, right = map(jnp.asarray, MIXTURES)
 
-    def loss(mix: Any) -> Any:
-        return (jattn.talking_heads_attention(q, k, v, mix, right) * d_out).sum()
-
+    loss = lambda mix: (jattn.talking_heads_attention(q, k, v, mix, right) * d_out).sum()  # noqa: E731
     gradient, step = jax.grad(loss), 1e-5 * jnp.asarray(MIXTURES[1])
     _, forward = quick_jit(lambda x: jax.jvp(gradient, (x,), (step,)))(left)
     want = (gradient(left + step) - gradient(left - step)) / 2

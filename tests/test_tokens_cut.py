@@ -1,8 +1,7 @@
-"""Under `jit`, sharded queries stay sharded, and results, gradients and dropout are those of one
-device. If they are sharded along tokens, each device has a copy of all keys; along batch and heads
-nothing is gathered."""
+"""Under `jit`, sharded queries stay sharded, and results are those of one device."""
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -51,11 +50,9 @@ def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
         if implementation == "native" and "dropout_rate" in rule.of({**integers, **floats}):
             warnings.filterwarnings("ignore", "tokens are cut along .* dropout of a piece")
         *want, want_gradients = quick_jit(run)(integers, floats, cotangents)
-        sharded = placed(mesh, floats, specs)
-        out, lse, gradients = quick_jit(run)(integers, sharded, cotangents)
+        out, lse, gradients = quick_jit(run)(integers, placed(mesh, floats, specs), cotangents)
     assert_trees_close((out, lse), want, rtol=1e-12, atol=1e-13)
-    for n, d in gradients.items():
-        np.testing.assert_allclose(d, want_gradients[n], rtol=1e-11, atol=1e-12, err_msg=n)
+    assert_trees_close(gradients, want_gradients, rtol=1e-11, atol=1e-12)
     assert is_placed(out, mesh, specs["q"]) and is_placed(lse, mesh, of_lse)
     if implementation != "reference" or cuts != "crossed":  # which XLA then gathers
         assert is_placed(gradients["q"], mesh, specs["q"])
@@ -65,19 +62,22 @@ def test_values_gradients_and_how_they_are_cut(name, cuts, implementation):
 
 @pytest.mark.parametrize("implementation", [None, "blockwise", "native"])
 def test_only_keys_are_gathered(implementation):
-    """Neither queries nor results are; gradients of keys are summed on the devices that need
-    them."""
+    """Gradients of keys are summed on the devices that need them."""
     mesh, cut = mesh_of(c=4), P(None, "c")
     attend = functools.partial(jattn.attention, mask=masks.Causal(), implementation=implementation)
     run = lambda q, k: jnp.sum(attend(q, k, k) ** 2)  # noqa: E731
     sharded = [place(mesh, random(B, T, heads, H), cut) for heads in (N, K)]
     compiled = quick_jit(jax.grad(run, (0, 1)), out_shardings=None).lower(*sharded).compile()
-    kinds = collectives(compiled)
-    assert "all-gather" in kinds
-    assert "all-to-all" not in kinds and "collective-permute" not in kinds
-    sizes = [x for x in compiled.as_text().splitlines() if " all-gather(" in x]
-    assert not any(f"[{B},{T},{N},{H}]" in x.split(" all-gather(")[0] for x in sizes)
+    kinds = {"all-gather", "all-to-all", "collective-permute"} & collectives(compiled)
+    assert kinds == {"all-gather"}
+    assert not any(f"[{B},{T},{N},{H}]" in x for x in gathered(compiled))
     assert all(is_placed(d, mesh, cut) for d in compiled(*sharded))
+
+
+def gathered(compiled: Any) -> list[str]:
+    """The results of the gathers of a program, as XLA prints them."""
+    lines = compiled.as_text().splitlines()
+    return [x.split(" all-gather(")[0] for x in lines if " all-gather(" in x]
 
 
 def in_every_mode(rule: Any, integers: Any, floats: Any, tangents: Any, cotangents: Any) -> Any:
@@ -110,33 +110,28 @@ def test_tangents_and_second_derivatives_are_cut_likewise(name, cuts):
     assert all(is_placed(x, mesh, specs["q"]) for x in (out, second, gradients["q"]))
     assert is_placed(lse, mesh, of_lse)
     if cuts == "tokens":
-        lines = compiled.as_text().splitlines()
-        gathers = [x.split(" all-gather(")[0] for x in lines if " all-gather(" in x]
-        assert not any(f"[{B},{T},{N}," in x for x in gathers)
+        assert not any(f"[{B},{T},{N}," in x for x in gathered(compiled))
         # Ids of segments are integers, which are no part of the operation yet.
-        assert not any(" = f64[" in x for x in lines if " collective-permute(" in x)
+        assert not re.search(r" = f64\[.* collective-permute\(", compiled.as_text())
 
 
 def statistics_and_gradients(rule: Any, integers: Any, floats: Any) -> Any:
-    """Statistics, their gradients, and the greatest weights of a rule."""
-    options = rule.of({**integers, **floats})
-
     def call(floats: Any) -> Any:
+        q, k, options = floats["q"], floats["k"], rule.of({**integers, **floats})
         on = masks.Predicate(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b + h) % 3 == 0)
-        options = rule.of({**integers, **floats})
-        result = jattn.statistics(floats["q"], floats["k"], keys=on, threshold=0.2, **options)
+        result = jattn.statistics(q, k, keys=on, threshold=0.2, **options)
         weighed: Any = (result.entropy, result.greatest, result.distance, result.on_keys)
         ranks = jnp.arange(1.0, result.entropy.size + 1).reshape(result.entropy.shape)
-        return sum(jnp.sum(x * ranks) for x in weighed), result
+        top = jattn.top_weights(q, k, 3, **options)
+        return sum(jnp.sum(x * ranks) for x in weighed), (result, top)
 
-    gradients, result = jax.grad(call, has_aux=True)(floats)
-    return result, gradients, jattn.top_weights(floats["q"], floats["k"], 3, **options)
+    gradients, (result, top) = jax.grad(call, has_aux=True)(floats)
+    return result, gradients, top
 
 
 @pytest.mark.slow
 def test_statistics_stay_cut_along_queries():
-    mesh, cut = mesh_of(a=2, c=4), P("a", "c")
-    rule = RULES["segments"]
+    mesh, cut, rule = mesh_of(a=2, c=4), P("a", "c"), RULES["segments"]
     integers, floats, _ = operands_of(rule)
     run = quick_jit(functools.partial(statistics_and_gradients, rule))
     sharded = placed(mesh, floats, {"q": cut, "k": cut})
@@ -198,9 +193,8 @@ def test_an_explanation_says_how_tokens_are_shared():
 
 
 def test_an_implementation_that_cannot_compute_a_piece_is_warned_about(newly_compiled):
-    q = random(B, T, N, H)
-    options: Any = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
-    attend = functools.partial(jattn.attention, implementation="native", **options)
+    q, dropout = random(B, T, N, H), {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)}
+    attend: Any = functools.partial(jattn.attention, implementation="native", **dropout)
     call = quick_jit(lambda q: attend(q, q, q))
     with pytest.warns(UserWarning, match=r"'native': dropout of a piece .* jattn\.parallel"):
         out = call(place(mesh_of(c=4), q, P(None, "c")))
@@ -222,8 +216,7 @@ SPECS = {"ids": P("data"), "lengths": P("data"), "slopes": P("model")}
 
 
 def run_sharded(run: Any, arrays: Any, sharded: Any, atol: float = 1e-12) -> Any:
-    """Results of a program on sharded arrays, which are those of one device. It exchanges nothing
-    but the gradients of arrays that devices share."""
+    """The results of one device, for an exchange of gradients of shared arrays alone."""
     want = quick_jit(run)(*arrays)
     compiled = quick_jit(run).lower(*sharded).compile()
     assert collectives(compiled) <= {"all-reduce"}

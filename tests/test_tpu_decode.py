@@ -1,8 +1,5 @@
-"""The kernel for TPUs that reads caches in place, interpreted on a CPU.
-
-Its results are compared with the oracle's formula over each row's tokens, which has no slots and
-pages. Slots that hold no token of any row are poisoned.
-"""
+"""The kernel for TPUs that reads caches in place, interpreted on a CPU, against the oracle on each
+row's tokens. Slots that hold no token of any row are poisoned."""
 
 import dataclasses
 import functools
@@ -102,8 +99,7 @@ def shuffled(cache: PagedCache) -> PagedCache:
 
 
 def poisoned(cache: Any, poison: float) -> Any:
-    """The same cache with this number in all slots that hold no token of any row, or as their scale
-    if the cache is quantised."""
+    """The same cache with this number, or scale, in all slots that hold no token of any row."""
     pool, _, table = cache.pages()
     is_used, table = np.zeros((pool.shape[0], pool.shape[2]), bool), np.asarray(table)
     for pages, length in zip(table, np.asarray(cache.lengths), strict=True):
@@ -152,8 +148,7 @@ def _scored(make: Callable[[int], cases.ScoreRule]) -> CacheRule:
         return {"mask": masks.Causal(), "score": rule.build(parameters), **scale}
 
     def modifier(N: int) -> Modifier:
-        oracle_rule = make(N).modifier(make(N).parameters)
-        return dataclasses.replace(oracle_rule, by_parameter={})
+        return dataclasses.replace(make(N).modifier(make(N).parameters), by_parameter={})
 
     return CacheRule(build, lambda at: at.kv <= at.q, modifier)
 
@@ -356,8 +351,7 @@ def test_reading_of_quantised_caches_lowers_for_a_tpu(kind, dtype):
 def test_what_no_row_holds_does_not_exist(kind, poison):
     cache, query = filled(kind).cache, normal(8, B, 4, 8, H)
     rules: Any = {"mask": masks.Causal(), "score": scores.SoftCap(5.0)}
-    want = attend(query, cache, **rules)
-    assert_equal(attend(query, poisoned(cache, poison), **rules), want)
+    assert_equal(attend(query, poisoned(cache, poison), **rules), attend(query, cache, **rules))
 
 
 @pytest.mark.one_in(6, slow=True)
@@ -403,11 +397,9 @@ def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
 @pytest.mark.parametrize("mapped", ["all", "query"])
 def test_mapped(kind, mapped):
     cache, query = filled(kind).cache, jnp.asarray(normal(8, 2, B, 1, 4, H))
-    other, axis = cache, None
-    if mapped == "all":  # pages stay in their pool
-        other = jax.tree.map(lambda x: x[::-1] if kind == "dense" or x.ndim < 3 else x, cache)
-        axis = 0
-    caches = jax.tree.map(lambda *x: jnp.stack(x), cache, other) if mapped == "all" else cache
+    turned = jax.tree.map(lambda x: x[::-1] if kind == "dense" or x.ndim < 3 else x, cache)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), cache, turned)  # pages stay in their pool
+    axis, caches, other = (0, stacked, turned) if mapped == "all" else (None, cache, cache)
     call = functools.partial(jattn.attention, mask=masks.Causal(), implementation="tpu")
     got = quick_jit(jax.vmap(call, (0, axis)))(query, caches)
     for result, x, y in zip(got, query, (cache, other), strict=True):

@@ -26,9 +26,7 @@ def normal(*shape: int) -> jax.Array:
 def squared(function: Callable[..., Any], *arguments: int) -> Callable[..., Any]:
     """The gradients of the sum of squares, which depend on the values."""
 
-    def total(*arrays: Any) -> Any:
-        return sum(jnp.sum(x**2) for x in jax.tree.leaves(function(*arrays)))
-
+    total = lambda *arrays: sum(jnp.sum(x**2) for x in jax.tree.leaves(function(*arrays)))  # noqa: E731
     return jax.grad(total, arguments or (0, 1, 2))
 
 
@@ -88,9 +86,7 @@ def closures() -> TransformedCall:
         def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
 
-        def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return s * gate + table[kv]
-
+        score = lambda s, b, h, q, kv: s * gate + table[kv]  # noqa: E731
         return jattn.attention(x, 2 * x, 3 * x, mask=allowed, score=score)
 
     return TransformedCall(call, (normal(2, 6, 2, 4),), (normal(6), normal()))
@@ -105,9 +101,7 @@ def module() -> TransformedCall:
     graph, state = nnx.split(layer)
     leaves, structure = jax.tree.flatten(state)
 
-    def call(x: Any, *leaves: Any) -> Any:
-        return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)
-
+    call = lambda x, *leaves: nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)  # noqa: E731
     return TransformedCall(call, (normal(B, 5, 8),), tuple(leaves))
 
 
@@ -150,30 +144,22 @@ def prepared(name: str) -> tuple[TransformedCall, Any, Any]:
 
 assert_same = functools.partial(assert_trees_close, rtol=1e-11, atol=1e-11)
 
-
-@pytest.mark.default_tiles
-@problems("None_6", slow=("blockwise_264", "module", "closures"))
-def test_without_jit(name):
-    problem, arrays, want = prepared(name)
-    with jax.disable_jit():
-        assert_same(problem.both(*arrays), want)
+FLAGS: dict[str, Callable[[], Any]] = {
+    "without jit": jax.disable_jit,
+    "no tracer leaks": jax.checking_leaks,
+    "no nan in dead rows": functools.partial(jax.debug_nans, True),
+}
 
 
 @pytest.mark.default_tiles
-@problems("None_6", "reference_6", slow=("native_264", "module", "closures"))
-def test_no_tracer_leaks(name):
+@pytest.mark.parametrize("flag", FLAGS)
+@problems("None_6", slow=("native_264", "module", "closures"))
+def test_under_flags(flag, name):
     problem, arrays, want = prepared(name)
-    with jax.checking_leaks():
+    with FLAGS[flag]():
         assert_same(problem.both(*arrays), want)
-        assert_same(jax.jit(problem.both)(*arrays), want)
-
-
-@pytest.mark.default_tiles
-@problems("None_6", slow=("native_264", "module", "additive_tiles"))
-def test_dead_rows_make_no_nan(name):
-    problem, arrays, want = prepared(name)
-    with jax.debug_nans(True):
-        assert_same(problem.both(*arrays), want)
+        if flag == "no tracer leaks":
+            assert_same(jax.jit(problem.both)(*arrays), want)
 
 
 @pytest.mark.default_tiles
@@ -184,16 +170,7 @@ def test_exported(name):
     for b in (B, jax.export.symbolic_shape("b")[0]):
         shapes = [(b, *x.shape[1:]) for x in problem.batched] + [x.shape for x in problem.shared]
         like = [jax.ShapeDtypeStruct(shape, arrays[0].dtype) for shape in shapes]
-        exported = jax.export.export(jax.jit(problem.both))(*like)
-        assert_same(exported.call(*arrays), want)
-
-
-def on_cache(q: Any, k: Any, v: Any) -> Any:
-    """Attention to a full cache of the keys and values."""
-    B, S = k.shape[:2]
-    keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-    cache = DenseCache(keys, values, jnp.full(B, S, jnp.int32), jnp.zeros(B, bool))
-    return jattn.attention(q, cache, mask=masks.Window(left=2, right=1))
+        assert_same(jax.export.export(jax.jit(problem.both))(*like).call(*arrays), want)
 
 
 FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
@@ -210,7 +187,9 @@ FOR_ANY_LENGTH: dict[str, Callable[..., Any]] = {
     "dropout": functools.partial(jattn.attention, dropout_rate=0.3, dropout_key=jax.random.key(0)),
     "gradients": squared(functools.partial(jattn.attention, mask=masks.Causal())),
     "weights": lambda q, k, v: jattn.attention_weights(q, k, mask=masks.Causal()),
-    "cache": on_cache,
+    "cache": lambda q, k, v: jattn.attention(
+        q, DenseCache.of(k, v), mask=masks.Window(left=2, right=1)
+    ),
 }
 
 
@@ -244,8 +223,7 @@ def test_exported_for_any_length_in_place_of_jax(options):
 
 
 def test_what_needs_lengths_says_so():
-    t = jax.export.symbolic_shape("t")[0]
-    like = [jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)] * 3
+    like = [jax.ShapeDtypeStruct((1, jax.export.symbolic_shape("t")[0], 2, 8), jnp.float32)] * 3
     for name in ("blockwise", "native", "tpu"):
         function = functools.partial(jattn.attention, implementation=name)
         with pytest.raises(NotImplementedError, match="T = t, S = t of an exported"):

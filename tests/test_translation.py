@@ -75,6 +75,9 @@ class Bench:
         }
         return training.TrainingLoop(**(parts | changes))
 
+    def evaluator(self, pairs: list[Pair], *search: decoding.Search) -> evaluation.Evaluator:
+        return evaluation.Evaluator(self.model, pairs, self.source, self.target, *search)
+
     def run(self, directory: Path, config: Config | None = None) -> TranslationRun:
         origin = TextOrigin(None, ("de", "en"), fingerprint(self.batches.pairs))
         return TranslationRun(directory, config or self.config, self.source, self.target, origin)
@@ -116,7 +119,6 @@ def widened(batch: Batch, places: int) -> Batch:
 
 @pytest.mark.exhaustive
 def test_packed_rows_have_the_loss_and_the_gradients_of_padded_ones():
-    """They would not be without the arrays that separate the pairs."""
     config = dataclasses.replace(TINY, positions="learned", rotary=True, dropout_rate=0.0)
     part = bench()
     model = Model(config, part.model.source_size, part.model.target_size)
@@ -165,13 +167,10 @@ class TwoTables:
         return features, Projection(params["output"], None)
 
 
-def in_parts(
-    model: Any, parts: int, *, dropout_rate: float = 0.0
-) -> tuple[TrainingState, training.Step]:
+def in_parts(model: Any, parts: int, dropout_rate=0.0) -> tuple[TrainingState, training.Step]:
     config = dataclasses.replace(TINY, accumulation_steps=parts, dropout_rate=dropout_rate)
     optimiser = training.make_optimiser(config, config.steps)
-    state = training.init_state(model, optimiser, 0)
-    return state, training.make_step(model, optimiser, config)
+    return training.init_state(model, optimiser, 0), training.make_step(model, optimiser, config)
 
 
 def uneven_batch() -> Batch:
@@ -181,13 +180,14 @@ def uneven_batch() -> Batch:
 
 
 def test_a_batch_accumulated_gives_the_update_of_the_whole():
-    updates = []
-    for parts in (1, 4):
+    def update(parts: int) -> tuple[Any, Any]:
         state, train_step = in_parts(TwoTables(), parts)
         new_state, measured = jax.device_get(train_step(state, uneven_batch()))
-        updates.append((new_state.opt_state[1][0].mu, measured.gradient_norm))
-    assert_trees_close(updates[1], updates[0], rtol=1e-4, atol=1e-7)
-    assert max(np.abs(moment).max() for moment in updates[0][0].values()) > 1e-3
+        return new_state.opt_state[1][0].mu, measured.gradient_norm
+
+    whole = update(1)
+    assert_trees_close(update(4), whole, rtol=1e-4, atol=1e-7)
+    assert max(np.abs(moment).max() for moment in whole[0].values()) > 1e-3
 
 
 def test_every_part_of_every_batch_draws_its_own_dropout():
@@ -204,11 +204,12 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
     model: Any = TwoTables()
     state, train_step = in_parts(model, 1, dropout_rate=0.5)
 
-    def total(params, key):
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient_of(params, key):
         losses = training.total_losses(model, params, batch, smoothing=0.1, dropout_key=key)
         return losses[0], losses
 
-    gradient_of = jax.jit(jax.grad(total, has_aux=True))
     tokens = int(batch.target_lengths.sum())
     assert tokens < batch.target_out.size
     for step in range(2):
@@ -253,18 +254,6 @@ def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
         evaluator.token_loss({})
 
 
-def test_the_decoder_sees_no_later_word():
-    batch, model = a_batch(1), bench().model
-    params, compute = model.init(3), jax.jit(model.logits)
-    logits = compute(params, batch)
-    for place in range(1, int(batch.target_lengths[0]), 3):
-        other = batch.target_in.copy()
-        other[0, place] = 4 + (other[0, place] + 1) % (model.target_size - 4)
-        changed = compute(params, batch._replace(target_in=other))
-        np.testing.assert_array_equal(changed[0, :place], logits[0, :place])
-        assert float(jnp.abs(changed[0, place] - logits[0, place]).max()) > 1e-3
-
-
 def test_learning_rate_of_every_schedule():
     half = [0.25 * (1 + math.cos(math.pi * place / 9)) for place in range(1, 9)]
     assert half[-1] > 0
@@ -293,11 +282,9 @@ def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trained(bench: Bench, first: TrainingState | None = None, **changes):
-    """The state at the end and the records."""
     records = []
     loop = bench.loop(report=records.append, **changes)
-    state = loop.run(bench.init_state() if first is None else first)
-    return state, timeless(records)
+    return loop.run(bench.init_state() if first is None else first), timeless(records)
 
 
 VALIDATE = lambda params: {"validation_loss": 1.0}  # noqa: E731
@@ -330,9 +317,9 @@ class Killed(Exception):
     """Ends a training as suddenly as a power cut would."""
 
 
-def saved_halfway(directory: Path) -> TranslationRun:
-    """A run killed after its first checkpoint."""
-    run = bench().run(directory)
+def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
+    expected, records = whole_training()
+    run = bench().run(tmp_path / "run")
     run.create()
 
     def report(record):
@@ -343,12 +330,6 @@ def saved_halfway(directory: Path) -> TranslationRun:
     save = lambda state: run.save(state, int(state.step))  # noqa: E731
     with pytest.raises(Killed):
         bench().loop(report=report, save=save).run(bench().init_state())
-    return run
-
-
-def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    expected, records = whole_training()
-    run = saved_halfway(tmp_path / "run")
     opened = TranslationRun.open(tmp_path / "run")
     assert opened == run
     saved, step = opened.restore(jax.eval_shape(bench().init_state))
@@ -419,9 +400,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_arrays_of_another_model_are_refused_by_name_before_they_are_read(
-    tmp_path, monkeypatch
-):
+def test_arrays_of_another_model_are_refused_by_name_before_they_are_read(tmp_path, monkeypatch):
     run = saved_run(tmp_path / "run", 1)
     params = {"a/kernel": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32), "c": jnp.ones(4)}
     monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", pytest.fail)
@@ -435,16 +414,14 @@ def test_the_arrays_of_another_model_are_refused_by_name_before_they_are_read(
 
 def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
     run = saved_run(tmp_path / "run")
-    other = dataclasses.replace(TINY, features=32, seed=5)
-    with pytest.raises(ValueError, match="features: 16, not 32") as error:
-        run.check_same(dataclasses.replace(run, config=other))
-    assert "seed: 0, not 5" in str(error.value)
-    fewer = dataclasses.replace(run, source=Vocabulary(run.source.words[1:]))
-    with pytest.raises(ValueError, match="the vocabularies"):
-        run.check_same(fewer)
-    elsewhere = dataclasses.replace(run.origin, fingerprint="1")
-    with pytest.raises(ValueError, match="the training text"):
-        run.check_same(dataclasses.replace(run, origin=elsewhere))
+    for change, message in (
+        ({"config": dataclasses.replace(TINY, features=32)}, "features: 16, not 32"),
+        ({"config": dataclasses.replace(TINY, features=32, seed=5)}, "seed: 0, not 5"),
+        ({"source": Vocabulary(run.source.words[1:])}, "the vocabularies"),
+        ({"origin": dataclasses.replace(run.origin, fingerprint="1")}, "the training text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run.check_same(dataclasses.replace(run, **change))
     run.check_same(TranslationRun.open(run.directory))
 
 
@@ -554,7 +531,6 @@ def padded(rows, width: int) -> np.ndarray:
 
 
 def batch_of(sources, targets, width: int) -> Batch:
-    """A batch of rows of ids, with targets padded to the width."""
     read, labels = padded([[BOS, *row[:-1]] for row in targets], width), padded(targets, width)
     lengths = np.array([len(row) for row in sources], np.int32)
     return Batch(padded(sources, 24), lengths, read, labels, (labels != PAD).sum(1))
@@ -636,11 +612,8 @@ def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
     rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:2]]
     with pytest.raises(Failure, match=r"sentence [12]: the model gives no probabilities \(NaN\)"):
         decoding.translations(parts.model, params, rows, decoding.Search(kind=kind, beams=2))
-    evaluator = evaluation.Evaluator(
-        parts.model, parts.texts.validation[:2], parts.source, parts.target
-    )
     with pytest.raises(Failure, match="the loss is NaN"):
-        evaluator.token_loss(params)
+        parts.evaluator(parts.texts.validation[:2]).token_loss(params)
 
 
 @pytest.mark.parametrize("score", ["bleu", "chrf", "word_bleu"])
@@ -705,28 +678,25 @@ def test_bleu_of_words_is_counted_on_words_with_every_tokeniser(kind):
 @pytest.mark.slow
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
-    evaluator = evaluation.Evaluator(
-        parts.model, parts.texts.validation, parts.source, parts.target
-    )
-    sources = [parts.source.encode(pair.source) for pair in parts.texts.validation]
-    targets = [parts.target.encode(pair.target) for pair in parts.texts.validation]
+    pairs = parts.texts.validation
+    sources = [parts.source.encode(pair.source) for pair in pairs]
+    targets = [parts.target.encode(pair.target) for pair in pairs]
     batch, labels = batch_of(sources, targets, 24), padded(targets, 24)
     logits = jax.jit(parts.model.logits)(params, batch)
     log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
     loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
-    result = evaluator(params)
+    result = parts.evaluator(pairs)(params)
     assert result.scores.loss == pytest.approx(loss, rel=1e-5)
     assert result.scores.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
-    assert result.scores.sentences == len(result.translations) == len(parts.texts.validation)
+    assert result.scores.sentences == len(result.translations) == len(pairs)
 
 
 def test_exact_match_is_counted_by_construction():
     pairs = [Pair("a", "The dog sleeps .", "x"), Pair("b", "a cat", "y")]
     pairs.append(Pair("c", "the dog sleeps.", "x"))
-    parts = bench()
-    evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target)
     generated = ["the dog sleeps.", "a dog", "the dog sleeps."]
-    scores = evaluator.score(generated, [text.split() for text in generated], loss=1.0)
+    words = [text.split() for text in generated]
+    scores = bench().evaluator(pairs).score(generated, words, loss=1.0)
     assert scores.exact_match == pytest.approx(2 / 3)
     assert scores.constructions == {"x": (2, 2), "y": (0, 1)}
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
@@ -741,7 +711,6 @@ def test_the_head_in_the_picture_is_sharp_and_leaves_no_key_out():
 
 @pytest.fixture
 def figures(monkeypatch) -> list[Any]:
-    """Figures that are drawn, instead of files."""
     figures = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
     return figures
@@ -770,10 +739,11 @@ def test_pictures_have_a_panel_per_head_and_say_what_each_word_reads(tmp_path, f
     assert [len(figure.axes) for figure in figures[1:]] == [7, 4, 7]  # the last is the scale
 
 
-def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
+def test_numbers_on_the_axes_are_round(tmp_path, figures):
     records = [
-        {"step": 1, "loss": 3.5, "unsmoothed_loss": 3.0},
+        {"step": 1, "loss": 3.5, "unsmoothed_loss": 3.0, "validation_bleu": 31.0},
         {"step": 2, "loss": 1.2, "unsmoothed_loss": 0.17, "validation_loss": 0.2},
+        {"step": 3, "validation_bleu": 33.0},
     ]
     pictures.draw_losses(records, tmp_path / "x.png")
     figures[0].draw_without_rendering()
@@ -785,14 +755,9 @@ def test_losses_on_the_axis_are_round_numbers(tmp_path, figures):
     curves = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
     assert curves == {"training": [3.0, 0.17], "validation": [0.2]}
     assert axes.get_ylabel() == "nats per token, without label smoothing"
-
-
-def test_the_axis_of_bleu_begins_at_0(tmp_path, figures):
-    records = [{"step": step, "validation_bleu": 30.0 + step} for step in (1, 2, 3)]
     pictures.draw_bleu(records, tmp_path / "x.png")
-    (axes,) = figures[0].axes
-    assert axes.get_ylim()[0] == 0
-    assert all(x == int(x) for x in axes.get_xticks())
+    (axes,) = figures[1].axes
+    assert axes.get_ylim()[0] == 0 and all(x == int(x) for x in axes.get_xticks())
 
 
 @pytest.fixture(scope="module")
@@ -874,16 +839,16 @@ def test_evaluate_and_plot_read_the_run(demonstration, capsys):
 
 @pytest.mark.slow
 def test_beams_are_what_is_scored():
-    parts, params = bench(), decided_params()
+    parts, params, counts = bench(), decided_params(), []
     pairs = parts.texts.validation[:6]
     search = decoding.Search(kind="beam", beams=3, length_penalty=1.0)
-    evaluator = evaluation.Evaluator(parts.model, pairs, parts.source, parts.target, search)
     rows = [parts.source.encode(pair.source) for pair in pairs]
-    generated = decoding.translated(parts.model, params, rows, search)
-    id_rows = generated, decoding.translated(parts.model, params, rows)
-    by_beam, greedy = ([*map(parts.target.decode, ids)] for ids in id_rows)
-    counts = []
-    assert evaluator(params, report=counts.append).translations == by_beam != greedy
+    by_beam, greedy = (
+        [*map(parts.target.decode, decoding.translated(parts.model, params, rows, *options))]
+        for options in ((search,), ())
+    )
+    result = parts.evaluator(pairs, search)(params, report=counts.append)
+    assert result.translations == by_beam != greedy
     assert sum(counts) == len(pairs)
 
 

@@ -1,8 +1,5 @@
 """Functions as users write them, compared with the plain formula: values and every gradient.
-
-Queries and keys are multiples of 1/4, so that products are exact in float32 too and each rounding
-or comparison in a function decides alike.
-"""
+Queries and keys are multiples of 1/4, so that products are exact in float32 too."""
 
 import contextlib
 import functools
@@ -31,7 +28,6 @@ pytestmark = [pytest.mark.default_tiles, pytest.mark.usefixtures("standard_promo
 B, N, H = 2, 2, 16
 LARGE = 1024  # large enough that None selects the generated kernel
 IMPLEMENTATIONS = (None, "blockwise", "native")
-
 
 straight_through: Any = jax.custom_jvp(lambda x: jnp.round(x))  # noqa: PLW0108
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
@@ -77,17 +73,9 @@ def table(size: int = 64) -> Any:
     return jnp.arange(size) / 64 - 0.25
 
 
-def by_loop(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return lax.fori_loop(0, 3, lambda n, x: x * 0.5 + n * (i > j), s)
-
-
 class UserScore(NamedTuple):
-    """A score function with its operands.
-
-    Attributes:
-        query: the factor of the queries.
-        refuses: whether the generated kernel may give a reason instead of running.
-    """
+    """A score function with its operands, a factor of the queries, and whether the generated kernel
+    may give a reason instead of running."""
 
     function: Callable[..., Any]
     operands: tuple[Any, ...] = ()
@@ -169,7 +157,10 @@ SCORES = {
     "attributes and lists": UserScore(
         lambda s, b, h, i, j: s - SETTINGS.slope * abs(i - j) / SETTINGS.steps[1]
     ),
-    "a loop": UserScore(by_loop, refuses=True),
+    "a loop": UserScore(
+        lambda s, b, h, i, j: lax.fori_loop(0, 3, lambda n, x: x * 0.5 + n * (i > j), s),
+        refuses=True,
+    ),
 }
 
 
@@ -208,8 +199,7 @@ def plain(score: Any, mask: Any, q: Any, k: Any, v: Any, operands: Any) -> Any:
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
     logits = jnp.vectorize(lambda s, *at: score(s, *at, *operands))(logits, *places)
     if mask is not None:
-        allowed = jnp.vectorize(mask)(*places)
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(jnp.vectorize(mask)(*places), logits, -jnp.inf)
     greatest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(greatest), greatest, 0))
     total = weights.sum(axis=-1, keepdims=True)
@@ -318,11 +308,7 @@ def test_a_users_primitive_is_not_known_by_its_name(name, implementation):
 
 def test_what_has_effects_is_not_generated():
     seen: list[Any] = []
-
-    def printing(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        jax.debug.callback(seen.append, s)
-        return s
-
+    printing = lambda s, b, h, i, j: jax.debug.callback(seen.append, s) or s  # noqa: E731
     q, k, v, _ = drawn(3, 4)
     with pytest.raises(NotImplementedError, match="debug_callback"):
         ours("native", printing, None, q, k, v, ())

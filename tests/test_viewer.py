@@ -22,7 +22,6 @@ SHOWN = [*HOSTILE[:3], r"a\u2028b\u2029c", r"\u202eright-to-left אב", "👩‍
 
 
 def weights(seed: int, *shape: int, causal: bool = False) -> np.ndarray:
-    """Rows that sum to 1."""
     allowed = np.tri(*shape[-2:], dtype=bool) | (not causal)
     values = np.where(allowed, np.exp(3 * np.random.default_rng(seed).normal(size=shape)), 0)
     return values / values.sum(axis=-1, keepdims=True)
@@ -38,9 +37,8 @@ OTHER = {
     "decoder": weights(5, L, N, T, T, causal=True),
     "cross": weights(6, L, N, T, S),
 }
-QUERIES, KEYS = (
-    np.random.default_rng(8 + i).normal(size=(L, x, n, 6)) for i, x, n in ((0, T, N), (1, S, 1))
-)
+QUERIES = np.random.default_rng(8).normal(size=(L, T, N, 6))
+KEYS = np.random.default_rng(9).normal(size=(L, S, 1, 6))
 SOURCE = ["der", "hund", "schläft", "weil", "er", "müde", "ist"]
 TARGET = ["the", "dog", "sleeps", "as", "tired"]
 
@@ -92,7 +90,6 @@ def picture(page: Browser, canvas: str = "#lines") -> str:
 
 
 def choose(page: Browser, group: str, name: str) -> None:
-    """Clicks on the button of a name in a group."""
     buttons = f"[...document.querySelectorAll('#{group} button')]"
     place = page.evaluate(f"{buttons}.findIndex((x) => x.textContent === '{name}')")
     page.click(f"#{group} button:nth-child({place + 1})")
@@ -192,13 +189,11 @@ def test_heads_are_toggled_by_a_click_and_isolated_by_two(page):
     assert picture(page) != all_lines
     page.click(".head:nth-child(2)")
     assert picture(page) == all_lines
-    page.click(".head:nth-child(3)", times=2)
-    assert lines(page) == by_head[2]
-    page.click("#all-heads")
-    assert picture(page) == all_lines
-    page.click(".head:nth-child(3)", times=2)
-    page.click(".head:nth-child(3)", times=2)
-    assert picture(page) == all_lines
+    for back in ("#all-heads", ".head:nth-child(3)"):
+        page.click(".head:nth-child(3)", times=2)
+        assert lines(page) == by_head[2]
+        page.click(back, times=1 if back == "#all-heads" else 2)
+        assert picture(page) == all_lines
 
 
 def test_a_token_shows_its_own_weights(page):
@@ -216,20 +211,17 @@ def test_a_token_shows_its_own_weights(page):
     assert lines(page) == (ENCODER[0] >= LEAST).sum()
 
 
-def test_the_least_weight_and_the_layer_can_be_changed(page):
+def test_the_layer_the_least_weight_and_the_attention_can_be_changed(page):
     page.press("ArrowDown")
     assert lines(page) == (ENCODER[1] >= LEAST).sum()
     page.change("#least", 3)
     assert page.text("#least-name") == page.get("#least", "ariaValueText") == "0.50"
     assert page.text("#least-control").split("\n")[0] == "hide below"
     assert lines(page) == (ENCODER[1] >= 10**-0.3).sum()
-
-
-def test_attentions_have_their_own_tokens_on_both_sides(page):
     assert tokens(page, "queries") == tokens(page, "keys") == SOURCE
     choose(page, "attention", "cross")
     assert (tokens(page, "queries"), tokens(page, "keys")) == (TARGET, SOURCE)
-    assert lines(page) == (CROSS[0] >= LEAST).sum()
+    assert lines(page) == (CROSS[1] >= 10**-0.3).sum()
     choose(page, "attention", "decoder")
     assert tokens(page, "keys") == TARGET
 
@@ -251,7 +243,7 @@ def test_the_slider_goes_through_the_steps_of_decoding(page):
     assert page.text("#step-name") == "all"
 
 
-def test_the_matrix_tells_values_to_the_step_of_quantisation(page):
+def test_the_matrix_tells_values_to_the_step_of_quantisation_and_is_zoomed(page):
     choose(page, "attention", "cross")
     choose(page, "view", "Matrix")
     for row, column in ((0, 0), (2, 6), (4, 3)):
@@ -263,9 +255,16 @@ def test_the_matrix_tells_values_to_the_step_of_quantisation(page):
         steps = arrays.max(axis=-1) / 510
         np.testing.assert_allclose(half_steps, steps, rtol=0.2)
         assert (abs(numbers - arrays[:, column]) <= steps + 5e-5).all()
+    size = cells_of(page)[2]
+    page.mouse("Wheel", *page.middle_of("#matrix"), deltaX=0, deltaY=-400)
+    page.settle()
+    assert cells_of(page)[2] > 1.2 * size or size >= 59
+    assert values_in(hover_cell(page, 3, 3))
+    page.press("f")
+    assert cells_of(page)[2] == pytest.approx(size)
 
 
-def test_the_names_of_the_cell_pointed_at_are_whole(page):
+def test_the_matrix_has_whole_names_and_colours_to_the_greatest_mean_of_a_row(page):
     choose(page, "view", "Matrix")
     page.evaluate(
         "(() => { const p = CanvasRenderingContext2D.prototype, fill = p.fillText;"
@@ -276,14 +275,11 @@ def test_the_names_of_the_cell_pointed_at_are_whole(page):
     )
     hover_cell(page, 3, 2)
     assert page.evaluate("window.bold").pop() == [max(SOURCE, key=len), True]
-
-
-def test_colours_go_to_the_greatest_mean_of_a_row(page):
-    choose(page, "view", "Matrix")
     page.change("#contrast", "row")
     x, y, size = cells_of(page)
     columns = ENCODER[0].mean(axis=0).argmax(axis=1).tolist()
     places = [[x + (s + 0.5) * size, y + (t + 0.5) * size] for t, s in enumerate(columns)]
+    page.hover("header")
     colours = page.evaluate(
         "(() => { const c = document.querySelector('#matrix'), w = c.width;"
         " const all = c.getContext('2d').getImageData(0, 0, w, c.height).data;"
@@ -293,20 +289,11 @@ def test_colours_go_to_the_greatest_mean_of_a_row(page):
     assert colours == S * [[0x08, 0x30, 0x6B]]  # of the greatest weight
 
 
-def test_the_matrix_is_zoomed_and_moved(page):
-    choose(page, "view", "Matrix")
-    size = cells_of(page)[2]
-    page.mouse("Wheel", *page.middle_of("#matrix"), deltaX=0, deltaY=-400)
-    page.settle()
-    assert cells_of(page)[2] > 1.2 * size or size >= 59
-    assert values_in(hover_cell(page, 3, 3))
-    page.press("f")
-    assert cells_of(page)[2] == pytest.approx(size)
-
-
 def test_the_difference_of_two_models_is_signed(page):
     assert page.text("#model button:first-child") == "<b>old"
+    assert page.get("#scale", "hidden")
     choose(page, "model", "difference")
+    assert not page.get("#scale", "hidden")
     size = abs(ENCODER[0] - OTHER["encoder"][0])
     assert (size >= LEAST + 0.005).sum() <= lines(page) <= (size >= LEAST - 0.005).sum()
     names = "Values: <b>old less new. Blue: more in <b>old; orange: more in new."
@@ -319,6 +306,10 @@ def test_the_difference_of_two_models_is_signed(page):
             first, second = ENCODER[0, head - 1, row], OTHER["encoder"][0, head - 1, row]
             tolerance = (first.max() + second.max()) / 510 + 5e-5
             assert abs(value - (first - second)[column]) <= tolerance
+    choose(page, "model", "new")
+    assert not page.get("#scale", "hidden")
+    choose(page, "view", "Heads")
+    assert page.get("#scale", "hidden")
 
 
 def test_the_mask_and_its_tiles_are_laid_over(page):
@@ -431,9 +422,8 @@ def test_letters_on_the_buttons_of_heads_have_contrast(window, tmp_path, dark):
     assert len({background for _, background in pairs}) == 8
     for pair in pairs:
         channels = np.array([re.findall(r"\d+", colour) for colour in pair], float) / 255
-        linear = np.where(
-            channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
-        )
+        is_dark, bright = channels <= 0.04045, ((channels + 0.055) / 1.055) ** 2.4
+        linear = np.where(is_dark, channels / 12.92, bright)
         low, high = sorted(linear @ [0.2126, 0.7152, 0.0722])  # WCAG 2.2's relative luminance
         assert (high + 0.05) / (low + 0.05) >= 4.5, pair
 
@@ -468,16 +458,6 @@ def test_escape_stops_the_playing(page):
     assert (page.text("#play"), page.text("#step-name")) == ("▶", "all")
     page.evaluate("new Promise((then) => setTimeout(then, 900))")  # longer than a step is shown
     assert page.text("#step-name") == "all"
-
-
-def test_the_scale_of_colours_is_shown_where_colours_are_values(page):
-    assert page.get("#scale", "hidden")
-    choose(page, "model", "difference")
-    assert not page.get("#scale", "hidden")
-    choose(page, "model", "new")
-    assert page.get("#scale", "hidden")
-    choose(page, "view", "Matrix")
-    assert not page.get("#scale", "hidden")
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,7 @@ def test_a_heatmap_shows_the_matrix_with_its_tokens():
     assert [labels(axes.get_yticklabels()), labels(axes.get_xticklabels())] == [ROWS, COLUMNS]
     assert axes.images[0].get_clim() == (0, 1)
     assert labels(axes.texts) == [f"{x:.2f}" for x in array.flat]
-    titles = axes.get_title(), axes.get_ylabel(), axes.get_xlabel()
-    assert titles == ("cross", "query", "key")
+    assert (axes.get_title(), axes.get_ylabel(), axes.get_xlabel()) == ("cross", "query", "key")
     assert axes.figure._repr_png_().startswith(b"\x89PNG")  # which a notebook shows
 
 
@@ -101,8 +100,7 @@ def test_a_heatmap_of_scores_and_differences_is_signed_and_shows_what_is_masked(
 
 def test_figures_can_be_drawn_into_others():
     axes: Any = viz.heatmap(weights(T, S)).axes[0]
-    figure = axes.figure
-    assert viz.alignment(weights(N, T, S), ROWS, COLUMNS, axes=axes) is figure
+    assert viz.alignment(weights(N, T, S), ROWS, COLUMNS, axes=axes) is axes.figure
     np.testing.assert_allclose(axes.images[-1].get_array(), weights(N, T, S).mean(axis=0))
 
 
@@ -173,8 +171,7 @@ def test_a_notebook_shows_the_tiles_of_a_mask():
     large: Any = masks.Segments(np.arange(100) // 50)._repr_html_()
     assert "100 queries × 100 keys in tiles of 4 × 4: 288 empty, 49 mixed, 288 full" in large
     assert 'role="img" aria-label="100 queries × 100 keys in tiles of 4 × 4: 288' in large
-    blocks = masks.Blocks(np.ones((2, 3), bool), (2, 3))
-    assert "4 queries × 9 keys" in str(blocks._repr_html_())
+    assert "4 queries × 9 keys" in str(masks.Blocks(np.ones((2, 3), bool), (2, 3))._repr_html_())
     traced = []
     jax.jit(lambda x: traced.append(masks.Segments(x)._repr_html_()))(jnp.arange(4))
     assert traced == [None]
@@ -200,11 +197,10 @@ def test_numbers_of_heads_are_their_formulas():
         distance = [sum(w * abs(t - s) for s, w in enumerate(row)) for t, row in rows]
         read = [sum(row[s] for _, row in rows) for s in range(S)]
         means = [sum(s * w for s, w in enumerate(row)) for _, row in rows]
-        forward = [b >= a for a, b in itertools.pairwise(means)]
         expected = {
             "entropy": np.mean(entropy),
             "coverage": np.mean(np.minimum(read, 1)),
-            "monotonicity": np.mean(forward),
+            "monotonicity": np.mean([b >= a for a, b in itertools.pairwise(means)]),
             "distance": np.mean(distance),
             "first": np.mean([row[0] for _, row in rows]),
             "previous": np.nan,
@@ -251,8 +247,7 @@ def test_weights_at_some_rows_are_those_of_all(mask, score, normalizer):
 
 
 def test_weights_with_a_sink_are_shares_of_all():
-    rng = np.random.default_rng(2)
-    q, k, v = jnp.asarray(rng.normal(size=(3, 5, 2, 4)), jnp.float32)
+    q, k, v = jnp.asarray(np.random.default_rng(2).normal(size=(3, 5, 2, 4)), jnp.float32)
     out, lse = jattn.attention(q, k, v, return_lse=True)
     _, lse = jattn.with_sink(out, lse, jnp.array([0.5, -jnp.inf], jnp.float32))
     selected = viz.weights_at(q, k, lse, rows=range(5))
@@ -269,9 +264,7 @@ def test_weights_at_some_rows_take_memory_for_these(mask):
     q = jax.ShapeDtypeStruct((T, N, H), jnp.float32)
     lse = jax.ShapeDtypeStruct((N, T), jnp.float32)
 
-    def call(q, k, lse):
-        return viz.weights_at(q, k, lse, rows=[5, 8000], heads=[3, 6], mask=mask)
-
+    call = lambda q, k, lse: viz.weights_at(q, k, lse, rows=[5, 8000], heads=[3, 6], mask=mask)  # noqa: E731
     memory: Any = jax.jit(call).lower(q, q, lse).compile().memory_analysis()
     assert memory.output_size_in_bytes == 4 * 2 * 2 * T
     two_heads = 4 * 2 * T * H
@@ -305,10 +298,8 @@ def test_the_page_holds_weights_to_half_a_step():
         scales = np.frombuffer(content[: 4 * T], "<f4")
         cells = np.frombuffer(content[4 * T :], np.uint8).reshape(T, S)
         half_step = array[layer, head].max(axis=-1, keepdims=True) / 510
-        error = abs(scales[:, None] * cells - array[layer, head])
-        assert (error <= half_step * 1.001).all()
-    numbers = viz.head_numbers(array)
-    assert part["numbers"][0]["entropy"] == np.round(numbers["entropy"], 6).tolist()
+        assert (abs(scales[:, None] * cells - array[layer, head]) <= half_step * 1.001).all()
+    assert part["numbers"][0]["entropy"] == np.round(viz.head_numbers(array)["entropy"], 6).tolist()
 
 
 def test_the_page_holds_queries_and_keys():
@@ -391,8 +382,7 @@ def test_a_page_asks_for_nothing(tmp_path):
     assert page.save(tmp_path / "page.html").read_text(encoding="utf-8") == page.html
     assert "default-src 'none'" in page.html
     rest = re.sub(r'<script type="text/plain"[^>]*>[^<]*</script>', "", page.html)
-    loads = r"https?:|//cdn|fetch\(|XMLHttpRequest|WebSocket|import\("
-    assert not re.search(loads, rest)
+    assert not re.search(r"https?:|//cdn|fetch\(|XMLHttpRequest|WebSocket|import\(", rest)
     assert not re.search(r"(inner|outer)HTML|insertAdjacent|document\.write|eval\(", rest)
 
 

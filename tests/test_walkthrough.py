@@ -4,12 +4,10 @@ import base64
 import dataclasses
 import functools
 import html
-import inspect
 import io
 import re
 import tokenize
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -34,7 +32,6 @@ from tests.commands import environment, run_python
 
 CHEAP = ("vectors", "simple-self-attention", "interaction", "query-key-value", "causal")
 WITH_DIAGRAMS = ("recurrence", "query-key-value", "heads", "transformer")
-
 
 BY_NAME = {candidate.name: candidate for candidate in STEPS}
 
@@ -107,21 +104,6 @@ def test_names_titles_and_texts():
     # The documents begin with recurrent networks, and go from them to attention.
     assert names.index("recurrence") < names.index("simple-self-attention")
     assert {name for name in names if BY_NAME[name].diagram} == set(WITH_DIAGRAMS)
-
-
-def test_words_attend_and_occur():
-    """The page uses the field's words: a word attends to words, and occurs in a sentence."""
-    files = Path(inspect.getfile(page)).parent.glob("*.py")
-    source = " ".join(" ".join(path.read_text(encoding="utf-8").split()) for path in files)
-    assert not re.search("words that look|looked at|stands in|gradient of the loss by", source)
-    assert introduction.LETTERS["T"] == "words that attend (queries)"
-
-
-def test_the_exponential_is_explained_and_written_out():
-    softmax = BY_NAME["simple-self-attention"]
-    assert softmax.helpers[1].label == "softmax"
-    for text in ("exponential", "w_ij = e^(s_ij) / (Σ_k e^(s_ik))"):
-        assert text in str(softmax.paragraphs)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +203,7 @@ def test_the_page_escapes_and_loads_nothing():
 def test_code_on_the_page_is_the_functions_own():
     assert hostile.lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
     assert hostile.drawing.text == "draw(Figure())\n"
-    labels = [code.label for code in BY_NAME["causal"].helpers]
-    assert labels[:2] == ["softmax_of_scores", "filled"]
+    assert [code.label for code in BY_NAME["causal"].helpers][:2] == ["softmax_of_scores", "filled"]
 
 
 def test_names_of_earlier_steps_are_imported_and_linked():
@@ -305,8 +286,7 @@ def test_the_page_of_all_steps():
 def test_alignments_have_a_panel_for_each_map():
     maps = {name: np.eye(7) for name in ("RNNsearch", "Transformer", "decoder times encoder")}
     figure = alignments(maps, list("abcdefg"), list("hijklmn"))
-    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert titles == list(maps)
+    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == list(maps)
 
 
 @pytest.mark.parametrize("dark", [False, True])

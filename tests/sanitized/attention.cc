@@ -63,6 +63,19 @@ struct RandomProblem {
     return !q_ids.count() || at(q_ids, t, i) == at(kv_ids, S, j);
   }
 
+  // The score of a pair, and its derivative by the product.
+  double score(Index b, Index n, Index i, Index j, Index diagonals, double& slope) const {
+    const Index row = (b * t + i) * N + n, key = (b * S + j) * K + n / group;
+    double score = 0;
+    for (Index h = 0; h < H; ++h) score += double{q[row * H + h]} * k[key * H + h];
+    score *= scale, slope = 1;
+    if (cap != 0) {
+      const double bent = std::tanh(score / cap);
+      score = cap * bent, slope = 1 - bent * bent;
+    }
+    return diagonals ? score + bias[n * diagonals + i - j + S - 1] : score;
+  }
+
   // Keys and values that no query attends to are NaN.
   void poison() {
     for (Index b = 0; b < B; ++b)
@@ -111,16 +124,7 @@ Answer formula(const RandomProblem& p, const Array<T>& d_out, const std::vector<
         for (Index j = 0; j < S; ++j) {
           weights[j] = -INFINITY;
           if (!p.sees(b, i, j)) continue;
-          double score = 0;
-          for (Index h = 0; h < H; ++h)
-            score += double{p.q[row * H + h]} * p.k[((b * S + j) * K + g) * H + h];
-          score *= p.scale, slopes[j] = 1;
-          if (p.cap != 0) {
-            const double bent = std::tanh(score / p.cap);
-            score = p.cap * bent, slopes[j] = 1 - bent * bent;
-          }
-          if (diagonals) score += p.bias[n * diagonals + i - j + S - 1];
-          weights[j] = score, most = std::max(most, score);
+          weights[j] = p.score(b, n, i, j, diagonals, slopes[j]), most = std::max(most, weights[j]);
         }
         for (Index j = 0; j < S; ++j) sum += p.sees(b, i, j) ? std::exp(weights[j] - most) : 0;
         a.lse[row] = most + std::log(sum);
@@ -162,7 +166,7 @@ struct Numbers {
 Numbers definitions(const RandomProblem& p, const std::vector<double>& lse, Index diagonals,
                     const Array<T>& drawn, const Array<int32_t>& q_at, const Array<int32_t>& kv_at,
                     double least) {
-  const Index B = p.B, t = p.t, S = p.S, K = p.K, N = p.N, H = p.H;
+  const Index B = p.B, t = p.t, S = p.S, N = p.N;
   const std::vector<double> nothing(B * t * N);
   Numbers a{nothing, nothing, nothing, nothing, nothing, std::vector<double>(B * N * S)};
   for (Index b = 0; b < B; ++b)
@@ -170,13 +174,9 @@ Numbers definitions(const RandomProblem& p, const std::vector<double>& lse, Inde
       for (Index i = 0; i < t; ++i)
         for (Index j = 0; j < S; ++j) {
           if (!p.sees(b, i, j)) continue;
-          const Index row = (b * t + i) * N + n, key = (b * S + j) * K + n / p.group;
-          double score = 0;
-          for (Index h = 0; h < H; ++h) score += double{p.q[row * H + h]} * p.k[key * H + h];
-          score *= p.scale;
-          if (p.cap != 0) score = p.cap * std::tanh(score / p.cap);
-          if (diagonals) score += p.bias[n * diagonals + i - j + S - 1];
-          const double log = score - lse[row], w = std::exp(log);
+          const Index row = (b * t + i) * N + n;
+          double slope;
+          const double log = p.score(b, n, i, j, diagonals, slope) - lse[row], w = std::exp(log);
           const double far = (q_at.count() ? q_at[i] : i) - (kv_at.count() ? kv_at[j] : j);
           a.entropy[row] -= w * log, a.greatest[row] = std::max(a.greatest[row], w);
           a.distance[row] += w * std::abs(far);
@@ -205,16 +205,13 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const RandomProblem& p,
   Array<T> received({p.B, p.N, p.S});
   Array<int32_t> place(rows);
   for (Index i = 0; i < maximum.count(); ++i) maximum[i] = answer.lse[i], log_total[i] = 0;
-  {
-    Shortage shortage(limited);
-    const ffi::Error error = reported([&] {
-      return run_statistics(pool, p.arrays(q, k, v.buffer()), maximum.buffer(), log_total.buffer(),
-                            q_at.buffer(), kv_at.buffer(), marks.buffer(), {}, entropy.result(),
-                            greatest.result(), place.result(), distance.result(), on_keys.result(),
-                            above.result(), received.result(), p.attributes(least));
-    });
-    if (!went_well(error, limited)) return false;
-  }
+  const auto statistics = [&] {
+    return run_statistics(pool, p.arrays(q, k, v.buffer()), maximum.buffer(), log_total.buffer(),
+                          q_at.buffer(), kv_at.buffer(), marks.buffer(), {}, entropy.result(),
+                          greatest.result(), place.result(), distance.result(), on_keys.result(),
+                          above.result(), received.result(), p.attributes(least));
+  };
+  if (!runs(limited, [&] { return reported(statistics); })) return false;
   const Numbers want =
       definitions(p, answer.lse, diagonals, marks, q_at, kv_at, least < 0 ? 2 : least);
   expect("entropy", entropy, want.entropy);
@@ -260,14 +257,11 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   Answer want = formula(p, d_out, d_lse, diagonals);
 
   Array<T> out({p.B, p.t, p.N, p.V}), lse(rows), most(rows), log_sum(rows);
-  {
-    Shortage shortage(limited);
-    const ffi::Error error = reported([&] {
-      return run_forward(pool, arrays, {}, out.result(), most.result(), log_sum.result(),
-                         p.attributes());
-    });
-    if (!went_well(error, limited)) return false;
-  }
+  const auto forward = [&] {
+    return run_forward(pool, arrays, {}, out.result(), most.result(), log_sum.result(),
+                       p.attributes());
+  };
+  if (!runs(limited, [&] { return reported(forward); })) return false;
   for (Index i = 0; i < lse.count(); ++i) lse[i] = most[i] + log_sum[i];
   for (Index i = 0; i < out.count(); ++i) out[i] /= unit, want.out[i] /= unit;
   expect("out", out, want.out);
@@ -279,15 +273,12 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
   Array<T> delta(rows), d_q({p.B, p.t, p.N, p.H}), d_k({p.B, p.S, p.K, p.H});
   Array<T> d_v({p.B, p.S, p.K, p.V}), d_bias({p.B, p.N, diagonals});
   for (Index i = 0; i < delta.count(); ++i) delta[i] = want.delta[i];
-  {
-    Shortage shortage(limited);
-    const ffi::Error error = reported([&] {
-      return run_backward(pool, arrays, d_out.buffer(), most.buffer(), log_sum.buffer(),
-                          delta.buffer(), {}, d_q.result(), d_k.result(), d_v.result(),
-                          d_bias.result(), {}, p.attributes());
-    });
-    if (!went_well(error, limited)) return false;
-  }
+  const auto backward = [&] {
+    return run_backward(pool, arrays, d_out.buffer(), most.buffer(), log_sum.buffer(),
+                        delta.buffer(), {}, d_q.result(), d_k.result(), d_v.result(),
+                        d_bias.result(), {}, p.attributes());
+  };
+  if (!runs(limited, [&] { return reported(backward); })) return false;
   expect("d_q", d_q, want.d_q);
   expect("d_k", d_k, want.d_k);
   expect("d_v", d_v, want.d_v);

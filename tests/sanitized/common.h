@@ -96,14 +96,6 @@ void expect(const char* what, const Array<T>& got, const std::vector<double>& wa
   }
 }
 
-// Whether a call succeeded. It may run out of memory, but only if memory is limited.
-bool went_well(const xla::ffi::Error& error, bool limited) {
-  if (error.success()) return true;
-  if (limited && error.code() == xla::ffi::ErrorCode::kResourceExhausted) return false;
-  std::fprintf(stderr, "a call failed with code %d\n", static_cast<int>(error.code()));
-  std::exit(1);
-}
-
 // Runs random calls from a seed. The argument of a round is whether memory is limited.
 template <typename Round>
 int rounds(int argc, char** argv, const Round& round) {
@@ -119,11 +111,16 @@ int rounds(int argc, char** argv, const Round& round) {
   return 0;
 }
 
-// Limits the memory during its lifetime.
-class Shortage {
- public:
-  explicit Shortage(bool limited) { memory_limit = limited ? between(200, 60000) : SIZE_MAX; }
-  ~Shortage() { memory_limit = SIZE_MAX; }
-};
+// Whether a call succeeds. It may run out of memory, but only if memory is limited.
+template <typename Call>
+bool runs(bool limited, const Call& call) {
+  memory_limit = limited ? between(200, 60000) : SIZE_MAX;
+  const xla::ffi::Error error = call();
+  memory_limit = SIZE_MAX;
+  if (error.success()) return true;
+  if (limited && error.code() == xla::ffi::ErrorCode::kResourceExhausted) return false;
+  std::fprintf(stderr, "a call failed with code %d\n", static_cast<int>(error.code()));
+  std::exit(1);
+}
 
 }  // namespace

@@ -97,15 +97,14 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
         }
         sums[(b * t + i) * N + n] = top + std::log(sum);
       }
-  {
-    Shortage shortage(limited);
-    const ffi::Error error =
-        run_decode(pool, q.buffer(), stored(k, half_k, bytes_k), stored(v, half_v, bytes_v),
-                   scales_k.buffer(), scales_v.buffer(),
-                   by_token ? no_table.buffer() : table.buffer(), allowed.buffer(), bias.buffer(),
-                   out.result(), most.result(), log_sum.result(), scale, by_token);
-    if (!went_well(error, limited)) return false;
-  }
+  const auto decode = [&] {
+    return run_decode(pool, q.buffer(), stored(k, half_k, bytes_k), stored(v, half_v, bytes_v),
+                      scales_k.buffer(), scales_v.buffer(),
+                      by_token ? no_table.buffer() : table.buffer(), allowed.buffer(),
+                      bias.buffer(), out.result(), most.result(), log_sum.result(), scale,
+                      by_token);
+  };
+  if (!runs(limited, decode)) return false;
   expect("out", out, want);
   for (Index i = 0; i < most.count(); ++i) most[i] += log_sum[i];
   expect("lse", most, sums);

@@ -48,14 +48,12 @@ bool one_call(ffi::ThreadPool& pool, bool limited) {
         }
         for (Index f = 0; strict && n % group == group - 1 && f < F; ++f) add(f);
       }
-  {
-    Shortage shortage(limited);
-    const ffi::Error error = run_linear(
-        pool, q.buffer(), k.buffer(), v.buffer(), logs.buffer(), values.buffer(), keys.buffer(),
-        out.result(), denominators.result(), last_values.result(), last_keys.result(), maps, divides,
-        strict);
-    if (!went_well(error, limited)) return false;
-  }
+  const auto linear = [&] {
+    return run_linear(pool, q.buffer(), k.buffer(), v.buffer(), logs.buffer(), values.buffer(),
+                      keys.buffer(), out.result(), denominators.result(), last_values.result(),
+                      last_keys.result(), maps, divides, strict);
+  };
+  if (!runs(limited, linear)) return false;
   // Without the map, denominators may be close to 0: quotients are compared times them.
   for (Index i = 0; divides && i < out.count(); ++i) out[i] *= denominators[i / V];
   expect("out", out, want), expect("denominators", denominators, sums);
