@@ -55,9 +55,24 @@ def partitioned_by_xla(results: Callable[..., Any]) -> Callable[[_Function], _Fu
 def is_bound(x: Any) -> bool:
     """Returns whether a value is an array that belongs to a trace, or to a mesh by its type: a
     function that closes over it cannot be called in another context."""
-    if isinstance(x, Tracer):
-        return True
+    return isinstance(x, Tracer) or has_explicit_sharding(x)
+
+
+def has_explicit_sharding(x: Any) -> bool:
+    """Returns whether a value is an array that belongs to a mesh with explicit axes by its type."""
     return isinstance(x, jax.Array) and bool(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def without_sharding(arrays: Any) -> Any:
+    """Returns a tree of arrays, with types in place of those that have an explicit sharding: the
+    same types without it."""
+
+    def unsharded(x: Any) -> Any:
+        if not has_explicit_sharding(x):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+
+    return jax.tree.map(unsharded, arrays)
 
 
 @contextlib.contextmanager

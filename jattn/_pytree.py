@@ -8,7 +8,7 @@ numbers are part of the structure (static, and so known while tracing), arrays a
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 import jax
@@ -130,8 +130,26 @@ def _identity(tree: Any) -> Hashable:
     return structure, *(id(x) if isinstance(x, AnyArray) else x for x in leaves)
 
 
+def node_classes(tree: Any) -> tuple[type, ...]:
+    """Returns the classes of a tree's nodes, in depth-first order.
+
+    JAX does not compare them if they are registered with `jax.tree_util.register_dataclass`:
+    structures that differ in such a class only are equal.
+    """
+
+    def classes(structure: Any) -> Iterator[type]:
+        if (node := structure.node_data()) is not None:
+            yield node[0]
+            for child in structure.children():
+                yield from classes(child)
+
+    return tuple(classes(jax.tree.structure(tree)))
+
+
 def _is_equal(self: Any, other: Any) -> Any:
-    return _identity(self) == _identity(other) if type(self) is type(other) else NotImplemented
+    if type(self) is not type(other):
+        return NotImplemented
+    return _identity(self) == _identity(other) and node_classes(self) == node_classes(other)
 
 
 def _repr(self: Any) -> str:

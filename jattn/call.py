@@ -24,6 +24,7 @@ from jattn._pytree import (
     axis_names,
     flatten_batch,
     is_static,
+    node_classes,
     pytree_dataclass,
     split_letters,
     static_field,
@@ -53,7 +54,15 @@ from jattn.normalizers import (
 from jattn.options import WeightOptions
 from jattn.scores import Score, Then, as_score
 from jattn.softmax import Normalizer, join_sink, sink_by_head
-from jattn.spec import AsScore, Shaped, Shapes, Spec, parameters, with_parameters
+from jattn.spec import (
+    AsScore,
+    Shaped,
+    Shapes,
+    Spec,
+    copy_numpy_arrays,
+    parameters,
+    with_parameters,
+)
 
 
 @pytree_dataclass
@@ -189,9 +198,10 @@ def of_shapes(
         normalizer = normalizer.for_keys(shapes.S * shards)
         _check_softmax(normalizer, return_lse=lse, sink=sink)
     check_precision("precision", precision)
+    mask, score = as_mask(options.get("mask")), as_score(options.get("score"))
     spec = Spec(
-        mask=as_mask(options.get("mask")),
-        score=as_score(options.get("score")),
+        mask=mask,
+        score=score,
         scale=_check_scale(options.get("scale"), shapes.H),
         q_positions=q_positions,
         kv_positions=kv_positions,
@@ -199,6 +209,7 @@ def of_shapes(
         dropout_rate=rate,
         precision=precision,
         normalizer=normalizer,
+        classes=node_classes((mask, score, normalizer)),
     )
     _check_leaves(spec, shapes, shards)
     if isinstance(normalizer, PointwiseNormalizer):
@@ -206,6 +217,7 @@ def of_shapes(
         score = weigh if spec.score is None else Then(spec.score, weigh)
         spec = dataclasses.replace(spec, score=score, normalizer=Identity())
     spec, transient = _with_traced_functions(spec, shapes)
+    spec, sink = copy_numpy_arrays((spec, sink))
     sink = None if sink is None else sink_by_head("sink", sink, shapes.N)
     overflowed = _either(q_outside, kv_outside)
     return Call(spec, shapes, sink, overflowed, implementation, lse, transient)

@@ -15,6 +15,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import ShardingTypeError
 
 from jattn._pytree import number
 from jattn._torch_names import advice_for
@@ -197,6 +198,11 @@ def explained(owner: str, fn: Any) -> Iterator[None]:
         )
     except Exception as error:
         advice = advice_for(error) or _SCALAR_ADVICE.get(owner)
+        if isinstance(error, ShardingTypeError):
+            advice = (
+                "an array that the function reads is sharded over explicit axes of a mesh; pass it "
+                "as an operand, as in scores.Score(fn, array) and masks.Predicate(fn, array)"
+            )
         note = f"{owner}: in {function_name(fn)}, {advice}"
         if advice and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -237,7 +243,7 @@ def check_not_reduced(owner: str, fn: Any) -> None:
 
 _SCALAR_ADVICE = {
     "normalizer": "the function gets one score, a scalar; for a function of all scores of a query "
-    "write a subclass of jattn.normalizers.NormalizerFunction"
+    "write a subclass of jattn.normalizers.NormalizerFunction, as its docstring shows"
 }
 """Advice for functions of one score, by the argument that takes them."""
 
@@ -276,22 +282,34 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_key(name: str, value: Any) -> None:
-    """Checks for one JAX random key: a typed key, or a raw one of uint32."""
+    """Checks for one JAX random key: a typed key, or the uint32 words of a raw key of the default
+    implementation."""
     dtype = getattr(value, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
-        got = dtype or type(value).__name__
+        got = dtype or type_name(value)
         raise TypeError(f"{name}: expected a JAX random key, got {got}")
-    if value.ndim != (0 if typed else 1):
+    if typed and value.ndim:
         raise ValueError(f"{name}: expected one key, got keys of shape {list(value.shape)}")
+    words = _raw_key_shape(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
+    if not typed and value.shape != words:
+        got = f"uint32 {list(value.shape)}"
+        raise ValueError(f"{name}: expected one key, uint32 {list(words)}, got {got}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+@functools.cache
+def _raw_key_shape(implementation: str) -> Shape:
+    """Returns the shape of the words of one key of a random number generator."""
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation)))
+    return words.shape
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...], advice: str = "") -> None:
     """Checks for one of the choices, which are strings, booleans or None."""
     if not isinstance(value, str | bool | None) or value not in choices:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}{advice}")
 
 
 def check_precision(name: str, value: Any) -> None:
@@ -322,8 +340,13 @@ def _dtype_of(value: Any) -> Any:
     return object if isinstance(value, type) else getattr(value, "dtype", object)
 
 
+def type_name(value: Any) -> str:
+    """Returns the name of a value's class for messages; a static number is a Python number."""
+    return type(number(value)).__name__
+
+
 def _type(value: Any) -> str:
-    return str(getattr(value, "dtype", type(value).__name__))
+    return str(getattr(value, "dtype", type_name(value)))
 
 
 def shown(value: Any) -> str:

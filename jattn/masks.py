@@ -59,6 +59,7 @@ from jattn.checks import (
     explained,
     function_name,
     shown,
+    type_name,
 )
 from jattn.functions import dependence, integers, intervals, undecided
 from jattn.functions.integers import is_below, is_integer, is_known
@@ -862,7 +863,7 @@ def _check_integers(owner: str, name: str, value: Any) -> None:
     if is_integer(value):
         return
     if not jnp.issubdtype(getattr(value, "dtype", np.object_), jnp.integer):
-        kind = getattr(value, "dtype", type(number(value)).__name__)
+        kind = getattr(value, "dtype", type_name(value))
         raise TypeError(f"{owner}: {name} must be an integer or an integer array, got {kind}")
 
 
@@ -1084,7 +1085,7 @@ _TO_FULL_RANK = (
 def _check_bool(owner: str, name: str, value: Any) -> None:
     """Raises TypeError, with what to write instead, unless the value is a boolean array."""
     if not hasattr(value, "dtype") or value.dtype != jnp.bool_:
-        kind = getattr(value, "dtype", type(value).__name__)
+        kind = getattr(value, "dtype", type_name(value))
         raise TypeError(
             f"{owner}: {name} must be a boolean array (True = attend), got {kind}; for a "
             f"tokenizer's [B, S] array of 0 and 1, write mask=masks.Padding(array); for values to "

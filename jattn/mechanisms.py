@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jattn import softmax, tile
 from jattn._advised import advised
@@ -23,6 +23,7 @@ from jattn._types import Shape
 from jattn.attention import attention
 from jattn.call import of_shapes
 from jattn.checks import check_array, check_dtype, check_flag, check_like
+from jattn.kernels.common.one_operation import as_one_operation
 from jattn.kernels.xla import additive
 from jattn.masks import Causal, Full, MaskLike, as_mask
 from jattn.options import DropoutOptions, Options
@@ -205,13 +206,24 @@ def normalised_interaction(
     check_array("left", left, "[*B, T, S]", ndim=2)
     T, S = left.shape[-2:]
     allowed = (Full() if mask is None else as_mask(mask)).dense(T, S)
-    scores = jnp.where(allowed.reshape((1,) * (left.ndim - 2) + (T, S)), left, -jnp.inf)
-    # Unlike jax.nn.softmax, this one gives 0, not NaN, to rows in which all entries are masked.
+    allowed = allowed.reshape((1,) * (left.ndim - 2) + (T, S))
+    return _masked_softmax(allowed, left)
+
+
+@jax.jit
+def _masked_softmax(allowed: Bool[Array, "*B T S"], left: Float[Array, "*B T S"]) -> Array:
+    """Computes the softmax of each row. Unlike `jax.nn.softmax` it gives 0, not NaN, to rows in
+    which all entries are masked."""
 
     def normalise(scores: Array) -> Array:
         return softmax.finish(softmax.contribution(scores, lambda weights: weights))[0]
 
-    return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(scores)
+    def formula(allowed: Array, left: Array) -> Array:
+        scores = jnp.where(allowed, left, -jnp.inf)
+        return jnp.vectorize(normalise, signature="(t,s)->(t,s)")(scores)
+
+    # One operation, so that JAX's debugging flags do not find the −inf of masked entries.
+    return as_one_operation(formula)(allowed, left)
 
 
 def multiplicative(

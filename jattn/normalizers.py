@@ -64,19 +64,31 @@ class NormalizerFunction:
     """The base class of normalizers.
 
     A subclass is registered as a pytree: with `jax.tree_util.register_static` if it has no float
-    arrays, else with `jax.tree_util.register_dataclass`.
+    arrays, else with `jax.tree_util.register_dataclass`. Its arrays are passed whole. This is a
+    softmax with a temperature for each head:
 
-    >>> out = jattn.attention(q, k, v, normalizer=normalizers.Sparsemax())
-    >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Sparsemax())
-    >>> w.sum(-1).round(5).max().item(), (w == 0).any().item()
-    (1.0, True)
+    >>> import dataclasses
+    >>> @jax.tree_util.register_dataclass
+    ... @dataclasses.dataclass(frozen=True)
+    ... class Tempered(normalizers.NormalizerFunction):
+    ...     temperatures: jax.Array  # [N]
+    ...
+    ...     def weights(self, score, b, h, rows, columns):
+    ...         allowed = score != -jnp.inf
+    ...         scaled = jnp.where(allowed, score, 0) / self.temperatures[h]
+    ...         return jax.nn.softmax(scaled, axis=-1, where=allowed)
+    >>> tempered = Tempered(jnp.ones(4))
+    >>> out = jattn.attention(q, k, v, mask=masks.Causal(), normalizer=tempered)
+
+    The first `where` is for the gradient of the temperatures, which would be −inf × 0 = NaN.
     """
 
     def weights(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
         """Returns the weights `[t, S]` of the scores `[t, S]` of all keys of t queries.
 
-        The score of a masked pair is −inf, and its weight must be 0. The arguments after `score`
-        are those of `ScoreFunction.evaluate`.
+        The score of a masked pair is −inf, and its weight must be 0. No derivative may multiply
+        this score: replace it before arithmetic with parameters. The arguments after `score` are
+        those of `ScoreFunction.evaluate`.
         """
         raise NotImplementedError
 
@@ -178,7 +190,11 @@ class Sigmoid(PointwiseNormalizer):
     def for_keys(self, count):
         if self.bias is not None:
             return self
-        return Sigmoid(-math.log(_known_count("Sigmoid: bias", "a bias", count)))
+        advice = (
+            "; the default, -log S, depends on the number of keys: pass a number, as in "
+            "Sigmoid(-4.0)"
+        )
+        return Sigmoid(-math.log(_known_count("Sigmoid: bias", "a bias", count, advice)))
 
     def evaluate(self, score, b, h, rows, columns):
         bias = number(self.bias)
@@ -283,14 +299,13 @@ class _ByScore(PointwiseNormalizer):
         return self.score.evaluate(score, b, h, rows, columns)
 
 
-def _known_count(name: str, expected: str, count: Size | None) -> int:
+def _known_count(name: str, expected: str, count: Size | None, advice: str = "") -> int:
     """Returns the number of keys, at least 1; raises ValueError if it is not known."""
-    if count is None:
-        raise ValueError(
-            f"{name}: expected {expected} in a call on a cache, which has more slots than keys"
-        )
     if not isinstance(count, int):
-        raise ValueError(f"{name}: expected {expected} in a call with symbolic S = {count}")
+        call = f"with symbolic S = {count}"
+        if count is None:
+            call = "on a cache, which has more slots than keys"
+        raise ValueError(f"{name}: expected {expected} in a call {call}{advice}")
     return max(1, count)
 
 
@@ -350,7 +365,11 @@ class Entmax(NormalizerFunction):
 
     def __post_init__(self):
         check_number("Entmax: alpha", self.alpha)
-        if not isinstance(self.alpha, int | float) or not 1 < self.alpha < math.inf:
+        if not isinstance(self.alpha, int | float):
+            raise TypeError(
+                "Entmax: alpha: expected a Python number, got an array; alpha cannot be learned"
+            )
+        if not 1 < self.alpha < math.inf:
             raise ValueError(f"Entmax: alpha: expected a number above 1, got {self.alpha!r}")
 
     def weights(self, score, b, h, rows, columns):

@@ -42,6 +42,7 @@ from jattn.checks import (
     explained,
     function_name,
 )
+from jattn.functions.integers import is_integer
 from jattn.functions.programs import TracedFunction, program_of
 
 
@@ -255,6 +256,11 @@ class Alibi(ScoreFunction):
             for slope in self.slopes:
                 check_number("Alibi: slopes", slope)
             object.__setattr__(self, "slopes", jnp.asarray(self.slopes, jnp.float32))
+        if is_integer(self.slopes):
+            advice = f"scores.Alibi(scores.alibi_slopes({number(self.slopes)}))"
+            raise TypeError(
+                f"Alibi: slopes: expected a floating-point array [N], got int; write {advice}"
+            )
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jattn._pytree import (
@@ -17,7 +18,7 @@ from jattn._pytree import (
     pytree_dataclass,
     static_field,
 )
-from jattn._types import Shape, Size, accumulation
+from jattn._types import Shape, Size, Tree, accumulation
 from jattn.masks import Full, Mask
 from jattn.normalizers import Identity, NormalizerFunction, PointwiseNormalizer
 from jattn.scores import ScoreFunction
@@ -92,6 +93,8 @@ class Spec:
     # Whether the softmax has further keys, in other calls. The backward pass then uses the
     # normalizer that it is passed, which is of all keys.
     partial: bool = static_field(default=False)
+    # The classes in the mask, the score function and the normalizer, see `node_classes`.
+    classes: tuple[type, ...] = static_field(default=())
 
     def axis_names_by_value(self) -> dict[str, str]:
         """The axis names of the scale: "N" for one number per head, else "" for a scalar."""
@@ -157,6 +160,17 @@ def refusal_of_normalizer(spec: Spec) -> str | None:
     pointwise = scores_are_weights(spec)
     name = "a pointwise normalizer" if pointwise else type(spec.normalizer).__name__
     return f"normalizer: has only the softmax, got {name}"
+
+
+def copy_numpy_arrays(tree: Tree) -> Tree:
+    """Returns a tree with copies of its NumPy arrays.
+
+    JAX may use the memory of a NumPy array instead of copying it. The backward pass of a call would
+    then see what a program has written into the array since the forward pass.
+    """
+    if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
 _DIFFERENTIABLE = ("score", "scale", "normalizer", "pair")  # fields whose arrays are parameters

@@ -19,6 +19,7 @@ from flax import nnx
 import jattn
 from jattn import cache, call, masks, nn
 from jattn.functions import snapshots
+from jattn.functions.programs import TracedFunction
 from jattn.masks import Predicate
 from jattn.scores import Score
 from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
@@ -531,8 +532,9 @@ def test_rules_of_derivatives_are_read_again_and_compiled_once(order, caplog):
         np.testing.assert_array_equal(got, want)
 
 
-def test_an_unchanged_array_is_not_traced_again():
-    x, table = arrays(9), np.arange(2**17)
+@pytest.mark.parametrize("library", [np, jnp])
+def test_an_unchanged_array_is_not_traced_again(library):
+    x, table = arrays(9), library.arange(2**17)
     rule = Predicate(lambda b, h, q, kv: jnp.asarray(table)[kv] <= q.astype(table.dtype))
     first = jattn.attention(*x, mask=rule, implementation="reference")
     with jax.no_tracing():
@@ -540,8 +542,8 @@ def test_an_unchanged_array_is_not_traced_again():
     np.testing.assert_array_equal(first, again)
 
 
-@pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("name", ["list", "numpy in jnp"])
+@pytest.mark.one_in(3, slow=True)
+@pytest.mark.parametrize("name", ["list", "numpy in jnp", "jax array"])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):
     monkeypatch.setattr(snapshots, "_frozen", WeakValueDictionary())
     q, k, _ = arrays(2)
@@ -550,7 +552,9 @@ def test_functions_of_the_past_are_forgotten(name, monkeypatch):
         change(number)
         jax.eval_shape(functools.partial(jattn.attention_scores, mask=Predicate(function)), q, k)
     gc.collect()
-    assert len(snapshots._frozen) <= call._MOST_TRANSIENT + 1
+    programs = [x for x in snapshots._frozen.values() if isinstance(x, TracedFunction)]
+    assert len(programs) <= call._MOST_TRANSIENT + 1
+    assert len(snapshots._frozen) <= 2 * len(programs)  # with the snapshots of functions
 
 
 def test_results_of_operations_with_several_results_are_told_apart():

@@ -107,6 +107,7 @@ def test_debug_infs_accepts_the_minus_infinity_of_results(implementation):
         jattn.attention_scores(X, X, mask=DEAD)
         jattn.attention_weights(X, X, mask=DEAD)
         jattn.statistics(X, X, mask=DEAD)
+        jattn.normalised_interaction(X[0, 0] @ X[0, 0].T, masks.Causal())
         jattn.compat.dot_product_attention(X, X, X, mask=DEAD.array, return_residual=True)
 
 
@@ -232,6 +233,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "dense": cached(lambda: DenseCache.create(1, 8, 2, 8)),
     "rolling": cached(lambda: RollingCache.create(1, 2, 2, 8)),
     "self": lambda x: jattn.self_attention(tokens(x), *[WEIGHTS] * 3, mask=DEAD),
+    "normalised": lambda x: jattn.normalised_interaction(tokens(x), masks.Causal()),
     "additive": lambda x: jattn.additive_attention(
         tokens(x), tokens(x), tokens(x), WEIGHTS, WEIGHTS, WEIGHTS[0], mask=DEAD
     ),
@@ -240,6 +242,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 OFTEN = {("debugging", "weights"): (), ("checks", "scores"): pytest.mark.slow}
+OFTEN[("not_compiled", "normalised")] = ()
 OFTEN |= dict.fromkeys([("debugging", "ring"), ("not_compiled", "dense")], pytest.mark.slow)
 
 

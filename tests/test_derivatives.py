@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import masks, scores
+from jattn import masks, normalizers, scores
 from tests.arrays import assert_accurate
 from tests.cases import CASES, CallCase, inputs
 from tests.conftest import normal_arrays, quick_jit, users_jit
@@ -207,6 +207,45 @@ def test_tangents_of_bfloat16_are_those_of_float32():
     want = quick_jit(slope)(q.astype(jnp.float32), t.astype(jnp.float32))
     assert got.dtype == jnp.bfloat16
     assert error(got, want) <= 1e-2
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address that JAX uses in place."""
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+CHANGED: dict[str, tuple[Callable[[Any], dict[str, Any]], np.ndarray]] = {
+    "padding": (lambda x: {"mask": masks.Padding(x)}, np.tile(np.arange(6) < 3, (2, 1))),
+    "lengths": (lambda x: {"mask": masks.Lengths(kv=x)}, np.array([2, 5], np.int32)),
+    "prefix": (lambda x: {"mask": masks.Causal() | masks.Prefix(x)}, np.array([2, 5], np.int32)),
+    "alibi": (lambda x: {"score": scores.Alibi(x)}, np.array([1.0, 2.0], np.float32)),
+    "scale": (lambda x: {"scale": x}, np.array([1.0, 2.0], np.float32)),
+    "key": (
+        lambda x: {"dropout_rate": 0.5, "dropout_key": x},
+        np.array([1, 2], np.uint32),
+    ),
+    "normalizer": (
+        lambda x: {"normalizer": normalizers.Sigmoid(x)},
+        np.array([1.0, 2.0], np.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_gradients_are_of_the_arrays_of_the_call(name):
+    """A program may write into NumPy arrays between the forward and the backward pass."""
+    options, values = CHANGED[name]
+    q, k, v = normal_arrays(*[(2, 6, 2, 8)] * 3, dtype="float32")
+    array = _aligned(values)
+    out, pull = jax.vjp(lambda q: jattn.attention(q, k, v, **options(array)), q)
+    out.block_until_ready()
+    array[...] = 0
+    _, want = jax.vjp(lambda q: jattn.attention(q, k, v, **options(values)), q)
+    np.testing.assert_array_equal(pull(out)[0], want(out)[0])
 
 
 def test_third_derivatives_name_the_implementation_that_has_them():

@@ -88,6 +88,15 @@ def test_every_word_of_a_key_of_any_kind_counts():
             assert abs((other != first).mean() - 0.5) < 5 * 0.5 / np.sqrt(first.size)
 
 
+def test_raw_keys_have_the_words_of_the_default_implementation():
+    q = jnp.ones((1, 3, 1, 8))
+    call = lambda key: jattn.attention(q, q, q, dropout_rate=0.5, dropout_key=key)  # noqa: E731
+    with jax.default_prng_impl("rbg"):
+        call(jax.random.PRNGKey(0))
+        with pytest.raises(ValueError, match=r"dropout_key: .*uint32 \[4\], got uint32 \[2\]"):
+            call(jnp.zeros(2, jnp.uint32))
+
+
 def mixed(x: int, last: int) -> int:
     """Two rounds of Wellons's hash, of which the second multiplies with `last`; all bits of 32."""
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32

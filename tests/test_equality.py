@@ -1,5 +1,6 @@
 """Equality of masks, scores and functions: as keys, static arguments and compiled programs."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
-from jattn import masks, scores
+from jattn import call, masks, nn, normalizers, scores
 from jattn.cache import DenseCache
 from jattn.functions.snapshots import frozen
 from tests.conftest import normal_arrays
@@ -207,3 +209,32 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
     for allowed in dense:
         np.testing.assert_array_equal(allowed, np.broadcast_to(np.arange(9) < 4, (9, 9)))
     np.testing.assert_allclose(out, jattn.attention(q, q, q, mask=masks.Prefix(4)), atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "method"),
+    [
+        ("score", scores.ScoreFunction, "evaluate"),
+        ("normalizer", normalizers.NormalizerFunction, "weights"),
+        ("normalizer", normalizers.PointwiseNormalizer, "evaluate"),
+    ],
+)
+def test_users_classes_with_equal_fields_are_told_apart(name, base, method):
+    """JAX says that structures are equal if such classes are all that differs."""
+    array, q = jnp.ones(()), normal_arrays((1, 5, 2, 8))[0]
+
+    def instance(factor: float) -> Any:
+        scaled = lambda self, score, *_: factor * self.p * jax.nn.relu(score)  # noqa: E731
+        parts: Any = {"frozen": True, "bases": (base,), "namespace": {method: scaled}}
+        made = dataclasses.make_dataclass("Own", ["p"], **parts)
+        return jax.tree_util.register_dataclass(made)(array)
+
+    one, other = instance(1.0), instance(2.0)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    calls = [call.make(q, q, q, **{name: x}) for x in (one, other)]
+    assert jax.tree.structure(calls[0]) != jax.tree.structure(calls[1])
+    layers = [nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), **{name: x}) for x in (one, other)]
+    assert nnx.graphdef(layers[0]) != nnx.graphdef(layers[1])
+    if name == "score":
+        assert one >> scores.SoftCap(2.0) != other >> scores.SoftCap(2.0)
+        assert one >> scores.SoftCap(2.0) == one >> scores.SoftCap(2.0)

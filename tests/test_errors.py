@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import masks, nn, parallel, positions, scores
+from jattn import masks, nn, normalizers, parallel, positions, scores
 from jattn._advice import ADVICE
 from jattn.cache import DenseCache
 from jattn.options import Options, parameters_of
@@ -58,6 +58,10 @@ def _in_window(b: Any, h: Any, q: Any, kv: Any, size: Any) -> Any:
     return q - kv < size
 
 
+def _raw_key(*shape: int) -> dict[str, Any]:
+    return {"dropout_rate": 0.1, "dropout_key": array(*shape, dtype=jnp.uint32)}
+
+
 VALUE_ERRORS: Table = {
     "query | [*B, T, N, H] | [6, 4]": lambda: {"query": array(N, H)},
     "key | [*B, S, K, H] | [3, 4]": lambda: {"key": array(K, H)},
@@ -90,7 +94,12 @@ VALUE_ERRORS: Table = {
     "dropout_key | [3]": (
         lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)}
     ),
+    "dropout_key | one key, uint32 [2], got uint32 [3]": lambda: _raw_key(3),
+    "dropout_key | one key, uint32 [2], got uint32 [1]": lambda: _raw_key(1),
+    "dropout_key | one key, uint32 [2], got uint32 []": _raw_key,
+    "dropout_key | one key, uint32 [2], got uint32 [4, 2]": lambda: _raw_key(4, 2),
     "implementation | 'flash' | 'reference'": lambda: {"implementation": "flash"},
+    'implementation | in XLA is "blockwise"': lambda: {"implementation": "xla"},
     "q_positions | [*B, T] | [5] | [6]": lambda: {"q_positions": jnp.arange(6)},
     "kv_positions | [*B, S] | [7] | [5]": lambda: {"kv_positions": jnp.arange(T)},
     "q_positions | [*B, T] | [2, 5] | [3, 5]": lambda: {"q_positions": jnp.ones((3, T), int)},
@@ -171,6 +180,7 @@ MASK_TYPE_ERRORS: Table = {
         lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32)
     ),
     "mask | str": lambda: masks.Causal() & "padding",
+    "Dense | got int;": lambda: masks.Dense(1),
 }
 SCORE_TYPE_ERRORS: Table = {
     "score | (score, b, h, q_idx, kv_idx) | <lambda>(s)": lambda: lambda s: s,
@@ -180,6 +190,8 @@ SCORE_TYPE_ERRORS: Table = {
     "score | Bias": lambda: array(B, N, T, S),
     "Bias | float | bool": lambda: scores.Bias(_trues(B, N, T, S)),
     "Alibi | slopes | int": lambda: scores.Alibi(jnp.arange(N)),
+    "[N], got int; write scores.Alibi(scores.alibi_slopes(6))": lambda: scores.Alibi(N),
+    "Bias | got float": lambda: scores.Bias(0.5),
     "float scalar, got float32 [3]": lambda: scores.Score(
         lambda s, b, h, q, kv, x: s + x, array(3)
     ),
@@ -429,6 +441,16 @@ OTHER_FUNCTIONS = {
     "S: expected 0 <= S": lambda: positions.aligned_to_end(3, np.array([4, -2])),
     "table | [max, D] | [5]": lambda: positions.learned(array(T), jnp.arange(T)),
     "merge | at least one": jattn.merge,
+    "key | one key, uint32 [2], got uint32 [3]": (
+        lambda: jattn.RandomFeatures.create(array(3, dtype=jnp.uint32), 4, H)
+    ),
+    "Sigmoid: bias | cache | depends on the number of keys: pass a number, as in Sigmoid(-4.0)": (
+        lambda: jattn.attention(
+            array(B, T, K, H),
+            DenseCache.create(B, S, K, H),
+            normalizer=normalizers.Sigmoid(),
+        )
+    ),
     "merge | part 0 | [*B, N, T] | [5, 6]": lambda: jattn.merge((array(T, N, V), array(T, N))),
     "merge | part 1 | [5, 6, 4] | [5, 6, 9]": (
         lambda: jattn.merge((array(T, N, V), array(N, T)), (array(T, N, 4), array(N, T)))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.core import ShardingTypeError
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -157,6 +158,25 @@ def test_programs_within_a_function_may_close_over_a_sharded_array(name, mesh):
     want = quick_jit(run)(table)
     with jax.set_mesh(mesh):
         assert_trees_close(quick_jit(run)(place(mesh, table)), want, rtol=1e-10)
+
+
+def test_functions_of_arrays_of_sharded_heads_say_what_to_write(mesh):
+    q, by_head = jnp.asarray(random(2, 3, N, H)), jnp.asarray(SLOPES)
+    score = lambda s, b, h, i, j, x: s * x[h]  # noqa: E731
+    want = jattn.attention(q, q, q, score=scores.Score(score, by_head))
+    with jax.set_mesh(mesh):
+        x = place(mesh, by_head, "heads")
+        functions = {
+            "score": lambda s, b, h, i, j: score(s, b, h, i, j, x),
+            "mask": lambda b, h, i, j: x[h] > i - j,
+        }
+        for name, function in functions.items():
+            options: Any = {name: function}
+            with pytest.raises(ShardingTypeError) as raised:
+                jattn.attention(q, q, q, **options)
+            assert any(f"{name}: in <lambda>, an array" in note for note in raised.value.__notes__)
+        result = jattn.attention(q, q, q, score=scores.Score(score, x))
+    np.testing.assert_allclose(result, want, rtol=1e-12)
 
 
 @pytest.mark.one_in(9)

@@ -204,6 +204,25 @@ def test_weights_of_a_users_class_are_floats_of_all_pairs(implementation):
             attend(function)
 
 
+def test_weights_of_masked_pairs_are_zero_whatever_a_class_returns():
+    q, k, v, _ = attention_arrays((1, 4, 4, 1, 1, 8, 4), "float32")
+    options: Any = {"mask": masks.Causal(), "normalizer": OfScores(lambda x: jnp.full_like(x, 0.5))}
+    want = np.tri(4, dtype=np.float32) / 2
+    np.testing.assert_array_equal(jattn.attention_weights(q, k, **options)[0, 0], want)
+    rows = jattn.viz.weights_at(q, k, rows=range(4), **options)
+    np.testing.assert_array_equal(rows[0, 0], want)
+    statistics = jattn.statistics(q, k, keys=jnp.ones(4, bool), **options)
+    np.testing.assert_array_equal(statistics.received[0, 0], want.sum(0))
+    assert statistics.on_keys is not None
+    np.testing.assert_array_equal(statistics.on_keys[0, 0], want.sum(1))
+    np.testing.assert_allclose(jattn.attention(q, k, v, **options)[0, :, 0], want @ v[0, :, 0])
+
+
+def test_the_alpha_of_entmax_is_not_learned():
+    with pytest.raises(TypeError, match="Entmax: alpha: expected a Python number, got an"):
+        jax.grad(normalizers.Entmax)(1.5)
+
+
 def test_classes_that_are_no_pytrees_are_refused():
     bases = masks.Mask, scores.ScoreFunction, normalizers.NormalizerFunction
     for name, base in zip(("mask", "score", "normalizer"), bases, strict=True):

@@ -75,6 +75,9 @@ def install(*, xla: str | None = None) -> None:
     """Replaces `jax.nn.dot_product_attention` by ours and starts a new report. If it is replaced
     already, only `xla` changes.
 
+    Code that imported the function itself before this call keeps JAX's, as do jitted functions that
+    were called before with arguments of the same shapes.
+
     `xla` is the implementation that runs calls with `implementation="xla"`, as Keras makes them;
     by default the first supported one.
 
@@ -105,7 +108,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed(*, xla: str | None = None) -> Iterator[None]:
-    """Replaces `jax.nn.dot_product_attention` by ours within a context; `xla` as in `install`.
+    """Replaces `jax.nn.dot_product_attention` by ours within a context; `install` says what `xla`
+    means, and whose calls stay JAX's.
 
     >>> with jattn.compat.installed():
     ...     out = jax.nn.dot_product_attention(q, k, v)

@@ -18,7 +18,13 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
-from jattn._explicit import evaluated, is_bound, without_constants, without_mesh
+from jattn._explicit import (
+    evaluated,
+    is_bound,
+    without_constants,
+    without_mesh,
+    without_sharding,
+)
 from jattn.functions import shared, snapshots
 from jattn.functions.read import called_program, operation
 from jattn.functions.snapshots import Key, Same, Unsure
@@ -94,8 +100,9 @@ def program_of(
         traced = _trace_snapshot(name, snapshot, scalar, operands, *scalars)
         return traced, (*operands, *traced.shared_results(operands))
     with without_mesh():  # the program may run under a mesh with other axis types
-        program = jax.make_jaxpr(as_new_function(scalar))(*scalars, *operands)
-        program = shared.inlined(program, *scalars, *operands)
+        examples = *scalars, *without_sharding(operands)
+        program = jax.make_jaxpr(as_new_function(scalar))(*examples)
+        program = shared.inlined(program, *examples)
         traced = TracedFunction(name, program, len(scalars), len(scalars) + len(operands))
     operands = *operands, *(x for x in program.consts if is_bound(x))
     operands = *operands, *traced.shared_results(operands)

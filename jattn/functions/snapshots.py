@@ -41,7 +41,7 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         key = keys.value(function)
     except (Unsure, RecursionError):
         return function
-    return known(key) or kept(key, _copied(function), transient=keys.reads_memory)
+    return known(key) or kept(key, _copied(function), transient=keys.reads_arrays)
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
@@ -53,8 +53,8 @@ _lasting: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def is_transient(function: Any) -> bool:
-    """Returns whether a function is a snapshot that holds a copy of a NumPy array, or a program
-    traced in one call, so that the next call may need another one."""
+    """Returns whether a function is a snapshot that holds an array, or a program traced in one
+    call, so that the next call may need another one."""
     return function in _transient
 
 
@@ -143,7 +143,7 @@ class Key:
 
     def __init__(self) -> None:
         self.reading: list[Any] = []
-        self.reads_memory = False  # whether a value was a NumPy array
+        self.reads_arrays = False  # whether a value was an array of JAX or NumPy
 
     def value(self, value: Any) -> Hashable:
         if type(value) in _SCALARS:
@@ -154,7 +154,9 @@ class Key:
             return type(value), value.tobytes()
         if type(value) in (tuple, frozenset):
             return type(value), type(value)(map(self.value, value))
-        if _is_export(value) or (isinstance(value, jax.Array) and not is_bound(value)):
+        is_array = isinstance(value, jax.Array) and not is_bound(value)
+        self.reads_arrays |= is_array
+        if is_array or _is_export(value):
             return Same(value)
         return self.program(value)
 
@@ -174,7 +176,7 @@ class Key:
             named = tuple(sorted(value.keywords.items()))
             return "partial", *map(self.value, (value.func, value.args, named))
         if type(value) in (np.ndarray, np.memmap):
-            self.reads_memory = True
+            self.reads_arrays = True
             return self.memory(value)
         raise Unsure
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jattn._pytree import node_classes
 from jattn.masks import Predicate
 from jattn.nn.layers import sharded
 from jattn.nn.module import Module
 from jattn.normalizers import NormalizerFunction, as_normalizer
 from jattn.scores import Score, ScoreFunction, as_score
+from jattn.spec import copy_numpy_arrays
 
 
 class Constant(nnx.Variable):
@@ -22,9 +24,10 @@ class PytreeVariables(Module):
 
     def __init__(self, tree: Any, trained: bool = False):
         arrays, self.structure = jax.tree.flatten(tree)
+        self.classes = node_classes(tree)  # part of the module's graph definition
         self.arrays = nnx.List(
             (nnx.Param if trained and jnp.issubdtype(array.dtype, jnp.inexact) else Constant)(
-                jnp.asarray(array), **sharded(*(None,) * array.ndim)
+                jnp.asarray(copy_numpy_arrays(array)), **sharded(*(None,) * array.ndim)
             )
             for array in arrays
         )

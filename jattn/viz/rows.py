@@ -15,7 +15,7 @@ from jattn._types import AnyArray, Keys, LogSumExp, Queries
 from jattn.call import Call, compiled, make
 from jattn.checks import check_array, check_size, shown
 from jattn.functions.integers import is_integer, known_range
-from jattn.kernels.xla.normalized import weights_of_scores
+from jattn.kernels.xla.normalized import masked_weights
 from jattn.masks import Span
 from jattn.options import StatisticsOptions
 from jattn.spec import Spec
@@ -118,7 +118,7 @@ def _scores(call: Call, query: Array, key: Array, rows: Array, heads: Array) -> 
         masked = tile.scores(head_spec, q, k, b, h, q_span, kv_span)
         if head_spec.normalizer is None:
             return masked
-        return weights_of_scores(head_spec, masked, b, h, q_span, kv_span)
+        return masked_weights(head_spec, masked, b, h, q_span, kv_span)[0]
 
     q = jnp.moveaxis(query[:, rows][:, :, heads], 2, 1)
     k = jnp.moveaxis(key[:, :, heads // shapes.G], 2, 1)

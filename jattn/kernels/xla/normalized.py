@@ -32,9 +32,7 @@ def weights_and_mask(
     keys they may attend to."""
     spec, *indices = head_tile
     score = head_tile.modify(tile.pair_products(spec, q, k), True)
-    allowed = jnp.broadcast_to(spec.mask.evaluate(*indices), score.shape)
-    # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
-    return jnp.where(allowed, weights_of_scores(spec, score, *indices), 0), allowed
+    return masked_weights(spec, score, *indices)
 
 
 def weighted_rows(
@@ -50,7 +48,17 @@ def weighted_rows(
     return jnp.where(jnp.any(allowed & nonfinite, axis=1)[:, None], jnp.nan, out)
 
 
-def weights_of_scores(
+def masked_weights(
+    spec: Spec, score: Scores, b: Index, h: Index, rows: Any, columns: Any
+) -> tuple[Scores, Bool[Array, "t S"]]:
+    """Computes the weights before dropout, 0 for masked pairs, and which pairs the mask allows."""
+    allowed = jnp.broadcast_to(spec.mask.evaluate(b, h, rows, columns), score.shape)
+    # The cotangent of a masked weight may be infinite, and infinity × 0 would be NaN.
+    weights = _weights_of_scores(spec, score, b, h, rows, columns)
+    return jnp.where(allowed, weights, 0), allowed
+
+
+def _weights_of_scores(
     spec: Spec, score: Scores, b: Index, h: Index, rows: Any, columns: Any
 ) -> Scores:
     """Computes the weights before dropout from the scores `[t, S]` that `tile.modify` returns.

@@ -76,7 +76,7 @@ def _one_head_weights(spec: Spec, b: Index, h: Index, q: Array, k: Array) -> Arr
     rows, columns = tile.spans(spec, q.shape[0], k.shape[0])
     score = tile.scores(spec, q, k, b, h, rows, columns)
     if spec.normalizer is not None:
-        weights = normalized.weights_of_scores(spec, score, b, h, rows, columns)
+        weights, _ = normalized.masked_weights(spec, score, b, h, rows, columns)
         return dropout.drop(spec, weights, b, h, rows, columns)
     part = softmax.contribution(score, lambda weights: weights)
     return dropout.drop(spec, softmax.finish(part)[0], b, h, rows, columns)
