@@ -44,6 +44,7 @@ class TracedFunction:
         operands = (*operands, *self._shared.results)
         refused = shared.refused(rest, jaxpr.invars[:n_scalars], operands)
         self.__name__, self._n_arguments = name, n_arguments
+        self._first = jaxpr.invars[0]
         self._dtypes = [x.aval.dtype for x in jaxpr.invars]
         self._constants = [*constants, *[None for _ in self._shared.results]]
         constvars = [*jaxpr.constvars, *self._shared.results]
@@ -59,7 +60,7 @@ class TracedFunction:
     def useless_reduction(self) -> str | None:
         """The name of the first reduction of a value that depends on the first argument and is one
         number, None if there is none. It has no effect: the function was written for an array."""
-        return _useless_reduction(self._jaxpr, {self._jaxpr.invars[0]})
+        return _useless_reduction(self._jaxpr, {self._first})
 
     def shared_results(self, operands: Any) -> list[Any]:
         """Computes the results of the shared operations, see `shared`. `operands` are the user's
