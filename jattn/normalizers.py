@@ -456,8 +456,8 @@ class Running(NormalizerFunction):
     def __post_init__(self):
         if self.term is None:
             raise TypeError("Running: term: expected a score function, got None")
-        converted = as_score(self.term), as_score(self.score), as_normalizer(self.normalizer)
-        term, score, normalizer = converted
+        term, score = as_score(self.term, "Running: term"), as_score(self.score, "Running: score")
+        normalizer = as_normalizer(self.normalizer)
         softmax = Softmax() if normalizer is None else normalizer
         vars(self).update(term=term, score=score, normalizer=softmax)
         vars(self).update(combine=self._checked_operation())

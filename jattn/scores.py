@@ -121,8 +121,8 @@ ScoreLike = Callable[[Any, Any, Any, Any, Any], Any] | ScoreFunction | HoldsTree
 """Values accepted as `score`; see `as_score`."""
 
 
-def as_score(value: Any) -> Any:
-    """Converts a value to a score function.
+def as_score(value: Any, argument: str = "score") -> Any:
+    """Converts the value of an argument to a score function.
 
     Score functions and None are returned unchanged; a function becomes a `Score`. The attribute
     `layer.score` of a layer of `jattn.nn`, an NNX module that wraps the layer's score function,
@@ -134,18 +134,19 @@ def as_score(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, ScoreFunction):
-        check_pytree("score", value)
+        check_pytree(argument, value)
         return value
     if _is_function(value):
         return Score(value)
-    raise TypeError(f"score: expected a jattn score function or None, got {_described(value)}")
+    expected = "expected a jattn score function or None"
+    raise TypeError(f"{argument}: {expected}, got {_described(value)}")
 
 
 def _described(value: Any) -> str:
     """Describes a value that is not a score function, and says what to write instead."""
     if isinstance(value, type) and issubclass(value, ScoreFunction):
         return f"the class {value.__name__}; write scores.{value.__name__}(...)"
-    kind = type(value).__name__
+    kind = type(number(value)).__name__
     return f"{kind}; write scores.Bias(array) for an array, scores.Score(function) for a function"
 
 

@@ -400,6 +400,8 @@ def test_functions_of_all_scores_are_refused(unchecked):
         attend(normalizer=lambda score: jnp.stack([score, score]))
     with pytest.raises(TypeError, match="Relu: power: expected a number, got an array"):
         normalizers.Relu(jnp.float32(2))
+    with pytest.raises(TypeError, match=r"Running: term: expected a jattn score .* got float;"):
+        normalizers.Running(3.0)
 
 
 @pytest.mark.parametrize("name", KINDS)
