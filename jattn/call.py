@@ -32,6 +32,7 @@ from jattn._pytree import (
 from jattn._types import Output, Shape, Size, Tree, accumulation
 from jattn.cache import Cache
 from jattn.checks import (
+    canonical,
     check_array,
     check_flag,
     check_key,
@@ -298,7 +299,7 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
     for name, array in (("key", key), ("value", value)):
         if array is not None:
             check_like(name, array, query)
-    return Shapes(tuple(batch), T, S, N, K, H, V, query.dtype)
+    return Shapes(tuple(batch), T, S, N, K, H, V, canonical(query.dtype))
 
 
 def _check_softmax(normalizer: Any, **softmax_options: Any) -> None:

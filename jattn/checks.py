@@ -50,6 +50,10 @@ def check_array(
     if not is_array or not any(jnp.issubdtype(value.dtype, x) for x in KINDS[kind]):
         article = "an" if kind == "integer" else "a"
         raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {_type(value)}")
+    if isinstance(value, jax.Array) and value.dtype == jnp.float64 != canonical(value.dtype):
+        raise TypeError(
+            f"{name}: expected at most 32 bits while jax_enable_x64 is off, got {value.dtype}"
+        )
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected {letters} = {list(shape)}, got {list(value.shape)}")
     if rank is not None and len(value.shape) != rank:
@@ -60,10 +64,14 @@ def check_array(
 
 def check_like(name: str, value: Any, other: Any) -> None:
     """Checks that an array has the dtype of `other`, which the message calls the query."""
-    if value.dtype != other.dtype:
-        raise TypeError(
-            f"{name}: expected the query's dtype {other.dtype}, got {value.dtype}; cast first"
-        )
+    dtype, expected = canonical(value.dtype), canonical(other.dtype)
+    if dtype != expected:
+        raise TypeError(f"{name}: expected the query's dtype {expected}, got {dtype}; cast first")
+
+
+def canonical(dtype: Any) -> Any:
+    """Returns the dtype that JAX gives to a NumPy array: of 32 bits for 64 unless these are on."""
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def check_sizes(**sizes: Any) -> None:

@@ -231,11 +231,12 @@ def linear_attention(
     """
     _check(query, key, value, causal=causal, segments=segments, valid=valid)
     _check_options(feature_map, normalize=normalize, return_state=return_state, chunk=chunk)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     dtype = accumulation(query.dtype)
     by_token = causal or segments is not None
     maps = by_token and feature_map is None and valid is None
     if maps:
-        features = tuple(jnp.asarray(x).astype(dtype) for x in (query, key))
+        features = query.astype(dtype), key.astype(dtype)
     else:
         features = (
             _features("query", feature_map, query, valid if by_token else None, dtype),

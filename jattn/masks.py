@@ -384,7 +384,8 @@ def _described(value: Any) -> str:
     if isinstance(value, str):
         suggestion = _BY_NAME.get(value.lower())
         return f"the str {shown(value)}" + (f"; write {suggestion}" if suggestion else "")
-    return type(value).__name__
+    name = type(value).__name__
+    return f"{name}; write masks.Predicate(function)" if callable(value) else name
 
 
 _BY_NAME = {

@@ -356,9 +356,9 @@ def additive_attention(
     fits = key.shape[:-2] == query.shape[:-2] and key.shape[-1] == A
     _check_shape("key", f"[*B, S, A = {A}]", key.shape, fits)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
+    query = _project(query, w_query)
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)
     call = of_shapes(shapes, scale=1.0, **options)
-    query = _project(query, w_query)
     out = additive.attend(call, query, key, value, w_score, tiling=additive.choose_tiling(T, S))
     if not return_weights:
         return out

@@ -278,6 +278,7 @@ def rotary(
             f"rotary: expected positions [T] = [{x.shape[-3]}] or [*B, T] = "
             f"{list(x.shape[:-2])}, got shape {list(positions.shape)}"
         )
+    x = jnp.asarray(x)
     compute_dtype = accumulation(x.dtype)
     scaled = _frequencies if scaling is None else scaling.frequencies
     frequencies = scaled(size, base, compute_dtype)

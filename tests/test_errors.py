@@ -167,6 +167,7 @@ MASK_TYPE_ERRORS: Table = {
     "mask | bool | int32": lambda: array(B, N, T, S, dtype=jnp.int32),
     "Dense | bool | float32": lambda: masks.Dense(array(B, N, T, S)),
     "mask | str | write masks.Causal()": lambda: "causal",
+    "mask | PjitFunction | write masks.Predicate(": lambda: jax.jit(lambda b, h, q, kv: q >= kv),
     "mask | 'padded'": lambda: "padded",
     "mask | write masks.Causal(...)": lambda: masks.Causal,
     "Lengths | kv | float": lambda: masks.Lengths(kv=jnp.array([1.0, 2.0])),

@@ -251,3 +251,40 @@ def test_functions_written_in_a_loop_over_traced_layers(implementation):
     arrays = normal(2, 6, 2, 4), normal(3, 6)
     got, want = (jax.jit(TransformedCall(f, arrays).both)(*arrays) for f in (stack, formula))
     assert_same(got, want)
+
+
+def test_a_backward_pass_after_64_bit_types_are_off_is_that_of_float64():
+    """The kernel would read arrays of 32 bits as arrays of 64, past their ends."""
+    q, k, v, d_out = normal_arrays(*[(2, 20, 2, 8)] * 4)
+    for implementation in (None, "native", "blockwise", "reference"):
+        attend = functools.partial(attention(implementation, 20).call, slopes=normal(2))
+        _, pull = jax.vjp(attend, q, k, v)
+        want = pull(d_out)
+        _, pull = jax.vjp(attend, q, k, v)
+        with jax.enable_x64(False):
+            got = pull(d_out)
+        assert_trees_close(got, want, rtol=0, atol=1e-14)
+
+
+def test_float64_while_64_bit_types_are_off(standard_promotion):
+    q, k, v = normal_arrays(*[(1, 6, 2, 8)] * 3)
+    cache = DenseCache.create(1, 6, 2, 8, dtype=jnp.float64).append(k, v)
+    calls: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("query", jattn.attention, (q, k, v)),
+        ("query", jattn.attention_weights, (q, k)),
+        ("key", jattn.statistics, (q, k)),
+        ("query", jattn.linear_attention, (q, k, v)),
+        ("x", jattn.positions.rotary, (q, jnp.arange(6))),
+    ]
+    with jax.enable_x64(False):
+        for name, function, arrays in [*calls, ("query", jattn.attention, (q, cache))]:
+            with pytest.raises(TypeError, match=f"{name}: expected at most 32 bits .* got float64"):
+                function(*arrays)
+        for _, function, arrays in calls:  # NumPy arrays are converted, without a warning
+            in_numpy: list[Any] = [np.asarray(x) for x in arrays]
+            want = function(*map(jnp.asarray, in_numpy))
+            assert_trees_close(function(*in_numpy), want, rtol=0, atol=0)
+        query, *pair = (np.asarray(x) for x in (q, k, v))
+        total: Any = lambda q, *pair: jattn.attention(q, *pair).sum()  # noqa: E731
+        got = jax.grad(total)(jnp.asarray(query), *pair)
+        np.testing.assert_array_equal(got, jax.grad(total)(*map(jnp.asarray, (query, *pair))))

@@ -7,9 +7,11 @@ Here the function is one operation of the program, and its rule stays with it.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import checkify
 from jax._src.core import Primitive
 from jax.core import eval_jaxpr
@@ -46,10 +48,20 @@ def with_derivative(
             results, out_tangents = derivative(*trees)
             return jax.tree.leaves(results), like.flatten_up_to(out_tangents)
 
-        program = jax.make_jaxpr(on_leaves)(*flat)
-        return jax.tree.unflatten(like, _call.bind(*flat, program=program, rule=rule))
+        with wide_types_for(flat):
+            program = jax.make_jaxpr(on_leaves)(*flat)
+            return jax.tree.unflatten(like, _call.bind(*flat, program=program, rule=rule))
 
     return run
+
+
+def wide_types_for(operands: list[Any]) -> AbstractContextManager[Any]:
+    """Returns a context in which JAX has 64-bit types if any operand has.
+
+    A backward pass may run after the end of the context in which the forward pass had them.
+    """
+    is_wide = any(jax.typeof(x).dtype == jnp.float64 for x in operands)
+    return jax.enable_x64(True) if is_wide else nullcontext()
 
 
 def compile_and_run(primitive: Primitive, *operands: Tree, **params: Any) -> Any:

@@ -24,7 +24,11 @@ from jaxtyping import Array
 from jattn._explicit import in_context_mesh
 from jattn._types import Tree
 from jattn.kernels.common import cached_programs, partition, reverse_mode
-from jattn.kernels.common.custom_derivative import none_for_zero, register_eager_run
+from jattn.kernels.common.custom_derivative import (
+    none_for_zero,
+    register_eager_run,
+    wide_types_for,
+)
 from jattn.kernels.common.partition import setting
 
 
@@ -128,13 +132,14 @@ def linear(
     """
     flat, structure = jax.tree.flatten(operands)
     shapes, results = jax.tree.flatten(like)
-    leaves = _stage(
-        *flat,
-        function=functools.partial(_on_leaves, function, structure),
-        like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        settings=_Settings.current(),
-        linear=rules and _flat_rules(rules, results, operands[:-1], operands[-1]),
-    )
+    with wide_types_for(flat):
+        leaves = _stage(
+            *flat,
+            function=functools.partial(_on_leaves, function, structure),
+            like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
+            settings=_Settings.current(),
+            linear=rules and _flat_rules(rules, results, operands[:-1], operands[-1]),
+        )
     return jax.tree.unflatten(results, leaves)
 
 
