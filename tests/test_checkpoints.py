@@ -125,13 +125,23 @@ def unwarned() -> warnings.catch_warnings:
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
-def check_kills_in_saving(
-    run: TranslationRun, step: int, folder: Path, good: set[int | None]
-) -> None:
+@pytest.mark.parametrize(
+    ("saved", "step", "good"),
+    [
+        pytest.param((1, 2, 3), 4, {3, 4}, marks=pytest.mark.slow),
+        ((), 1, {None}),
+        # The second has no digests, as it was not finished.
+        pytest.param((1, 2), 2, {1}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, saved, step, good):
     """After a kill at any moment, the last checkpoint but one or the last is whole, and saving
     works and deletes what the kill left."""
+    run = saved_run(tmp_path / "run", *saved)
+    if step in saved:
+        (run.directory / "digests" / f"{step}.json").unlink()
     restored, unfinished = set(), 0
-    for left in left_by_kills(run, lambda: run.save(small_tree(step), step), folder):
+    for left in left_by_kills(run, lambda: run.save(small_tree(step), step), tmp_path):
         with unwarned():
             opened, last = TranslationRun.open(left.directory), None
             if opened.has_checkpoint():
@@ -144,24 +154,7 @@ def check_kills_in_saving(
             assert opened.restore(small_tree())[1] == step
             assert all(path.name.isdecimal() for path in folder.iterdir())
     assert restored == good and unfinished
-
-
-@pytest.mark.slow
-def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
-    run = saved_run(tmp_path / "run", 1, 2, 3)
-    check_kills_in_saving(run, 4, tmp_path, {3, 4})
-    assert run.steps() == [2, 3, 4]
-
-
-def test_a_kill_while_saving_for_the_first_time_leaves_no_checkpoint(tmp_path):
-    check_kills_in_saving(saved_run(tmp_path / "run"), 1, tmp_path, {None})
-
-
-@pytest.mark.exhaustive
-def test_a_kill_while_saving_anew_leaves_the_checkpoint_before(tmp_path):
-    run = saved_run(tmp_path / "run", 1, 2)
-    (run.directory / "digests" / "2.json").unlink()
-    check_kills_in_saving(run, 2, tmp_path, {1})
+    assert run.steps() == sorted({*saved, step})[-3:]
 
 
 def test_a_kill_while_forgetting_metrics_leaves_all_or_the_rest(tmp_path):
@@ -182,9 +175,13 @@ def test_a_kill_while_beginning_leaves_no_run_or_a_whole_one(tmp_path):
     assert len(left) > 3 and run in whole
 
 
-def files_of(run: TranslationRun, step: int) -> list[Path]:
-    files = (run.directory / "checkpoints" / str(step)).rglob("*")
+def files_of(run: TranslationRun, step: int, pattern: str = "*") -> list[Path]:
+    files = (run.directory / "checkpoints" / str(step)).rglob(pattern)
     return [file for file in files if file.is_file()]
+
+
+def flip_a_bit_of(run: TranslationRun, step: int) -> None:
+    one_bit_flipped(files_of(run, step, "d/*")[0])
 
 
 def test_any_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path):
@@ -413,7 +410,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
         train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert_equal(run.restore(like), uninterrupted.restore(like))
-    one_bit_flipped(next((run.directory / "checkpoints" / "9").rglob("d/*")))
+    flip_a_bit_of(run, 9)
     with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
         assert run.parameters(bench().model.shapes)[1] == [18]
 
@@ -441,18 +438,14 @@ def test_the_mean_is_taken_in_float64_of_the_last_checkpoints(tmp_path):
     np.testing.assert_array_equal(params["b"].astype(np.float32), np.ones(4))
 
 
-def test_a_damaged_checkpoint_is_left_out_of_the_mean(tmp_path):
+def test_a_damaged_checkpoint_is_left_out_of_the_mean_and_written_anew(tmp_path):
     run = saved_run(tmp_path / "run", 1.0, 2.0, 4.0, averaged_checkpoints=3)
-    one_bit_flipped(next((run.directory / "checkpoints" / "2").rglob("d/*")))
+    flip_a_bit_of(run, 2)
     with pytest.warns(UserWarning, match="checkpoint 2 is incomplete or damaged"):
         params, steps = run.parameters(small_tree().params)
     assert steps == [1, 3] and float(params["a/kernel"][0, 0]) == 2.5
-
-
-def test_a_run_that_went_back_behind_a_damaged_checkpoint_writes_it_anew(tmp_path):
-    run = saved_run(tmp_path / "run", 1, 2)
-    one_bit_flipped(next((run.directory / "checkpoints" / "2").rglob("d/*")))
-    with pytest.warns(UserWarning, match="checkpoint 2"):
+    flip_a_bit_of(run, 3)
+    with pytest.warns(UserWarning, match="checkpoint [23] is incomplete or damaged"):
         assert run.restore(small_tree())[1] == 1
     run.save(small_tree(20.0), 2)
     tree, step = run.restore(small_tree())
