@@ -50,8 +50,9 @@ def test_joined_tokens_of_any_text_are_the_text(sentence):
 
 def test_case_is_kept_only_on_request():
     sentences = ["Der Hund BELLT", "Äpfel"]
-    cased, lowered = (Vocabulary.learn_bpe(sentences, size=40, lower=x) for x in (False, True))
+    cased = Vocabulary.learn_bpe(sentences, size=40, lower=False)
     assert cased.decode(cased.encode("Der Hund")) == "Der Hund"
+    lowered = Vocabulary.learn_bpe(sentences, size=40)
     assert lowered.decode(lowered.encode("DER HUND")) == lowered.normalize("Der Hund") == "der hund"
     assert not any(word != word.lower() for word in lowered.words)
 
@@ -155,7 +156,7 @@ def test_vocabularies_by_configuration():
         source, target = learn(tokenizer=kind, vocabulary_size=40, joint_vocabulary=True)
         assert source == target and not source.unknown("der dog")
     source, _ = learn(tokenizer="bpe", vocabulary_size=40, minimum_count=2)
-    assert source.merges and " de" not in source.words and " d" in source.words
+    assert source.merges == ((" ", "d"),)
 
 
 @pytest.mark.parametrize("kind", ["words", "bpe"])
