@@ -142,11 +142,11 @@ def test_self_attention_of_three_sizes(mask, scale):
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_self_attention_takes_any_batch(batch):
-    x = RNG.normal(size=(*batch, T, 4))
-    weights = [RNG.normal(size=(4, size)) for size in (7, 7, 6)]
-    got = jattn.self_attention(jnp.asarray(x), *map(jnp.asarray, weights))
+    x, *weights = normal_arrays((*batch, T, 4), (4, 7), (4, 7), (4, 6))
+    got = jattn.self_attention(x, *weights)
     rules: Any = {"allowed": lambda b, i, j: True, "scale": 7**-0.5}
-    want = self_attention_loops(x.reshape(-1, T, 4), *weights, **rules)
+    arrays = map(np.asarray, (x.reshape(-1, T, 4), *weights))
+    want = self_attention_loops(*arrays, **rules)
     np.testing.assert_allclose(got, want.reshape(*batch, T, 6), rtol=0, atol=1e-13)
 
 
@@ -159,19 +159,15 @@ def test_self_attention_drops_weights():
     assert np.abs(got - jattn.self_attention(x, *weights)).max() > 0.1
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 7), (2, 3, 7, 4)])
-def test_renormalising_equals_masking_by_infinity(shape):
-    raw = 3 * RNG.normal(size=shape)
-    weights = jax.nn.softmax(jnp.asarray(raw), axis=-1)
-    future = np.arange(shape[-1]) > np.arange(shape[-2])[:, None]
-    exponential = np.where(future, 0, np.exp(raw))
-    want = exponential / exponential.sum(axis=-1, keepdims=True)
-    got = jattn.renormalised_causal(weights)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
-    assert np.abs(got - weights).max() > 0.1
-
-
-def test_renormalised_row_without_weight_on_the_past_is_zero():
+def test_renormalising_equals_masking_by_infinity_and_rows_without_weight_are_zero():
+    for shape in ((2, 4, 7), (2, 3, 7, 4)):
+        raw = 3 * RNG.normal(size=shape)
+        weights = jax.nn.softmax(jnp.asarray(raw), axis=-1)
+        exponential = np.tril(np.exp(raw))
+        want = exponential / exponential.sum(axis=-1, keepdims=True)
+        got = jattn.renormalised_causal(weights)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-14)
+        assert np.abs(got - weights).max() > 0.1
     weights = jnp.array([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.25, 0.25, 0.5]])
     got = jattn.renormalised_causal(weights)
     np.testing.assert_array_equal(got, [[0, 0, 0], [0, 0, 0], [0.25, 0.25, 0.5]])
@@ -181,19 +177,18 @@ def test_renormalised_row_without_weight_on_the_past_is_zero():
 def test_interaction_is_left_times_x_times_right():
     x, right = RNG.normal(size=(B, S, 4)), RNG.normal(size=(4, 6))
     left, shared = RNG.normal(size=(B, T, S)), RNG.normal(size=(T, S))
-    wants = {
-        "both": ((x, left, right), np.stack([left[b] @ x[b] @ right for b in range(B)])),
-        "shared": ((x, shared, right), np.stack([shared @ a @ right for a in x])),
-        "left": ((x, shared), np.stack([shared @ a for a in x])),
-        "right": ((x, None, right), np.stack([a @ right for a in x])),
-        "neither": ((x,), x),
-        "one": ((x[0], shared, right), shared @ x[0] @ right),
-    }
-    for name, (arguments, want) in wants.items():
-        arrays: list[Any] = [None if a is None else jnp.asarray(a) for a in arguments]
-        got = jattn.interaction(*arrays)
-        assert got.shape == want.shape, name
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13, err_msg=name)
+    wants: Any = [
+        ((x, left, right), np.stack([left[b] @ x[b] @ right for b in range(B)])),
+        ((x, shared, right), np.stack([shared @ a @ right for a in x])),
+        ((x, shared), np.stack([shared @ a for a in x])),
+        ((x, None, right), np.stack([a @ right for a in x])),
+        ((x,), x),
+        ((x[0], shared, right), shared @ x[0] @ right),
+    ]
+    for arguments, want in wants:
+        got = jattn.interaction(*jax.tree.map(jnp.asarray, arguments))
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.one_in(9)
@@ -483,13 +478,6 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "shapes", "message"), MISFITS)
-@pytest.mark.usefixtures("unchecked")
-def test_shapes_that_do_not_fit_raise(function, shapes, message):
-    with pytest.raises(ValueError, match=message):
-        getattr(jattn, function)(*(None if shape is None else jnp.ones(shape) for shape in shapes))
-
-
 ADDITIVE_MISFITS = [
     ({"w_query": jnp.ones((4, 8))}, r"w_query: expected \[Dq, A\] = \[4, 7\], got \[4, 8\]"),
     ({"w_key": jnp.ones((4, 7))}, r"w_key: expected \[Dk, A\] = \[6, 7\], got \[4, 7\]"),
@@ -502,8 +490,11 @@ ADDITIVE_MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "message"), ADDITIVE_MISFITS)
-@pytest.mark.usefixtures("unchecked")
-def test_arrays_of_additive_attention_that_do_not_fit_raise(changed, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        jattn.additive_attention(**{**on_device(additive_inputs()), **changed})
+def test_arrays_that_do_not_fit_raise(unchecked):
+    for function, shapes, message in MISFITS:
+        arrays = (None if shape is None else jnp.ones(shape) for shape in shapes)
+        with pytest.raises(ValueError, match=message):
+            getattr(jattn, function)(*arrays)
+    for changed, message in ADDITIVE_MISFITS:
+        with pytest.raises((ValueError, TypeError), match=message):
+            jattn.additive_attention(**on_device(additive_inputs()) | changed)
