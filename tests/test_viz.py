@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-import itertools
 import json
 import re
 import zlib
@@ -145,12 +144,11 @@ def test_a_mask_is_shown_pair_by_pair_and_tile_by_tile(positions):
 
 
 def test_masks_with_batch_and_heads_are_shown_for_one_of_them():
-    ids = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
-    pairs = viz.show_mask(masks.Segments(ids), 4, b=1).axes[0]
-    np.testing.assert_array_equal(drawn(pairs), ids[1][:, None] == ids[1][None, :])
-    array = np.zeros((2, 4, 4), bool)
+    ids, array = np.array([[0, 0, 1, 1], [0, 1, 1, 1]]), np.zeros((2, 4, 4), bool)
     array[1, 2, 3] = True
-    np.testing.assert_array_equal(drawn(viz.show_mask(array, 4, h=1).axes[0]), array[1])
+    pairs, of_head = viz.show_mask(masks.Segments(ids), 4, b=1), viz.show_mask(array, 4, h=1)
+    np.testing.assert_array_equal(drawn(pairs.axes[0]), ids[1][:, None] == ids[1][None, :])
+    np.testing.assert_array_equal(drawn(of_head.axes[0]), array[1])
 
 
 def test_labels_show_what_tokens_hide():
@@ -200,7 +198,7 @@ def test_numbers_of_heads_are_their_formulas():
         expected = {
             "entropy": np.mean(entropy),
             "coverage": np.mean(np.minimum(read, 1)),
-            "monotonicity": np.mean([b >= a for a, b in itertools.pairwise(means)]),
+            "monotonicity": np.mean(np.diff(means) >= 0),
             "distance": np.mean(distance),
             "first": np.mean([row[0] for _, row in rows]),
             "previous": np.nan,
@@ -276,14 +274,21 @@ def blocks_of(page: str) -> list[bytes]:
     return [zlib.decompress(base64.b64decode(text)) for text in texts]
 
 
-def sentences_of(page: str) -> Any:
+def stored(content: bytes, rows: int, dtype: str) -> np.ndarray:
+    """The numbers of a block: the scale of each row, then integers."""
+    scales = np.frombuffer(content[: 4 * rows], "<f4")
+    return scales[:, None] * np.frombuffer(content[4 * rows :], dtype).reshape(rows, -1)
+
+
+def attentions_of(page: str) -> dict[str, Any]:
+    """The attentions of each sentence of a page, by the name of the sentence."""
     (text,) = re.findall(r'<script type="application/json" id="about">([^<]*)</script>', page)
-    return json.loads(text)["sentences"]
+    return {x["name"]: x["attentions"] for x in json.loads(text)["sentences"]}
 
 
 def part_of(page: str) -> Any:
-    """The only attention of a page's first sentence."""
-    (part,) = sentences_of(page)[0]["attentions"]
+    """The only attention of a page."""
+    ((part,),) = attentions_of(page).values()
     return part
 
 
@@ -294,11 +299,9 @@ def test_the_page_holds_weights_to_half_a_step():
     part, blocks = part_of(page), blocks_of(page)
     assert part["sizes"] == [L, N, T, S]
     for layer, head in np.ndindex(L, N):
-        content = blocks[part["heads"][0][layer][head]]
-        scales = np.frombuffer(content[: 4 * T], "<f4")
-        cells = np.frombuffer(content[4 * T :], np.uint8).reshape(T, S)
+        cells = stored(blocks[part["heads"][0][layer][head]], T, "u1")
         half_step = array[layer, head].max(axis=-1, keepdims=True) / 510
-        assert (abs(scales[:, None] * cells - array[layer, head]) <= half_step * 1.001).all()
+        assert (abs(cells - array[layer, head]) <= half_step * 1.001).all()
     assert part["numbers"][0]["entropy"] == np.round(viz.head_numbers(array)["entropy"], 6).tolist()
 
 
@@ -311,10 +314,8 @@ def test_the_page_holds_queries_and_keys():
     for array, indices in zip((query, key), part_of(page)["vectors"], strict=True):
         for layer, head in np.ndindex(L, array.shape[2]):
             rows = array[layer, :, head]
-            content = blocks[indices[layer][head]]
-            scales = np.frombuffer(content[: 4 * len(rows)], "<f4")
-            numbers = np.frombuffer(content[4 * len(rows) :], "<i2").reshape(rows.shape)
-            np.testing.assert_allclose(scales[:, None] * numbers, rows, atol=1e-4)
+            numbers = stored(blocks[indices[layer][head]], len(rows), "<i2")
+            np.testing.assert_allclose(numbers, rows, atol=1e-4)
     plain = viz.viewer(weights(T, S), query=query[0, :, 0], key=key[0, :, 0]).html
     assert len(part_of(plain)["vectors"]) == 2
 
@@ -409,9 +410,9 @@ def test_sentences_of_several_attentions_have_names():
     array = weights(N, T, S)
     first = viz.Sentence({"a": array, "b": array[0]}, ROWS, {"a": COLUMNS, "b": COLUMNS})
     second = viz.Sentence(weights(T, T), ROWS, name="mine")
-    sentences = sentences_of(viz.viewer([first, second]).html)
-    assert [sentence["name"] for sentence in sentences] == ["1: the dog sleeps", "mine"]
-    sizes = {part["name"]: part["sizes"] for part in sentences[0]["attentions"]}
+    attentions = attentions_of(viz.viewer([first, second]).html)
+    assert [*attentions] == ["1: the dog sleeps", "mine"]
+    sizes = {part["name"]: part["sizes"] for part in attentions["1: the dog sleeps"]}
     assert sizes == {"a": [1, N, T, S], "b": [1, 1, T, S]}
 
 
@@ -494,12 +495,9 @@ WRONG_VALUES = [
 ]
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("error", "call", "message"),
-    [(TypeError, *row) for row in WRONG_TYPES] + [(ValueError, *row) for row in WRONG_VALUES],
-)
-def test_what_cannot_be_drawn_is_refused(error, call, message):
+@pytest.mark.parametrize(("call", "message"), WRONG_TYPES + WRONG_VALUES)
+def test_what_cannot_be_drawn_is_refused(call, message, unchecked):
+    error = TypeError if (call, message) in WRONG_TYPES else ValueError
     with pytest.raises(error, match=message):
         call()
 
