@@ -221,6 +221,7 @@ MODEL_CONSTRUCTOR_ADVICE = {
         num_layers="n_layers depth",
         vocabulary="vocab_size",
     ),
+    "num_layers": "encoder_layers=num_layers, decoder_layers=num_layers",
     "norm_first": 'norm="pre" if norm_first else "post"',
     **_alike("causal is_causal", "mask=masks.Causal() in the call of an encoder"),
 }

@@ -78,7 +78,7 @@ def statistics(
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
-        backward. For a query whose keys are all masked every statistic is 0.
+        backward. For a query whose keys are all masked, `place` is -1 and all else is 0.
 
     Raises the errors of `attention_weights`.
 

@@ -298,3 +298,35 @@ def test_rows_that_are_cut_are_normalised(mesh):
         result = quick_jit(normalised)(place(mesh, left, *cut))
         np.testing.assert_allclose(result, want, rtol=1e-12)
         assert shown(result) == cut
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_to_all", "gather"])
+def test_padding_is_removed_from_tokens_that_devices_cannot_share(scheme):
+    mesh = jax.make_mesh((4,), ("tokens",))
+    q: Any = random(2, 7, 4, 8)
+    options: Any = {"mesh": mesh, "axis_name": "tokens", "pad": True, "return_lse": True}
+    attend = functools.partial(jattn.parallel.attention, scheme=scheme, **options)
+    want = jattn.attention(q, q, q, mask=masks.Causal(), return_lse=True)
+    for run in (attend, quick_jit(attend)):
+        got = run(q, q, q, mask=masks.Causal())
+        assert_trees_close(jax.tree.map(np.asarray, got), want, rtol=0, atol=1e-14)
+
+
+def test_gradients_through_the_zigzag_order():
+    mesh = jax.make_mesh((4,), ("tokens",))
+    q: Any = random(2, 8, 4, 8)
+    order: Any = {"axis": 1, "order": "zigzag"}
+
+    def attend(q: Any) -> Any:
+        z = jattn.parallel.shard_tokens(q, 4, **order)
+        options: Any = {"mesh": mesh, "axis_name": "tokens", "order": "zigzag"}
+        out = jattn.parallel.attention(z, z, z, mask=masks.Causal(), **options)
+        return jattn.parallel.unshard_tokens(out, 4, **order)
+
+    _, pull = jax.vjp(lambda q: jattn.attention(q, q, q, mask=masks.Causal()), q)
+    (want,) = pull(jnp.sin(q))
+    with jax.set_mesh(mesh):
+        for run in (attend, jax.jit(attend)):
+            out, pull = jax.vjp(run, place(mesh, q, None, "tokens"))
+            (got,) = pull(place(mesh, jnp.sin(q), *jax.typeof(out).sharding.spec))
+            np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-13)

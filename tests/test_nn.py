@@ -919,6 +919,7 @@ def test_making_layers_and_models_is_answered_with_the_line_to_write():
         ("Decoder", "norm_first", "write norm="),
         ("Decoder", "dropout_rat", "did you mean 'dropout_rate'?"),
         ("Transformer", "d_model", "write features=d_model"),
+        ("Transformer", "num_layers", "write encoder_layers=num_layers, decoder_layers="),
         ("DecoderOnly", "vocab_size", "write vocabulary=vocab_size"),
     ):
         make: Any = getattr(nn, name)

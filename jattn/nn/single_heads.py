@@ -19,7 +19,10 @@ class SingleHeads(Module):
     It is made from a `MultiHeadAttention`, holds copies of its weights, and maps `[*B, T, D]` to
     `[*B, T, out_features]` too. The results differ by rounding, and by dropout, which each head
     draws separately. It is slower: it computes a product for each head, the packed form one for
-    all. Masks and score functions cannot differ between heads. It does not take a cache.
+    all. It does not take a cache.
+
+    Masks and score functions must not differ between heads: each head is the only one of its call,
+    so that functions get h = 0 for all heads.
 
     >>> layer = nn.SingleHeads(nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)))
     >>> len(layer.heads), layer(jnp.ones((2, 5, 8))).shape

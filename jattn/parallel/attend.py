@@ -11,12 +11,13 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jattn._advised import advised
 from jattn._debugging import may_be_minus_infinity
+from jattn._explicit import has_explicit_sharding
 from jattn._pytree import axis_names
 from jattn._types import Keys, LogSumExp, Output, Queries, Values
 from jattn.call import Call, check_shapes, compiled, make
@@ -280,8 +281,19 @@ def _padded(
     arrays = (pad_tokens(query, T), pad_tokens(key, S), pad_tokens(value, S))
     results = _on_mesh(padded_call, *arrays, mesh=mesh, sharding=sharding)
     if call.lse:
-        return results[0][..., : shapes.T, :, :], results[1][..., : shapes.T]
-    return results[..., : shapes.T, :, :]
+        return _first_tokens(results[0], shapes.T, -3), _first_tokens(results[1], shapes.T, -1)
+    return _first_tokens(results, shapes.T, -3)
+
+
+def _first_tokens(x: Array, count: int, axis: int) -> Array:
+    """Returns the first tokens along an axis; a number that the devices of a mesh with explicit
+    axes cannot share is replicated."""
+    place = x.ndim + axis
+    if x.shape[place] != count and has_explicit_sharding(x):
+        sharding = jax.typeof(x).sharding
+        spec = P(*(None if n == place else name for n, name in enumerate(sharding.spec)))
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+    return lax.slice_in_dim(x, 0, count, axis=place)
 
 
 @compiled("mesh", "sharding")

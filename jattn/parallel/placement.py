@@ -7,6 +7,7 @@ so that all devices have the same amount of work (as in Llama 3's context parall
 2024). A place is the index of a token in the sequence.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jattn import masks
+from jattn._explicit import has_explicit_sharding
 from jattn._pytree import pytree_dataclass
 from jattn._types import AnyArray, Tree
 from jattn.checks import check_choice, check_size, shown
@@ -114,14 +116,24 @@ def _reordered(x: Any, devices: int, axis: int, order: str, *, back: bool) -> An
         if order == "contiguous":
             return leaf
         places = sharded_places(leaf.shape[axis], devices, order)
-        places = np.argsort(places) if back else places
+        orders = (places, np.argsort(places))
         if isinstance(leaf, np.ndarray):
-            return leaf.take(places, axis)
-        index, sharding = (slice(None),) * (axis % leaf.ndim), jax.typeof(leaf).sharding
-        typed = sharding if any(x is not None for x in sharding.spec) else None
-        return leaf.at[*index, places].get(out_sharding=typed, mode="clip")
+            return leaf.take(orders[back], axis)
+        take = functools.partial(_take, axis=axis % leaf.ndim)
+        if not has_explicit_sharding(leaf):
+            return take(leaf, orders[back])
+        # JAX cannot determine the sharding of a gather's cotangent.
+        return jax.custom_derivatives.linear_call(
+            lambda _, x: take(x, orders[back]), lambda _, x: take(x, orders[not back]), (), leaf
+        )
 
     return jax.tree.map(reorder, x)
+
+
+def _take(x: Array, places: np.ndarray, axis: int) -> Array:
+    """Returns the tokens at these places, sharded like the tokens of x."""
+    typed = jax.typeof(x).sharding if has_explicit_sharding(x) else None
+    return x.at[*(slice(None),) * axis, places].get(out_sharding=typed, mode="clip")
 
 
 def token_positions(T: int, devices: int, order: str = "contiguous") -> Int[Array, " T"]:
