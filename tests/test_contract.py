@@ -377,8 +377,9 @@ def seen_by_some(name: str) -> np.ndarray:
 
 
 WITH_DEAD_PLACES = [name for name in CASES if any(x.any() for x in dead_places(name))]
-ROUNDS_APART = ("blockwise",) if jax.__version_info__ >= (0, 12) else ()
-"""These round a single tile differently if it has numbers that are not finite."""
+ROUNDS_APART = ("blockwise",)
+"""These round a single tile differently if it has numbers that are not finite, with JAX 0.12 and on
+processors without AVX-512."""
 ROUNDING = 8 * float(np.finfo(np.float32).eps)
 WITH_HIDDEN_KEYS = [name for name in CASES if seen_by_some(name).any()]
 
