@@ -28,7 +28,7 @@ struct RandomProblem {
         q_ids({ids ? rows(B) : 1, 1, ids ? t : 0}), kv_ids({ids ? rows(B) : 1, 1, ids ? S : 0}),
         bias({1, diagonals ? N : 1, diagonals}, 1),
         seeds({drops ? B : 1, drops ? N : 1, drops ? 1 : 0}) {
-    const Index kind = below(5), width = between(0, 12);
+    const Index kind = below(6), width = between(0, 12);
     for (Index r = 0; r < from.count(); ++r) {
       const Index i = r % t;
       from[r] = kind == 0 ? 0 : kind == 1 ? std::clamp<Index>(i - width, 0, S) : below(S + 1);
@@ -38,6 +38,7 @@ struct RandomProblem {
       const Index i = r % t;
       until[r] = kind == 0 ? S : kind == 1 ? std::min(i + 1, S) : below(S + 1);
       if (kind == 3) until[r] = S;
+      if (kind == 5 && i % kQueries < kQueries / 2) until[r] = 0;  // sees no key
     }
     const Index together = between(1, 20);
     for (Index r = 0; r < q_ids.count(); ++r) q_ids[r] = r % t / together;

@@ -231,14 +231,15 @@ struct Block {
   Keys seen(const Rules& rules, const Range& x, Index j, Index keys) const {
     Index end = std::min(j + keys, x.most_stop);
     j = std::max(j, x.least_start);
-    if (rules.own.map && j < end) return seen_in_map(rules.own, x, j, end);
+    if (j >= end) return {Kind::kEmpty, j, 0};
+    if (rules.own.map) return seen_in_map(rules.own, x, j, end);
     if (rules.q_ids) {
       while (j + kIds <= end && !x.ids.may_have_any(rules.kv_ids + j)) j += kIds;
       while (j < end && !x.ids.may_have(rules.kv_ids[j])) ++j;
       while (j + kIds <= end && !x.ids.may_have_any(rules.kv_ids + end - kIds)) end -= kIds;
       while (j < end && !x.ids.may_have(rules.kv_ids[end - 1])) --end;
+      if (j >= end) return {Kind::kEmpty, j, 0};
     }
-    if (j >= end) return {Kind::kEmpty, j, 0};
     // Lanes without a query must add nothing to the sums along diagonals.
     bool full = x.most_start <= j && x.least_stop >= end && (count == width || !rules.d_bias);
     const auto is_own = [&](int32_t id) { return id == x.ids.least; };
