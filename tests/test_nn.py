@@ -17,7 +17,7 @@ from flax import linen, nnx
 
 import jattn
 from jattn import _advice as advice
-from jattn import masks, nn, positions, scores
+from jattn import masks, nn, normalizers, positions, scores
 from jattn.nn.variables import Constant
 from tests.arrays import assert_equal
 from tests.conftest import assert_trees_close
@@ -315,6 +315,30 @@ def test_list_of_heads_equals_packed(options):
     assert_equal(single.heads[5].key.kernel[...], packed.key.kernel[:, kv_heads - 1, None])
     single.heads[0].value.kernel[...] += 1.0
     assert np.abs(call(single, x, memory) - expected).max() > 1e-3
+
+
+SIX = np.linspace(0.1, 2.0, 6, dtype=np.float32)
+HEADWISE: Any = {
+    "functions": {
+        "mask": lambda b, h, q, kv: q - kv <= h,
+        "score": lambda score, b, h, q, kv: jnp.where(h % 2 == 0, score, -score),
+    },
+    "arrays": {"mask": masks.Dense(np.arange(294).reshape(1, 6, 7, 7) % 3 > 0)},
+    "slopes": {"score": scores.Alibi(SIX)},
+    "parameters": {"score": nn.LearnedScore(scores.Alibi(SIX))},
+    "normalizer": {"normalizer": normalizers.Sigmoid(SIX)},
+}
+
+
+@pytest.mark.parametrize("name", HEADWISE)
+def test_list_of_heads_equals_packed_where_heads_differ(name):
+    options, x = HEADWISE[name], normal(1, 2, 7, 5)
+    packed = nn.MultiHeadAttention(6, 5, head_dim=4, **options, rngs=nnx.Rngs(0))
+    single = nn.SingleHeads(packed)
+    close(call(single, x), call(packed, x), 1e-5)
+    if name in ("functions", "arrays", "slopes"):
+        plain = nn.MultiHeadAttention(6, 5, head_dim=4, rngs=nnx.Rngs(0))
+        close(nn.SingleHeads(plain)(x, **options), packed(x), 1e-5)
 
 
 def attention_with_dropout(rate=0.5, **streams):

@@ -19,6 +19,7 @@ from jattn.cache.base import CacheOptions, check_cache, check_kind
 from jattn.checks import check_choice, check_flag, check_number, check_precision, check_size, shown
 from jattn.decoding import cached_attention
 from jattn.functions.integers import is_integer
+from jattn.kernels.common.place import only_head
 from jattn.masks import Mask, MaskLike, as_mask
 from jattn.nn._types import CallOptions, MemoryOptions, Positions, Valid
 from jattn.nn.capture import WeightsTap
@@ -88,6 +89,9 @@ class MultiHeadAttention(Module):
     >>> layer(jnp.ones((2, 5, 8))).shape
     (2, 5, 8)
     """
+
+    # In `SingleHeads`: the number of this head, and the number of heads.
+    _head_of_list: tuple[int, int] | None = None
 
     @advised_by(CONSTRUCTOR_ADVICE)
     def __init__(
@@ -245,12 +249,17 @@ class MultiHeadAttention(Module):
     def _options(self, call: MemoryOptions) -> CachedOptions:
         """Returns the module's and a call's options of `jattn.attention`, except positions."""
         dropout_key = self.dropout.key(call.get("deterministic"), call.get("rngs"))
+        normalizer = None if self.normalizer is None else self.normalizer()
+        rules = self._mask(call.get("mask")), self._score(call.get("score")), normalizer
+        if self._head_of_list is not None:
+            rules = only_head(rules, *self._head_of_list)
+        mask, score, normalizer = rules
         return {
-            "mask": self._mask(call.get("mask")),
-            "score": self._score(call.get("score")),
+            "mask": mask,
+            "score": score,
             "scale": self.scale,
             "sink": None if self.sinks is None else self.sinks[...],
-            "normalizer": None if self.normalizer is None else self.normalizer(),
+            "normalizer": normalizer,
             "precision": self.precision,
             "dropout_rate": 0.0 if dropout_key is None else float(self.dropout.rate),
             "dropout_key": dropout_key,

@@ -21,8 +21,8 @@ class SingleHeads(Module):
     draws separately. It is slower: it computes a product for each head, the packed form one for
     all. It does not take a cache.
 
-    Masks and score functions must not differ between heads: each head is the only one of its call,
-    so that functions get h = 0 for all heads.
+    Each head takes its part of arrays with an axis N in masks, score functions and normalizers, and
+    functions receive its number as h.
 
     >>> layer = nn.SingleHeads(nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)))
     >>> len(layer.heads), layer(jnp.ones((2, 5, 8))).shape
@@ -61,6 +61,7 @@ def _single_head(packed: MultiHeadAttention, n: int) -> MultiHeadAttention:
     head.key = _only_head(packed.key, n // group)
     head.value = _only_head(packed.value, n // group)
     head.num_heads = head.num_kv_heads = 1
+    head._head_of_list = n, packed.num_heads
     head.qkv_features = head.head_dim
     if packed.sinks is not None:
         head.sinks = _like(packed.sinks, packed.sinks[n : n + 1])

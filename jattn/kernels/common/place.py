@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jattn import masks, normalizers, scores
-from jattn._pytree import is_static, number, pytree_dataclass
+from jattn._pytree import axis_names, axis_of, is_static, number, pytree_dataclass
 from jattn._types import Index, Tree
 from jattn.functions import dependence
 from jattn.functions.integers import is_below
@@ -59,6 +59,23 @@ def at_place(spec: Spec, place: Place) -> Spec:
     origin = place.origin if spec.dropout_rate else None
     rules = {"mask": mask, "score": score, "normalizer": normalizer}
     return dataclasses.replace(spec, **rules, q_positions=q, kv_positions=kv, origin=origin)
+
+
+def only_head(
+    rules: tuple[Mask | None, ScoreFunction | None, NormalizerFunction | None], h: int, heads: int
+) -> tuple[Mask | None, ScoreFunction | None, NormalizerFunction | None]:
+    """Returns the mask, score function and normalizer of head `h` alone of a call with `heads`."""
+
+    def sliced(letters: str, leaf: Any) -> Any:
+        axis = axis_of("N", letters, leaf.ndim)
+        if axis is None or leaf.shape[axis] != heads:
+            return leaf
+        return leaf[(slice(None),) * axis + (slice(h, h + 1),)]
+
+    mask, score, normalizer = jax.tree.map(sliced, axis_names(rules), rules)
+    place = Place(h=h)
+    mask = None if mask is None else _moved_mask(mask, place)
+    return mask, _moved_score(score, place), _moved_normalizer(normalizer, place)
 
 
 def _positions(
