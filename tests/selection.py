@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 
 
+_ParameterSet = type(pytest.param())
+
+
 def thin(items: list[Any]) -> None:
     """Keeps one in n of the cases of tests marked `one_in(n)` in the quick suite.
 
@@ -17,12 +20,13 @@ def thin(items: list[Any]) -> None:
     and if each of three axes has at least n, every pair of values is. The first case is always
     chosen.
     """
+    places = _Places()
     for item in items:
         mark = item.get_closest_marker("one_in")
         if mark is None or item.get_closest_marker("exhaustive"):
             continue
         (n,) = mark.args
-        place = sum(_places(item))
+        place = sum(places(item))
         rest = place % n
         if mark.kwargs.get("slow"):
             item.add_marker(pytest.mark.exhaustive if rest else pytest.mark.slow)
@@ -33,21 +37,31 @@ def thin(items: list[Any]) -> None:
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 
 
-def _places(item: Any) -> list[int]:
-    """The index of the item's values on each axis; what is parametrised together is one axis."""
-    places = []
-    for mark in item.iter_markers("parametrize"):
-        names, rows = mark.args
-        names = [x.strip() for x in names.split(",")] if isinstance(names, str) else names
-        values = [item.callspec.params[name] for name in names]
-        places.append(next(n for n, row in enumerate(rows) if _is_row(row, values)))
+class _Places:
+    """The index of a case's values on each axis; what is parametrised together is one axis."""
+
+    def __init__(self):
+        self.of_rows: dict[int, dict[tuple[int, ...], int]] = {}  # by the identity of a mark
+
+    def __call__(self, item: Any) -> list[int]:
+        places = []
+        for mark in item.iter_markers("parametrize"):
+            names, rows = mark.args
+            names = [x.strip() for x in names.split(",")] if isinstance(names, str) else names
+            if id(mark) not in self.of_rows:
+                self.of_rows[id(mark)] = _places_of_rows(rows, len(names))
+            values = (id(item.callspec.params[name]) for name in names)
+            places.append(self.of_rows[id(mark)][*values])
+        return places
+
+
+def _places_of_rows(rows: Any, columns: int) -> dict[tuple[int, ...], int]:
+    """Returns the first index of each row, by the identities of its values."""
+    places: dict[tuple[int, ...], int] = {}
+    for n, row in enumerate(rows):
+        if isinstance(row, _ParameterSet):
+            row = row.values
+        elif columns == 1:
+            row = (row,)
+        places.setdefault(tuple(map(id, row)), n)
     return places
-
-
-def _is_row(row: Any, values: list[Any]) -> bool:
-    """Returns whether these are the very values of a row that a test is parametrised with."""
-    if isinstance(row, type(pytest.param())):
-        row = row.values
-    elif len(values) == 1:
-        row = (row,)
-    return all(x is y for x, y in zip(row, values, strict=True))
