@@ -60,8 +60,8 @@ def _places_of_rows(rows: Any, columns: int) -> dict[tuple[int, ...], int]:
     places: dict[tuple[int, ...], int] = {}
     for n, row in enumerate(rows):
         if isinstance(row, _ParameterSet):
-            row = row.values
-        elif columns == 1:
-            row = (row,)
-        places.setdefault(tuple(map(id, row)), n)
+            values = row.values
+        else:
+            values = (row,) if columns == 1 else row
+        places.setdefault(tuple(map(id, values)), n)
     return places
