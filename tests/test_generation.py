@@ -81,7 +81,8 @@ def test_continues_from_caches():
 
 TABLE = np.random.default_rng(5).normal(size=(V, V)).astype(np.float32) * 2
 CHAIN = np.roll(np.eye(V, dtype=np.float32), 1, axis=1)  # after each token the next
-DRAWN: dict[str, Any] = {"temperature": 1.0, "key": jax.random.key(0)}
+KEY = jax.random.key(0)
+DRAWN: dict[str, Any] = {"temperature": 1.0, "key": KEY}
 
 
 def expected(logits: np.ndarray) -> np.ndarray:
@@ -396,6 +397,9 @@ def test_explicit_mesh():
         ({"valid": np.array([[1], [0]], bool)}, ValueError, "valid: expected a token in every row"),
         ({"temperature": 1.0}, ValueError, "key: needed for temperature = 1.0, got None"),
         ({"temperature": -1.0}, ValueError, "temperature: expected temperature >= 0, got -1.0"),
+        ({"top_k": 3, "key": KEY}, ValueError, "top_k: expected None at temperature 0, .* got 3"),
+        ({"top_p": 0.5}, ValueError, "top_p: expected None at temperature 0, .* got 0.5"),
+        ({"stop": (3, 11)}, ValueError, r"stop: expected tokens 0\.\.10 of the vocabulary, got 11"),
         ({"top_p": 1.5}, ValueError, "top_p: expected 0 < top_p <= 1, got 1.5"),
         ({"samples": 2}, ValueError, "samples: 2 samples at temperature 0 .* pass temperature > 0"),
         ({"beams": 2, **DRAWN}, ValueError, "beams: a search with 2 beams draws no tokens; pass "),

@@ -91,6 +91,12 @@ def checked_sampling(temperature: Any, top_k: Any, top_p: Any, key: Any) -> Samp
     if temperature > 1 / TINY:
         raise ValueError(f"temperature: expected a number that fits float32, got {temperature}")
     if temperature < TINY:
+        for name, value in (("top_k", top_k), ("top_p", top_p)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}: expected None at temperature 0, which draws no tokens, got {value}; "
+                    "pass temperature > 0"
+                )
         return None
     if key is None:
         raise ValueError(f"key: needed for temperature = {temperature}, got None")
@@ -118,10 +124,14 @@ def stop_tokens(stop: Any) -> tuple[int, ...]:
     return tuple(map(int, stop))
 
 
-def check_vocabulary(model: Any, prompt: Any, valid: Any) -> None:
+def check_vocabulary(model: Any, prompt: Any, valid: Any, stop: tuple[int, ...]) -> None:
     """Raises ValueError for concrete tokens outside the vocabulary, if the model tells its size."""
     size = getattr(model, "vocabulary", None)
-    if not isinstance(size, int) or not integers.is_known(prompt):
+    if not isinstance(size, int):
+        return
+    if stop and max(stop) >= size:
+        raise ValueError(f"stop: expected tokens 0..{size - 1} of the vocabulary, got {max(stop)}")
+    if not integers.is_known(prompt):
         return
     outside = (np.asarray(prompt) < 0) | (np.asarray(prompt) >= size)
     if valid is not None:

@@ -121,9 +121,9 @@ def generate(
             of a `jax.tree_util.Partial` may change without compiling again.
         temperature: the divisor of the logits before a token is drawn; at 0, the default, the
             likeliest token is chosen, and the first one of a tie.
-        top_k: draw from this many of the likeliest tokens.
+        top_k: draw from this many of the likeliest tokens; needs a temperature above 0.
         top_p: draw from the nucleus, the smallest set of these tokens with at least this total
-            probability (Holtzman et al. 2020).
+            probability (Holtzman et al. 2020); needs a temperature above 0.
         key: a JAX random key, required for a temperature above 0. The draws of a row depend on the
             row's index, and not on other rows.
         stop, pad: tokens that end a row, and the token that fills a row after its stop token.
@@ -163,7 +163,8 @@ def generate(
         if integers.is_known(valid) and not np.all(np.any(np.asarray(valid), axis=1)):
             raise ValueError("valid: expected a token in every row of the prompt, got none in some")
         valid = jnp.asarray(valid)
-    check_vocabulary(model, prompt, valid)
+    stops = stop_tokens(stop)
+    check_vocabulary(model, prompt, valid, stops)
     check_caches(caches, prompt, valid, max_tokens, samples, beams)
     definition, variables = nnx.split(model)
     penalties = length_penalties(max_tokens, length_penalty)
@@ -171,7 +172,7 @@ def generate(
     numbers = Numbers(penalties if beams > 1 else None, penalty, least, sampling)
     tokens = jnp.asarray(integers.clamped(prompt))
     inputs = _Inputs(variables, tokens, valid, caches, numbers, ())
-    ending = Ending(max_tokens, stop_tokens(stop), int(pad))
+    ending = Ending(max_tokens, stops, int(pad))
     model_functions = lasting_functions(model)
     options = _Options(ending, top_k, copies, beams, prefill_chunk, model_functions, ())
     if checked := check_processors(processors):
