@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import importlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -125,15 +124,30 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items.sort(key=group)
 
 
-_tests_since_forgetting = itertools.count(1)
+class _Forgetting:
+    """Clears JAX's caches every 700 tests, or when called: thousands of programs would take
+    gigabytes and every memory map."""
+
+    def __init__(self):
+        self.tests = 0
+
+    def __call__(self) -> None:
+        self.tests = 0
+        jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def forget_compiled_programs() -> _Forgetting:
+    """Clears JAX's caches now, so that they last for the next 700 tests."""
+    return _Forgetting()
 
 
 @pytest.fixture(autouse=True)
-def _forget_compiled_programs():
-    """Clears JAX's caches: thousands of programs would take gigabytes and every memory map."""
+def _few_compiled_programs(forget_compiled_programs):
     yield
-    if next(_tests_since_forgetting) % 700 == 0:
-        jax.clear_caches()
+    forget_compiled_programs.tests += 1
+    if forget_compiled_programs.tests == 700:
+        forget_compiled_programs()
 
 
 @pytest.fixture(autouse=True)

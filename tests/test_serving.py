@@ -117,7 +117,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(forget_compiled_programs) -> Iterator[Served]:
     """A server for all tests of this module: whatever they ask, it compiles two programs."""
     shapes, uncounted = list[tuple[int, ...]](), DecoderOnly.step
 
@@ -125,6 +125,7 @@ def served() -> Iterator[Served]:
         shapes.append(tokens.shape)
         return uncounted(self, tokens, *args, **options)
 
+    forget_compiled_programs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecoderOnly, "step", counted)
         served = Served()
