@@ -246,6 +246,12 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
         (random(B, T, WIDTH),),
         ("rows", "tokens", None),
     ),
+    "latent": (
+        functools.partial(nn.MultiHeadLatentAttention, 4, WIDTH, head_dim=4, kv_rank=8),
+        lambda attention, x: attention(x, mask=masks.Causal()),
+        (random(B, T, WIDTH),),
+        ("rows", "tokens", None),
+    ),
     "gru": (
         functools.partial(nn.GRU, WIDTH, 4),
         lambda unit, x, lengths: unit(x, lengths=lengths, reverse=True),
@@ -261,11 +267,12 @@ MODULES: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ..
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        *(("additive", False), ("additive", True), ("gru", False), ("gru", True)),
+        *(("latent", True), ("latent", False), ("gru", False), ("gru", True)),
+        *(("additive", True), ("additive", False)),
         *(("rnnsearch", False), pytest.param("rnnsearch", True, marks=pytest.mark.slow)),
     ],
 )
@@ -274,7 +281,8 @@ def test_modules(name, split, mesh):
     definition, state = nnx.split(make(rngs=nnx.Rngs(0), param_dtype=np.float64))
     run = lambda state, *arrays: call(nnx.merge(definition, state), *arrays)  # noqa: E731
     loss = lambda *arrays: jnp.sum(run(*arrays) ** 2)  # noqa: E731
-    names = {"alignment": "heads", "state": "heads", "vocabulary": "heads"} if split else {}
+    cut_axes = ("alignment", "state", "vocabulary", "heads")
+    names = dict.fromkeys(cut_axes, "heads") if split else {}
     placed = lambda x, axes: place(mesh, x, *(names.get(axis) for axis in axes))  # noqa: E731
     want, d_want = quick_jit(run)(state, *arrays), quick_jit(jax.grad(loss))(state, *arrays)
     with jax.set_mesh(mesh):
@@ -284,7 +292,7 @@ def test_modules(name, split, mesh):
         d = quick_jit(jax.grad(loss))(cut, *placed_arrays)
         assert jax.typeof(call(nnx.merge(definition, cut), *placed_arrays)) == jax.typeof(results)
     assert_trees_close((results, d), (want, d_want), rtol=1e-10, atol=1e-11)
-    if split or name == "additive":
+    if split or name in ("additive", "latent"):
         assert shown(results) == out_cut
     types = [jax.typeof(x) for x in jax.tree.leaves(cut)]
     assert [jax.typeof(x) for x in jax.tree.leaves(d)] == types

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jattn._advice import CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
+from jattn._explicit import typed_like
 from jattn._types import Keys, Queries, Values
 from jattn.cache import Cache, DenseCache, LatentCache
 from jattn.cache.base import CacheOptions
@@ -179,7 +180,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         latents = self.project_latents(inputs_k, positions)
         latent, shared = jnp.split(latents, [self.kv_rank], axis=-1)
         key, value = self.key(latent[..., 0, :]), self.value(latent[..., 0, :])
-        shared = jnp.broadcast_to(shared, (*key.shape[:-1], self.rotary_dim))
+        shared = typed_like(jnp.broadcast_to(shared, (*key.shape[:-1], self.rotary_dim)), key)
         return jnp.concatenate(promote((key, shared)), axis=-1), value
 
     def _with_rotated_end(
