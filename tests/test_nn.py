@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,17 @@ def test_list_of_heads_equals_packed_where_heads_differ(name):
     if name in ("functions", "arrays", "slopes"):
         plain = nn.MultiHeadAttention(6, 5, head_dim=4, rngs=nnx.Rngs(0))
         close(nn.SingleHeads(plain)(x, **options), packed(x), 1e-5)
+
+
+def test_arrays_of_other_heads_are_refused_by_a_list_of_heads():
+    packed = nn.MultiHeadAttention(4, 6, 8, score=scores.Temperature(SIX[:1]), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"score\.t: expected N = 4, got shape \[1\]"):
+        nn.SingleHeads(packed)(normal(1, 2, 7, 6))
+
+
+def test_attention_can_be_pickled():
+    layer, x = nn.MultiHeadAttention(3, 6, rngs=nnx.Rngs(0)), normal(1, 2, 7, 6)
+    assert_equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 
 def attention_with_dropout(rate=0.5, **streams):

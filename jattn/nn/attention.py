@@ -133,20 +133,18 @@ class MultiHeadAttention(Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         widths = ("in_features", "qkv_features", "out_features", "in_kv_features")
-        functions = {"kernel_init": kernel_init, "bias_init": bias_init}
+        initializers = {"kernel_init": kernel_init, "bias_init": bias_init}
         sizes = {name: getattr(self, name) for name in widths}
-        check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=functions, **sizes)
+        check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=initializers, **sizes)
         self.scale = None if scale is None else float(scale)
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
-        self.kernel_init = kernel_init
-        self.bias_init = bias_init
         self.normalize_qk = "layer" if normalize_qk is True else normalize_qk
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
-        self._make_parameters(value_dim, sinks, rngs)
+        self._make_parameters(value_dim, sinks, rngs, initializers)
         self.mask = None if mask is None else PytreeVariables(as_mask(mask))
         score = score if isinstance(score, nnx.Module) else as_score(score)
         self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
@@ -154,15 +152,21 @@ class MultiHeadAttention(Module):
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
 
-    def _make_parameters(self, value_dim: int | None, sinks: bool, rngs: nnx.Rngs) -> None:
+    def _make_parameters(
+        self,
+        value_dim: int | None,
+        sinks: bool,
+        rngs: nnx.Rngs,
+        initializers: dict[str, Initializer],
+    ) -> None:
         """Sets the sizes of one head, and makes the projections, the norms and the sinks."""
         _check_divides("num_heads", self.num_heads, "qkv_features", self.qkv_features)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         self.head_dim = self.qkv_features // self.num_heads
         self.value_dim = self.head_dim if value_dim is None else value_dim
         check_size("value_dim", self.value_dim)
-        names = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init")
-        options = {name: getattr(self, name) for name in names}
+        names = ("dtype", "param_dtype", "precision")
+        options = {name: getattr(self, name) for name in names} | initializers
         make = functools.partial(linear, nnx.LinearGeneral, rngs=rngs, **options)
         self._make_projections(functools.partial(make, use_bias=bool(self.use_bias)), rngs)
         heads, axes = (self.num_heads, self.value_dim), ("heads", "head_size", "embed")

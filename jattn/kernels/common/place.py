@@ -64,15 +64,22 @@ def at_place(spec: Spec, place: Place) -> Spec:
 def only_head(
     rules: tuple[Mask | None, ScoreFunction | None, NormalizerFunction | None], h: int, heads: int
 ) -> tuple[Mask | None, ScoreFunction | None, NormalizerFunction | None]:
-    """Returns the mask, score function and normalizer of head `h` alone of a call with `heads`."""
+    """Returns the mask, score function and normalizer of head `h` alone of a call with `heads`.
 
-    def sliced(letters: str, leaf: Any) -> Any:
+    Raises ValueError for an array with another number of heads.
+    """
+
+    def sliced(path: Any, letters: str, leaf: Any) -> Any:
         axis = axis_of("N", letters, leaf.ndim)
-        if axis is None or leaf.shape[axis] != heads:
+        if axis is None or (leaf.shape[axis] == 1 and "#N" in letters):
             return leaf
+        if leaf.shape[axis] != heads:
+            name = ("mask", "score", "normalizer")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise ValueError(f"{name}: expected N = {heads}, got shape {list(leaf.shape)}")
         return leaf[(slice(None),) * axis + (slice(h, h + 1),)]
 
-    mask, score, normalizer = jax.tree.map(sliced, axis_names(rules), rules)
+    rules = jax.tree_util.tree_map_with_path(sliced, axis_names(rules), rules)
+    mask, score, normalizer = rules
     place = Place(h=h)
     mask = None if mask is None else _moved_mask(mask, place)
     return mask, _moved_score(score, place), _moved_normalizer(normalizer, place)
