@@ -353,8 +353,10 @@ def additive_attention(
     tokens = list(key.shape[:-1])
     fits = list(value.shape[:-1]) == tokens
     _check_shape("value", f"[*B, S, V] with [*B, S] = {tokens} as in key", value.shape, fits)
-    fits = key.shape[:-2] == query.shape[:-2] and key.shape[-1] == A
-    _check_shape("key", f"[*B, S, A = {A}]", key.shape, fits)
+    batch = list(query.shape[:-2])
+    fits = list(key.shape[:-2]) == batch
+    _check_shape("key", f"[*B, S, ...] with *B = {batch} as in query", key.shape, fits)
+    _check_shape("key", f"[*B, S, A = {A}]", key.shape, key.shape[-1] == A)
     batch, T, S = query.shape[:-2], query.shape[-2], key.shape[-2]
     query = _project(query, w_query)
     shapes = Shapes(batch, T, S, 1, 1, A, value.shape[-1], query.dtype)

@@ -392,7 +392,8 @@ def test_explicit_mesh():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"prompt": np.zeros((2, 0), int)}, ValueError, r"prompt: .* T >= 1, got \[2, 0\]"),
+        ({"prompt": np.zeros((2, 0), int)}, ValueError, r"prompt: .* B, T >= 1, got \[2, 0\]"),
+        ({"prompt": np.zeros((0, 2), int)}, ValueError, r"prompt: .* B, T >= 1, got \[0, 2\]"),
         ({"prompt": np.zeros(3, int)}, ValueError, r"prompt: expected \[B, T\].* got \[3\]"),
         ({"valid": np.array([[1], [0]], bool)}, ValueError, "valid: expected a token in every row"),
         ({"temperature": 1.0}, ValueError, "key: needed for temperature = 1.0, got None"),

@@ -483,7 +483,7 @@ ADDITIVE_MISFITS = [
     ({"w_key": jnp.ones((4, 7))}, r"w_key: expected \[Dk, A\] = \[6, 7\], got \[4, 7\]"),
     ({"w_key": None}, r"key: expected \[\*B, S, A = 7\], got \[2, 5, 6\]"),
     ({"value": jnp.ones((B, S + 1, 3))}, "key|value"),
-    ({"query": jnp.ones((3, T, 4))}, "key|query"),
+    ({"query": jnp.ones((3, T, 4))}, r"key: .* \*B = \[3\] as in query, got \[2, 5, 7\]"),
     ({"mask": jnp.ones((T, S), bool)}, r"mask.*\[\*B, N, T, S\].* got \[3, 5\]"),
     ({"mask": jnp.ones((B, 4, T, S), bool)}, r"mask.*\[2, 1, 3, 5\].* got \[2, 4, 3, 5\]"),
     ({"key": jnp.ones((B, S, 6), jnp.float32)}, "key: .*float64.* got float32"),

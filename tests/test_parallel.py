@@ -382,6 +382,8 @@ def test_what_cannot_be_shared_is_refused_with_both_numbers():
         over(4)(q, q, q)
     with pytest.raises(ValueError, match=r"multiple of 8 tokens for 4 devices in zigzag .* got 12"):
         over(4, order="zigzag")(q[:, :12], k, k)
+    with pytest.raises(ValueError, match="pad: expected False in zigzag order, got True"):
+        over(4, order="zigzag", pad=True)(q, k, k)
     with pytest.raises(ValueError, match=r"4 devices share evenly .* got N = 6"):
         over(4, scheme="all_to_all")(q[:, :28], k, k)
     with pytest.raises(ValueError, match=r"axis 'y' has 2 devices, which cannot share K = 3"):

@@ -41,8 +41,8 @@ def check_model(model: Any, prompt: Any) -> None:
         got = type(model).__name__
         raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
     check_array("prompt", prompt, "[B, T]", "integer")
-    if len(prompt.shape) != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected [B, T] with T >= 1, got {list(prompt.shape)}")
+    if len(prompt.shape) != 2 or 0 in prompt.shape:
+        raise ValueError(f"prompt: expected [B, T] with B, T >= 1, got {list(prompt.shape)}")
 
 
 def rows_per_prompt(samples: Any, beams: Any, is_drawn: bool) -> int:

@@ -1,7 +1,8 @@
 """RNNsearch (Bahdanau, Cho and Bengio 2014): recurrent layers with additive attention between.
 
-The equations are those of the paper's appendix A, with the biases that it omits. Products that do
-not depend on the previous state are computed for all positions at once, before the recurrence.
+The equations are those of the paper's appendix A, with the biases that it omits; embeddings are
+multiplied by the square root of their width. Products that do not depend on the previous state are
+computed for all positions at once, before the recurrence.
 
 Axes in addition to those of `jattn._types`: E is the width of a layer's input, H of a recurrent
 state, C = 2H of the memory to which the decoder attends, A of the alignment network.

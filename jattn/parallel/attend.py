@@ -233,8 +233,8 @@ def attention(
         head_axis: the axis, or axes, over which query and key heads are sharded.
         options, return_lse: as in `jattn.attention`. Positions are by default the indices of the
             tokens before `shard_tokens`; if they are given, every shard is sent to every device.
-        pad: whether T and S are padded to multiples of the number of devices, in contiguous order;
-            the padding is removed from the results.
+        pad: whether T and S are padded to multiples of the number of devices, only in contiguous
+            order; the padding is removed from the results.
 
     Returns:
         `out [*B, T, N, V]`, and with `return_lse` also `lse [*B, N, T]`, with the same sharding.
@@ -255,8 +255,10 @@ def attention(
     call = make(query, key, value, lse=return_lse, **options)
     registry.check_name(call.implementation)
     check_flag("pad", pad)
+    if pad and order != "contiguous":
+        raise ValueError(f"pad: expected False in {order} order, got True")
     sharding = _Sharding(scheme, axes)
-    if pad and order == "contiguous":
+    if pad:
         return _padded(call, query, key, value, mesh=mesh, sharding=sharding)
     sharding.check(call, call.shapes)
     check_shared(call.shapes, mesh, axes)
