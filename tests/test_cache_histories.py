@@ -191,10 +191,11 @@ def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> No
     rng, rolling = np.random.default_rng([seed, *kind.encode()]), kind == "rolling"
     cache, rows = placed(create(kind)), [Row() for _ in range(B)]
     operations = [name for name in RUN if not (rolling and name == "keep")]
-    names = ["append"]
+    names, types = ["append"], jax.tree.map(jax.typeof, cache)
     for _ in range(12):
         names.append(str(rng.choice(["append"] * 5 + ["truncate"] + operations)))
         cache = apply_randomly(rng, cache, rows, names[-1], kind)
+        assert jax.tree.map(jax.typeof, cache) == types, names
         np.testing.assert_array_equal(cache.lengths, [len(row.tokens) for row in rows])
         np.testing.assert_array_equal(cache.overflowed, [row.lost for row in rows])
         query = 2 * rng.normal(size=(B, 1, N, H)).astype("f")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla, typed_like
+from jattn._explicit import as_rows, partition_spec_of, partitioned_by_xla
 from jattn._types import Size, Tree
 from jattn.cache.paths import checked_path, read_slots
 from jattn.cache.quantized import Quantized, as_floats
@@ -284,9 +284,9 @@ class Cache:
         return put_rows(self, rows, other)
 
     def with_lengths(self: SomeCache, lengths: Array, overflowed: Array) -> SomeCache:
-        """Returns the cache with shorter batch rows and other flags, of the same shardings."""
+        """Returns the cache with shorter batch rows and other flags."""
         cache: Any = self
-        return typed_like(dataclasses.replace(cache, lengths=lengths, overflowed=overflowed), self)
+        return dataclasses.replace(cache, lengths=lengths, overflowed=overflowed)
 
     def next_positions(
         self, T: int, valid: Valid = None, positions: Positions = None
