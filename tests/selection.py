@@ -1,5 +1,6 @@
 """Which of a test's cases run before every commit: `@pytest.mark.one_in(n)` over `parametrize`."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ _ParameterSet = type(pytest.param())
 def thin(items: list[Any]) -> None:
     """Keeps one in n of the cases of tests marked `one_in(n)` in the quick suite.
 
-    Of the others one in 20 becomes slow (one in 60 for n >= 4, 100 for n >= 8, 160 for n >= 20) and
-    the rest exhaustive. `one_in(n, slow=True)` makes one in n slow and the others exhaustive.
-    Cases that are exhaustive already stay so.
+    Of the others one in 20 becomes slow (one in 60 for n >= 4, 100 for n >= 8, 160 for n >= 20), if
+    there are at least 12 cases, and the rest exhaustive. `one_in(n, slow=True)` makes one in n slow
+    and the others exhaustive. Cases that are exhaustive already stay so.
 
     Cases are chosen along diagonals: the indices of a case's values on their axes sum to a
     multiple of n. If an axis has n values, each pair of values of the others is chosen just once,
@@ -33,7 +34,8 @@ def thin(items: list[Any]) -> None:
         elif rest:
             others_before = place - place // n - 1
             every = 160 if n >= 20 else 100 if n >= 8 else 60 if n >= 4 else 20
-            often = others_before % every == 0
+            cases = math.prod(len(x.args[1]) for x in item.iter_markers("parametrize"))
+            often = cases >= 12 and others_before % every == 0
             item.add_marker(pytest.mark.slow if often else pytest.mark.exhaustive)
 
 
