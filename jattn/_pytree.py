@@ -8,6 +8,7 @@ numbers are part of the structure (static, and so known while tracing), arrays a
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
@@ -111,17 +112,29 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
     data = tuple(f.name for f in fields if not f.metadata.get("static"))
     meta = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    def flatten(self: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in data]
-        return children, tuple(getattr(self, name) for name in meta)
+    keys = tuple(map(jax.tree_util.GetAttrKey, data))
+    children, aux_data = _values(data), _values(meta)
+
+    def flatten(self: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return children(self), aux_data(self)
+
+    def flatten_with_keys(self: Any) -> tuple[Any, tuple[Any, ...]]:
+        return tuple(zip(keys, children(self), strict=True)), aux_data(self)
 
     def unflatten(aux: tuple[Any, ...], children: Any) -> Any:
         self = object.__new__(cls)
         vars(self).update(zip((*meta, *data), (*aux, *children), strict=True))
         return self
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def _values(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that returns the values of these attributes."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)
 
 
 def _identity(tree: Any) -> Hashable:
