@@ -279,6 +279,7 @@ ADVISED = {
     "softmax_scale": "scale=",
     "atn_mask": "for 'attn_mask' write mask=array",
     "maks": "did you mean 'mask'?",
+    "kv": "did you mean 'kv_positions'?",
     "zzz": "there are query, key, value, mask",
 }
 
