@@ -283,9 +283,9 @@ def check_rate(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected 0 <= rate < 1, got {shown(value)}")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Checks for True or False; a traced boolean raises TypeError."""
-    if not isinstance(value, bool | np.bool_):
+def check_flag(name: str, value: Any, *, or_none: bool = False) -> None:
+    """Checks for True or False, or None with `or_none`; a traced boolean raises TypeError."""
+    if not isinstance(value, bool | np.bool_) and not (or_none and value is None):
         raise TypeError(f"{name}: expected True or False, got {_type(value)}")
 
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ import numpy as np
 from jax import lax
 from jax._src.core import pvary_p
 from jax._src.pjit import reshard_p
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Primitive, primitives
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, primitives
 
 from jattn._types import Shape
 from jattn.functions.nodes import Expression, Node, const
@@ -54,6 +54,8 @@ def read(function: Callable[..., Any], scalars: Sequence[Any], operands: Any = (
 # --- arrays as functions ------------------------------------------------------------------------
 
 Index = int | Node  # an index along one axis: static, or computed by the expression
+EntryAt = Callable[[tuple[Index, ...]], Node]  # the node of the entry at an index
+Params = Mapping[str, Any]  # of a primitive
 
 
 class Entries(NamedTuple):
@@ -65,7 +67,7 @@ class Entries(NamedTuple):
 
     shape: Shape
     dtype: Any
-    entry: Callable[[tuple[Index, ...]], Node]
+    entry: EntryAt
     evaluate: Callable[[], Any] | None = None
 
 
@@ -132,7 +134,7 @@ _PRIMITIVES: dict[str, Primitive] = {
 }
 
 
-def operation(equation: Any) -> str:
+def operation(equation: JaxprEqn) -> str:
     """Returns the name of an equation's primitive.
 
     A user's primitive may have the name of a primitive of JAX. The result is then a phrase that is
@@ -143,7 +145,7 @@ def operation(equation: Any) -> str:
     return primitive.name if is_unique else f"{primitive.name!r} (not a primitive of JAX's)"
 
 
-def called_program(equation: Any) -> ClosedJaxpr | None:
+def called_program(equation: JaxprEqn) -> ClosedJaxpr | None:
     """Returns the program that an equation calls, None if it calls none. The program leaves out the
     derivative rule of a `custom_jvp` or `custom_vjp` call."""
     if operation(equation) not in (*_CALLS, *_CALLS_WITH_RULES):
@@ -224,7 +226,7 @@ class ProgramReader:
 
         return Entries(shape, dtype, entry, None if is_reference(value) else lambda: value)
 
-    def node(self, op: str, args: Any, dtype: Any, param: Hashable = None) -> Node:
+    def node(self, op: str, args: Iterable[Node], dtype: Any, param: Hashable = None) -> Node:
         """Returns a node with these operands, as `shared` does."""
         return self.shared(Node(op, tuple(args), _dtype(dtype), param))
 
@@ -342,7 +344,9 @@ class ProgramReader:
             return None
         return self.array(name, params, values, equation.outvars[0].aval)
 
-    def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
+    def with_rule(
+        self, equation: JaxprEqn, n: int, result: Entries, values: list[Entries]
+    ) -> Entries:
         """Returns result n of a call with a derivative rule, as `custom` nodes with this rule."""
 
         def entry(index: tuple[Index, ...]) -> Node:
@@ -357,7 +361,7 @@ class ProgramReader:
         return Entries(result.shape, result.dtype, entry)
 
     def array(
-        self, name: str, params: Any, values: list[Entries], result: Any
+        self, name: str, params: Params, values: list[Entries], result: ShapedArray
     ) -> list[Entries] | None:
         """Returns the only result of an operation, in a list; None if the operation has no node."""
         name = {"add_any": "add"}.get(name, name)
@@ -378,7 +382,9 @@ class ProgramReader:
         entry = make_entry and make_entry(values, params, result)
         return entry and [Entries(result.shape, _dtype(result.dtype), entry)]
 
-    def entries(self, op: str, values: list[Entries], result: Any, param: Any) -> Entries:
+    def entries(
+        self, op: str, values: list[Entries], result: ShapedArray, param: Hashable
+    ) -> Entries:
         """Returns the result of an elementwise operation; scalars broadcast."""
 
         def entry(index: tuple[Index, ...]) -> Node:
@@ -399,7 +405,9 @@ class ProgramReader:
             for cases in zip(*results, strict=True)
         ]
 
-    def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
+    def folded(
+        self, op: str, x: Entries, axes: Sequence[int], result: ShapedArray
+    ) -> list[Entries] | None:
         """Returns a reduction along `axes` as a chain of nodes; None for too many entries."""
         sizes = [x.shape[axis] for axis in axes]
         if not 0 < math.prod(sizes) <= _MOST_UNROLLED:
@@ -430,13 +438,17 @@ class ProgramReader:
 
     # `_name` makes the function `entry` of the result of the primitive `name`, or returns None.
 
-    def _broadcast_in_dim(self, values: Any, params: Any, result: Any) -> Any:
+    def _broadcast_in_dim(
+        self, values: list[Entries], params: Params, result: ShapedArray
+    ) -> EntryAt:
         axes, x = params["broadcast_dimensions"], values[0]
         return lambda index: x.entry(
             tuple(0 if n == 1 else index[a] for a, n in zip(axes, x.shape, strict=True))
         )
 
-    def _reshape(self, values: Any, params: Any, result: Any) -> Any:
+    def _reshape(
+        self, values: list[Entries], params: Params, result: ShapedArray
+    ) -> EntryAt | None:
         x = values[0]
         if [n for n in x.shape if n != 1] != [n for n in result.shape if n != 1]:
             return None
@@ -449,23 +461,23 @@ class ProgramReader:
 
     _squeeze = _reshape
 
-    def _transpose(self, values: Any, params: Any, result: Any) -> Any:
+    def _transpose(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt:
         order = params["permutation"]
         return lambda index: values[0].entry(
             tuple(index[order.index(a)] for a in range(len(order)))
         )
 
-    def _iota(self, values: Any, params: Any, result: Any) -> Any:
+    def _iota(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt:
         axis = params["dimension"]
         return lambda index: _converted(_as_node(index[axis]), _dtype(result.dtype))
 
-    def _slice(self, values: Any, params: Any, result: Any) -> Any:
+    def _slice(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt | None:
         starts, strides = params["start_indices"], params["strides"]
         if strides and any(x != 1 for x in strides):
             return None
         return lambda index: values[0].entry(tuple(map(_plus, index, starts)))
 
-    def _dynamic_slice(self, values: Any, params: Any, result: Any) -> Any:
+    def _dynamic_slice(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt:
         x, *starts = values
         last_starts = [n - size for n, size in zip(x.shape, params["slice_sizes"], strict=True)]
 
@@ -476,7 +488,9 @@ class ProgramReader:
 
         return entry
 
-    def _concatenate(self, values: Any, params: Any, result: Any) -> Any:
+    def _concatenate(
+        self, values: list[Entries], params: Params, result: ShapedArray
+    ) -> EntryAt | None:
         axis = params["dimension"]
         starts = [0, *itertools.accumulate(x.shape[axis] for x in values)]
 
@@ -501,7 +515,7 @@ class ProgramReader:
 
         return entry if all(x.shape[axis] for x in values) else None
 
-    def _stack(self, values: Any, params: Any, result: Any) -> Any:
+    def _stack(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt | None:
         axis = params["axis"]
 
         def with_axis(x: Entries) -> Entries:
@@ -512,7 +526,7 @@ class ProgramReader:
 
         return self._concatenate([*map(with_axis, values)], {"dimension": axis}, result)
 
-    def _gather(self, values: Any, params: Any, result: Any) -> Any:
+    def _gather(self, values: list[Entries], params: Params, result: ShapedArray) -> EntryAt | None:
         x, indices = values
         dims, sizes = params["dimension_numbers"], params["slice_sizes"]
         if not all(x.shape):
@@ -547,7 +561,7 @@ class ProgramReader:
         return entry
 
 
-def _is_alike(x: Entries, result: Any) -> bool:
+def _is_alike(x: Entries, result: ShapedArray) -> bool:
     return x.shape == result.shape and x.dtype.itemsize == result.dtype.itemsize
 
 
@@ -626,7 +640,7 @@ def _without_rule(*_: Any) -> Any:
     )
 
 
-def _evaluated(equation: Any, operands: list[Any]) -> list[Any]:
+def _evaluated(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Evaluates an equation, at once if all operands are concrete."""
     params = equation.primitive.get_bind_params(equation.params)
     is_traced = any(isinstance(x, Tracer) for x in operands)

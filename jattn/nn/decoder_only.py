@@ -81,6 +81,17 @@ class DecoderOnlyLayer(EncoderLayer):
         return self.feed_forward_residual(x, lambda x: self.feed_forward(x, **run), **run), cache
 
 
+Encoding = Literal["rotary", "learned", "sinusoidal"] | Rotary | AxialRotary | None
+
+
+def _rotation(positions: Encoding) -> Rotary | AxialRotary | None:
+    """Returns the rotation of queries and keys, None if positions have none. Raises ValueError."""
+    if isinstance(positions, Rotary | AxialRotary):
+        return positions
+    check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
+    return Rotary() if positions == "rotary" else None
+
+
 class DecoderOnly(Module):
     """A decoder-only Transformer, from tokens to the logits of the token after each of them.
 
@@ -138,10 +149,7 @@ class DecoderOnly(Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         max_length: int = 1024,
-        positions: Literal["rotary", "learned", "sinusoidal"]
-        | Rotary
-        | AxialRotary
-        | None = "rotary",
+        positions: Encoding = "rotary",
         tie_embeddings: bool = True,
         scale_embeddings: bool = True,
         logits_bias: bool | None = None,
@@ -163,14 +171,10 @@ class DecoderOnly(Module):
             max_length=max_length,
         )
         check_flag("tie_embeddings", tie_embeddings)
-        if logits_bias is not None:
-            check_flag("logits_bias", logits_bias)
+        check_flag("logits_bias", logits_bias, or_none=True)
         if logit_cap is not None:
             check_number("logit_cap", logit_cap, positive=True)
-        rotary = positions if isinstance(positions, Rotary | AxialRotary) else None
-        if rotary is None:
-            check_choice("positions", positions, ("rotary", "learned", "sinusoidal", None))
-            rotary = Rotary() if positions == "rotary" else None
+        rotary = _rotation(positions)
         added = positions if isinstance(positions, str) and rotary is None else None
         tables = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         self.vocabulary = vocabulary

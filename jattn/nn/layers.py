@@ -247,8 +247,7 @@ class Dropout(nnx.Dropout):
 
     def key(self, deterministic: bool | None, rngs: RandomSource) -> Any:
         """Returns the next key of the stream, or None if nothing is dropped."""
-        if deterministic is not None:
-            check_flag("deterministic", deterministic)
+        check_flag("deterministic", deterministic, or_none=True)
         if rngs is not None and not isinstance(rngs, nnx.Rngs | nnx.RngStream):
             raise TypeError(f"rngs: expected an nnx.Rngs or None, got {type(rngs).__name__}")
         if self.rate == 0.0 or (self.deterministic if deterministic is None else deterministic):

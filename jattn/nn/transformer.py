@@ -110,8 +110,7 @@ class LayerOptions:
         check_choice("norm", self.norm, ("post", "pre", "sandwich"))
         if not callable(self.normalization):
             check_choice("normalization", self.normalization, ("layer", "rms"))
-        if self.final_norm is not None:
-            check_flag("final_norm", self.final_norm)
+        check_flag("final_norm", self.final_norm, or_none=True)
         check_number("norm_epsilon", self.norm_epsilon, positive=True)
         check_flag("gated", self.gated)
         check_flag("use_bias", self.use_bias)
@@ -488,6 +487,19 @@ def step_layers(layers: Any, norm: Any, x: Array, caches: Any, **call: Any) -> t
     return (x if norm is None else norm(x)), extended
 
 
+def _is_joint(tie_embeddings: bool | str, source_vocabulary: int, target_vocabulary: int) -> bool:
+    """Returns whether source and target share one embedding. Raises ValueError."""
+    check_choice("tie_embeddings", tie_embeddings, (False, True, "all"))
+    if tie_embeddings != "all":
+        return False
+    if source_vocabulary != target_vocabulary:
+        raise ValueError(
+            "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
+            f"{source_vocabulary} and {target_vocabulary}"
+        )
+    return True
+
+
 class TransformerOptions(RunOptions, total=False):
     """The options of a call of `Transformer`."""
 
@@ -571,17 +583,10 @@ class Transformer(Module):
         )
         if not isinstance(positions, SinusoidalPositions):
             check_choice("positions", positions, ("sinusoidal", "learned", None))
-        if logits_bias is not None:
-            check_flag("logits_bias", logits_bias)
+        check_flag("logits_bias", logits_bias, or_none=True)
         check_size("encoder_layers", encoder_layers, 0)
         check_size("decoder_layers", decoder_layers, 0)
-        check_choice("tie_embeddings", tie_embeddings, (False, True, "all"))
-        is_joint = tie_embeddings == "all"
-        if is_joint and source_vocabulary != target_vocabulary:
-            raise ValueError(
-                "tie_embeddings: 'all' expects source_vocabulary == target_vocabulary, got "
-                f"{source_vocabulary} and {target_vocabulary}"
-            )
+        is_joint = _is_joint(tie_embeddings, source_vocabulary, target_vocabulary)
         tables: Any = {"embedding_init": embedding_init, "rngs": rngs, **settings.dtypes}
         embedding = {"scale_embeddings": scale_embeddings, **tables}
         self.source_tokens = (

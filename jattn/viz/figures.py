@@ -72,8 +72,7 @@ def heatmap(
     array = checked_values("weights", weights, "[T, S]", (2,), masked=True)
     rows, columns = _labels(array.shape, q_tokens, kv_tokens)
     title = checked_title("title", title)
-    if values is not None:
-        check_flag("values", values)
+    check_flag("values", values, or_none=True)
     axes, figure = _axes(axes, _panel_size(rows, columns, array.shape, _CELL), title)
     image = _draw(axes, array, _scale(array))
     _name_axes(axes, rows, columns)
