@@ -28,14 +28,24 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def write_split(folder: Path, name: str, source: str | bytes, target: str | bytes) -> None:
-    write(folder / f"{name}.de", source)
-    write(folder / f"{name}.en", target)
+def write_all(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        write(folder / name, content)
 
 
-def read_train(folder: Path) -> tuple[list[tuple[str, str]], data.ReadReport]:
+def split(source: str | bytes, target: str | bytes, name: str = "train") -> dict[str, Any]:
+    """The files of a split, by their names."""
+    return {f"{name}.de": source, f"{name}.en": target}
+
+
+def read(folder: Path, files: dict[str, Any]) -> tuple[list[tuple[str, str]], data.ReadReport]:
+    """The pairs of the training split that these files hold."""
+    write_all(folder, files)
     pairs, report = data.read_split(folder, "train")
     return sides(pairs), report
+
+
+TWO_COLUMNS = r"expected 2 columns \(source TAB target\)"
 
 
 def sides(pairs: list[Pair]) -> list[tuple[str, str]]:
@@ -47,9 +57,8 @@ def pairs_of(*sentences: tuple[str, str]) -> list[Pair]:
 
 
 def test_folder_of_parallel_files_with_and_without_gzip(tmp_path):
-    write_split(tmp_path, "train", "ein hund\nzwei\n", "a dog\ntwo\n")
-    write(tmp_path / "val.de.gz", "drei\n")
-    write(tmp_path / "val.en.gz", "three\n")
+    write_all(tmp_path, split("ein hund\nzwei\n", "a dog\ntwo\n"))
+    write_all(tmp_path, {"val.de.gz": "drei\n", "val.en.gz": "three\n"})
     dataset = data.read_dataset(tmp_path)
     splits = [sides(x) for x in (dataset.train, dataset.validation, dataset.test)]
     assert splits == [[("ein hund", "a dog"), ("zwei", "two")], [("drei", "three")], []]
@@ -64,30 +73,38 @@ def test_folder_of_parallel_files_with_and_without_gzip(tmp_path):
         data.read_split(tmp_path, "train", languages=("en", "en"))
 
 
-def test_missing_files_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"^no train\.de and no train\.en .*train\.tsv, in"),
+        ({"train.de": "ein\n"}, r"^no train\.en \(plain or \.gz\), in"),
+        (split("ein\n", "one\n"), r"^no val\.de and no val\.en"),
+        (split("1\n", "1\n") | {"train.de.gz": "2\n"}, r"train\.de and .*train\.de\.gz both exist"),
+        (split("1\n", "1\n") | {"train.tsv": "2\t2\n"}, r"train\.tsv and .*train\.de both hold"),
+        (split("1\n2\n3\n4\n5\n", "1\n2\n3\n"), r"got 5 in .*train\.de and 3 in .*train\.en"),
+        (split("\n\n", "\nB\n"), "expected at least one pair with two sides, got none of 2"),
+        (split(b"gut\nsch\xf6n\n", "a\nb\n"), r"train\.de:2: expected UTF-8 .* the byte 0xf6"),
+        (split("1\n2\n3\n", "1\n2\na\0b\n"), r"train\.en:3: expected UTF-8 text, got a NUL"),
+        *(
+            ({"train.tsv": f"a\tA\n{row}\nc\tC\n"}, rf"train\.tsv:2: {TWO_COLUMNS}, got {columns}")
+            for row, columns in (("nur eine", 1), ("a\tb\tc", 3), ("a\tb\t", 3))
+        ),
+    ],
+)
+def test_files_that_are_missing_ambiguous_or_damaged_are_refused(tmp_path, files, message):
+    write_all(tmp_path, files)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data.read_dataset(tmp_path)
+
+
+def test_paths_that_lead_to_no_text_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "nowhere"))):
         data.read_dataset(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no train\.de and no train\.en .*train\.tsv, in"):
-        data.read_dataset(tmp_path)
-    write(tmp_path / "train.de", "ein\n")
-    with pytest.raises(FileNotFoundError, match=r"^no train\.en \(plain or \.gz\), in"):
-        data.read_dataset(tmp_path)
-    write(tmp_path / "train.en", "one\n")
-    with pytest.raises(FileNotFoundError, match=r"no val\.de and no val\.en"):
-        data.read_dataset(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"other\.de"):
         data.read_parallel(tmp_path / "other.de", tmp_path / "train.en")
-
-
-def test_two_forms_of_one_split_are_not_chosen_from(tmp_path):
-    write_split(tmp_path, "train", "ein\n", "one\n")
-    write(tmp_path / "train.de.gz", "eins\n")
-    with pytest.raises(ValueError, match=r"train\.de and .*train\.de\.gz both exist"):
-        data.read_split(tmp_path, "train")
-    (tmp_path / "train.de.gz").unlink()
-    write(tmp_path / "train.tsv", "zwei\ttwo\n")
-    with pytest.raises(ValueError, match=r"train\.tsv and .*train\.de both hold"):
-        data.read_split(tmp_path, "train")
+    message = r"must be a folder, a \.tsv or a \.tsv\.gz file, got .*csv"
+    with pytest.raises(ValueError, match=message):
+        data.read_dataset(write(tmp_path / "all.csv", "a,b\n"))
 
 
 @pytest.mark.parametrize(
@@ -112,32 +129,19 @@ def test_two_forms_of_one_split_are_not_chosen_from(tmp_path):
     ],
 )
 def test_only_a_newline_ends_a_line(tmp_path, source, target, expected, lines):
-    write_split(tmp_path, "train", source, target)
-    pairs, report = read_train(tmp_path)
+    pairs, report = read(tmp_path, split(source, target))
     assert (pairs, report.read) == (expected, lines)
     for sentence, _ in pairs:
         assert Vocabulary(()).split(sentence) == re.findall("[a-zö]+", sentence)
 
 
 def test_pairs_with_an_empty_side_are_dropped_as_pairs_and_counted(tmp_path):
-    write_split(tmp_path, "train", "a\n\nc\n \t\ne\n\n", "A\nB\n\nD\nE\n\u3000\n")
-    pairs, report = read_train(tmp_path)
+    files = split("a\n\nc\n \t\ne\n\n", "A\nB\n\nD\nE\n\u3000\n")
+    pairs, report = read(tmp_path, files)
     assert pairs == [("a", "A"), ("e", "E")]
     assert (report.read, report.kept, report.empty) == (6, 2, 4)
     assert "read 6 pairs, kept 2, dropped 4 with an empty side" in str(report)
     assert "\n" not in str(report)
-
-
-def test_damaged_parallel_files_are_refused(tmp_path):
-    for source, target, message in (
-        ("1\n2\n3\n4\n5\n", "1\n2\n3\n", r"got 5 in .*train\.de and 3 in .*train\.en"),
-        ("\n\n", "\nB\n", "expected at least one pair with two sides, got none of 2"),
-        (b"gut\nsch\xf6n\n", "a\nb\n", r"train\.de:2: expected UTF-8 text, got the byte 0xf6"),
-        ("gut\nsehr\ngut\n", "a\nb\ngo\0od\n", r"train\.en:3: expected UTF-8 text, got a NUL"),
-    ):
-        write_split(tmp_path, "train", source, target)
-        with pytest.raises(ValueError, match=message):
-            read_train(tmp_path)
 
 
 def test_damaged_gzip_is_one_clear_error(tmp_path):
@@ -149,9 +153,9 @@ def test_damaged_gzip_is_one_clear_error(tmp_path):
 
 
 def test_more_text_than_the_limit_in_a_gzip_file_is_refused_and_the_limit_can_be_raised(tmp_path):
-    write_split(tmp_path, "val", "eins\n", "one\n")
-    write(tmp_path / "train.de.gz", "ein hund\n" * 100)
-    write(tmp_path / "train.en", "the same dog again\n" * 100)
+    write_all(tmp_path, split("eins\n", "one\n", "val"))
+    files = {"train.de.gz": "ein hund\n" * 100, "train.en": "the same dog again\n" * 100}
+    write_all(tmp_path, files)
     message = r"train\.de\.gz: it unpacks to more than the limit of 899 bytes; --max-unpacked BYTES"
     with pytest.raises(ValueError, match=message):
         data.read_dataset(tmp_path, most_unpacked=899)
@@ -198,15 +202,11 @@ def test_a_line_without_end_is_refused_wherever_it_comes_from(tmp_path):
         data.lines_of(io.BytesIO(b"c" * (most + 1)), "stdin")
 
 
-def test_quotes_in_tsv_have_no_meaning_and_other_columns_are_refused(tmp_path):
+def test_quotes_in_tsv_have_no_meaning(tmp_path):
     path = write(tmp_path / "train.tsv", '"a\tA\n\nb\tB"\n\tC\nd "\t"D"\n')
     pairs, report = data.read_tsv(path)
     assert sides(pairs) == [('"a', "A"), ("b", 'B"'), ('d "', '"D"')]
     assert (report.read, report.kept, report.empty) == (5, 3, 2)
-    for row, columns in (("nur eine", 1), ("a\tb\tc", 3), ("a\tb\t", 3)):
-        message = rf"train\.tsv:2: expected 2 columns \(source TAB target\), got {columns}"
-        with pytest.raises(ValueError, match=message):
-            data.read_tsv(write(path, f"a\tA\n{row}\nc\tC\n"))
 
 
 def test_one_tsv_file_holds_sentences_out_without_leaking(tmp_path):
@@ -222,18 +222,13 @@ def test_one_tsv_file_holds_sentences_out_without_leaking(tmp_path):
     with pytest.raises(ValueError, match="expected different source sentences"):
         data.read_dataset(path)
 
-    message = r"must be a folder, a \.tsv or a \.tsv\.gz file, got .*csv"
-    with pytest.raises(ValueError, match=message):
-        data.read_dataset(write(tmp_path / "all.csv", "a,b\n"))
-
 
 def test_report_points_at_a_shift_that_later_lines_make_up_for(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 30, 1000).tolist()
 
     def report_of(source: list[int], target: list[int]) -> data.ReadReport:
         texts = (["wort " * n for n in source], ["word  " * n for n in target])
-        write_split(tmp_path, "train", *map("\n".join, texts))
-        return data.read_split(tmp_path, "train")[1]
+        return read(tmp_path, split(*map("\n".join, texts)))[1]
 
     report = report_of(lengths, lengths)
     assert (report.unusual, report.unusual_block) == (0, None)
