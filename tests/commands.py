@@ -32,3 +32,10 @@ def run_python(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[s
     """Runs this Python to its end, with this checkout on its path, and captures what it prints."""
     options.setdefault("env", environment())
     return run(sys.executable, *arguments, **options)
+
+
+def start_python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """Starts this Python with this checkout on its path; its output is text in pipes."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
+    words = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(words, text=True, **(pipes | options))

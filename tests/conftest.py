@@ -3,10 +3,9 @@
 import contextlib
 import gc
 import importlib
+import io
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Generator
 from importlib.metadata import version
 from pathlib import Path
@@ -225,21 +224,23 @@ def window():
         yield browser
 
 
+@pytest.fixture(scope="session")
+def demonstration(tmp_path_factory):
+    """The demonstration of the translation experiment with the preset `tiny`: its directory and
+    what it printed."""
+    command: Any = importlib.import_module("experiments.translation.__main__")
+    directory, printed = tmp_path_factory.mktemp("runs") / "demo", io.StringIO()
+    jax.clear_caches()  # of programs with the smaller tiles that single tests have
+    with plain_jax(), contextlib.redirect_stdout(printed):
+        assert command.main(["--preset", "tiny", "--run", str(directory)]) == 0
+    jax.clear_caches()
+    return directory, printed.getvalue()
+
+
 @pytest.fixture
 def as_users_run_it():
     with plain_jax():
         yield
-
-
-def python_output(code: str, *arguments: str, **environment: str) -> bytes:
-    """Returns what a fresh interpreter prints on stdout when it runs code of this project."""
-    root = str(Path(__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": root, **environment},
-        stdout=subprocess.PIPE,
-        check=True,
-    ).stdout
 
 
 def assert_trees_close(got: Any, want: Any, **tolerance: Any) -> None:

@@ -20,7 +20,7 @@ from experiments.translation.presets import PRESETS, Config
 from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.arrays import assert_equal
-from tests.test_translation import TINY, Batch, Bench, make_bench, padded, trained, widened
+from tests.test_translation import TINY, Batch, Bench, make_bench, padded, trained
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -83,8 +83,7 @@ def batch_of(parts: Bench) -> Batch:
 @every_architecture
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
     params, batch = parts.model.init(3), batch_of(parts)
-    wider = widened(batch, 7)
-    emptier = Batch(*(np.concatenate([array, np.zeros_like(array[:2])]) for array in wider))
+    emptier = Batch(*(np.pad(array, ((0, 2), (0, 7))[: array.ndim]) for array in batch))
     loss, gradient = loss_and_gradients(parts.model, params, batch)
     other_loss, other = loss_and_gradients(parts.model, params, emptier)
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
@@ -119,7 +118,7 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     assert losses[0] > losses[-1] + 0.2
     initial = jax.device_get(parts.init_state().params)
     assert not [name for name in initial if np.array_equal(initial[name], state.params[name])]
-    empty = Batch(*(np.zeros_like(array) for array in next(iter(parts.batches.epoch(0)))))
+    empty = Batch(*map(np.zeros_like, next(iter(parts.batches.epoch(0)))))
     updated, measured = parts.step(parts.init_state(), empty)
     assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
     assert_equal(updated.params, initial)

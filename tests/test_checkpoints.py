@@ -24,18 +24,16 @@ import pytest
 from experiments.runs import checkpoints, stopping
 from experiments.runs.ending import Failure
 from experiments.translation import __main__ as cli
-from experiments.translation import evaluation, runs, training
-from experiments.translation.batches import Batches
-from experiments.translation.presets import PRESETS
+from experiments.translation import evaluation, runs
 from experiments.translation.runs import TranslationRun
-from experiments.translation.text import encode_pairs
 from tests.arrays import assert_equal
 from tests.conftest import plain_jax
 from tests.test_translation import (
+    TINY,
     Bench,
     Killed,
-    bench,
     cut_short,
+    make_bench,
     one_bit_flipped,
     saved_run,
     set_words,
@@ -271,6 +269,26 @@ def test_the_text_of_a_run_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(
+            ("config.json", content, "expected")
+            for content in ("[]", '{"format": "jattn-translation-run"}', "{")
+        ),
+        *(
+            ("metrics.jsonl", f'{{"step": 1}}\n{line}\n', r":2: expected a record of metrics, got")
+            for line in ("{", "3", "[]", '{"loss": 1}', '{"step": "1"}', "")
+        ),
+    ],
+)
+def test_other_content_in_a_file_of_a_run_is_refused(name, content, message, tmp_path):
+    run = saved_run(tmp_path / "run")
+    (run.directory / name).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        TranslationRun.open(run.directory).metrics()
+
+
+@pytest.mark.parametrize(
     ("losses", "best", "waited"),
     [
         ([], None, 0),
@@ -299,16 +317,9 @@ LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # training stops before the last; 
 @functools.cache
 def small_bench() -> Bench:
     """A bench with three batches in an epoch, and checkpoints also within epochs."""
-    parts = bench()
-    pairs, _ = encode_pairs(parts.texts.train[:40], parts.source, parts.target)
-    batches = Batches(pairs, rows_per_batch=16, max_shapes=1)
-    changes = ("steps=0", f"epochs={len(LOSSES)}", f"patience={PATIENCE}", "schedule=constant")
-    config = PRESETS["tiny"].changed([*changes, "checkpoint_every=4", "report_every=2"])
-    optimiser = training.make_optimiser(config, 3 * len(LOSSES))
-    train_step = training.make_step(parts.model, optimiser, config)
-    return dataclasses.replace(
-        parts, config=config, batches=batches, optimiser=optimiser, step=train_step
-    )
+    changes = ["steps=0", f"epochs={len(LOSSES)}", f"patience={PATIENCE}", "schedule=constant"]
+    changes += ["checkpoint_every=4", "report_every=2", "sentences=40", "rows_per_batch=16"]
+    return make_bench(TINY.changed([*changes, "tokens_per_batch=0"]))
 
 
 def digest(params: Any) -> str:
@@ -329,8 +340,7 @@ def train(run: TranslationRun, *, calls: int | None = None) -> None:
     """Trains as the command does, from the last checkpoint. With `calls`, the training is killed
     at that call to save or report."""
     parts = small_bench()
-    state = parts.init_state()
-    last_step = 0
+    state, last_step = parts.init_state(), 0
     if run.steps():
         saved, last_step = run.restore(jax.eval_shape(parts.init_state))
         state = jax.tree.map(jnp.asarray, saved)
@@ -373,7 +383,7 @@ def uninterrupted(tmp_path_factory) -> TranslationRun:
 def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninterrupted):
     steps = [record["step"] for record in uninterrupted.metrics() if "validation_loss" in record]
     assert steps == [3, 6, 9, 12, 15, 18]
-    params, used = uninterrupted.parameters(bench().model.shapes)
+    params, used = uninterrupted.parameters(small_bench().model.shapes)
     assert used == [9]
     assert losses_of_params()[digest(params)] == 2.0
     assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
@@ -388,7 +398,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert run.steps() == uninterrupted.steps()
-    like, shapes = jax.eval_shape(small_bench().init_state), bench().model.shapes
+    like, shapes = jax.eval_shape(small_bench().init_state), small_bench().model.shapes
     assert_equal(run.restore(like), uninterrupted.restore(like))
     assert_equal(run.parameters(shapes), uninterrupted.parameters(shapes))
 
@@ -412,7 +422,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
     assert_equal(run.restore(like), uninterrupted.restore(like))
     flip_a_bit_of(run, 9)
     with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
-        assert run.parameters(bench().model.shapes)[1] == [18]
+        assert run.parameters(small_bench().model.shapes)[1] == [18]
 
 
 def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
@@ -450,15 +460,6 @@ def test_a_damaged_checkpoint_is_left_out_of_the_mean_and_written_anew(tmp_path)
     run.save(small_tree(20.0), 2)
     tree, step = run.restore(small_tree())
     assert step == 2 and float(tree.params["a/kernel"][0, 0]) == 20
-
-
-def test_damaged_metrics_are_named(tmp_path):
-    run = saved_run(tmp_path / "run")
-    message = r"metrics\.jsonl:2: expected a record of metrics, got"
-    for line in ("{", "3", "[]", '{"loss": 1}', '{"step": "1"}', ""):
-        (run.directory / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
-        with pytest.raises(ValueError, match=message):
-            run.metrics()
 
 
 @pytest.mark.exhaustive

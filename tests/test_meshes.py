@@ -11,13 +11,11 @@ import pytest
 from experiments.translation import __main__ as cli
 from experiments.translation import meshes, training
 from experiments.translation.meshes import Placement
-from experiments.translation.presets import PRESETS
 from experiments.translation.runs import TranslationRun
-from tests.test_translation import Bench, make_bench, set_words
+from tests.test_translation import TINY, Bench, assert_refused, make_bench, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
-TINY = PRESETS["tiny"]
 
 
 def losses(
@@ -66,10 +64,9 @@ def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     ],
 )
 def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert cli.main(["train", "--preset", "tiny", "--run", str(run), "--mesh", mesh]) == 2
-    assert capsys.readouterr().err == f"error: --mesh: {message}\n"
-    assert not run.exists()
+    command = ["train", "--preset", "tiny", "--run", tmp_path / "run", "--mesh", mesh]
+    assert_refused(command, f"error: --mesh: {message}\n", capsys)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

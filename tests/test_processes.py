@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ import pytest
 from experiments.runs.watching import watch
 from experiments.translation import __main__ as cli
 from experiments.translation.runs import TranslationRun
-from tests.commands import environment
-from tests.test_runs import PIPES, python
+from tests.commands import environment, start_python
 from tests.test_translation import assert_refused, bench, set_words
 
 
@@ -80,9 +78,8 @@ def test_a_loss_is_told_in_one_line_and_nothing_else_is_kept_back():
 
 def started(devices: int, *arguments: str) -> subprocess.Popen[str]:
     flags = re.sub(r"device_count=\d+", f"device_count={devices}", os.environ["XLA_FLAGS"])
-    command = [sys.executable, "-m", "experiments.translation", "train", *arguments]
     variables = environment(XLA_FLAGS=flags, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    return subprocess.Popen(command, env=variables, text=True, **PIPES)
+    return start_python("-m", "experiments.translation", "train", *arguments, env=variables)
 
 
 def together() -> tuple[str, ...]:
@@ -187,7 +184,7 @@ from experiments.translation import __main__ as cli
 processes._PATIENCE = 2
 cli.main("train --run {run[1]} --coordinator localhost:1 --processes 2 --process 1".split())
 """
-    unknown, late = ended(started(1, *run, "--distributed"), python(code))
+    unknown, late = ended(started(1, *run, "--distributed"), start_python("-c", code))
     expected = "--distributed needs Slurm, Open MPI, Kubernetes or a TPU pod\n"
     assert unknown[::2] == (2, f"error: the processes did not find each other: {expected}")
     assert late[2] == "error: the processes did not find each other in time\n"

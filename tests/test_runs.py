@@ -11,15 +11,12 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import pytest
 
 from experiments.runs import checkpoints, ending, files, locking
@@ -27,7 +24,7 @@ from experiments.runs.files import Unwritten
 from experiments.translation import __main__ as cli
 from experiments.translation import runs
 from experiments.translation.runs import TranslationRun
-from tests.commands import environment, run_python
+from tests.commands import run_python, start_python
 from tests.conftest import plain_jax
 from tests.test_checkpoints import _watching, left_by_kills
 from tests.test_translation import assert_refused, assert_same_run, saved_run, small_tree
@@ -35,13 +32,6 @@ from tests.test_translation import assert_refused, assert_same_run, saved_run, s
 
 assert _watching
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
-PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-
-
-def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Starts a process whose output is piped by default."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env=environment(), text=True, **(PIPES | options))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -61,7 +51,7 @@ with locked(pathlib.Path(sys.argv[1])):
 @contextlib.contextmanager
 def held_elsewhere(directory: Path) -> Iterator[int]:
     """A context in which another process has the lock. SIGKILL ends that process."""
-    with python(HOLDS_A_LOCK, str(directory), stderr=None) as holder:
+    with start_python("-c", HOLDS_A_LOCK, directory, stderr=None) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
             yield holder.pid
@@ -176,11 +166,10 @@ sys.exit(status)
 def test_many_arrays_that_cannot_be_written_are_one_line(tmp_path):
     """Other threads report failures too, some of them after the command has ended."""
     run = saved_run(tmp_path / "run", 1)
-    process = python(SAVES_MUCH, str(run.directory))
-    printed, error = process.communicate()
+    result = run_python("-c", SAVES_MUCH, run.directory)
     line = f"error: {run.directory}: checkpoint 2 could not be written: File too large\n"
-    assert (printed, error) == ("1 1\n" * 2, line * 2)
-    assert process.returncode == 1 and run.last_whole_step() == 1
+    assert (result.stdout, result.stderr) == ("1 1\n" * 2, line * 2)
+    assert result.returncode == 1 and run.last_whole_step() == 1
 
 
 def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
@@ -237,13 +226,10 @@ def test_a_checkpoint_is_on_the_disk_before_its_digests(tmp_path, events, monkey
     assert run.last_whole_step() == 1
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> TranslationRun:
+@pytest.fixture
+def whole(demonstration) -> TranslationRun:
     """A tiny run that nothing happened to."""
-    jax.clear_caches()  # of programs with the smaller tiles that single tests have
-    run = trained(tmp_path_factory.mktemp("whole") / "run", "--preset", "tiny")
-    jax.clear_caches()
-    return run
+    return TranslationRun.open(demonstration[0])
 
 
 def trained(directory: Path, *arguments: str, status: int = 0) -> TranslationRun:
@@ -367,12 +353,12 @@ sys.exit(exit_status(lambda: [print("x" * 100) for _ in range(2000)]))
 
 def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
     with Path("/dev/full").open("w") as full:
-        process = python(PRINTS, stdout=full)
+        process = start_python("-c", PRINTS, stdout=full)
         assert process.communicate()[1] == "error: [Errno 28] No space left on device\n"
         assert process.returncode == 1
     read_end, write_end = os.pipe()
     os.close(read_end)
-    process = python(PRINTS, stdout=write_end)
+    process = start_python("-c", PRINTS, stdout=write_end)
     os.close(write_end)
     assert process.communicate()[1] == "" and process.returncode == 141
 
@@ -476,10 +462,9 @@ sys.exit(exit_status(command))
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize("steps", [10, 4])  # the fourth is the one in which it is lost
 def test_a_signal_whose_exception_is_lost_ends_the_next_step(name, status, steps):
-    with python(LOST.format(name=name, steps=steps)) as process:
-        out, error = process.communicate()
-    assert process.returncode == status and out == "0\n1\n2\n3\n"
-    assert "Exception ignored" in error and error.endswith("\ninterrupted\n")
+    result = run_python("-c", LOST.format(name=name, steps=steps))
+    assert result.returncode == status and result.stdout == "0\n1\n2\n3\n"
+    assert "Exception ignored" in result.stderr and result.stderr.endswith("\ninterrupted\n")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 1 TB")])

@@ -7,8 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from experiments.language.serving.server import LanguageServer
 from experiments.language.settings import LanguageSettings
 from experiments.language.text import Characters
 from jattn.nn import DecoderOnly
-from tests import commands
+from tests.commands import start_python
 from tests.conftest import plain_jax
 from tests.test_language import TEXT, TINY, a_run
 from tests.test_translation import assert_refused
@@ -385,11 +383,8 @@ def test_wrong_options_are_one_clear_line(options, message, trained, as_users_ru
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_command_serves_until_a_signal(number, status, trained):
-    words = ("-m", "experiments.language", "serve", "--run", trained, "--port", "0")
-    words += ("--cache-dtype", "int8")
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options |= {"cwd": commands.ROOT, "env": commands.environment()}
-    with subprocess.Popen([sys.executable, *words], **options) as server:
+    command = ("-m", "experiments.language", "serve", "--run", trained, "--port", "0")
+    with start_python(*command, "--cache-dtype", "int8") as server:
         assert server.stdout is not None
         line, address = server.stdout.readline(), r"http://127\.0\.0\.1:(\d+)"
         match = re.fullmatch(rf"serving {trained} at {address}; Ctrl-C ends\n", line)

@@ -1,6 +1,5 @@
 """The translation experiment: loss, optimiser, loop, checkpoints, decoding, scores, commands."""
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -40,7 +39,7 @@ from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
 from tests.arrays import assert_equal
-from tests.conftest import assert_trees_close, plain_jax
+from tests.conftest import assert_trees_close
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -88,9 +87,9 @@ def make_bench(config: Config = TINY) -> Bench:
     source = Vocabulary.build(pair.source for pair in texts.train)
     target = Vocabulary.build(pair.target for pair in texts.train)
     pairs, _ = encode_pairs(texts.train, source, target)
-    batches = Batches(pairs, tokens_per_batch=config.tokens_per_batch, max_shapes=1)
+    batches: Any = training.make_batches(config, pairs)
     model = Model(config, len(source), len(target))
-    optimiser = training.make_optimiser(config, config.steps)
+    optimiser = training.make_optimiser(config, training.total_steps(config, batches))
     train_step = training.make_step(model, optimiser, config)
     return Bench(config, texts, source, target, batches, model, optimiser, train_step)
 
@@ -106,15 +105,6 @@ def first_batch() -> Batch:
 
 def a_batch(rows: int = 4) -> Batch:
     return Batch(*(array[:rows] for array in first_batch()))
-
-
-def widened(batch: Batch, places: int) -> Batch:
-    """The batch with more columns of padding on both sides."""
-    wider = {
-        name: np.pad(getattr(batch, name), ((0, 0), (0, places)), constant_values=PAD)
-        for name in ("source", "target_in", "target_out")
-    }
-    return batch._replace(**wider)
 
 
 @pytest.mark.exhaustive
@@ -220,15 +210,6 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
         assert measured == pytest.approx((*losses.tolist(), norm / tokens), rel=1e-4)
 
 
-def test_a_batch_of_padding_alone_changes_no_parameter():
-    empty = Batch(*(np.zeros_like(array) for array in first_batch()))
-    state = bench().init_state()
-    params = jax.device_get(state.params)
-    new_state, measured = bench().step(state, empty)
-    assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
-    assert_equal(new_state.params, params)
-
-
 def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
     batch, parts = a_batch(), bench()
     model = parts.model
@@ -266,13 +247,16 @@ def test_learning_rate_of_every_schedule():
         np.testing.assert_allclose([rate(step) for step in range(12)], expected, rtol=1e-5)
 
 
-def test_the_first_step_moves_every_parameter_that_it_should():
-    state = bench().init_state()
-    params = jax.device_get(state.params)
-    new_state, _ = bench().step(state, first_batch())
-    still = [name for name in params if np.array_equal(params[name], new_state.params[name])]
+def test_the_first_step_moves_every_parameter_that_it_should_and_none_for_padding_alone():
+    params = jax.device_get(bench().init_state().params)
+    moved, _ = bench().step(bench().init_state(), first_batch())
+    still = [name for name in params if np.array_equal(params[name], moved.params[name])]
     # Moving all keys by one vector moves no weight of a softmax.
     assert all(name.endswith("/key/bias") for name in still)
+    empty = Batch(*map(np.zeros_like, first_batch()))
+    unmoved, measured = bench().step(bench().init_state(), empty)
+    assert float(measured.loss) == 0 and float(measured.gradient_norm) == 0
+    assert_equal(unmoved.params, params)
 
 
 def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -447,14 +431,6 @@ def test_metrics_are_lines_of_valid_json(tmp_path):
     first, *rest = (run.directory / "metrics.jsonl").read_text("utf-8").split("\n")
     assert json.loads(first, parse_constant=pytest.fail)["loss"] is None
     assert len(rest) == 2 and run.metrics()[1] == {"step": 2, "loss": 0.5}
-
-
-@pytest.mark.parametrize("content", ["[]", '{"format": "jattn-translation-run"}', "{"])
-def test_a_run_directory_with_other_content_is_refused(tmp_path, content):
-    run = saved_run(tmp_path / "run")
-    (run.directory / "config.json").write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match="expected"):
-        TranslationRun.open(run.directory)
 
 
 def test_settings_are_read_by_type_and_checked():
@@ -760,18 +736,6 @@ def test_numbers_on_the_axes_are_round(tmp_path, figures):
     assert axes.get_ylim()[0] == 0 and all(x == int(x) for x in axes.get_xticks())
 
 
-@pytest.fixture(scope="module")
-def demonstration(tmp_path_factory):
-    """The whole demonstration with the tiny preset: its directory and what it printed."""
-    directory = tmp_path_factory.mktemp("runs") / "demo"
-    printed = io.StringIO()
-    jax.clear_caches()  # of programs with the smaller tiles that single tests have
-    with plain_jax(), contextlib.redirect_stdout(printed):
-        assert cli.main(["--preset", "tiny", "--run", str(directory)]) == 0
-    jax.clear_caches()
-    return directory, printed.getvalue()
-
-
 def png_files(directory: Path) -> list[Path]:
     return sorted((directory / "pictures").glob("*.png"))
 
@@ -821,20 +785,30 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
 
 
 @pytest.mark.slow
-def test_evaluate_and_plot_read_the_run(demonstration, capsys):
+def test_evaluate_plot_and_translate_read_the_run(demonstration, capsys, monkeypatch):
+    """The sentences to translate are arguments or lines of stdin."""
     directory, _ = demonstration
-    scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
-    assert cli.main(["evaluate", "--run", str(directory)]) == 0
-    assert json.loads((directory / "evaluation.json").read_text("utf-8")) == scores
+    run = ["--run", str(directory)]
+    scores = (directory / "evaluation.json").read_text("utf-8")
+    assert cli.main(["evaluate", *run]) == 0
+    assert json.loads((directory / "evaluation.json").read_text("utf-8")) == json.loads(scores)
     for file in png_files(directory):
         file.unlink()
-    assert cli.main(["plot", "--run", str(directory), "--sentence", "der hund schläft ."]) == 0
+    assert cli.main(["plot", *run, "--sentence", "der hund schläft ."]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(png_files(directory)) == 6
-    assert str(directory / "pictures" / "attention.html") in printed
-    blank = ["plot", "--run", str(directory), "--sentence", " \u200b"]
+    assert {*map(str, png_files(directory)), f"{directory}/pictures/attention.html"} <= {*printed}
+    blank = ["plot", *run, "--sentence", " \u200b"]
     assert_refused(blank, "--sentence: expected words, got none", capsys)
-    assert all(str(file) in printed for file in png_files(directory))
+
+    assert cli.main(["translate", *run, "der hund schläft .", "ein quux schläft ."]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 2 and output.err == "unknown words: quux\n"
+    lines = "der hund schläft .\n\nein quux schläft .\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert cli.main(["translate", *run]) == 0
+    first, empty, last = capsys.readouterr().out.split("\n")[:3]
+    assert [first, last] == output.out.splitlines() and empty == ""
 
 
 @pytest.mark.slow
@@ -850,20 +824,6 @@ def test_beams_are_what_is_scored():
     result = parts.evaluator(pairs, search)(params, report=counts.append)
     assert result.translations == by_beam != greedy
     assert sum(counts) == len(pairs)
-
-
-@pytest.mark.slow
-def test_translate_takes_arguments_or_lines(demonstration, capsys, monkeypatch):
-    directory, _ = demonstration
-    run = ["translate", "--run", str(directory)]
-    assert cli.main([*run, "der hund schläft .", "ein quux schläft ."]) == 0
-    output = capsys.readouterr()
-    assert len(output.out.splitlines()) == 2 and output.err == "unknown words: quux\n"
-    lines = "der hund schläft .\n\nein quux schläft .\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-    assert cli.main(run) == 0
-    first, empty, last = capsys.readouterr().out.split("\n")[:3]
-    assert [first, last] == output.out.splitlines() and empty == ""
 
 
 def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
