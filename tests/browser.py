@@ -15,6 +15,8 @@ from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _PATIENCE = 60.0  # seconds for an answer, however busy the machine
+_COMPLAINTS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+_COMPLAINTS += ("Page.javascriptDialogOpening",)
 # The browser reads commands from file descriptor 3 and writes answers to 4.
 _LAUNCHER = (
     "import fcntl, os, sys; "
@@ -104,30 +106,17 @@ class Browser:
         return json.loads(message)
 
     def _note(self, event: dict[str, Any]) -> None:
-        params = event.get("params", {})
-        match event.get("method"):
-            case "Network.requestWillBeSent":
-                self.requests.append(params["request"]["url"])
-            case "Runtime.consoleAPICalled":
-                self.complaints.append(str(params["args"]))
-            case "Runtime.exceptionThrown":
-                self.complaints.append(str(params["exceptionDetails"]))
-            case "Log.entryAdded":
-                self.complaints.append(str(params["entry"]))
-            case "Page.javascriptDialogOpening":
-                self.complaints.append(f"dialog: {params['message']}")
+        if event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(event["params"]["request"]["url"])
+        elif event.get("method") in _COMPLAINTS:
+            self.complaints.append(str(event))
 
     # -------------------------------------------------------------------------------------- page
 
     def show(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
         """The size of the window, the system's theme, and whether fingers take a mouse's place."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=2 if phone else 1,
-            mobile=phone,
-        )
+        scale = {"deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, **scale)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -146,6 +135,13 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def assert_fits_and_loads_only(self, path: Path) -> None:
+        """The page is as wide as the window, loads this file and inline pictures, and complains
+        about nothing."""
+        assert self.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        loaded = [x for x in self.requests if not x.startswith("data:image/png;")]
+        assert loaded == [path.resolve().as_uri()] and not self.complaints
 
     def wait_for(self, expression: str) -> None:
         """Waits until the expression is true."""

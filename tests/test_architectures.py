@@ -20,7 +20,7 @@ from experiments.translation.presets import PRESETS, Config
 from experiments.translation.runs import TranslationRun
 from experiments.translation.vocabulary import BOS, EOS, PAD
 from tests.arrays import assert_equal
-from tests.test_translation import TINY, Batch, Bench, make_bench, padded, trained
+from tests.test_translation import TINY, Batch, Bench, batch_of, make_bench, trained
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -49,10 +49,6 @@ def decided(parts: Bench) -> dict[str, jax.Array]:
     return params | {"output/kernel": output - output.mean(axis=-1, keepdims=True)}
 
 
-def sources(parts: Bench, count: int) -> list[list[int]]:
-    return [parts.source.encode(pair.source) for pair in parts.texts.train[:count]]
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_configuration_decides_the_module(name):
@@ -75,14 +71,14 @@ def loss_and_gradients(model: Model, params: dict[str, jax.Array], batch: Batch)
     return jax.jit(loss)(params, batch)
 
 
-def batch_of(parts: Bench) -> Batch:
+def three_rows(parts: Bench) -> Batch:
     return Batch(*(array[:3] for array in next(iter(parts.batches.epoch(0)))))
 
 
 @pytest.mark.exhaustive
 @every_architecture
 def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
-    params, batch = parts.model.init(3), batch_of(parts)
+    params, batch = parts.model.init(3), three_rows(parts)
     emptier = Batch(*(np.pad(array, ((0, 2), (0, 7))[: array.ndim]) for array in batch))
     loss, gradient = loss_and_gradients(parts.model, params, batch)
     other_loss, other = loss_and_gradients(parts.model, params, emptier)
@@ -96,7 +92,7 @@ def test_more_padding_and_empty_rows_change_neither_loss_nor_gradients(parts):
 def test_half_the_bits_give_nearly_the_loss_and_gradients_of_all(name):
     config = dataclasses.replace(TINY, architecture=name, hidden=24, dropout_rate=0.0)
     part, results = bench_of(name), {}
-    batch, sizes = batch_of(part), (part.model.source_size, part.model.target_size)
+    batch, sizes = three_rows(part), (part.model.source_size, part.model.target_size)
     for dtype in ("float32", "bfloat16"):
         model = Model(dataclasses.replace(config, dtype=dtype), *sizes)
         params = model.init(3)
@@ -132,14 +128,13 @@ def test_training_lowers_the_loss_and_leaves_no_parameter_where_it_was(parts):
     ids=lambda search: search.kind,
 )
 def test_searches_find_what_the_model_gives_that_probability(parts, search):
-    rows, params = sources(parts, 5), decided(parts)
+    rows, params = parts.sources(5), decided(parts)
     best_of_rows = decoding.translations(parts.model, params, rows, search)
     pairs = [(row, x) for row, best in zip(rows, best_of_rows, strict=True) for x in best]
     assert len(pairs) == 5 * search.n_best
     assert len({tuple(generated.ids) for _, generated in pairs}) > len(pairs) / 2
-    read = padded([[BOS, *generated.ids[:-1]] for _, generated in pairs], parts.config.max_length)
-    lengths = np.array([len(row) for row, _ in pairs], np.int32)
-    batch = Batch(padded([row for row, _ in pairs], 24), lengths, read, read, lengths)
+    tokens = [list(generated.ids) for _, generated in pairs]
+    batch = batch_of([row for row, _ in pairs], tokens, parts.config.max_length)
     logits = np.array(jax.jit(parts.model.logits)(params, batch), np.float64)
     logits[..., [PAD, BOS]] = -np.inf
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -153,12 +148,11 @@ def test_searches_find_what_the_model_gives_that_probability(parts, search):
 @pytest.mark.slow
 @every_architecture
 def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
-    rows, params = sources(parts, 5), decided(parts)
+    rows, params = parts.sources(5), decided(parts)
     generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
     links = decoding.alignments(parts.model, params, rows, generated)
-    read = padded([[BOS, *target[:-1]] for target in generated], 32)
-    lengths = np.array([len(source) for source in rows], np.int32)
-    captured = parts.model.weights(params, padded(rows, 24), lengths, read)
+    batch = batch_of(rows, generated, 32)
+    captured = parts.model.weights(params, *batch[:3])
     weights = np.asarray(captured[parts.model.alignment])
     assert weights.shape[2:] == (32, 24)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)

@@ -41,14 +41,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(directory: Path, *arguments: Any, stdin: str = "") -> Said:
+def run(directory: Path, command: str, *arguments: Any, stdin: str = "") -> Said:
+    out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, plain_jax():
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), newline=""))
-        patch.setattr(sys, "stdout", io.StringIO())
-        patch.setattr(sys, "stderr", io.StringIO())
-        assert cli.main(list(map(str, arguments))) == 0
-        written: Any = (sys.stdout, sys.stderr)
-        return Said(directory, *(stream.getvalue() for stream in written))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert cli.main([command, "--run", str(directory), *map(str, arguments)]) == 0
+    return Said(directory, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +60,9 @@ def trained(tmp_path_factory) -> Said:
         for side, suffix in enumerate(("de", "en")):
             lines = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{name}.{suffix}").write_text(lines, "utf-8")
-    directory = folder / "run"
     changes = set_words("tokenizer=bpe", "vocabulary_size=150", "steps=4", "report_every=2")
-    arguments = ["--preset", "tiny", "--data", folder, "--run", directory, *changes]
-    return run(directory, "train", "--json", *arguments)
+    arguments = ["--preset", "tiny", "--data", folder, *changes]
+    return run(folder / "run", "train", "--json", *arguments)
 
 
 @pytest.mark.slow
@@ -126,8 +124,7 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_remaining_time(monkeypatch):
 
 @pytest.mark.slow
 def test_programs_get_the_evaluation(trained):
-    arguments = ["--run", trained.directory, "--json", "--beam", 2, "--length-penalty", 1]
-    said = run(trained.directory, "evaluate", *arguments)
+    said = run(trained.directory, "evaluate", "--json", "--beam", 2, "--length-penalty", 1)
     (emitted,) = said.records
     written = json.loads((trained.directory / "evaluation.json").read_text("utf-8"))
     assert emitted == {"event": "evaluation", "set": "validation", **written["validation"]}
@@ -155,7 +152,7 @@ def test_a_run_is_resumed_with_the_same_settings_and_text_alone(trained, capsys)
 @pytest.mark.slow
 def test_stdin_is_read_as_files_are(trained):
     def translated(text: str) -> str:
-        return run(trained.directory, "translate", "--run", trained.directory, stdin=text).out
+        return run(trained.directory, "translate", stdin=text).out
 
     sentence, other = (pair.source for pair in bench().texts.train[:2])
     odd = f"\ufeff{sentence}\r\n \u3000{other} \r\n"

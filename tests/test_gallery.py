@@ -133,11 +133,9 @@ def test_the_page_fits_the_window(window, tmp_path, width, dark):
     path.write_text(page.written({"differential": MEASURED}), encoding="utf-8")
     window.show(width, 900, dark=dark, phone=width < 500)
     window.open(path, ready="true")
-    assert window.evaluate("document.documentElement.scrollWidth <= innerWidth")
     wide = "[...document.querySelectorAll('.table, .formula')].some"
     assert not window.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)")
-    loaded = [x for x in window.requests if not x.startswith("data:image/png;")]
-    assert not window.complaints and loaded == [path.resolve().as_uri()]
+    window.assert_fits_and_loads_only(path)
 
 
 @pytest.mark.slow

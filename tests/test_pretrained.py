@@ -228,50 +228,48 @@ YARN: dict[str, Any] = rope("yarn", factor=4.0) | {"max_position_embeddings": No
 BOTH_ROPES = {"rope_scaling": {"type": "linear", "factor": 2.0}, **rope("default", rope_theta=1e4)}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_type": "marian"}, r"is an nn\.Transformer; call nn\.Transformer"),
-        ({"vocab_size": None}, "expected the option vocab_size"),
-        (rope("linear"), "expected the rotary option factor"),
-        (rope("dynamic", factor=2), "^length:"),
-        (YARN, "expected the option max_position_embeddings"),
-        ({"hidden_size": "16"}, "an option has a wrong value"),
-        ({"num_attention_heads": 0}, "an option has a wrong value"),
-        ({"partial_rotary_factor": 2.0}, "0 < partial_rotary_factor <= 1, got 2"),
-        (BOTH_ROPES, "expected one of rope_parameters and rope_scaling, got both"),
-        ({"attention_bias": True}, r"missing model\.layers\.0\.self_attn\.k_pro"),
-        ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\.input_la"),
-        ({"intermediate_size": 21}, r"layers.0.mlp.\w+.weight: expected shape \[2"),
-        ({"tie_word_embeddings": True}, r"missing none; unexpected lm_head\.weight"),
-    ],
-)
-def test_configs_that_do_not_fit(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        nn.DecoderOnly.from_safetensors(golden_folder(tmp_path, "llama", **options))
+WRONG_CONFIGS = [
+    ({"model_type": "marian"}, r"is an nn\.Transformer; call nn\.Transformer"),
+    ({"vocab_size": None}, "expected the option vocab_size"),
+    (rope("linear"), "expected the rotary option factor"),
+    (rope("dynamic", factor=2), "^length:"),
+    (YARN, "expected the option max_position_embeddings"),
+    ({"hidden_size": "16"}, "an option has a wrong value"),
+    ({"num_attention_heads": 0}, "an option has a wrong value"),
+    ({"partial_rotary_factor": 2.0}, "0 < partial_rotary_factor <= 1, got 2"),
+    (BOTH_ROPES, "expected one of rope_parameters and rope_scaling, got both"),
+    ({"attention_bias": True}, r"missing model\.layers\.0\.self_attn\.k_pro"),
+    ({"num_hidden_layers": 1}, r"unexpected model\.layers\.1\.input_la"),
+    ({"intermediate_size": 21}, r"layers.0.mlp.\w+.weight: expected shape \[2"),
+    ({"tie_word_embeddings": True}, r"missing none; unexpected lm_head\.weight"),
+]
+UNSUPPORTED = [
+    ("llama", {"model_type": "gpt_oss"}, r"model_type 'gpt_oss' is not .* llama"),
+    ("llama", {"model_type": []}, r"model_type \[\] is not supported"),
+    ("llama", {"gate_scale": 2}, r"\{'gate_scale': 2\} .*ignored=\['gate_sc"),
+    ("llama", {"hidden_act": "xielu"}, "'xielu'} is not supported"),
+    ("llama", rope("longrope"), "rotary scaling 'longrope' is not supported"),
+    ("llama", rope("linear", factor=2.0, mrope_section=[1]), "{'mrope_section': .* are not"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' are not"),
+    ("qwen2", {"use_sliding_window": False}, "layer_types=.* is not supported"),
+    ("marian", {"decoder_ffn_dim": 7}, "decoder_ffn_dim=7 is not supported, only 20"),
+    ("marian", {"normalize_embedding": True}, "normalize_embedding=True is not supported"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("error", "name", "options", "message"),
     [
-        ("llama", {"model_type": "gpt_oss"}, r"model_type 'gpt_oss' is not .* llama"),
-        ("llama", {"model_type": []}, r"model_type \[\] is not supported"),
-        ("llama", {"gate_scale": 2}, r"\{'gate_scale': 2\} .*ignored=\['gate_sc"),
-        ("llama", {"hidden_act": "xielu"}, "'xielu'} is not supported"),
-        ("llama", rope("longrope"), "rotary scaling 'longrope' is not supported"),
-        ("llama", rope("linear", factor=2.0, mrope_section=[1]), "{'mrope_section': .* are not"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
-        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' are not"),
-        ("qwen2", {"use_sliding_window": False}, "layer_types=.* is not supported"),
-        ("marian", {"decoder_ffn_dim": 7}, "decoder_ffn_dim=7 is not supported, only 20"),
-        ("marian", {"normalize_embedding": True}, "normalize_embedding=True is not supported"),
+        *((ValueError, "llama", *row) for row in WRONG_CONFIGS),
+        *((NotImplementedError, *row) for row in UNSUPPORTED),
     ],
 )
-def test_options_that_are_not_supported(name, options, message, tmp_path):
-    with pytest.raises(NotImplementedError, match=message):
+def test_configs_that_do_not_fit_or_are_not_supported(error, name, options, message, tmp_path):
+    with pytest.raises(error, match=message):
         loaded(golden_folder(tmp_path, name, **options), CASES[name])
 
 

@@ -74,6 +74,10 @@ class Bench:
         }
         return training.TrainingLoop(**(parts | changes))
 
+    def sources(self, count: int) -> list[list[int]]:
+        """The tokens of the first sentences that are held out for validation."""
+        return [self.source.encode(pair.source) for pair in self.texts.validation[:count]]
+
     def evaluator(self, pairs: list[Pair], *search: decoding.Search) -> evaluation.Evaluator:
         return evaluation.Evaluator(self.model, pairs, self.source, self.target, *search)
 
@@ -514,7 +518,7 @@ def batch_of(sources, targets, width: int) -> Batch:
 
 def test_translations_are_what_the_model_finds_likeliest_after_each_prefix():
     parts, params = bench(), decided_params()
-    rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:6]]
+    rows = parts.sources(6)
     generated = decoding.translated(parts.model, params, rows)
     batch = batch_of(rows, generated, TINY.max_length)
     logits = np.array(jax.jit(parts.model.logits)(params, batch))
@@ -585,9 +589,9 @@ def test_a_model_that_gives_no_probabilities_translates_nothing(kind):
     parts, params = bench(), dict(decided_params())
     name = next(name for name in params if "decoder" in name and "kernel" in name)
     params[name] = params[name] * np.nan
-    rows = [parts.source.encode(pair.source) for pair in parts.texts.validation[:2]]
+    search = decoding.Search(kind=kind, beams=2)
     with pytest.raises(Failure, match=r"sentence [12]: the model gives no probabilities \(NaN\)"):
-        decoding.translations(parts.model, params, rows, decoding.Search(kind=kind, beams=2))
+        decoding.translations(parts.model, params, parts.sources(2), search)
     with pytest.raises(Failure, match="the loss is NaN"):
         parts.evaluator(parts.texts.validation[:2]).token_loss(params)
 
@@ -655,11 +659,11 @@ def test_bleu_of_words_is_counted_on_words_with_every_tokeniser(kind):
 def test_loss_weighs_every_token_alike_and_perplexity_is_its_exponential():
     parts, params = bench(), decided_params()
     pairs = parts.texts.validation
-    sources = [parts.source.encode(pair.source) for pair in pairs]
     targets = [parts.target.encode(pair.target) for pair in pairs]
-    batch, labels = batch_of(sources, targets, 24), padded(targets, 24)
+    batch = batch_of(parts.sources(len(pairs)), targets, 24)
     logits = jax.jit(parts.model.logits)(params, batch)
     log_probs = scipy.special.log_softmax(np.asarray(logits, np.float64), axis=-1)
+    labels = batch.target_out
     loss = -np.take_along_axis(log_probs, labels[..., None], -1)[labels != PAD].mean()
     result = parts.evaluator(pairs)(params)
     assert result.scores.loss == pytest.approx(loss, rel=1e-5)
@@ -816,7 +820,7 @@ def test_beams_are_what_is_scored():
     parts, params, counts = bench(), decided_params(), []
     pairs = parts.texts.validation[:6]
     search = decoding.Search(kind="beam", beams=3, length_penalty=1.0)
-    rows = [parts.source.encode(pair.source) for pair in pairs]
+    rows = parts.sources(6)
     by_beam, greedy = (
         [*map(parts.target.decode, decoding.translated(parts.model, params, rows, *options))]
         for options in ((search,), ())

@@ -150,9 +150,14 @@ def test_diagrams_are_svg_made_by_the_code():
         assert image.get("aria-label") and len(list(image)) > 10
 
 
+@functools.cache
+def result_of(name: str) -> Result:
+    return run(BY_NAME[name])
+
+
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_step_runs_and_its_claims_hold(name):
-    result = run(BY_NAME[name])
+    result = result_of(name)
     assert result.output.count("✓") >= 3
     assert result.pictures and all(png.startswith(b"\x89PNG") for png in result.pictures)
     assert all(" by " in x for x in result.descriptions), "panels and axes, for who cannot see them"
@@ -176,7 +181,7 @@ def test_printed_digits_are_looked_at():
 
 
 def test_the_page_escapes_and_loads_nothing():
-    text = page.written([run(hostile), run(BY_NAME["query-key-value"])])
+    text = page.written([run(hostile), result_of("query-key-value")])
     read = Reader(text)
     assert not read.open and not set(read.tags) & {"script", "iframe", "object", "link"}
     for shown in (
@@ -289,25 +294,24 @@ def test_alignments_have_a_panel_for_each_map():
     assert [axes.get_title() for axes in figure.axes if axes.get_title()] == list(maps)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (900, 900), (1280, 800), (1920, 1080)])
+@pytest.mark.parametrize(
+    ("width", "height", "dark"),
+    [(390, 844, True), (900, 900, False), (1280, 800, True), (1920, 1080, False)],
+)
 def test_the_first_screen(window, tmp_path, width, height, dark):
     path = tmp_path / "index.html"
     path.write_text(page_without_runs(), encoding="utf-8")
     window.show(width, height, dark=dark, phone=width < 500)
     window.open(path, ready="true")
-    top = "document.querySelector('{}').getBoundingClientRect().top"
-    assert window.evaluate(top.format("header svg")) < height / 2
-    assert window.evaluate(top.format("nav")) < height * 0.7
-    assert window.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    def top(selector: str) -> float:
+        return window.get(selector, "getBoundingClientRect().top")
+
+    assert top("header svg") < height / 2 and top("nav") < height * 0.7
     # MathML is drawn as such: a numerator is above its denominator.
-    numerator, denominator = (
-        window.evaluate(top.format(f"#simple-self-attention mfrac > :nth-child({place})"))
-        for place in (1, 2)
-    )
-    assert numerator < denominator
-    assert not window.complaints
-    assert window.requests == [path.resolve().as_uri()]
+    numerator, denominator = (f"#simple-self-attention mfrac > :nth-child({n})" for n in (1, 2))
+    assert top(numerator) < top(denominator)
+    window.assert_fits_and_loads_only(path)
 
 
 def test_the_command_runs_one_step(tmp_path, capsys):
