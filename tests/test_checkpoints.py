@@ -342,7 +342,7 @@ def train(run: TranslationRun, *, calls: int | None = None) -> None:
     parts = small_bench()
     state, last_step = parts.init_state(), 0
     if run.steps():
-        saved, last_step = run.restore(jax.eval_shape(parts.init_state))
+        saved, last_step = run.restore(parts.first_state)
         state = jax.tree.map(jnp.asarray, saved)
     run.forget_metrics_after(last_step)
     counter = itertools.count(1)
@@ -398,7 +398,7 @@ def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tm
     train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert run.steps() == uninterrupted.steps()
-    like, shapes = jax.eval_shape(small_bench().init_state), small_bench().model.shapes
+    like, shapes = small_bench().first_state, small_bench().model.shapes
     assert_equal(run.restore(like), uninterrupted.restore(like))
     assert_equal(run.parameters(shapes), uninterrupted.parameters(shapes))
 
@@ -408,7 +408,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
     """If the best checkpoint is damaged, the last one is used."""
     shutil.copytree(uninterrupted.directory, tmp_path / "run")
     run = TranslationRun.open(tmp_path / "run")
-    like = jax.eval_shape(small_bench().init_state)
+    like = small_bench().first_state
     state, step = run.restore(like)
     digests = run.directory / "digests" / f"{step}.json"
     original = digests.read_text()

@@ -25,14 +25,14 @@ def losses(
     placement = Placement.of(meshes.parse_mesh(mesh or "data=1"), bench.model)
     train_step = training.make_step(bench.model, bench.optimiser, bench.config, placement)
     state = placement.state(bench.init_state())
-    lie = jax.tree.map(lambda array: array.sharding, state)
+    shardings = jax.tree.map(lambda array: array.sharding, state)
     losses_of_steps = []
     for batch in itertools.islice(bench.batches.from_step(0), steps):
         placed = placement.batch(batch, bench.config.accumulation_steps)
         state, metrics = train_step(state, placed)
         losses_of_steps.append(float(metrics.loss))
     if mesh:
-        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, lie)
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y, x.ndim), state, shardings)
         assert jax.tree.all(same)
     return losses_of_steps, placement.host(state)
 
@@ -42,7 +42,7 @@ def losses(
 @pytest.mark.parametrize("mesh", ["data=2,model=2,context=2", "data=4,model=2"])
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     """The model has dropout, and rows are not divisible by the number of devices."""
-    small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32, feed_forward=32))
+    small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32))
     alone, state = losses(small_bench, None)
     cut, sharded_state = losses(small_bench, mesh)
     np.testing.assert_allclose(cut, alone, rtol=2e-5)

@@ -59,8 +59,14 @@ class Bench:
     optimiser: Any
     step: training.Step
 
+    @functools.cached_property
+    def first_state(self) -> TrainingState:
+        """The state before training, in arrays of NumPy, which no step deletes."""
+        state = training.init_state(self.model, self.optimiser, self.config.seed)
+        return jax.device_get(state)
+
     def init_state(self) -> TrainingState:
-        return training.init_state(self.model, self.optimiser, self.config.seed)
+        return jax.tree.map(jnp.array, self.first_state)
 
     def loop(self, **changes) -> training.TrainingLoop:
         parts = {
@@ -252,7 +258,7 @@ def test_learning_rate_of_every_schedule():
 
 
 def test_the_first_step_moves_every_parameter_that_it_should_and_none_for_padding_alone():
-    params = jax.device_get(bench().init_state().params)
+    params = bench().first_state.params
     moved, _ = bench().step(bench().init_state(), first_batch())
     still = [name for name in params if np.array_equal(params[name], moved.params[name])]
     # Moving all keys by one vector moves no weight of a softmax.
@@ -320,7 +326,7 @@ def test_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
         bench().loop(report=report, save=save).run(bench().init_state())
     opened = TranslationRun.open(tmp_path / "run")
     assert opened == run
-    saved, step = opened.restore(jax.eval_shape(bench().init_state))
+    saved, step = opened.restore(bench().first_state)
     assert step == TINY.checkpoint_every < TINY.steps
     resumed, rest = trained(bench(), jax.tree.map(jnp.asarray, saved), validate=VALIDATE)
     assert_equal(resumed, expected)
@@ -831,8 +837,7 @@ def test_beams_are_what_is_scored():
 
 
 def assert_same_run(expected: TranslationRun, other: TranslationRun) -> None:
-    like = jax.eval_shape(bench().init_state)
-    (state, step), (also, last) = expected.restore(like), other.restore(like)
+    (state, step), (also, last) = (run.restore(bench().first_state) for run in (expected, other))
     assert step == last == TINY.steps
     assert_equal(state, also)
     assert timeless(expected.metrics()) == timeless(other.metrics())
