@@ -310,8 +310,8 @@ def test_what_is_best_and_how_long_ago(losses, best, waited):
     assert stopping.has_stopped(records, 2) == (waited >= 2)
 
 
-PATIENCE = 3
-LOSSES = [5.0, 3.0, 2.0, 4.0, 2.0, 3.0, 1.0]  # training stops before the last; the third is best
+PATIENCE = 2
+LOSSES = [5.0, 2.0, 3.0, 2.0, 1.0]  # training stops before the last; the second is best
 
 
 @functools.cache
@@ -382,15 +382,15 @@ def uninterrupted(tmp_path_factory) -> TranslationRun:
 @pytest.mark.slow
 def test_training_stops_when_it_has_waited_and_the_best_parameters_count(uninterrupted):
     steps = [record["step"] for record in uninterrupted.metrics() if "validation_loss" in record]
-    assert steps == [3, 6, 9, 12, 15, 18]
+    assert steps == [3, 6, 9, 12]
     params, used = uninterrupted.parameters(small_bench().model.shapes)
-    assert used == [9]
+    assert used == [6]
     assert losses_of_params()[digest(params)] == 2.0
-    assert uninterrupted.steps() == [9, 15, 16, 18]  # the best, and the last three
+    assert uninterrupted.steps() == [6, 8, 9, 12]  # the best, and the last three
 
 
 @pytest.mark.one_in(5, slow=True)
-@pytest.mark.parametrize("calls", [1, 9, 14, 15, 22])
+@pytest.mark.parametrize("calls", [9, 1, 8, 12, 15])
 def test_a_run_killed_anywhere_ends_like_the_uninterrupted_one(uninterrupted, tmp_path, calls):
     run = begun(tmp_path / "run")
     with pytest.raises(Killed):
@@ -420,9 +420,9 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(uninterrupted, tmp
         train(run)
     assert timeless(run.metrics()) == timeless(uninterrupted.metrics())
     assert_equal(run.restore(like), uninterrupted.restore(like))
-    flip_a_bit_of(run, 9)
-    with pytest.warns(UserWarning, match="checkpoint 9 is incomplete or damaged"):
-        assert run.parameters(small_bench().model.shapes)[1] == [18]
+    flip_a_bit_of(run, 6)
+    with pytest.warns(UserWarning, match="checkpoint 6 is incomplete or damaged"):
+        assert run.parameters(small_bench().model.shapes)[1] == [12]
 
 
 def test_without_patience_the_latest_checkpoints_are_kept(tmp_path):
