@@ -208,12 +208,10 @@ def test_the_bar_still_moves_the_cursor(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sentence_cannot_command_the_terminal(trained, monkeypatch):
+def test_a_sentence_cannot_command_the_terminal(trained):
     out, err = Terminal(), Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
     arguments = ["translate", "--run", str(trained.directory), "ein \x1b[2J\x07 bellt"]
-    with plain_jax():
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert cli.main(arguments) == 0
         with pytest.raises(SystemExit):
             cli.main([*arguments, "--\x1b[2J"])

@@ -121,17 +121,26 @@ def logits_and_weights(model, source, target, lengths: Any = None):
     return model(source, target, source_lengths=lengths), captured
 
 
-@pytest.mark.parametrize("lengths", [None, [4, 7], [1, 2], [0, 7]])
-def test_logits_and_weights_are_those_of_the_formula(lengths):
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        *(((B,), lengths) for lengths in (None, [4, 7], [1, 2], [0, 7])),
+        pytest.param((), 5, marks=pytest.mark.slow),
+        pytest.param((3, 2), [[1, 7], [4, 2], [7, 3]], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_logits_and_weights_are_those_of_the_formula(batch, lengths):
+    source, target = ids(1, SOURCE, *batch, S), ids(2, TARGET, *batch, T)
     source_lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    out, captured = logits_and_weights(exact(), *BOTH_IDS, source_lengths)
-    lengths = lengths or [S] * B
-    expected, rows = formula(arrays(exact()), lengths=lengths)
-    close(out, expected, 1e-12)
+    out, captured = logits_and_weights(exact(), source, target, source_lengths)
+    rows = source.reshape(-1, S), target.reshape(-1, T)
+    row_lengths = np.ravel([S] * B if lengths is None else lengths)
+    expected, weights = formula(arrays(exact()), *rows, row_lengths)
+    close(out.reshape(-1, T, TARGET), expected, 1e-12)
     assert np.abs(expected).max() > 1 and captured.keys() == {"decoder/attention"}
-    padded = [np.pad(row, ((0, 0), (0, S - n))) for row, n in zip(rows, lengths, strict=True)]
-    close(captured["decoder/attention"], np.stack(padded)[:, None], 1e-12)
-    assert lengths[1] < 3 or np.abs(np.diff(padded[1], axis=0)).max() > 1e-2
+    padded = [np.pad(x, ((0, 0), (0, S - n))) for x, n in zip(weights, row_lengths, strict=True)]
+    close(captured["decoder/attention"], np.reshape(padded, (*batch, 1, T, S)), 1e-12)
+    assert row_lengths[-1] < 3 or np.abs(np.diff(padded[-1], axis=0)).max() > 1e-2
 
 
 def test_gradients_are_the_differences_of_the_formula():
@@ -176,18 +185,6 @@ def test_without_places_on_either_side():
     none = call(exact(), SOURCE_IDS[:, :0], TARGET_IDS)
     close(none, formula(arrays(exact()), lengths=[0, 0])[0], 1e-12)
     assert call(exact(), SOURCE_IDS, TARGET_IDS[:, :0]).shape == (B, 0, TARGET)
-
-
-@pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("batch", [(), (3, 2)])
-def test_any_number_of_batch_axes(batch):
-    model = exact()
-    source, target = ids(6, SOURCE, *batch, S), ids(7, TARGET, *batch, T)
-    lengths = np.random.default_rng(8).integers(1, S + 1, batch).astype(np.int32)
-    out, captured = logits_and_weights(model, source, target, jnp.asarray(lengths))
-    rows = source.reshape(-1, S), target.reshape(-1, T), lengths.reshape(-1)
-    close(out.reshape(-1, T, TARGET), formula(arrays(model), *rows)[0], 1e-12)
-    assert captured["decoder/attention"].shape == (*batch, 1, T, S)
 
 
 @nnx.jit

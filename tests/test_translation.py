@@ -109,12 +109,8 @@ def bench() -> Bench:
     return make_bench()
 
 
-def first_batch() -> Batch:
-    return next(iter(bench().batches.epoch(0)))
-
-
-def a_batch(rows: int = 4) -> Batch:
-    return Batch(*(array[:rows] for array in first_batch()))
+def first_batch(rows: int | None = None) -> Batch:
+    return Batch(*(array[:rows] for array in next(iter(bench().batches.epoch(0)))))
 
 
 @pytest.mark.exhaustive
@@ -175,7 +171,7 @@ def in_parts(model: Any, parts: int, dropout_rate=0.0) -> tuple[TrainingState, t
 
 def uneven_batch() -> Batch:
     """Eight rows, most of whose tokens are in the first half."""
-    batch = a_batch(8)
+    batch = first_batch(8)
     return batch._replace(target_lengths=np.where(np.arange(8) < 4, batch.target_lengths, 1))
 
 
@@ -221,7 +217,7 @@ def test_a_step_takes_the_mean_over_tokens_and_drops_by_seed_and_step():
 
 
 def test_ids_that_the_model_has_not_got_are_refused_before_the_device():
-    batch, parts = a_batch(), bench()
+    batch, parts = first_batch(), bench()
     model = parts.model
     for name, words, wrong in (
         ("target_out", "target labels", -1),

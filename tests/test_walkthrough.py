@@ -205,15 +205,12 @@ def test_the_page_escapes_and_loads_nothing():
     assert "prefers-color-scheme: dark" in style and "content=\"default-src 'none'" in text
 
 
-def test_code_on_the_page_is_the_functions_own():
+def test_code_on_the_page_is_the_functions_own_and_imports_what_earlier_steps_define():
     assert hostile.lines.text.startswith("# A comment before <i>the first</i> line.\nprint(")
     assert hostile.drawing.text == "draw(Figure())\n"
     assert [code.label for code in BY_NAME["causal"].helpers][:2] == ["softmax_of_scores", "filled"]
-
-
-def test_names_of_earlier_steps_are_imported_and_linked():
-    places = [place for place, one in enumerate(STEPS) if "JOURNEY" in undefined_names(one)]
-    (origin,) = (place for place, one in enumerate(STEPS) if "JOURNEY" in defined_names(one))
+    places = [place for place, x in enumerate(STEPS) if "JOURNEY" in undefined_names(x)]
+    (origin,) = (place for place, x in enumerate(STEPS) if "JOURNEY" in defined_names(x))
     assert places
     for place in places:
         assert "JOURNEY" in borrowed(STEPS, place)[origin]
