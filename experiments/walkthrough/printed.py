@@ -158,16 +158,6 @@ MASKED_SCORES = [
     [-0.1138, -0.0713, -0.0680, -0.0359, 0.0092, NO],
     [-0.2850, -0.3639, -0.3583, -0.1993, -0.1564, -0.2669],
 ]
-# Misprints: (table, row, column or "entries") -> (printed, right).
-MISPRINTS = {
-    ("masked", 0, "entries"): (5, 6),
-    ("masked", 1, "entries"): (5, 6),
-    ("masked", 2, "entries"): (5, 6),
-    ("renormalised", 0, "entries"): (5, 6),
-    ("renormalised", 1, "entries"): (5, 6),
-    ("renormalised", 2, "entries"): (5, 6),
-    ("renormalised", 5, 2): (0.1555, 0.1565),
-}
 SELF_ATTENTION = """
 0.2996 0.8053
 0.3061 0.8210
