@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -174,22 +174,29 @@ def _small_tiles(request):
         yield
 
 
+@contextlib.contextmanager
+def switched_on(config: Any, option: str) -> Generator[None, None, None]:
+    """Switches an option of JAX's or jaxtyping's configuration on."""
+    previous = getattr(config, option)
+    config.update(option, True)
+    try:
+        yield
+    finally:
+        config.update(option, previous)
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """Turns optimisations off for tests that compile much and compute little."""
-    previous = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", previous)
+    with switched_on(jax.config, "jax_disable_most_optimizations"):
+        yield
 
 
 @pytest.fixture
 def unchecked():
     """Switches the annotation checks off, so that the library's own messages are what raises."""
-    previous = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", previous)
+    with switched_on(jaxtyping.config, "jaxtyping_disable"):
+        yield
 
 
 @pytest.fixture
@@ -202,16 +209,13 @@ def standard_promotion():
 @contextlib.contextmanager
 def plain_jax():
     """32 bits and JAX's own rules of promotion, as on the command line; compiles twice as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with (
-            jax.enable_x64(False),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    with (
+        switched_on(jax.config, "jax_disable_most_optimizations"),
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +245,19 @@ def demonstration(tmp_path_factory):
 def as_users_run_it():
     with plain_jax():
         yield
+
+
+def expect(
+    kind: type[Exception], says: str, function: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """Checks the kind of error of a call, and that its message has all parts between " | "."""
+    with pytest.raises(kind) as raised:
+        function(*args, **options)
+    assert type(raised.value) is kind, "an error of ours, not a leak from below"
+    message = str(raised.value)
+    missing = [part for part in says.split(" | ") if part not in message]
+    assert not missing, f"{missing} not in {message!r}"
+    assert message.count("\n") <= 1, "one clear line"
 
 
 def assert_trees_close(got: Any, want: Any, **tolerance: Any) -> None:

@@ -19,7 +19,7 @@ from jattn import masks, nn, normalizers, parallel, positions, scores
 from jattn._advice import ADVICE
 from jattn.cache import DenseCache
 from jattn.options import Options, parameters_of
-from tests.conftest import normal_arrays, quick_jit
+from tests.conftest import expect, normal_arrays, quick_jit
 
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -211,19 +211,6 @@ MISTAKES = {
     )
     for says, wrong in rows.items()
 }
-
-
-def expect(
-    kind: type[Exception], says: str, function: Callable[..., Any], *args: Any, **options: Any
-) -> None:
-    """Checks the kind of error of a call, and that its message has all parts."""
-    with pytest.raises(kind) as raised:
-        function(*args, **options)
-    assert type(raised.value) is kind, "an error of ours, not a leak from below"
-    message = str(raised.value)
-    missing = [part for part in says.split(" | ") if part not in message]
-    assert not missing, f"{missing} not in {message!r}"
-    assert message.count("\n") <= 1, "one clear line"
 
 
 def test_the_call_is_right_without_a_mistake():

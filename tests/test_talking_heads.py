@@ -12,7 +12,14 @@ import pytest
 import jattn
 from jattn import masks, scores, talking_heads
 from tests.arrays import temporaries
-from tests.conftest import assert_trees_close, attention_arrays, out_and_gradients, quick_jit
+from tests.conftest import (
+    assert_trees_close,
+    attention_arrays,
+    expect,
+    out_and_gradients,
+    quick_jit,
+)
+from tests.test_mechanisms import assert_values_and_gradients
 
 
 B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 4, 3
@@ -29,13 +36,16 @@ def _several_blocks(monkeypatch):
 
 
 def oracle(
-    arrays: list[Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mix_logits: Any,
+    mix_weights: Any,
     allowed: Any = lambda b, h, i, j: True,
     bias: Any = lambda h, i, j: 0.0,
     scale: Any = SCALE,
 ) -> Any:
     """Talking heads in loops; complex numbers give derivatives."""
-    query, key, value, mix_logits, mix_weights = arrays
     key, value = (np.repeat(x, N // K, axis=2) for x in (key, value))
     kind = np.result_type(query, key, value, mix_logits, mix_weights)
     out = np.zeros((*query.shape[:3], value.shape[-1]), kind)
@@ -79,19 +89,11 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("rule", RULES)
 def test_values_and_gradients(rule):
     options, definition = RULES[rule]
-    truth = functools.partial(oracle, **definition)
-    q, k, v, d_out = attention_arrays(SIZES)
-    arguments = (q, k, v, *map(jnp.asarray, MIXTURES))
+    names = ("query", "key", "value", "mix_logits", "mix_weights")
+    arrays = map(np.asarray, (*attention_arrays(SIZES)[:3], *MIXTURES))
     attend = functools.partial(jattn.talking_heads_attention, **options)
-    out, *gradients = quick_jit(lambda x, d: out_and_gradients(attend, x, d))(arguments, d_out)
-    plain = [np.asarray(x) for x in arguments]
-    np.testing.assert_allclose(out, truth(plain), rtol=0, atol=1e-13)
-    rng = np.random.default_rng(1)
-    for n, gradient in enumerate(gradients):
-        direction = rng.normal(size=plain[n].shape)
-        moved = [x + 1e-100j * direction if n == m else x for m, x in enumerate(plain)]
-        slope = np.sum(np.asarray(d_out) * truth(moved).imag) / 1e-100
-        np.testing.assert_allclose(np.sum(direction * gradient), slope, rtol=1e-11, atol=1e-12)
+    truth = functools.partial(oracle, **definition)
+    assert_values_and_gradients(attend, truth, dict(zip(names, arrays, strict=True)))
 
 
 @pytest.mark.one_in(2)
@@ -134,7 +136,7 @@ def test_dtypes_and_batch_axes(dtype):
     mixtures = [jnp.asarray(x, dtype) for x in MIXTURES]
     out = jattn.talking_heads_attention(*arrays, *mixtures)
     assert out.dtype == dtype
-    want = oracle([np.asarray(x, np.float64) for x in (*arrays, *mixtures)])
+    want = oracle(*(np.asarray(x, np.float64) for x in (*arrays, *mixtures)))
     bound = 4 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
     np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=bound)
     attend = quick_jit(lambda *x: jattn.talking_heads_attention(*x, *mixtures))
@@ -165,10 +167,9 @@ def test_memory_is_linear(monkeypatch):
 
 def test_errors_name_what_was_expected(unchecked):
     q, k, v, _ = attention_arrays(SIZES)
-    wrong: Any = jattn.talking_heads_attention
-    with pytest.raises(ValueError, match=r"mix_logits: expected \[N, N\] = \[6, 6\], got \[6, 5\]"):
-        wrong(q, k, v, jnp.ones((6, 5)), jnp.eye(6))
-    with pytest.raises(TypeError, match=r"mix_weights: expected a floating-point array \[N, N\]"):
-        wrong(q, k, v, jnp.eye(6), np.eye(6, dtype=int))
-    with pytest.raises(TypeError, match="dropout_rate"):
-        wrong(q, k, v, jnp.eye(6), jnp.eye(6), dropout_rate=0.5)
+    wrong, eye = functools.partial(jattn.talking_heads_attention, q, k, v), jnp.eye(6)
+    says = "mix_logits: expected [N, N] = [6, 6], got [6, 5]"
+    expect(ValueError, says, wrong, jnp.ones((6, 5)), eye)
+    says = "mix_weights: expected a floating-point array [N, N]"
+    expect(TypeError, says, wrong, eye, np.eye(6, dtype=int))
+    expect(TypeError, "dropout_rate", wrong, eye, eye, dropout_rate=0.5)
