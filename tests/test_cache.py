@@ -16,7 +16,7 @@ import jattn.nn
 from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests import oracle
-from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+from tests.conftest import assert_trees_close, expect, normal_arrays, quick_jit
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -117,9 +117,13 @@ def test_more_than_a_chunk_goes_in_pieces():
     got, cache = cached(*tokens(), CACHES["rolling"](3), mask=mask)
     close(got, whole("rolling", mask, *tokens()))
     np.testing.assert_array_equal(cache.lengths, [T] * B)
-    mask = masks.Blocks(jnp.ones((T, W + 3), bool), 1)
-    with pytest.raises(NotImplementedError, match=r"mask: .*no more tokens than the cache's chunk"):
-        cached(*tokens(), CACHES["rolling"](3), mask=mask)
+    mask, says = (
+        masks.Blocks(jnp.ones((T, W + 3), bool), 1),
+        "no more tokens than the cache's chunk",
+    )
+    expect(
+        NotImplementedError, f"mask: | {says}", cached, *tokens(), CACHES["rolling"](3), mask=mask
+    )
 
 
 @pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
@@ -191,9 +195,8 @@ def filled(kind: str, lengths: np.ndarray) -> Any:
 def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     _, key, value = tokens(1)
     cache = filled(kind, LENGTHS).append(key[:, :3], value[:, :3])
-    message = "capacity = 16 tokens in each batch row, got 17 in batch row 0"
-    with pytest.raises(ValueError, match=message):
-        cache.append(key[:, :1], value[:, :1])
+    says = "capacity = 16 tokens in each batch row, got 17 in batch row 0"
+    expect(ValueError, says, cache.append, key[:, :1], value[:, :1])
     only_others = np.array([[False], [True], [True]])
     assert cache.append(key[:, :1], value[:, :1], only_others).lengths.tolist() == [16, 11, 5]
 
@@ -211,14 +214,6 @@ def test_a_cache_may_have_a_dtype_of_its_own(kind, dtype):
     key, value = (x.astype(dtype).astype(jnp.float32) for x in (key, value))
     want, _ = attended(CACHES[kind](T), query, key, value)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-6)
-
-
-@every_cache
-def test_inside_scan(kind):
-    qkv = tuple(jnp.moveaxis(x[:, :, None], 1, 0) for x in tokens())
-    call = functools.partial(cached, mask=masks.Causal())
-    _, out = jax.lax.scan(lambda cache, x: call(*x, cache)[::-1], CACHES[kind](1), qkv)
-    close(jnp.moveaxis(out[:, :, 0], 0, 1), whole(kind, masks.Causal(), *tokens()))
 
 
 @pytest.mark.one_in(2)
@@ -266,31 +261,27 @@ def test_long_caches_are_read_in_blocks(kind, lengths):
 
 
 def test_wrong_arguments_are_named():
-    cache = DenseCache.create(B, 8, K, H, V)
+    cache, attend = DenseCache.create(B, 8, K, H, V), jattn.attention
     query, key, value = (x[:, :2] for x in tokens())
-    for wrong, text in (
-        ((key[:2], value[:2]), r"key \[B, T, K, H\] = \[3, T, 3, 4\], got \[2, 2, 3, 4\]"),
-        ((key, value[..., :4]), r"value \[B, T, K, V\] = \[3, T, 3, 5\], got \[3, 2, 3, 4\]"),
-        ((key, value, np.ones((B, 3), bool)), r"valid \[B, T\] = \[3, 2\], got \[3, 3\]"),
+    for wrong, says in (
+        ((key[:2], value[:2]), "key [B, T, K, H] = [3, T, 3, 4], got [2, 2, 3, 4]"),
+        ((key, value[..., :4]), "value [B, T, K, V] = [3, T, 3, 5], got [3, 2, 3, 4]"),
+        ((key, value, np.ones((B, 3), bool)), "valid [B, T] = [3, 2], got [3, 3]"),
     ):
-        with pytest.raises(ValueError, match=text):
-            cache.append(*wrong)
-    with pytest.raises(ValueError, match="value: expected None in a call on a cache"):
-        jattn.attention(query, cache, value)
-    with pytest.raises(ValueError, match="kv_positions: expected None in a call on a cache"):
-        jattn.attention(query, cache, kv_positions=jnp.arange(8))
-    with pytest.raises(TypeError, match="value: expected an array"):
-        jattn.attention(query, key)
-    with pytest.raises(NotImplementedError, match="'decode': expected at most 8 queries"):
-        jattn.attention(jnp.ones((B, 9, N, H)), cache, implementation="decode")
+        expect(ValueError, says, cache.append, *wrong)
+    on_a_cache = "expected None in a call on a cache"
+    expect(ValueError, f"value: {on_a_cache}", attend, query, cache, value)
+    places = {"kv_positions": jnp.arange(8)}
+    expect(ValueError, f"kv_positions: {on_a_cache}", attend, query, cache, **places)
+    expect(TypeError, "value: expected an array", attend, query, key)
+    nine, says = jnp.ones((B, 9, N, H)), "'decode': expected at most 8 queries"
+    expect(NotImplementedError, says, attend, nine, cache, implementation="decode")
     rolling = RollingCache.create(B, W, K, H, V, chunk=1)
-    with pytest.raises(ValueError, match=r"chunk = 1 .* got 2"):
-        rolling.append(key, value)
-    with pytest.raises(NotImplementedError, match=r"dropout_rate: expected 0 .* chunk of 1 tokens"):
-        options = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
-        jattn.cached_attention(query, key, value, rolling, **options)
-    with pytest.raises(ValueError, match="length: expected length >= 1, got 0"):
-        DenseCache.create(B, 0, K, H)
+    expect(ValueError, "chunk = 1 | got 2", rolling.append, key, value)
+    says = "dropout_rate: expected 0 | chunk of 1 tokens"
+    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    expect(NotImplementedError, says, cached, query, key, value, rolling, **dropout)
+    expect(ValueError, "length: expected length >= 1, got 0", DenseCache.create, B, 0, K, H)
 
 
 def test_explain_knows_caches():
@@ -337,14 +328,12 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
     layer = jattn.nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
     x, cache = jnp.ones((1, 2, 8)), layer.empty_cache(1, 4)
     assert cache.keys.dtype == jnp.float32
-    wrong: Any = {"inputs_k": x, "kv_positions": jnp.arange(2)}
-    for name in wrong:
-        with pytest.raises(ValueError, match=f"{name}: expected None in a call with a cache"):
-            layer(x, cache=cache, **{name: wrong[name]})
-    with pytest.raises(ValueError, match="valid: expected None in a call without a cache"):
-        layer(x, valid=np.ones((1, 2), bool))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(NotImplementedError, match="captured"):
-        jattn.nn.capture_weights(layer, x, cache=cache)
+    for name, value in {"inputs_k": x, "kv_positions": jnp.arange(2)}.items():
+        says = f"{name}: expected None in a call with a cache"
+        expect(ValueError, says, layer, x, cache=cache, **{name: value})
+    says = "valid: expected None in a call without a cache"
+    expect(ValueError, says, layer, x, valid=np.ones((1, 2), bool))
+    expect(NotImplementedError, "captured", jattn.nn.capture_weights, layer, x, cache=cache)
 
 
 @pytest.mark.one_in(3)
@@ -356,5 +345,5 @@ def test_a_window_of_nothing_shows_each_token_itself(chunk):
         out, cache = jattn.cached_attention(key, key, key, cache, mask=masks.Causal())
         np.testing.assert_array_equal(out, key)
     assert not cache.overflowed.any()
-    with pytest.raises(ValueError, match="window: expected window >= 0, got -1"):
-        RollingCache.create(2, -1, 1, 4)
+    says = "window: expected window >= 0, got -1"
+    expect(ValueError, says, RollingCache.create, 2, -1, 1, 4)

@@ -16,8 +16,10 @@ import jattn
 from jattn import masks, parallel
 from jattn.cache import DenseCache, RollingCache
 from tests.cases import CASES, inputs
+from tests.conftest import assert_trees_close
 from tests.test_contract import assert_close, everything, on_device
 from tests.test_generation import TABLE, Bigram
+from tests.test_transforms import PROBLEMS, TransformedCall
 
 
 T = 6
@@ -241,29 +243,39 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "generate": generated,
 }
 
-OFTEN = {("debugging", "weights"): (), ("checks", "scores"): pytest.mark.slow}
-OFTEN[("not_compiled", "normalised")] = ()
-OFTEN |= dict.fromkeys([("debugging", "ring"), ("not_compiled", "dense")], pytest.mark.slow)
+OFTEN = dict.fromkeys(
+    [
+        *itertools.product(["checks"], ["module", "closures"]),
+        *itertools.product(["debugging"], ["ring", "native_264"]),
+    ],
+    pytest.mark.slow,
+)
+OFTEN |= {("debugging", "weights"): (), ("not_compiled", "normalised"): ()}
+OFTEN[("not_compiled", "None_6")] = ()
 
 
+@pytest.mark.default_tiles
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
         pytest.param(*row, marks=OFTEN.get(row, pytest.mark.exhaustive))
-        for row in itertools.product(FLAGS, FUNCTIONS)
+        for row in itertools.product(FLAGS, [*FUNCTIONS, *PROBLEMS])
         # Without jit JAX checks each operation: sampling gives −inf to tokens that it leaves out.
         if row not in (("not_compiled", "ring"), ("not_compiled", "generate"))
     ],
 )
 def test_public_functions_under_flags(flags, name):
-    def run(x: Any) -> Any:
+    problem = PROBLEMS[name]() if name in PROBLEMS else TransformedCall(FUNCTIONS[name], (X,))
+
+    def run(*arrays: Any) -> Any:
         if name == "generate":
-            return FUNCTIONS[name](x)
-        out, pull = jax.vjp(FUNCTIONS[name], x)
-        return pull(jnp.ones_like(out))
+            return problem.call(*arrays)
+        out, pull = jax.vjp(problem.call, *arrays)
+        return out, pull(jnp.ones_like(out))
 
     with under(flags):
         if flags == "checks":  # leaks show while a program is traced and lowered
-            jax.jit(run).lower(X)
-        else:
-            run(X)
+            jax.jit(run).lower(*problem.arrays)
+            return
+        results = run(*problem.arrays)
+    assert_trees_close(results, run(*problem.arrays), rtol=1e-5, atol=1e-5)

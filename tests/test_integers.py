@@ -12,6 +12,7 @@ import jattn
 from jattn import cache, masks, nn, positions, scores
 from tests import oracle
 from tests.cases import GENERAL, IMPLEMENTATIONS
+from tests.conftest import expect
 from tests.test_masks import true_kinds
 
 
@@ -201,8 +202,16 @@ def test_traced_positions_beyond_32_bits_give_nan():
 WIDE = np.array([-(2**63), -(2**40), -1, 0, 5, 2**31, 2**32 - 1, 2**32, 2**33, 2**40, 2**63 - 1])
 
 
-def test_distances_of_traced_positions_of_64_bits():
-    distance, n = WIDE[:, None].astype(object) - WIDE[None, :], len(WIDE)
+NARROW = np.array([LEAST, LEAST + 1, LEAST + 5, -7, -1, 0, 3, 2**30, MOST - 4, MOST], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("positions", "traced"), [(NARROW, False), (NARROW, True), (WIDE, True)], ids=str
+)
+def test_distances_of_far_positions(positions, traced):
+    """Traced positions may have 64 bits."""
+    by_place, n = positions.astype(object), len(positions)
+    distance = by_place[:, None] - by_place
     windows = {"left": distance, "right": -distance}
 
     def maps(x: Any, some_masks: Any) -> Any:
@@ -213,17 +222,22 @@ def test_distances_of_traced_positions_of_64_bits():
             for m in some_masks
         ]
 
-    traced = jax.jit(lambda x, sizes: maps(x, [masks.Window(**{y: sizes[y]}) for y in windows]))
-    for size in (5, MOST, MOST + 1, 2**32, 2**70):
+    of_sizes = jax.jit(lambda x, sizes: maps(x, [masks.Window(**{y: sizes[y]}) for y in windows]))
+    for size in (5, MOST, MOST + 1, 2**32 - 2, 2**32, 2**70):
         known = [masks.Window(**{side: size}) for side in windows]
-        known += [masks.Dilated(size), masks.Causal(), masks.Prefix(size)]
+        known += [masks.Window(size, 4), masks.Dilated(size), masks.Dilated(3), masks.Causal()]
+        known += [masks.Prefix(size), masks.Global(size)]
         known += [masks.Predicate(lambda b, h, q, kv: kv == q)]
         of_windows = [x <= min(size, 2**63 - 1) for x in windows.values()]
-        results = jax.jit(lambda x, known=known: maps(x, known))(WIDE)
-        rules = [*of_windows, distance % size == 0, distance >= 0]
-        rules += [np.broadcast_to(WIDE.astype(object) < size, (n, n)), distance == 0]
-        for dtype in (np.int64, np.uint64):
-            results += traced(WIDE, dict.fromkeys(windows, dtype(min(size, np.iinfo(dtype).max))))
+        call = lambda x, known=known: maps(x, known)  # noqa: E731
+        results = jax.jit(call)(positions) if traced else call(positions)
+        early = by_place < size
+        rules = [*of_windows, of_windows[0] & (distance >= -4), distance % size == 0]
+        rules += [distance % 3 == 0, distance >= 0, np.broadcast_to(early, (n, n))]
+        rules += [early[:, None] | early, distance == 0]
+        for dtype in (np.int64, np.uint64) if traced else ():
+            traced_size = dtype(min(size, np.iinfo(dtype).max))
+            results += of_sizes(positions, dict.fromkeys(windows, traced_size))
             rules += of_windows
         for (dense, all_kinds), want in zip(results, rules, strict=True):
             np.testing.assert_array_equal(dense, want)
@@ -244,20 +258,17 @@ def test_operands_of_functions_are_not_narrowed():
     with jax.enable_x64(False):
         for build in (masks.Predicate, scores.Score):
             for wide in (np.array([1, 2**40]), 2**40, np.array([1, 2**32 + 1], np.uint64)):
-                with pytest.raises(
-                    ValueError, match=r"operand \[0\]: expected integers that fit 32"
-                ):
-                    build(lambda *_: True, wide)
+                says = "operand [0]: expected integers that fit 32"
+                expect(ValueError, says, build, lambda *_: True, wide)
             build(lambda *_: True, np.array([1, 2]), 3, np.uint32(2**32 - 1))
 
 
 def test_rows_and_heads_out_of_range_are_refused():
     mask = masks.Lengths(kv=np.array([1, 2])) & masks.Dense(np.ones((2, 3, 4, 4), bool))
     for b, h, name in ((2, 0, "b"), (-1, 0, "b"), (0, 3, "h")):
-        with pytest.raises(ValueError, match=f"{name}: expected 0 <= {name}"):
-            mask(b, h, np.arange(4), np.arange(4))
-        with pytest.raises(ValueError, match=f"{name}: expected 0 <= {name}"):
-            masks.tile_map(mask, 4, 4, 2, 2, b=b, h=h)
+        says = f"{name}: expected 0 <= {name}"
+        expect(ValueError, says, mask, b, h, np.arange(4), np.arange(4))
+        expect(ValueError, says, masks.tile_map, mask, 4, 4, 2, 2, b=b, h=h)
     with pytest.raises(ValueError, match=r"kv: expected|array: expected|mask.*expected T = 5"):
         mask.dense(5, 4)
 
@@ -276,9 +287,8 @@ def filled(kind: Any) -> Any:
 @with_and_without_64_bits
 def test_rows_of_a_cache_out_of_range_are_refused(kind, rows, bits):
     with jax.enable_x64(bits == 64):
-        rows_of_two = filled(kind)
-        with pytest.raises(ValueError, match="indices: expected 0 <= indices < B = 2"):
-            rows_of_two.reorder(np.array(rows))
+        says = "indices: expected 0 <= indices < B = 2"
+        expect(ValueError, says, filled(kind).reorder, np.array(rows))
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -292,16 +302,15 @@ def test_traced_rows_of_a_cache_out_of_range_give_nan(kind):
 def test_lengths_of_a_memory_are_of_what_it_holds():
     keys = np.ones((2, 3, 1, 4), np.float32)
     for wrong in ([4, 1], [1, -1], [2**32 + 1, 1]):
-        with pytest.raises(ValueError, match="lengths: expected 0 <= lengths <= S = 3"):
-            cache.DenseCache.of(keys, keys, np.array(wrong))
+        says = "lengths: expected 0 <= lengths <= S = 3"
+        expect(ValueError, says, cache.DenseCache.of, keys, keys, np.array(wrong))
     made = jax.jit(lambda x: cache.DenseCache.of(keys, keys, x))(np.array([2**32 + 1, 3]))
     assert made.overflowed.tolist() == [True, False]
 
 
 def test_rows_of_a_recurrent_state_out_of_range():
     state = nn.RecurrentState(jnp.ones((2, 4)), jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), None)
-    with pytest.raises(ValueError, match="indices"):
-        state.reorder(jnp.array([0, 2]))
+    expect(ValueError, "indices", state.reorder, jnp.array([0, 2]))
     picked = jax.jit(lambda rows: state.reorder(rows).hidden)(np.array([1, 2]))
     assert np.isfinite(picked[0]).all() and np.isnan(picked[1]).all()
 

@@ -15,7 +15,7 @@ from jattn import masks, nn, scores
 from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
 from jattn.positions import Yarn
 from tests import oracle
-from tests.conftest import assert_trees_close, normal_arrays, out_and_gradients, quick_jit
+from tests.conftest import assert_trees_close, expect, normal_arrays, out_and_gradients, quick_jit
 
 
 B, T, N, C, R = 3, 11, 5, 6, 3
@@ -145,16 +145,14 @@ def test_wrong_arguments_are_named():
     cache, (_, key) = empty("dense"), tokens()
     with pytest.raises(ValueError, match=r"value: expected None: .* first 6 numbers of its keys"):
         cache.append(key, key)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"key.* 9\].*got"):
-        cache.append(key[..., 1:])
+    expect(ValueError, "key | 9] | got", cache.append, key[..., 1:])
     for kind in (dict, LatentCache, Cache):
         with pytest.raises(TypeError, match="kind: expected DenseCache, RollingCache or Paged"):
             LatentCache.create(B, T, C, R, kind=kind)  # pyright: ignore[reportArgumentType]
     for dtype in (jnp.int4, "int4"):
         with pytest.raises(ValueError, match=r"dtype: .* int8 or float8_e4m3fn, got int4"):
             LatentCache.create(B, T, C, R, dtype=dtype)
-    with pytest.raises(ValueError, match="latent_size: "):
-        LatentCache.create(B, T, 0, R)
+    expect(ValueError, "latent_size:", LatentCache.create, B, T, 0, R)
 
 
 # --- multi-head latent attention ------------------------------------------------------------------
@@ -283,10 +281,8 @@ def test_weights_memories_and_single_heads():
     assert weights.shape == (B, N, T, T)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=0, atol=1e-12)
     assert_trees_close(other_forms, (want, want), rtol=0, atol=1e-12)
-    with pytest.raises(TypeError, match=r"cache: expected a LatentCache, .*got a DenseCache"):
-        layer(x, cache=memory)
-    with pytest.raises(ValueError, match="inputs_v: expected None"):
-        layer(x, x, x)
+    expect(TypeError, "cache: expected a LatentCache, | got a DenseCache", layer, x, cache=memory)
+    expect(ValueError, "inputs_v: expected None", layer, x, x, x)
     make: Any = functools.partial(nn.MultiHeadLatentAttention, 2, 8, rngs=nnx.Rngs(0))
     assert (make().kv_rank, make().rotary_dim, make().scale) == (16, 2, 6**-0.5)
     for wrong, message in (
@@ -296,5 +292,4 @@ def test_weights_memories_and_single_heads():
     ):
         with pytest.raises(ValueError, match=message):
             make(**wrong)
-    with pytest.raises(TypeError, match="no argument 'num_kv_heads'"):
-        make(num_kv_heads=1)
+    expect(TypeError, "no argument 'num_kv_heads'", make, num_kv_heads=1)

@@ -21,6 +21,7 @@ from jattn import masks, scores
 from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
 from tests import cases
+from tests.conftest import expect
 from tests.oracle import At, OracleProblem, allowed_everywhere
 
 
@@ -468,8 +469,7 @@ def test_masks_are_no_arrays_but_combine_with_them():
     assert jax.jit(lambda x: (x & masks.Causal()).dense(4, 4))(array).shape == (1, 1, 4, 4)
     uses: tuple[Any, ...] = (jnp.asarray, np.asarray, lambda x: jnp.where(x, 1, 0))
     for use in uses:
-        with pytest.raises(TypeError, match=r"write mask=mask.dense\(T, S\)\[None, None\]"):
-            use(masks.Causal())
+        expect(TypeError, "write mask=mask.dense(T, S)[None, None]", use, masks.Causal())
     with pytest.raises(AttributeError, match=r"Causal has no attribute 'left'$"):
         getattr(masks.Causal(), "left")  # noqa: B009
 
@@ -498,8 +498,7 @@ def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
 @pytest.mark.parametrize("rule", [masks.Causal(), ~masks.Full(), scores.SoftCap(2.0)])
 def test_rules_are_neither_true_nor_false(rule):
     for write in (lambda: rule and rule, lambda: rule or rule, lambda: not rule):
-        with pytest.raises(TypeError, match="is None"):
-            write()
+        expect(TypeError, "is None", write)
 
 
 @pytest.mark.parametrize(

@@ -41,19 +41,25 @@ def built(name: str) -> Any:
 
 
 @pytest.mark.one_in(4)
-@each_normalizer
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in RULES), ("softmax", "bfloat16"), ("softmax", "float16")],
+)
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
-def test_no_fill_constant_decides(name, implementation):
+def test_no_fill_constant_decides(name, dtype, implementation):
     """Scores far above and far below any constant that could stand for minus infinity."""
     case = CallCase(name, mask=CAUSAL, score=bias((1, 1, 1, 7)), scale=0.5, normalizer=RULES[name])
-    x = inputs(case, "float32")
+    x = inputs(case, dtype)
     call = quick_jit(functools.partial(attend, implementation, case))
     for offset in (-1e30, -1e6) if name == "exp" else (-1e30, -1e6, 1e6):
         rounded = {label: np.round(p) for label, p in x.parameters.items()}  # for sums with offsets
         parameters = rounded | {"bias": np.full((1, 1, 1, 7), offset, np.float32)}
         moved = x._replace(q=0 * x.q, parameters=parameters)
-        want = oracle.attend(case.problem(moved)).out
-        assert error(call(on_device(moved))[0], want) <= CEILINGS["float32"]
+        want, device = oracle.attend(case.problem(moved)), on_device(moved)
+        assert error(call(device)[0], want.out) <= CEILINGS[dtype]
+        rules = case.rules(device.operands, device.parameters)
+        weights = jattn.attention_weights(device.q, device.k, **rules)
+        assert error(weights, want.weights) <= CEILINGS["float32"]
 
 
 @pytest.mark.one_in(8)

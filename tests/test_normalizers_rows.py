@@ -91,35 +91,29 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, "float64") for case in CASES), ("dropout", "float32")]
+)
 @every_normalizer
 @pytest.mark.parametrize("tiles", [None, "16, 8, 16"])
-def test_masks_and_scores(name, case, tiles):
+def test_masks_and_scores(name, case, dtype, tiles):
+    """float32 has vector code of its own for dropout."""
     T, S = (313, 149) if tiles is None else (45, 83)
     options = CASES[case](T, S)
     score = options.pop("score", None)
-    *qkv, d_out = attention_arrays((2, T, S, 4, 2, 11, 6), seed=4)
 
-    def both(implementation: str) -> Any:
+    def both(implementation: str, dtype: str) -> Any:
         call = functools.partial(jattn.attention, implementation=implementation, **options)
         attend = lambda q, k, v, score: call(  # noqa: E731
             q, k, v, score=score, normalizer=NORMALIZERS[name]
         )
+        *qkv, d_out = (x.astype(dtype) for x in arrays)
         return jax.tree.leaves(out_and_gradients(attend, (*qkv, score), d_out))
 
+    arrays = attention_arrays((2, T, S, 4, 2, 11, 6), dtype, seed=4)
     with tuning.using(**({"cpu_tiles": tiles} if tiles else {})):
-        assert_accurate(both("native"), both("reference"), 1e-11)
-
-
-@pytest.mark.one_in(8)
-@every_normalizer
-def test_dropout_in_float32(name):
-    """float32 has vector code of its own for dropout."""
-    arrays = attention_arrays((1, 70, 90, 2, 2, 8, 8), "float32", seed=6)
-    *qkv, d_out = (x.astype(jnp.float64) for x in arrays)
-    call = functools.partial(jattn.attention, normalizer=NORMALIZERS[name], **DROPOUT)
-    want = out_and_gradients(functools.partial(call, implementation="reference"), qkv, d_out)
-    assert_accurate(native(NORMALIZERS[name], arrays, **DROPOUT), want, 1e-5)
+        limit = 1e-11 if dtype == "float64" else 1e-5
+        assert_accurate(both("native", dtype), both("reference", "float64"), limit)
 
 
 @pytest.mark.one_in(8)

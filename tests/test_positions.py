@@ -1,7 +1,6 @@
 """Positions: sinusoids by their formula, and rotary embeddings by loops and by their purpose."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import jattn
 from jattn import masks, positions, scores
 from tests.cases import bucket
-from tests.test_masks import true_kinds
+from tests.conftest import expect
 
 
 STYLES = ["half", "interleaved"]
@@ -147,8 +146,8 @@ def test_ntk_scaling_divides_the_lowest_frequency_only():
     np.testing.assert_allclose(scaled[0], plain[0], rtol=1e-14)
     np.testing.assert_allclose(scaled[-1], plain[-1] / 8, rtol=1e-12)
     np.testing.assert_allclose(scaled, (10000.0 * 8 ** (12 / 10)) ** (-np.arange(6) / 6))
-    with pytest.raises(ValueError, match="NTK expects a rotary size of at least 4, got 2"):
-        frequencies(2, positions.NTK(8.0))
+    says = "NTK expects a rotary size of at least 4, got 2"
+    expect(ValueError, says, frequencies, 2, positions.NTK(8.0))
 
 
 def test_yarn_by_the_paper():
@@ -214,47 +213,7 @@ LEAST, GREATEST = -(2**31), 2**31 - 1
 EXTREMES = np.array([LEAST, LEAST + 1, LEAST + 5, -7, -1, 0, 3, 2**30, GREATEST - 4, GREATEST])
 Q, KV = EXTREMES[:, None], EXTREMES[None, :]  # int64: nothing overflows here
 
-RULES = {
-    "causal": (masks.Causal(), KV <= Q),
-    "window": (masks.Window(left=5, right=4), (Q - 5 <= KV) & (KV <= Q + 4)),
-    "window_left": (masks.Window(left=GREATEST), Q - GREATEST <= KV),
-    "window_33_bits": (
-        masks.Window(left=2**32 - 2, right=2**31),
-        (Q - (2**32 - 2) <= KV) & (KV <= Q + 2**31),
-    ),
-    "window_all": (masks.Window(left=2**32 - 1, right=2**40), KV == KV + 0 * Q),
-    "dilated": (masks.Dilated(3), (Q - KV) % 3 == 0),
-    "dilated_far": (masks.Dilated(GREATEST), (Q - KV) % GREATEST == 0),
-    "dilated_33_bits": (masks.Dilated(2**32 - 1), (Q - KV) % (2**32 - 1) == 0),
-    "dilated_never": (masks.Dilated(2**40), Q == KV),
-    "global": (masks.Global(4), (Q < 4) | (KV < 4)),
-    "prefix": (masks.Prefix(4), KV < 4 + 0 * Q),
-}
-every_rule = pytest.mark.parametrize("rule", RULES)
-
-
 AT_EXTREMES = {x: jnp.asarray(EXTREMES, "int32") for x in ("q_positions", "kv_positions")}
-
-
-@every_rule
-def test_masks_are_right_at_all_positions(rule):
-    mask, want = RULES[rule]
-    got = mask.dense(len(EXTREMES), len(EXTREMES), **AT_EXTREMES)
-    np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
-
-
-@pytest.mark.one_in(4)
-@every_rule
-@pytest.mark.parametrize("known", [True, False], ids=["static", "traced"])
-def test_bounds_never_lie_at_any_position(rule, known):
-    mask, allowed = RULES[rule]
-    places: Any = dict.fromkeys(AT_EXTREMES, EXTREMES.astype(np.int32))
-    for sizes in itertools.product([1, 2, 3], repeat=2):
-        kinds: Any = lambda places, sizes=sizes: masks.tile_map(  # noqa: E731
-            mask, *allowed.shape, *sizes, **places
-        )
-        tiles = np.asarray(kinds(places) if known else jax.jit(kinds)(places))
-        assert ((tiles == true_kinds(allowed, *sizes)) | (tiles == masks.MIXED)).all(), sizes
 
 
 def scores_at_extremes(score: Any) -> Any:

@@ -122,51 +122,24 @@ PROBLEMS: dict[str, Callable[[], TransformedCall]] = {
     "closures": closures,
 }
 
-EXPORTED = [name for name in PROBLEMS if not name.startswith("native")]
-
-
-def problems(*quick: str, slow: Any = (), names: Any = PROBLEMS) -> Any:
-    """Parametrises a test with problems, most of which are exhaustive and some slow."""
-
-    def marks(name: str) -> Any:
-        often = pytest.mark.slow if name in slow else pytest.mark.exhaustive
-        return () if name in quick else often
-
-    return pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in names])
-
-
-@functools.cache
-def prepared(name: str) -> tuple[TransformedCall, Any, Any]:
-    """A problem, its arrays, and what the compiled program gives."""
-    problem = PROBLEMS[name]()
-    return problem, problem.arrays, jax.jit(problem.both)(*problem.arrays)
-
-
 assert_same = functools.partial(assert_trees_close, rtol=1e-11, atol=1e-11)
 
-FLAGS: dict[str, Callable[[], Any]] = {
-    "without jit": jax.disable_jit,
-    "no tracer leaks": jax.checking_leaks,
-    "no nan in dead rows": functools.partial(jax.debug_nans, True),
-}
+# Most are exhaustive; kernels in C++ are not exported.
+OFTEN = {"reference_6": (), "blockwise_264": pytest.mark.slow}
+EXPORTED = [
+    pytest.param(x, marks=OFTEN.get(x, pytest.mark.exhaustive))
+    for x in PROBLEMS
+    if not x.startswith("native")
+]
 
 
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("flag", FLAGS)
-@problems("None_6", slow=("native_264", "module", "closures"))
-def test_under_flags(flag, name):
-    problem, arrays, want = prepared(name)
-    with FLAGS[flag]():
-        assert_same(problem.both(*arrays), want)
-        if flag == "no tracer leaks":
-            assert_same(jax.jit(problem.both)(*arrays), want)
-
-
-@pytest.mark.default_tiles
-@problems("reference_6", slow=("blockwise_264", "DenseCache_None"), names=EXPORTED)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_exported(name):
     """Exported for this batch size, and for any."""
-    problem, arrays, want = prepared(name)
+    problem = PROBLEMS[name]()
+    arrays = problem.arrays
+    want = jax.jit(problem.both)(*arrays)
     for b in (B, jax.export.symbolic_shape("b")[0]):
         shapes = [(b, *x.shape[1:]) for x in problem.batched] + [x.shape for x in problem.shared]
         like = [jax.ShapeDtypeStruct(shape, arrays[0].dtype) for shape in shapes]
