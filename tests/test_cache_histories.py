@@ -224,7 +224,7 @@ def test_rows_are_lists_of_tokens_on_a_mesh_whose_axes_are_part_of_types(kind, a
         on_mesh = {name: place(mesh, x, cut.get(name, P(*axes[:1]))) for name, x in arrays.items()}
         return dataclasses.replace(cache, **on_mesh)
 
-    for seed in range(6):
+    for seed in range(3):
         check_history(kind, seed, placed)
 
 

@@ -97,17 +97,6 @@ class Level(enum.Enum):
     ONE = [0]  # noqa: RUF012
 
 
-def method_of_class(use: Use) -> tuple[Any, Change]:
-    class WithMethod:
-        number: Any
-
-        @classmethod
-        def call(cls, *x: Any) -> Any:
-            return use(cls.number, *x)
-
-    return WithMethod.call, functools.partial(set_number, WithMethod)
-
-
 def own_attribute(use: Use) -> tuple[Any, Change]:
     def function(*x: Any) -> Any:
         return use(function.number, *x)  # pyright: ignore[reportFunctionMemberAccess]
@@ -247,7 +236,11 @@ HOLDERS: dict[str, Holder] = {
     "module": boxed(lambda use, _: lambda *x: use(module.number, *x), module, set_number),
     "callable object": of_data(lambda data: data),
     "bound_method": of_data(lambda data: data.__call__),
-    "class method": method_of_class,
+    "class method": boxed(
+        lambda use, cls: types.MethodType(lambda cls, *x: use(cls.number, *x), cls),
+        type("Owner", (Plain,), {}),
+        set_number,
+    ),
     "own attribute": own_attribute,
     "nested_closure": nested_closure,
     "defaults_replaced": defaults_replaced,

@@ -58,21 +58,6 @@ def test_arrays_are_equal_to_themselves_alone():
     assert cache != DenseCache.create(1, 2, 1, 1)
 
 
-def test_a_mask_as_a_static_argument_is_traced_once():
-    traced = []
-
-    @functools.partial(jax.jit, static_argnames=("mask", "score"))
-    def call(q: Any, mask: Any, score: Any) -> Any:
-        traced.append(mask)
-        return jattn.attention(q, q, q, mask=mask, score=score)
-
-    q = jnp.ones((2, 3, 1, 4))
-    for _ in range(3):
-        call(q, masks.Causal() & masks.Window(left=2), scores.SoftCap(2.0))
-    call(q, masks.Causal() & masks.Window(left=1), scores.SoftCap(2.0))
-    assert len(traced) == 2
-
-
 def written_again(source: str, **names: Any) -> Any:
     space = {"jnp": jnp, "functools": functools, "masks": masks, **names}
     exec(source, space)

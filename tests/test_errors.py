@@ -336,6 +336,8 @@ def test_masks_of_the_new_tokens_are_refused_in_calls_on_a_cache(mask, path):
 def test_options_are_those_of_attention():
     """Each option is declared once; functions that pass options on have them in their signature."""
     declared = dict(inspect.signature(jattn.attention).parameters)
+    written = inspect.getfullargspec(inspect.unwrap(jattn.attention)).kwonlyargs
+    assert {*written} == {*Options.__annotations__, "return_lse"}
     for name in ("query", "key", "value", "return_lse"):
         del declared[name]
     shown, wanted = (

@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 import jattn
 from jattn.kernels.cpu import library
 from tests.arrays import assert_accurate, assert_equal, temporaries
-from tests.conftest import normal_arrays, quick_jit
+from tests.conftest import expect, normal_arrays, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, placed
 from tests.test_errors import array
 from tests.test_mechanisms import assert_values_and_gradients, on_device
@@ -506,17 +506,13 @@ def test_within_shard_map(options):
 @pytest.mark.parametrize("says", WRONG_VALUES | WRONG_TYPES)
 def test_mistakes(says, unchecked):
     right = {"query": array(B, S, N, H), "key": array(B, S, K, H), "value": array(B, S, K, V)}
-    with pytest.raises(TypeError if says in WRONG_TYPES else ValueError) as raised:
-        linear_attention: Any = jattn.linear_attention
-        linear_attention(**right | (WRONG_VALUES | WRONG_TYPES)[says])
-    for part in says.split(" | "):
-        assert part in str(raised.value)
+    kind = TypeError if says in WRONG_TYPES else ValueError
+    wrong = (WRONG_VALUES | WRONG_TYPES)[says]
+    expect(kind, says, jattn.linear_attention, **right | wrong)
 
 
 def test_mistakes_about_random_features(unchecked):
-    with pytest.raises(TypeError, match="key: expected a JAX random key"):
-        jattn.RandomFeatures.create(jnp.float32(0), 4, H)
-    with pytest.raises(ValueError, match="num_features: expected num_features >= 1, got 0"):
-        jattn.RandomFeatures.create(jax.random.key(0), 0, H)
-    with pytest.raises(ValueError, match=r"x: expected \[..., H = 3\], got \[2, 4\]"):
-        jattn.RandomFeatures.create(jax.random.key(0), 4, H)(jnp.ones((2, 4)))
+    create, key = jattn.RandomFeatures.create, jax.random.key(0)
+    expect(TypeError, "key: expected a JAX random key", create, jnp.float32(0), 4, H)
+    expect(ValueError, "num_features: expected num_features >= 1, got 0", create, key, 0, H)
+    expect(ValueError, "x: expected [..., H = 3], got [2, 4]", create(key, 4, H), jnp.ones((2, 4)))

@@ -572,9 +572,7 @@ def test_positions():
     places = jnp.array([[0, 1], [7, 3]], jnp.int32)
     np.testing.assert_array_equal(learned(places), learned.embedding[...][places])
     expect(ValueError, "positions: expected 0 <= positions < max_length=8", learned, places + 1)
-    angles = np.asarray(places)[..., None] / 10000 ** (np.arange(3) / 3)
-    waves = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(2, 2, 6)
-    close(nn.SinusoidalPositions(6)(places), waves, 1e-6)
+    close(nn.SinusoidalPositions(6)(places), positions.sinusoidal(places, 6), 1e-6)
 
 
 SIZES: dict[str, Any] = {"features": 12, "num_heads": 3, "feed_forward": 10, "max_length": 16}

@@ -274,7 +274,7 @@ def test_memory_is_linear(name, which):
     call = functools.partial(jattn.attention, implementation="blockwise", **rules)
     gradient = jax.grad(lambda *qkv: jnp.sum(call(*qkv)), (0, 1, 2))
     function = gradient if which == "gradient" else call
-    sizes = [[(1, T, 2, 16)] * 3 for T in (4096, 16384)]
+    sizes = [[(1, T, 2, 16)] * 3 for T in (1024, 16384)]
     short, long = (temporaries(function, *x, jit=users_jit) for x in sizes)
-    assert long <= 4.5 * short
+    assert long <= 18 * short
     assert long < 16384**2 * 4 / 4

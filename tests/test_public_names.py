@@ -34,7 +34,6 @@ from jattn import (
 from jattn.explanation import Explanation
 from jattn.nn.recurrent import RecurrentArguments
 from jattn.nn.transformer import LayerArguments
-from jattn.options import Options
 
 
 MODULES = [jattn, cache, compat, generation, linear, masks, mechanisms, nn, normalizers, parallel]
@@ -115,11 +114,6 @@ def test_signatures_say_what_is_taken_and_what_layers_return(name):
             assert listed or isinstance(parameter.annotation, ParamSpecKwargs)
     if name.startswith("jattn.nn.") and name.endswith(".__call__"):
         assert signature.return_annotation not in (signature.empty, Any)
-
-
-def test_attention_itself_declares_every_option():
-    declared = inspect.getfullargspec(inspect.unwrap(jattn.attention)).kwonlyargs
-    assert {*declared} == {*Options.__annotations__, "return_lse"}
 
 
 def test_signatures_of_classes_are_those_of_their_constructors():
