@@ -177,7 +177,7 @@ def _small_tiles(request):
 @contextlib.contextmanager
 def switched_on(config: Any, option: str) -> Generator[None, None, None]:
     """Switches an option of JAX's or jaxtyping's configuration on."""
-    previous = getattr(config, option)
+    previous = config.read(option) if config is jax.config else getattr(config, option)
     config.update(option, True)
     try:
         yield

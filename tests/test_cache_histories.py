@@ -230,7 +230,7 @@ def test_rows_are_lists_of_tokens_on_a_mesh_whose_axes_are_part_of_types(kind, a
 
 @every_cache
 @pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(100, 300), marks=pytest.mark.exhaustive)]
+    "seeds", [range(4), pytest.param(range(100, 300), marks=pytest.mark.exhaustive)]
 )
 def test_rows_are_lists_of_tokens_after_any_history(kind, seeds):
     for seed in seeds:
@@ -348,12 +348,12 @@ def test_a_life_of_a_server_compiles_each_step_once(kind):
     traces: list[str] = []
     counted = lambda name, run: quick_jit(lambda *operands: traces.append(name) or run(*operands))  # noqa: E731
     serve = {name: counted(name, run) for name, run in RUN.items()}
-    rng, cache = np.random.default_rng(0), create(kind)
+    rng, cache, prompt = np.random.default_rng(0), create(kind), filled(kind, 3)
     for _ in range(9):
         cache = serve["append"](cache, *ones(kind, B), ragged(rng, B))
         cache = serve["reset"](cache, np.asarray(cache.lengths) > S - T)
         cache = serve["truncate"](cache, np.maximum(np.asarray(cache.lengths) - 1, 0))
-        cache = serve["admit"](cache, rng.integers(B, size=1), filled(kind, 3))
+        cache = serve["admit"](cache, rng.integers(B, size=1), prompt)
         cache = serve["reorder"](cache, rng.permutation(B))
     assert sorted(traces) == ["admit", "append", "reorder", "reset", "truncate"]
     assert not cache.overflowed.any()

@@ -14,7 +14,6 @@ from jax.experimental import checkify
 
 import jattn
 from jattn import masks, parallel
-from jattn.cache import DenseCache, RollingCache
 from tests.cases import CASES, inputs
 from tests.conftest import assert_trees_close
 from tests.test_contract import assert_close, everything, on_device
@@ -197,15 +196,6 @@ def test_cases_under_flags(flags, implementation, name):
         assert_close(results, function(x), 1e-6)
 
 
-def cached(create: Callable[[], Any]) -> Callable[[Any], Any]:
-    def call(x: Any) -> Any:
-        _, cache = jattn.cached_attention(x[:, :4], x[:, :4], x[:, :4], create())
-        token = x[:, 4:5]
-        return jattn.cached_attention(token, token, token, cache, sink=jnp.zeros(2))[0]
-
-    return call
-
-
 def tokens(x: Any) -> Any:
     return x.reshape(1, T, -1)
 
@@ -232,8 +222,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "merge": lambda x: jattn.merge(parts(x), parts(2 * x))[0],
     "with_sink": lambda x: jattn.with_sink(*parts(x), jnp.zeros(2))[0],
     "sink": lambda x: jattn.attention(x, x, x, mask=DEAD, sink=jnp.zeros(2)),
-    "dense": cached(lambda: DenseCache.create(1, 8, 2, 8)),
-    "rolling": cached(lambda: RollingCache.create(1, 2, 2, 8)),
     "self": lambda x: jattn.self_attention(tokens(x), *[WEIGHTS] * 3, mask=DEAD),
     "normalised": lambda x: jattn.normalised_interaction(tokens(x), masks.Causal()),
     "additive": lambda x: jattn.additive_attention(

@@ -205,10 +205,14 @@ WIDE = np.array([-(2**63), -(2**40), -1, 0, 5, 2**31, 2**32 - 1, 2**32, 2**33, 2
 NARROW = np.array([LEAST, LEAST + 1, LEAST + 5, -7, -1, 0, 3, 2**30, MOST - 4, MOST], np.int32)
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 2, 2**32, 2**70])
 @pytest.mark.parametrize(
-    ("positions", "traced"), [(NARROW, False), (NARROW, True), (WIDE, True)], ids=str
+    ("positions", "traced"),
+    [(NARROW, False), (NARROW, True), (WIDE, True)],
+    ids=["known", "traced", "traced in 64 bits"],
 )
-def test_distances_of_far_positions(positions, traced):
+def test_distances_of_far_positions(positions, traced, size):
     """Traced positions may have 64 bits."""
     by_place, n = positions.astype(object), len(positions)
     distance = by_place[:, None] - by_place
@@ -222,28 +226,27 @@ def test_distances_of_far_positions(positions, traced):
             for m in some_masks
         ]
 
+    known = [masks.Window(**{side: size}) for side in windows]
+    known += [masks.Window(size, 4), masks.Dilated(size), masks.Dilated(3), masks.Causal()]
+    known += [masks.Prefix(size), masks.Global(size)]
+    known += [masks.Predicate(lambda b, h, q, kv: kv == q)]
+    of_windows = [x <= min(size, 2**63 - 1) for x in windows.values()]
+    early = by_place < size
+    rules = [*of_windows, of_windows[0] & (distance >= -4), distance % size == 0]
+    rules += [distance % 3 == 0, distance >= 0, np.broadcast_to(early, (n, n))]
+    rules += [early[:, None] | early, distance == 0]
+    call = lambda x: maps(x, known)  # noqa: E731
+    results = jax.jit(call)(positions) if traced else call(positions)
     of_sizes = jax.jit(lambda x, sizes: maps(x, [masks.Window(**{y: sizes[y]}) for y in windows]))
-    for size in (5, MOST, MOST + 1, 2**32 - 2, 2**32, 2**70):
-        known = [masks.Window(**{side: size}) for side in windows]
-        known += [masks.Window(size, 4), masks.Dilated(size), masks.Dilated(3), masks.Causal()]
-        known += [masks.Prefix(size), masks.Global(size)]
-        known += [masks.Predicate(lambda b, h, q, kv: kv == q)]
-        of_windows = [x <= min(size, 2**63 - 1) for x in windows.values()]
-        call = lambda x, known=known: maps(x, known)  # noqa: E731
-        results = jax.jit(call)(positions) if traced else call(positions)
-        early = by_place < size
-        rules = [*of_windows, of_windows[0] & (distance >= -4), distance % size == 0]
-        rules += [distance % 3 == 0, distance >= 0, np.broadcast_to(early, (n, n))]
-        rules += [early[:, None] | early, distance == 0]
-        for dtype in (np.int64, np.uint64) if traced else ():
-            traced_size = dtype(min(size, np.iinfo(dtype).max))
-            results += of_sizes(positions, dict.fromkeys(windows, traced_size))
-            rules += of_windows
-        for (dense, all_kinds), want in zip(results, rules, strict=True):
-            np.testing.assert_array_equal(dense, want)
-            for block, kinds in enumerate(all_kinds, 1):
-                true = true_kinds(np.asarray(want, bool), block, block)
-                assert ((kinds == true) | (kinds == masks.MIXED)).all()
+    for dtype in (np.int64, np.uint64) if traced else ():
+        traced_size = dtype(min(size, np.iinfo(dtype).max))
+        results += of_sizes(positions, dict.fromkeys(windows, traced_size))
+        rules += of_windows
+    for (dense, all_kinds), want in zip(results, rules, strict=True):
+        np.testing.assert_array_equal(dense, want)
+        for block, kinds in enumerate(all_kinds, 1):
+            true = true_kinds(np.asarray(want, bool), block, block)
+            assert ((kinds == true) | (kinds == masks.MIXED)).all()
 
 
 @pytest.mark.parametrize("lengths", [np.array([], np.int64), np.array([LEAST, MOST])])

@@ -31,7 +31,6 @@ from tests.test_contract import CEILINGS, attend, on_device, truth
 
 
 RULES = {name: CASES[name].normalizer for name in ONE_OF_EACH_NORMALIZER}
-each_normalizer = pytest.mark.parametrize("name", RULES)
 
 
 def built(name: str) -> Any:

@@ -60,7 +60,9 @@ def test_values_and_gradients(name, dtype):
     assert not got[1][:, 50].any()
 
 
-@every_normalizer
+@pytest.mark.parametrize(
+    "name", ["sparsemax", "entmax 1.5", "entmax 1.2", "top 20", "stick-breaking"]
+)
 def test_tied_scores(name):
     """Products of small integers: many keys have the k-th greatest score."""
     rng = np.random.default_rng(2)

@@ -31,7 +31,8 @@ def sinusoid(position: int, width: int, base: float = 10000.0) -> list[float]:
 @pytest.mark.parametrize("width, base", [(2, 10000.0), (6, 10000.0), (10, 100.0), (512, 10000.0)])
 def test_sinusoidal_by_the_formula(width, base):
     places = np.array([[0, 1, 5], [17, 1000, 99]])
-    got = positions.sinusoidal(jnp.asarray(places), width, base=base, dtype=jnp.float64)
+    options = {"base": base, "dtype": jnp.float64}
+    got = jax.jit(lambda places: positions.sinusoidal(places, width, **options))(places)
     want = [[sinusoid(int(p), width, base) for p in row] for row in places]
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-12, strict=True)
 

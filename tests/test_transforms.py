@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import masks, mechanisms, scores
+from jattn import masks, mechanisms, nn, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.conftest import assert_trees_close, normal_arrays
 
@@ -93,8 +93,6 @@ def closures() -> TransformedCall:
 
 
 def module() -> TransformedCall:
-    from jattn import nn  # noqa: PLC0415
-
     layer = nn.MultiHeadAttention(
         num_heads=2, in_features=8, mask=masks.Causal(), rngs=nnx.Rngs(0), param_dtype=jnp.float64
     )

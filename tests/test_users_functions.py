@@ -403,14 +403,16 @@ ON_OPERANDS: dict[str, Callable[..., Any]] = {
 }
 
 
+def total_lse(x: Any, function: Callable[..., Any], implementation: Any = None) -> Any:
+    """The sum of lse in a call whose score function has the operand `x`, `[6]`."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
+    options: Any = {"score": scores.Score(function, x), "implementation": implementation}
+    return jattn.attention(q, k, v, return_lse=True, **options)[1].sum()
+
+
 @pytest.mark.parametrize("name", ON_OPERANDS)
 def test_a_rule_on_operands_wherever_it_stands(name):
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
-
-    def loss(x: Any) -> Any:
-        score = scores.Score(ON_OPERANDS[name], x)
-        return 3 * jattn.attention(q, k, v, score=score, return_lse=True)[1].sum()
-
+    loss = lambda x: 3 * total_lse(x, ON_OPERANDS[name])  # noqa: E731
     np.testing.assert_array_equal(jax.grad(loss)(jnp.linspace(-1, 1, 6)), 0.5)
 
 
@@ -432,13 +434,7 @@ ON_PARTS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether the grad
 @pytest.mark.parametrize("name", ON_PARTS)
 def test_a_rule_on_parts_of_an_operand_is_linear_or_refused(name, implementation):
     function, is_refused = ON_PARTS[name]
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8), jnp.float32)
-
-    def loss(x: Any) -> Any:
-        score = scores.Score(function, x)
-        options: Any = {"score": score, "implementation": implementation}
-        return jattn.attention(q, k, v, return_lse=True, **options)[1].sum()
-
+    loss = functools.partial(total_lse, function=function, implementation=implementation)
     x = jnp.linspace(-1, 1, 6)
     assert np.isfinite(loss(x))
     refusal = pytest.raises(NotImplementedError, match=r"clip\(table\[h\]\)")
