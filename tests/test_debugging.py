@@ -234,7 +234,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 OFTEN = dict.fromkeys(
     [
         *itertools.product(["checks"], ["module", "closures"]),
-        *itertools.product(["debugging"], ["ring", "native_264"]),
+        *itertools.product(["debugging"], ["ring", "native_264", "DenseCache_None"]),
     ],
     pytest.mark.slow,
 )
@@ -259,11 +259,12 @@ def test_public_functions_under_flags(flags, name):
         if name == "generate":
             return problem.call(*arrays)
         out, pull = jax.vjp(problem.call, *arrays)
-        return out, pull(jnp.ones_like(out))
+        return out, pull(out if name in PROBLEMS else jnp.ones_like(out))
 
     with under(flags):
         if flags == "checks":  # leaks show while a program is traced and lowered
             jax.jit(run).lower(*problem.arrays)
             return
         results = run(*problem.arrays)
-    assert_trees_close(results, run(*problem.arrays), rtol=1e-5, atol=1e-5)
+    limit = 1e-11 if name in PROBLEMS else 1e-5  # of 64 and of 32 bits
+    assert_trees_close(results, run(*problem.arrays), rtol=limit, atol=limit)

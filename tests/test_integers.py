@@ -206,7 +206,7 @@ NARROW = np.array([LEAST, LEAST + 1, LEAST + 5, -7, -1, 0, 3, 2**30, MOST - 4, M
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 2, 2**32, 2**70])
+@pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**32, 2**70])
 @pytest.mark.parametrize(
     ("positions", "traced"),
     [(NARROW, False), (NARROW, True), (WIDE, True)],
@@ -216,13 +216,13 @@ def test_distances_of_far_positions(positions, traced, size):
     """Traced positions may have 64 bits."""
     by_place, n = positions.astype(object), len(positions)
     distance = by_place[:, None] - by_place
-    windows = {"left": distance, "right": -distance}
+    windows, blocks = {"left": distance, "right": -distance}, [(1, 1), (2, 3), (3, 1), (3, 3)]
 
     def maps(x: Any, some_masks: Any) -> Any:
-        """The dense array and three tile maps of each mask, at traced positions."""
+        """The dense array and the tile maps of each mask."""
         places = {"q_positions": x, "kv_positions": x}
         return [
-            (m.dense(n, n, **places), [masks.tile_map(m, n, n, k, k, **places) for k in (1, 2, 3)])
+            (m.dense(n, n, **places), [masks.tile_map(m, n, n, *k, **places) for k in blocks])
             for m in some_masks
         ]
 
@@ -244,8 +244,8 @@ def test_distances_of_far_positions(positions, traced, size):
         rules += of_windows
     for (dense, all_kinds), want in zip(results, rules, strict=True):
         np.testing.assert_array_equal(dense, want)
-        for block, kinds in enumerate(all_kinds, 1):
-            true = true_kinds(np.asarray(want, bool), block, block)
+        for block, kinds in zip(blocks, all_kinds, strict=True):
+            true = true_kinds(np.asarray(want, bool), *block)
             assert ((kinds == true) | (kinds == masks.MIXED)).all()
 
 

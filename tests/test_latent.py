@@ -76,7 +76,6 @@ def test_steps_are_attention_to_the_whole(kind, implementation):
     np.testing.assert_array_equal(dead[2], 0)
 
 
-@pytest.mark.one_in(2)
 @every_kind
 def test_scan_reorder_and_prompts(kind):
     """Row 2 continues as row 0; the rolling cache takes the prompt 3 tokens at a time."""

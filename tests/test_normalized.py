@@ -56,9 +56,10 @@ def test_no_fill_constant_decides(name, dtype, implementation):
         moved = x._replace(q=0 * x.q, parameters=parameters)
         want, device = oracle.attend(case.problem(moved)), on_device(moved)
         assert error(call(device)[0], want.out) <= CEILINGS[dtype]
-        rules = case.rules(device.operands, device.parameters)
-        weights = jattn.attention_weights(device.q, device.k, **rules)
-        assert error(weights, want.weights) <= CEILINGS["float32"]
+        if name == "softmax":
+            rules = case.rules(device.operands, device.parameters)
+            weights = jattn.attention_weights(device.q, device.k, **rules)
+            np.testing.assert_allclose(weights, want.weights, rtol=1e-6)
 
 
 @pytest.mark.one_in(8)
