@@ -30,7 +30,7 @@ def _numbers_of_each_test_are_the_same():
 def attend(query: Any, key: Any, value: Any, allowed: np.ndarray, scale: float = 1.0) -> np.ndarray:
     """One head by the oracle, `[B, T, V]`; `allowed` is `[B or 1, T, S]`."""
     heads = (x[:, :, None] for x in (query, key, value))
-    seen = lambda pair: allowed[pair.b % len(allowed), pair.i, pair.j]  # noqa: E731
+    seen: Any = lambda pair: allowed[pair.b % len(allowed), pair.i, pair.j]  # noqa: E731
     return oracle.attend(oracle.OracleProblem(*heads, allowed=seen, scale=scale)).out[:, :, 0]
 
 
