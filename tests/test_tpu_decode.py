@@ -1,5 +1,5 @@
-"""The kernel for TPUs that reads caches in place, interpreted on a CPU, against the oracle on each
-row's tokens. Slots that hold no token of any row are poisoned."""
+"""The kernel for TPUs that reads caches in place, interpreted on a CPU, against the formula, in
+float64, for the tokens in each row. Slots that hold no token of any row are poisoned."""
 
 import dataclasses
 import functools
@@ -21,12 +21,11 @@ from jattn.cache.quantized import LARGEST, converted
 from jattn.call import make
 from jattn.kernels import registry
 from jattn.kernels.tpu import decode
-from tests import cases, oracle
-from tests.arrays import assert_equal
+from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of, place
 from tests.kernels import lying_mask
-from tests.oracle import At, Modifier
+from tests.oracle import error
 
 
 B, K, H, V = 3, 2, 16, 24
@@ -117,76 +116,45 @@ def poisoned(cache: Any, poison: float) -> Any:
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
-class CacheRule(NamedTuple):
-    """Arguments of a call and what they mean to the oracle.
+CacheRule = Callable[[Callable[[np.ndarray], Any], np.ndarray, int], dict[str, Any]]
+"""The arguments of a call for queries at positions `q [B, T]` and N heads. The first argument of a
+rule, `along(x)`, gathers `x [..., positions]` into the order of the keys."""
 
-    `build(along, q, N)` makes the arguments for queries at positions `q [B, T]` and N heads, where
-    `along(x)` gathers `x [..., positions]` into the order of the cache's slots.
-    """
-
-    build: Callable[[Any, np.ndarray, int], dict[str, Any]]
-    allowed: Callable[[At], Any] = lambda at: True
-    modifier: Callable[[int], Modifier] = lambda N: Modifier()
-
-
-IDS = np.arange(SPAN) // 37 % 3
+IDS = np.arange(SPAN, dtype=np.int32) // 37 % 3
 PAIRS = normal(6, B, 8, 4, SPAN) > 0
 BIAS = 2 * normal(7, B, 8, 4, SPAN)
-SLOPES = (0.5, 0.25, 0.0625, 0.03125, 0.1, 0.2, 0.3, 0.4)
-BY_HEAD = (0.5, 0.8, -1.0, 1.5, 2.0, 0.0, 0.3, 1.0)
+TABLE = normal(11, 8, 8)
+SLOPES = np.float32([0.5, 0.25, 0.0625, 0.03125, 0.1, 0.2, 0.3, 0.4])
+BY_HEAD = np.float32([0.5, 0.8, -1.0, 1.5, 2.0, 0.0, 0.3, 1.0])
 
 
 def _window_by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i - j <= 40 * h) & ((i + 3 * j + h) % 4 != 0)
 
 
-def _scored(make: Callable[[int], cases.ScoreRule]) -> CacheRule:
-    def build(along: Any, q: Any, N: int) -> dict[str, Any]:
-        rule = make(N)
-        parameters = {name: jnp.asarray(x, jnp.float32) for name, x in rule.parameters.items()}
-        scale = {"scale": parameters["scale"]} if "scale" in parameters else {}
-        return {"mask": masks.Causal(), "score": rule.build(parameters), **scale}
-
-    def modifier(N: int) -> Modifier:
-        return dataclasses.replace(make(N).modifier(make(N).parameters), by_parameter={})
-
-    return CacheRule(build, lambda at: at.kv <= at.q, modifier)
-
-
 def _segments(along: Any, q: np.ndarray, N: int) -> Any:
-    ids, of_keys = IDS[np.clip(q, 0, None)], along(np.broadcast_to(IDS, (B, SPAN)))
-    return {"mask": masks.Segments(jnp.asarray(ids, jnp.int32), of_keys.astype(jnp.int32))}
+    of_keys = along(np.broadcast_to(IDS, (B, SPAN)))
+    return {"mask": masks.Segments(IDS[np.clip(q, 0, None)], of_keys)}
 
 
-RULES = {
-    "none": CacheRule(lambda along, q, N: {}),
-    "window": CacheRule(
-        lambda along, q, N: {"mask": masks.Causal() & masks.Window(left=40)},
-        lambda at: at.q - 40 <= at.kv <= at.q,
-    ),
-    "segments": CacheRule(_segments, lambda at: IDS[max(at.q, 0)] == IDS[at.kv]),
-    "dense": CacheRule(
-        lambda along, q, N: {"mask": masks.Dense(along(PAIRS[:, :N, : q.shape[1]]))},
-        lambda at: PAIRS[at.b, at.h, at.i, at.kv],
-    ),
-    "predicate": CacheRule(
-        lambda along, q, N: {"mask": masks.Predicate(_window_by_head)},
-        lambda at: _window_by_head(at.b, at.h, at.q, at.kv),
-    ),
-    "alibi": _scored(lambda N: cases.alibi(SLOPES[:N])),
-    "soft_cap_then_alibi": _scored(lambda N: cases.soft_cap(3.0) >> cases.alibi(SLOPES[:N])),
+def _scored(score: Callable[[int], Any]) -> CacheRule:
+    return lambda along, q, N: {"mask": masks.Causal(), "score": score(N)}
+
+
+RULES: dict[str, CacheRule] = {
+    "none": lambda along, q, N: {},
+    "window": lambda along, q, N: {"mask": masks.Causal() & masks.Window(left=40)},
+    "segments": _segments,
+    "dense": lambda along, q, N: {"mask": masks.Dense(along(PAIRS[:, :N, : q.shape[1]]))},
+    "predicate": lambda along, q, N: {"mask": masks.Predicate(_window_by_head)},
+    "alibi": _scored(lambda N: scores.Alibi(SLOPES[:N])),
+    "soft_cap_then_alibi": _scored(lambda N: scores.SoftCap(3.0) >> scores.Alibi(SLOPES[:N])),
     "relative_bias": _scored(
-        lambda N: cases.relative_bias(8, N, bidirectional=False, max_distance=40)
+        lambda N: scores.RelativeBias(TABLE[:, :N], bidirectional=False, max_distance=40)
     ),
-    "scale_by_head": _scored(lambda N: cases.scale_by_head(BY_HEAD[:N])),
-    "bias": CacheRule(
-        lambda along, q, N: {"score": scores.Bias(along(BIAS[:, :N, : q.shape[1]]))},
-        modifier=lambda N: Modifier(value=lambda s, at: s + BIAS[at.b, at.h, at.i, at.kv]),
-    ),
-    "bias_by_key": CacheRule(
-        lambda along, q, N: {"score": scores.Bias(along(BIAS[:, :1, :1]))},
-        modifier=lambda N: Modifier(value=lambda s, at: s + BIAS[at.b, 0, 0, at.kv]),
-    ),
+    "scale_by_head": lambda along, q, N: {"mask": masks.Causal(), "scale": BY_HEAD[:N]},
+    "bias": lambda along, q, N: {"score": scores.Bias(along(BIAS[:, :N, : q.shape[1]]))},
+    "bias_by_key": lambda along, q, N: {"score": scores.Bias(along(BIAS[:, :1, :1]))},
 }
 
 
@@ -202,30 +170,23 @@ def arguments(rule: CacheRule, cache: Any, T: int, N: int) -> dict[str, Any]:
         index = np.broadcast_to(index, (*x.shape[:-1], positions.shape[1]))
         return jnp.asarray(np.take_along_axis(x, index, -1))
 
-    return rule.build(along, np.asarray(cache.last_positions(T)), N)
+    return rule(along, np.asarray(cache.last_positions(T)), N)
 
 
-def truth(rows: FilledCache, rule: CacheRule, query: np.ndarray) -> oracle.OracleForward:
-    """The oracle's result, in float64."""
+def truth(rows: FilledCache, rule: CacheRule, query: np.ndarray) -> tuple[Any, Any]:
+    """Out and lse by the formula in float64, for the tokens of each row."""
     T, N = query.shape[1:3]
-    window = getattr(rows.cache, "window", None)
-
-    def allowed(at: At) -> bool:
-        inside = at.j < rows.lengths[at.b] and (window is None or at.q - window <= at.kv)
-        return bool(inside and rule.allowed(at))
-
-    problem = oracle.OracleProblem(
-        query,
-        rows.keys,
-        rows.values,
-        allowed=allowed,
-        modifier=lambda parameters: rule.modifier(N),
-        scale=1.0 if rule is RULES["scale_by_head"] else None,
-        q_positions=rows.lengths[:, None] + np.arange(-T, 0),
+    positions = rows.lengths[:, None] + np.arange(-T, 0)
+    rules = rule(lambda x: jnp.asarray(x[..., : rows.keys.shape[1]]), positions, N)
+    mask = rules.pop("mask", masks.Full()) & masks.Lengths(kv=rows.lengths)
+    if isinstance(rows.cache, RollingCache):
+        mask &= masks.Window(left=rows.cache.window)
+    arrays = (query, rows.keys, rows.values, rules)
+    *qkv, rules = jax.tree.map(
+        lambda x: jnp.asarray(x, "float64" if x.dtype == np.float32 else None), arrays
     )
-    zeros = np.zeros((*query.shape[:3], V)), np.zeros((B, N, T))
-    with np.errstate(all="ignore"):
-        return oracle.plain(problem, *zeros, np.float64)[0]
+    options: Any = {"implementation": "reference", "return_lse": True, **rules}
+    return jattn.attention(*qkv, mask=mask, q_positions=positions, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -234,27 +195,32 @@ def small_blocks():
         yield
 
 
-def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) -> Any:
-    """`(out, lse)`, in a program of its own."""
+@functools.cache
+def compiled(implementation: str, block: int) -> Any:
+    """The program of a call, with blocks of this size."""
 
     def call(query: Any, cache: Any, rules: Any) -> Any:
         return jattn.attention(
             query, cache, implementation=implementation, return_lse=True, **rules
         )
 
-    return quick_jit(call)(jnp.asarray(query), cache, rules)
+    return quick_jit(call)
+
+
+def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) -> Any:
+    """`(out, lse)`; calls of the same shapes share a program."""
+    run = compiled(implementation, tuning.current().tpu_decode_block)
+    return run(jnp.asarray(query), cache, rules)
 
 
 def assert_right(kind: str, dtype: Any, name: str, T: int, G: int) -> None:
-    """The kernel reads this cache in place, and gives what the oracle says for a rule."""
+    """The kernel reads this cache in place, and gives what the formula gives for a rule."""
     rows, rule, N = filled(kind, dtype), RULES[name], K * G
     query = normal(8, B, T, N, H)
     assert reason(jnp.asarray(query), rows.cache) is None
     out, lse = attend(query, rows.cache, **arguments(rule, rows.cache, T, N))
-    want = truth(rows, rule, query)
     assert out.dtype == lse.dtype == jnp.float32
-    assert oracle.error(out, want.out) < 4e-6
-    assert oracle.error(lse, want.lse) < 4e-6
+    assert_accurate((out, lse), truth(rows, rule, query), 4e-6)
     assert not np.any(out[1]) and np.all(lse[1] == -np.inf)
 
 
@@ -286,10 +252,10 @@ def test_quantised_values(kind, name, T, G, dtype):
 def test_quantised_values_of_any_size(dtype):
     rows, query = filled("dense", dtype, (1e-29, 1e35)), normal(8, B, 1, 4, H)
     out = np.asarray(attend(query, rows.cache)[0], np.float64)
-    want = truth(rows, RULES["none"], query).out
-    assert oracle.error(out[:, :, 2:] / 1e35, want[:, :, 2:] / 1e35) < 4e-6
+    want, _ = truth(rows, RULES["none"], query)
+    assert error(out[:, :, 2:] / 1e35, want[:, :, 2:] / 1e35) < 4e-6
     # Small weights times small scales are below the smallest number.
-    assert oracle.error(out[:, :, :2] / 1e-29, want[:, :, :2] / 1e-29) < 1e-3
+    assert error(out[:, :, :2] / 1e-29, want[:, :, :2] / 1e-29) < 1e-3
 
 
 @pytest.mark.one_in(40)
@@ -385,11 +351,8 @@ def test_16_bits(page_size, V):
 
 @pytest.mark.slow
 def test_blocks_that_need_no_mask_and_blocks_that_do_in_the_default_size():
-    rows, query = filled("dense_long"), normal(8, B, 4, 8, H)
-    rule = RULES["window"]
     with tuning.using(tpu_decode_block=1024):
-        out, _ = attend(query, rows.cache, **arguments(rule, rows.cache, 4, 8))
-    assert oracle.error(out, truth(rows, rule, query).out) < 4e-6
+        assert_right("dense_long", FLOAT32, "window", 4, 4)
 
 
 @pytest.mark.one_in(8, slow=True)
@@ -432,7 +395,7 @@ def test_gradients(kind):
             out = jattn.attention(query, changed, implementation=implementation, **rules)
             return jnp.sum(out**2)
 
-        operands = query, cache.keys, cache.values, jnp.asarray(SLOPES[:4], jnp.float32)
+        operands = query, cache.keys, cache.values, jnp.asarray(SLOPES[:4])
         return quick_jit(jax.grad(total, (0, 1, 2, 3)))(*operands)
 
     for x, y in zip(gradients("tpu"), gradients("reference"), strict=True):
