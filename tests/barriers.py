@@ -27,7 +27,7 @@ import numpy as np
 
 from jattn.kernels.gpu.mosaic.machine import matrix_units, tensor_memory
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from tests.copies import GlobalArray, PartsAt, Programs, Race, inside
+from tests.copies import Events, GlobalArray, Part, PartsAt, Programs, Race
 
 
 class Knowledge(NamedTuple):
@@ -41,81 +41,6 @@ class Knowledge(NamedTuple):
 
     def with_all(self, events: int) -> "Knowledge":
         return self.with_events(events, events)
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-class Events:
-    """The accesses to one place in memory, which holds an array or several."""
-
-    def __init__(self, machine: "Machine", name: str, tensor: bool):
-        self.machine, self.name, self.tensor = machine, name, tensor
-        self.past: list[tuple[tuple[slice, ...], int, bool]] = []
-
-    def add(self, box: tuple[slice, ...], event: int, known: int, writes: bool) -> None:
-        for other, earlier, wrote in self.past:
-            pairs = zip(box, other, strict=True)
-            disjoint = any(x.stop <= y.start or y.stop <= x.start for x, y in pairs)
-            if (writes or wrote) and not disjoint and not earlier & known:
-                verb, then = ("written" if x else "read" for x in (writes, wrote))
-                raise Race(f"{self.name} is {verb} by who does not know that it was {then}")
-        self.past.append((box, event, writes))
-
-
-class Part:
-    """A kernel's reference to a part of an array, without axes that were indexed by a number; `box`
-    is the range of indices along every axis."""
-
-    def __init__(
-        self, events: Events, content: np.ndarray, box: tuple[slice, ...], axes: list[int]
-    ):
-        self.events, self.content, self.box, self.axes = events, content, box, axes
-        self.shape, self.dtype = content.shape, content.dtype
-
-    @classmethod
-    def whole(cls, events: Events, like: "Array") -> "Part":
-        # What nobody has written is NaN, or a large number.
-        floating = jnp.issubdtype(like.dtype, jnp.floating)
-        content = np.full(like.shape, np.nan if floating else 99, like.dtype)
-        box = tuple(slice(0, size) for size in like.shape)
-        return cls(events, content, box, [*range(len(like.shape))])
-
-    @property
-    def at(self) -> PartsAt:
-        return PartsAt(self.part)
-
-    def part(self, index: Any) -> "Part":
-        if index is Ellipsis:
-            return self
-        index = index if isinstance(index, tuple) else (index,)
-        index += (slice(None),) * (len(self.shape) - len(index))
-        selected = tuple(inside(x, size) for x, size in zip(index, self.shape, strict=True))
-        box, axes = list(self.box), []
-        for axis, x in zip(self.axes, selected, strict=True):
-            first, run = box[axis].start, x if isinstance(x, slice) else slice(x, x + 1)
-            box[axis] = slice(first + run.start, first + run.stop)
-            axes += [axis] if isinstance(x, slice) else []
-        return Part(self.events, self.content[selected], tuple(box), axes)
-
-    def transpose(self, _: Any) -> "Part":
-        return Part(self.events, self.content.T, self.box, self.axes[::-1])
-
-    def note(self, event: int, known: int, writes: bool) -> None:
-        """Records an access. The last axis is in bytes: arrays of other types may lie there."""
-        *box, last = self.box
-        each = self.dtype.itemsize
-        self.events.add((*box, slice(last.start * each, last.stop * each)), event, known, writes)
-
-    def __getitem__(self, index: Any) -> Any:
-        part = self.part(index)
-        self.events.machine.touch(part, writes=False)
-        return jnp.array(part.content)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        part = self.part(index)
-        self.events.machine.touch(part, writes=True)
-        part.content[...] = value
 
 
 class Barrier:
@@ -235,7 +160,7 @@ class Machine(Programs):
         self.did: dict[str, set[str]] = {}
         self.passes: dict[str, dict[str, Passes]] = {}
         self.barriers: list[Barrier] = []
-        self.events, self.group = 0, Warpgroup(0)
+        self.group = Warpgroup(0)
         self.paused, self.errors = threading.Semaphore(0), list[BaseException]()
 
     def does(self, what: str) -> bool:
@@ -293,10 +218,6 @@ class Machine(Programs):
 
     # --- events ---------------------------------------------------------------------------------
 
-    def event(self) -> int:
-        self.events += 1
-        return 1 << self.events
-
     def touch(self, part: Part, writes: bool) -> None:
         """Records an access by the threads of a warpgroup, or by tensor cores that it waits for."""
         group, event = self.group, self.event()
@@ -305,11 +226,8 @@ class Machine(Programs):
         group.known = group.known.with_events(event, event if by_unit else 0)
 
     def copy_in(self, source: GlobalArray, to: Part, barrier: Barriers) -> None:
-        if source.shape != to.shape:
-            raise ValueError(f"expected {to.shape}, got {source.shape}")
         known, event = self.group.known, self.event()
-        to.note(event, known.units, writes=True)
-        to.content[...] = source.array
+        to.fill(source, event, known.units)
         barrier.single.arrive(known.with_all(event))
 
     def copy_out(self, source: Part, to: GlobalArray) -> None:

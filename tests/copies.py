@@ -5,7 +5,7 @@ It runs kernels of one warpgroup unchanged, operation by operation, on NumPy arr
 GPU's memory, one program after another. A copy is in flight from `copy_gmem_to_smem` to the
 `wait_gmem_to_smem` that ends it, which waits for the thread's own copies, then for the other
 threads (`bar.sync`). Nothing else counts as waiting: from one wait to the next, each warp runs at
-its own speed, so that operations of two warps have no order. Therefore, in each slot of shared
+its own speed, so that operations of two warps have no order. Therefore, in each part of shared
 memory:
 
 - what is read was copied before the last wait;
@@ -19,7 +19,7 @@ second rule. Kernels keep it without that.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,94 +81,101 @@ class GlobalArray:
         self.array[_inside(index, self.shape)] = value
 
 
-class Slot:
-    """One slot of an array in shared memory. Its parts are ranges of rows."""
-
-    def __init__(self, group: "CopyingThreads", shape: tuple[int, ...], dtype: Any):
-        self.at = PartsAt(lambda index: self)
-        self.group, self.shape, self.dtype = group, shape, dtype
-        self.content, self.written = np.zeros(shape, dtype), np.zeros(shape[0], bool)
-        self.read = -1  # the number of waits before the last read
-
-    def __getitem__(self, index: Any) -> Any:
-        if not self.written.all():
-            raise Race("a slot is read to which nothing was copied")
-        if any(x.slot is self for x in self.group.in_flight):
-            raise Race("a slot is read while a copy to it is in flight")
-        self.read = self.group.waits
-        return jnp.asarray(self.content[index])
+def _overlap(box: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
+    pairs = zip(box, other, strict=True)
+    return all(x.start < y.stop and y.start < x.stop for x, y in pairs)
 
 
-class SlotRows(NamedTuple):
-    slot: Slot
-    start: int
-    stop: int
+class Events:
+    """The accesses to one place in memory, which holds an array or several: the part, a bit for the
+    event, and whether it writes. `machine.touch` records accesses by threads."""
+
+    def __init__(self, machine: Any, name: str, tensor: bool = False):
+        self.machine, self.name, self.tensor = machine, name, tensor
+        self.past: list[tuple[tuple[slice, ...], int, bool]] = []
+
+    def add(self, box: tuple[slice, ...], event: int, known: int, writes: bool) -> None:
+        overlapping = [x for x in self.past if _overlap(box, x[0])]
+        if not writes and not any(wrote for *_, wrote in overlapping):
+            raise Race(f"{self.name} is read to which nothing was written")
+        for _, earlier, wrote in overlapping:
+            if (writes or wrote) and not earlier & known:
+                verb, then = ("written" if x else "read" for x in (writes, wrote))
+                raise Race(f"{self.name} is {verb} by who does not know that it was {then}")
+        self.past.append((box, event, writes))
+
+
+class Part:
+    """A kernel's reference to a part of an array, without axes that were indexed by a number; `box`
+    is the range of indices along every axis."""
+
+    def __init__(
+        self, events: Events, content: np.ndarray, box: tuple[slice, ...], axes: list[int]
+    ):
+        self.events, self.content, self.box, self.axes = events, content, box, axes
+        self.shape, self.dtype = content.shape, content.dtype
 
     @classmethod
-    def of(cls, slots: list[Slot], index: Any) -> "SlotRows":
-        slot = slots[int(index[0])]
-        (run,) = _inside(index[1], slot.shape)
-        return cls(slot, run.start, run.stop)
+    def whole(cls, events: Events, like: Any) -> "Part":
+        # What nobody has written is NaN, or a large number.
+        floating = jnp.issubdtype(like.dtype, jnp.floating)
+        content = np.full(like.shape, np.nan if floating else 99, like.dtype)
+        box = tuple(slice(0, size) for size in like.shape)
+        return cls(events, content, box, [*range(len(like.shape))])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stop - self.start, *self.slot.shape[1:]
+    def at(self) -> PartsAt:
+        return PartsAt(self.part)
 
-    def overlaps(self, other: "SlotRows") -> bool:
-        disjoint = self.stop <= other.start or other.stop <= self.start
-        return self.slot is other.slot and not disjoint
+    def part(self, index: Any) -> "Part":
+        if index is Ellipsis:
+            return self
+        index = index if isinstance(index, tuple) else (index,)
+        index += (slice(None),) * (len(self.shape) - len(index))
+        selected = tuple(inside(x, size) for x, size in zip(index, self.shape, strict=True))
+        box, axes = list(self.box), []
+        for axis, x in zip(self.axes, selected, strict=True):
+            first, run = box[axis].start, x if isinstance(x, slice) else slice(x, x + 1)
+            box[axis] = slice(first + run.start, first + run.stop)
+            axes += [axis] if isinstance(x, slice) else []
+        return Part(self.events, self.content[selected], tuple(box), axes)
 
+    def transpose(self, _: Any) -> "Part":
+        return Part(self.events, self.content.T, self.box, self.axes[::-1])
 
-class Shared:
-    """An array in shared memory, `[slots, ...]`. Kernels read whole slots."""
+    def note(self, event: int, known: int, writes: bool) -> None:
+        """Records an access. The last axis is in bytes: arrays of other types may lie there."""
+        *box, last = self.box
+        each = self.dtype.itemsize
+        self.events.add((*box, slice(last.start * each, last.stop * each)), event, known, writes)
 
-    def __init__(self, group: "CopyingThreads", like: Any):
-        slots = [Slot(group, like.shape[1:], like.dtype) for _ in range(like.shape[0])]
-        self.at = PartsAt(
-            lambda index: (
-                SlotRows.of(slots, index) if isinstance(index, tuple) else slots[int(index)]
-            )
-        )
-        self.shape, self.dtype = like.shape, like.dtype
+    def fill(self, source: GlobalArray, event: int, known: int) -> None:
+        """Copies an array to this part of shared memory."""
+        if source.shape != self.shape:
+            raise ValueError(f"expected {self.shape}, got {source.shape}")
+        self.note(event, known, writes=True)
+        self.content[...] = source.array
 
+    def __getitem__(self, index: Any) -> Any:
+        part = self.part(index)
+        self.events.machine.touch(part, writes=False)
+        return jnp.array(part.content)
 
-class CopyingThreads:
-    """The threads of a program: the number of their waits, and their copies in flight."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-        self.in_flight: list[SlotRows] = []
-
-    def copy(self, source: GlobalArray, to: Slot | SlotRows) -> None:
-        part = SlotRows(to, 0, to.shape[0]) if isinstance(to, Slot) else to
-        if any(map(part.overlaps, self.in_flight)):
-            raise Race("a copy starts to a slot to which one is in flight")
-        if part.slot.read == self.waits:
-            raise Race("a copy starts to a slot that other warps may still read")
-        if source.shape != part.shape:
-            raise ValueError(f"expected {part.shape}, got {source.shape}")
-        rows = slice(part.start, part.stop)
-        part.slot.content[rows], part.slot.written[rows] = source.array, True
-        self.in_flight.append(part)
-
-    def wait(self, count: int) -> None:
-        """Waits until at most `count` copies are in flight."""
-        self.in_flight = self.in_flight[len(self.in_flight) - count :] if count else []
-        self.waits += 1
-
-    def end(self) -> None:
-        if self.in_flight:
-            raise Race("a program ends while copies are in flight")
+    def __setitem__(self, index: Any, value: Any) -> None:
+        part = self.part(index)
+        self.events.machine.touch(part, writes=True)
+        part.content[...] = value
 
 
 class Programs:
     """Runs kernels in place of Mosaic, one program of a grid after another.
 
-    `runs` is the name of the kernel that runs, `place` the program's index by the names of axes.
+    `runs` is the name of the kernel that runs, `place` the program's index by the names of axes,
+    `events` the number of its events.
     """
 
     def __init__(self) -> None:
-        self.runs = ""
+        self.runs, self.events = "", 0
         self.place: dict[str, Any] = {}
 
     def kernel(self, body: Any, **options: Any) -> Callable[..., list[Any]]:
@@ -186,6 +193,10 @@ class Programs:
     def program(self, body: Any, refs: list[Any], options: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def event(self) -> int:
+        self.events += 1
+        return 1 << self.events
+
     def axis_index(self, name: str) -> Any:
         return self.place[name]
 
@@ -200,27 +211,38 @@ class Programs:
 
 
 class CopyMachine(Programs):
-    """Runs kernels whose threads copy; `waits` counts the waits of each kernel so far."""
+    """Runs kernels whose threads copy; `waits` counts the waits of each kernel so far.
+
+    All events before a program's last wait are known.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: dict[str, int] = {}
-        self.group = CopyingThreads()
+        self.known, self.in_flight = 0, False
 
     def program(self, body: Any, refs: list[Any], options: dict[str, Any]) -> None:
         self.waits.setdefault(self.runs, 0)
-        self.group = CopyingThreads()
-        body(*refs, *jax.tree.map(lambda x: Shared(self.group, x), options["scratch_types"]))
-        self.group.end()
+        self.events, self.known, self.in_flight = 0, 0, False
+        make = lambda x: Part.whole(Events(self, "a slot"), x)  # noqa: E731
+        body(*refs, *jax.tree.map(make, options["scratch_types"]))
+        if self.in_flight:
+            raise Race("a program ends while copies are in flight")
 
-    def copy(self, source: GlobalArray, to: Slot | SlotRows, barrier=None, *, oob_mode) -> None:
+    def touch(self, part: Part, writes: bool) -> None:
+        part.note(self.event(), self.known, writes)
+
+    def copy(self, source: GlobalArray, to: Part, barrier=None, *, oob_mode) -> None:
         if barrier is not None:
             raise ValueError("a copy by threads has no barrier")
-        self.group.copy(source, to)
+        to.fill(source, self.event(), self.known)
+        self.in_flight = True
 
     def wait(self, count: int) -> None:
         self.waits[self.runs] += 1
-        self.group.wait(count)
+        if count:
+            raise NotImplementedError("to wait for some of the copies")
+        self.known, self.in_flight = (2 << self.events) - 1, False
 
 
 def gradients(kernels: Any, spec: Spec, operands: Any, results: Any) -> Any:
