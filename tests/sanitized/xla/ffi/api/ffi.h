@@ -22,14 +22,13 @@ enum class ErrorCode { kOk, kResourceExhausted, kInternal, kFailedPrecondition }
 class Error {
  public:
   Error() = default;
-  Error(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  Error(ErrorCode code, const std::string&) : code_(code) {}
   static Error Success() { return {}; }
   bool success() const { return code_ == ErrorCode::kOk; }
   ErrorCode code() const { return code_; }
 
  private:
   ErrorCode code_ = ErrorCode::kOk;
-  std::string message_;
 };
 
 enum class DataType { F32, F64, BF16, F16, S8, U8, F8E4M3FN };
@@ -60,6 +59,7 @@ class Result {
  public:
   explicit Result(X x) : x_(std::move(x)) {}
   X& operator*() { return x_; }
+  const X& operator*() const { return x_; }
   X* operator->() { return &x_; }
 
  private:
@@ -72,38 +72,29 @@ inline size_t ByteWidth(DataType type) {
 
 // A value or an error; here always a value.
 template <typename X>
-class ErrorOr {
+class ErrorOr : public Result<X> {
  public:
-  explicit ErrorOr(X x) : x_(std::move(x)) {}
+  using Result<X>::Result;
   bool has_error() const { return false; }
   Error error() const { return {}; }
-  X& operator*() { return x_; }
-  const X& operator*() const { return x_; }
-
- private:
-  X x_;
 };
 
-class RemainingArgs {
+// The arguments or the results of a call that its signature leaves open.
+template <template <typename> class Wrapped>
+class Remaining {
  public:
-  RemainingArgs(std::vector<AnyBuffer> all = {}) : all_(std::move(all)) {}
+  Remaining(std::vector<AnyBuffer> all = {}) : all_(std::move(all)) {}
   size_t size() const { return all_.size(); }
   template <typename X>
-  ErrorOr<X> get(size_t i) const { return ErrorOr<X>(all_[i]); }
+  auto get(size_t i) const { return ErrorOr<Wrapped<X>>(Wrapped<X>(all_[i])); }
 
  private:
   std::vector<AnyBuffer> all_;
 };
-
-class RemainingRets {
- public:
-  RemainingRets(std::vector<AnyBuffer> all = {}) : all_(std::move(all)) {}
-  template <typename X>
-  ErrorOr<Result<X>> get(size_t i) const { return ErrorOr<Result<X>>(Result<X>(all_[i])); }
-
- private:
-  std::vector<AnyBuffer> all_;
-};
+template <typename X>
+using Itself = X;
+using RemainingArgs = Remaining<Itself>;
+using RemainingRets = Remaining<Result>;
 
 // Threads that end with the pool; copies are the same pool, as XLA's.
 class ThreadPool {
