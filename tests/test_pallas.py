@@ -26,6 +26,8 @@ from tests.test_hopper import HOPPER
 SHAPES = Shapes((1,), 128, 128, 2, 1, 64, 64, jnp.dtype(jnp.bfloat16))
 CALL = made(SHAPES, mask=masks.Causal())
 
+pytestmark = pytest.mark.default_tiles
+
 
 @pytest.mark.parametrize(
     ("capability", "expected"),  # without a GPU JAX compiles for a Hopper, too
@@ -124,9 +126,3 @@ def test_it_runs_on_a_hopper_where_cudnn_cannot(monkeypatch, capability, sizes, 
     lowered = attend.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert ("jattn_hopper_forward" in lowered) == (runs == "pallas")
     assert jattn.explain(x, x, x, platform="cuda", **options).runs == runs
-
-
-def test_it_is_not_interpreted():
-    q = jnp.ones((1, 8, 1, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="'pallas': is for cuda, the program is for cpu"):
-        jattn.attention(q, q, q, implementation="pallas")
