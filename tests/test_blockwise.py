@@ -22,9 +22,9 @@ def summed(mask: Any = None) -> Any:
     return lambda q, k, v: call(q, k, v).sum()
 
 
-def compiled(T: int, mask: masks.Mask | None, N: int = 8, B: int = 1) -> Any:
-    """Compiles the gradients for N heads of 64, T queries and T keys, without running them."""
-    shape = jax.ShapeDtypeStruct((B, T, N, 64), jnp.float32)
+def compiled(T: int, mask: masks.Mask | None, B: int = 1) -> Any:
+    """Compiles the gradients for 8 heads of 64, T queries and T keys, without running them."""
+    shape = jax.ShapeDtypeStruct((B, T, 8, 64), jnp.float32)
     return jax.jit(jax.grad(summed(mask), (0, 1, 2))).lower(shape, shape, shape).compile()
 
 
@@ -60,10 +60,10 @@ def test_memory_is_linear_where_heads_run_at_once(name, backward):
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(left=256)])
 def test_memory_is_linear_in_the_length_and_the_program_does_not_grow_with_it(mask):
-    short, long = (compiled(T, mask) for T in (8192, 131_072))
+    short, long = (compiled(T, mask) for T in (8192, 32_768))
     assert len(long.as_text().splitlines()) <= 1.1 * len(short.as_text().splitlines())
     assert temporaries(short) <= 96 * 2**20  # the scores of all heads would take 2 GiB
-    assert temporaries(long) <= 16 * temporaries(short)
+    assert temporaries(long) <= 4 * temporaries(short)
 
 
 @pytest.mark.one_in(2)

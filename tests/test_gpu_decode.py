@@ -293,12 +293,12 @@ def test_vmap_is_more_programs(read_in_place):
 @pytest.mark.slow
 def test_it_is_translated_for_cuda():
     kinds = itertools.cycle((("dense_odd", 3), ("paged", 1)))
-    for (kind, T), dtype in zip(kinds, DTYPES, strict=False):
-        call = DecodeCall(kind, T, functions)
-        arguments = normal(B, T, N, H), filled(kind, dtype=dtype)
-        rules = call.rules(T, arguments[1].capacity, slice(None), jnp.bfloat16)
+    for number, ((kind, T), dtype) in enumerate(zip(kinds, DTYPES, strict=False)):
+        rule = functions if number < 2 else causal
+        query, cache = normal(B, T, N, H), CACHES[kind](dtype)
+        rules = rule(T, cache.capacity, slice(None), jnp.bfloat16)
         attend = functools.partial(jattn.attention, implementation="hopper", **rules)
-        assert "jattn_mosaic_decode" in translated(attend, arguments)
+        assert "jattn_mosaic_decode" in translated(attend, (query, cache))
 
 
 @pytest.mark.parametrize(
