@@ -114,6 +114,11 @@ OF_THE_TYPE_OF_QUERIES = {
 CALLS |= {name: (call, [OUT]) for name, call in OF_THE_TYPE_OF_QUERIES.items()}
 
 
+def with_results(function: Any, gradient: Any) -> Any:
+    """A function for the results of both, which are computed in one program."""
+    return lambda *arguments: (function(*arguments), gradient(*arguments))
+
+
 @pytest.mark.one_in(32)
 @pytest.mark.parametrize(("jit", "in_context"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", CALLS)
@@ -125,14 +130,13 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
         floats = [x for x in jax.tree.leaves(function(*qkv)) if x.dtype == np.float64]
         return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in floats)
 
-    compiled = quick_jit if jit else lambda function: function
-    gradient = jax.grad(squared, (0, 1, 2))
+    run = with_results(function, jax.grad(squared, (0, 1, 2)))
     with tuning.using(generated_pairs=0):
-        want, wanted = (quick_jit(f)(*map(jnp.asarray, arrays)) for f in (function, gradient))
+        want = quick_jit(run)(*map(jnp.asarray, arrays))
         with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
             placed = [place(mesh, x, *TOKENS) for x in arrays]
-            results, d = compiled(function)(*placed), compiled(gradient)(*placed)
-    assert_trees_close((results, d), (want, wanted), rtol=1e-10, atol=1e-11)
+            results, d = (quick_jit(run) if jit else run)(*placed)
+    assert_trees_close((results, d), want, rtol=1e-10, atol=1e-11)
     assert [shown(x) for x in jax.tree.leaves(results)] == types
     assert [jax.typeof(x) for x in d] == [jax.typeof(x) for x in placed]
 
@@ -284,14 +288,14 @@ def test_modules(name, split, mesh):
     cut_axes = ("alignment", "state", "vocabulary", "heads")
     names = dict.fromkeys(cut_axes, "heads") if split else {}
     placed = lambda x, axes: place(mesh, x, *(names.get(axis) for axis in axes))  # noqa: E731
-    want, d_want = quick_jit(run)(state, *arrays), quick_jit(jax.grad(loss))(state, *arrays)
+    both = with_results(run, jax.grad(loss))
+    want = quick_jit(both)(state, *arrays)
     with jax.set_mesh(mesh):
         cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))
         placed_arrays = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
-        results = quick_jit(run)(cut, *placed_arrays)
-        d = quick_jit(jax.grad(loss))(cut, *placed_arrays)
+        results, d = quick_jit(both)(cut, *placed_arrays)
         assert jax.typeof(call(nnx.merge(definition, cut), *placed_arrays)) == jax.typeof(results)
-    assert_trees_close((results, d), (want, d_want), rtol=1e-10, atol=1e-11)
+    assert_trees_close((results, d), want, rtol=1e-10, atol=1e-11)
     if split or name in ("additive", "latent"):
         assert shown(results) == out_cut
     types = [jax.typeof(x) for x in jax.tree.leaves(cut)]
