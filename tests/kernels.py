@@ -45,6 +45,30 @@ def exact_results(mask: Any, score: Any, *arrays: Any) -> Any:
     return out, lse, *jax.tree.leaves(pull((d_out, jnp.zeros_like(lse))))
 
 
+def of_tokens(
+    query: Any,
+    keys: Any,
+    values: Any,
+    lengths: np.ndarray,
+    rules: dict[str, Any],
+    window: int | None = None,
+    dtype: Any = jnp.float64,
+) -> Any:
+    """Out and lse, by the formula in a dtype, of the queries of the last tokens of each row, which
+    has as many tokens as `lengths` says."""
+
+    def cast(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.asarray(x, dtype) if is_float else x
+
+    *qkv, options = jax.tree.map(cast, (query, keys, values, rules))
+    options["mask"] = options.get("mask", masks.Full()) & masks.Lengths(kv=lengths)
+    options["mask"] &= masks.Window(left=window)
+    options["q_positions"] = lengths[:, None] + np.arange(-query.shape[1], 0)
+    options |= {"implementation": "reference", "return_lse": True}
+    return quick_jit(functools.partial(jattn.attention, **options))(*qkv)
+
+
 def assert_accurate(name: str, dtype: str, got: Any) -> None:
     """Checks errors; in 16 bits against a formula that rounds as tensor cores do."""
     contract.assert_accurate(name, dtype, got, CEILINGS, matrix_units=dtype != "float32")

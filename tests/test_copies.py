@@ -4,7 +4,6 @@ no races, and mistakes in their order are races."""
 import functools
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -57,7 +56,7 @@ def cache() -> Any:
 
 def decoded() -> Any:
     query = gpu_decode.normal(gpu_decode.B, 1, gpu_decode.N, 64)
-    rules = CALL.rules(1, cache().capacity, slice(None), jnp.bfloat16)
+    rules = CALL.rules(1, cache().capacity)
     spec = make(query, cache(), **rules).prepared().spec
     out, normalizer = ampere.decode("cpu", spec, query, cache())
     return out, normalizer.lse.swapaxes(1, 2)

@@ -19,7 +19,7 @@ from jattn.spec import Shapes
 from tests.arrays import assert_accurate
 from tests.conftest import quick_jit
 from tests.devices import pretend_gpu
-from tests.kernels import lying_mask, made
+from tests.kernels import lying_mask, made, of_tokens
 from tests.oracle import error
 from tests.test_hopper import (
     _compiled_once,  # noqa: F401
@@ -36,10 +36,8 @@ TOKENS = 130
 RNG = np.random.default_rng(0)
 
 
-def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    """Random numbers that bfloat16 can represent, in a dtype."""
-    numbers = np.random.default_rng(sum(shape)).normal(size=shape)
-    return jnp.asarray(numbers, jnp.bfloat16).astype(dtype)
+def normal(*shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.bfloat16)
 
 
 CACHES: dict[str, Any] = {
@@ -71,52 +69,50 @@ def stored(x: Any, dtype: Any) -> Any:
     return (x.dequantized if isinstance(x, Quantized) else x.astype)(jnp.float64)
 
 
-def functions(T: int, S: int, b: Any, dtype: Any) -> Any:
+def functions(T: int, S: int) -> Any:
     """A mask and scores of heads, batch rows and positions: looked up, and along heads."""
+    by_row = jnp.asarray([2, 0, 1], jnp.int32)
     return {
         "mask": masks.Causal()
-        & masks.Predicate(
-            lambda b, h, q, kv, x: (q + kv + h + x[b]) % 3 != 0,
-            jnp.asarray([2, 0, 1], jnp.int32)[b],
-        ),
-        "score": scores.Alibi(jnp.asarray([0.5, 0.25, 0.125, 0.0625], dtype))
+        & masks.Predicate(lambda b, h, q, kv, x: (q + kv + h + x[b]) % 3 != 0, by_row),
+        "score": scores.Alibi(jnp.bfloat16([0.5, 0.25, 0.125, 0.0625]))
         >> scores.SoftCap(5.0)
         >> scores.Score(
             lambda s, b, h, q, kv, x: s * x[h].astype(s.dtype) + (q % 7).astype(s.dtype),
-            jnp.asarray([0.5, 1.0, 1.5, 2.0], dtype),
+            jnp.bfloat16([0.5, 1.0, 1.5, 2.0]),
         )
-        >> scores.RelativeBias(normal(32, N, dtype=dtype))
-        >> scores.Temperature(jnp.asarray([1.0, 2.0, 0.5, 1.5], dtype)),
+        >> scores.RelativeBias(normal(32, N))
+        >> scores.Temperature(jnp.bfloat16([1.0, 2.0, 0.5, 1.5])),
     }
 
 
-def arrays(T: int, S: int, b: Any, dtype: Any) -> Any:
+def arrays(T: int, S: int) -> Any:
     """Arrays along all axes, and along some of them."""
     rng = np.random.default_rng(1)
     seen, by_query = rng.random((1, N, 1, 256)) < 0.7, rng.random((B, 1, T, 256)) < 0.9
     return {
         "mask": masks.Dense(jnp.asarray(seen[..., :S]))
-        & masks.Dense(jnp.asarray(by_query[b, ..., :S]))
-        & masks.Lengths(q=jnp.asarray([T, T - 1, T])[b]),
-        "score": scores.Bias(normal(B, N, T, 256, dtype=dtype)[b, ..., :S])
-        >> scores.Bias(normal(1, 1, T, 1, dtype=dtype))
-        >> scores.Bias(normal(1, N, 1, 256, dtype=dtype)[..., :S]),
+        & masks.Dense(jnp.asarray(by_query[..., :S]))
+        & masks.Lengths(q=jnp.asarray([T, T - 1, T])),
+        "score": scores.Bias(normal(B, N, T, 256)[..., :S])
+        >> scores.Bias(normal(1, 1, T, 1))
+        >> scores.Bias(normal(1, N, 1, 256)[..., :S]),
     }
 
 
-def full_for_some(T: int, S: int, b: Any, dtype: Any) -> Any:
+def full_for_some(T: int, S: int) -> Any:
     """A mask of which the first head sees all keys: its tiles need no mask, its group's do."""
     seen = np.random.default_rng(2).random((1, N, 1, 256)) < 0.7
     seen[:, 0] = True
     return {"mask": masks.Dense(jnp.asarray(seen[..., :S]))}
 
 
-def causal(T: int, S: int, b: Any, dtype: Any) -> Any:
+def causal(T: int, S: int) -> Any:
     return {"mask": masks.Causal(), "scale": 0.3}
 
 
 class DecodeCall(NamedTuple):
-    """A kind of cache, T queries and the keyword arguments of a call."""
+    """A kind of cache, T queries, and the keyword arguments of a call for T queries and S keys."""
 
     kind: str
     T: int
@@ -138,7 +134,7 @@ CALLS = [
 
 def program(call: DecodeCall, capacity: int, implementation: str, **options: Any) -> Any:
     """A compiled function from a cache to out and lse of the queries of the last tokens."""
-    rules = call.rules(call.T, capacity, slice(None), jnp.bfloat16) | options
+    rules = call.rules(call.T, capacity) | options
     attend = functools.partial(jattn.attention, implementation=implementation, return_lse=True)
     return quick_jit(functools.partial(attend, normal(B, call.T, N, H), **rules))
 
@@ -151,25 +147,9 @@ def formula(
     call: DecodeCall, dtype: Any = jnp.bfloat16, values: Any = VALUES, computed: Any = jnp.float64
 ) -> Any:
     """Returns out and lse by the formula in float64 for the tokens in a cache of this dtype."""
-    results, keys, values = [], stored(KEYS, dtype), stored(values, dtype)
-    for b, length in enumerate(LENGTHS[:2]):
-        row, tokens = slice(b, b + 1), slice(0, length)
-        rules = call.rules(call.T, length, row, computed)
-        if call.kind == "rolling":
-            rules["mask"] = rules["mask"] & masks.Window(left=50)
-        query, key, value = normal(B, call.T, N, H)[row], keys[row, tokens], values[row, tokens]
-        results.append(
-            jattn.attention(
-                *(x.astype(computed) for x in (query, key, value)),
-                q_positions=jnp.arange(length - call.T, length)[None],
-                implementation="reference",
-                return_lse=True,
-                **rules,
-            )
-        )
-    dead = jnp.zeros((1, call.T, N, V)), jnp.full((1, N, call.T), -jnp.inf)
-    results.append([x.astype(y.dtype) for x, y in zip(dead, results[0], strict=True)])
-    return [jnp.concatenate(x) for x in zip(*results, strict=True)]
+    tokens = stored(KEYS, dtype), stored(values, dtype)
+    rules, window = call.rules(call.T, TOKENS), 50 if call.kind == "rolling" else None
+    return of_tokens(normal(B, call.T, N, H), *tokens, LENGTHS, rules, window, computed)
 
 
 @pytest.fixture
@@ -296,8 +276,9 @@ def test_it_is_translated_for_cuda():
     for number, ((kind, T), dtype) in enumerate(zip(kinds, DTYPES, strict=False)):
         rule = functions if number < 2 else causal
         query, cache = normal(B, T, N, H), CACHES[kind](dtype)
-        rules = rule(T, cache.capacity, slice(None), jnp.bfloat16)
-        attend = functools.partial(jattn.attention, implementation="hopper", **rules)
+        attend = functools.partial(
+            jattn.attention, implementation="hopper", **rule(T, cache.capacity)
+        )
         assert "jattn_mosaic_decode" in translated(attend, (query, cache))
 
 

@@ -24,7 +24,7 @@ from jattn.kernels.tpu import decode
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of, place
-from tests.kernels import lying_mask
+from tests.kernels import lying_mask, of_tokens
 from tests.oracle import error
 
 
@@ -173,20 +173,13 @@ def arguments(rule: CacheRule, cache: Any, T: int, N: int) -> dict[str, Any]:
     return rule(along, np.asarray(cache.last_positions(T)), N)
 
 
-def truth(rows: FilledCache, rule: CacheRule, query: np.ndarray) -> tuple[Any, Any]:
+def truth(rows: FilledCache, rule: CacheRule, query: np.ndarray) -> Any:
     """Out and lse by the formula in float64, for the tokens of each row."""
-    T, N = query.shape[1:3]
+    tokens, T = rows.keys.shape[1], query.shape[1]
     positions = rows.lengths[:, None] + np.arange(-T, 0)
-    rules = rule(lambda x: jnp.asarray(x[..., : rows.keys.shape[1]]), positions, N)
-    mask = rules.pop("mask", masks.Full()) & masks.Lengths(kv=rows.lengths)
-    if isinstance(rows.cache, RollingCache):
-        mask &= masks.Window(left=rows.cache.window)
-    arrays = (query, rows.keys, rows.values, rules)
-    *qkv, rules = jax.tree.map(
-        lambda x: jnp.asarray(x, "float64" if x.dtype == np.float32 else None), arrays
-    )
-    options: Any = {"implementation": "reference", "return_lse": True, **rules}
-    return jattn.attention(*qkv, mask=mask, q_positions=positions, **options)
+    rules = rule(lambda x: jnp.asarray(x[..., :tokens]), positions, query.shape[2])
+    window = getattr(rows.cache, "window", None)
+    return of_tokens(query, rows.keys, rows.values, rows.lengths, rules, window)
 
 
 @pytest.fixture(autouse=True)
