@@ -124,8 +124,8 @@ IDS = np.arange(SPAN, dtype=np.int32) // 37 % 3
 PAIRS = normal(6, B, 8, 4, SPAN) > 0
 BIAS = 2 * normal(7, B, 8, 4, SPAN)
 TABLE = normal(11, 8, 8)
-SLOPES = np.float32([0.5, 0.25, 0.0625, 0.03125, 0.1, 0.2, 0.3, 0.4])
-BY_HEAD = np.float32([0.5, 0.8, -1.0, 1.5, 2.0, 0.0, 0.3, 1.0])
+SLOPES = np.array([0.5, 0.25, 0.0625, 0.03125, 0.1, 0.2, 0.3, 0.4], np.float32)
+BY_HEAD = np.array([0.5, 0.8, -1.0, 1.5, 2.0, 0.0, 0.3, 1.0], np.float32)
 
 
 def _window_by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
