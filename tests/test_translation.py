@@ -38,6 +38,7 @@ from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint
 from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
+from jattn import viz
 from tests.arrays import assert_equal
 from tests.conftest import assert_trees_close
 
@@ -684,13 +685,6 @@ def test_exact_match_is_counted_by_construction():
     assert "x" in evaluation.table("test", scores) and "66.7%" in evaluation.table("test", scores)
 
 
-def test_the_head_in_the_picture_is_sharp_and_leaves_no_key_out():
-    weights = np.full((2, 3, 3, 3), 1 / 3)
-    weights[0, 2] = np.eye(3)[0]  # sharp, but of one key
-    weights[1, 1] = 0.8 * np.eye(3)[::-1] + 0.2 / 3
-    assert pictures.clearest_head(weights) == (1, 1)
-
-
 @pytest.fixture
 def figures(monkeypatch) -> list[Any]:
     figures = []
@@ -713,7 +707,7 @@ def test_pictures_have_a_panel_per_head_and_say_what_each_word_reads(tmp_path, f
     np.testing.assert_array_equal(attentions["cross-attention"][1], layer[:, :4, :5])
     files = pictures.draw_sentence(seen, tmp_path)
     assert [file.stem for file in files[1:]] == [name.replace(" ", "-") for name in attentions]
-    layer, head = pictures.clearest_head(attentions["cross-attention"])
+    layer, head = viz.clearest_head(attentions["cross-attention"])
     title = f"cross-attention, layer {layer + 1}, head {head + 1}"
     assert figures[0].axes[0].get_title() == title
     titles = [figure.get_suptitle() for figure in figures]

@@ -184,6 +184,14 @@ def test_the_repr_of_a_mask_is_one_line():
     assert few.startswith("Segments(q_ids=array([[0, 1], [2, 2]], dtype=int32),")
 
 
+def test_the_clearest_head_is_sharp_and_leaves_no_key_out():
+    array = np.full((2, 3, 3, 3), 1 / 3)
+    array[0, 2] = np.eye(3)[0]  # sharp, but of one key
+    array[1, 1] = 0.8 * np.eye(3)[::-1] + 0.2 / 3
+    assert viz.clearest_head(array) == (1, 1)
+    assert viz.clearest_head(array[1]) == (1,)
+
+
 def test_numbers_of_heads_are_their_formulas():
     assert all(np.isnan(x) for x in viz.head_numbers(np.zeros((3, 3))).values())
     array = weights(2, 2, T, S).astype(np.float64)
@@ -487,6 +495,7 @@ WRONG_VALUES = [
     (lambda: viewer(HEADS, query=weights(T, 4), key=weights(S, 4)), r"query: .* got \[3, 4\]"),
     (lambda: stack_layers({"a/0": np.ones(1), "a/1": np.ones(2)}), "expected one shape for 'a'"),
     (lambda: untyped.head_numbers(np.ones(3)), "weights: expected"),
+    (lambda: viz.clearest_head(-WIDE), "weights: .* >= 0"),
     (lambda: at(rows=5), "rows: expected 0 <= place < T = 5, got 5"),
     (lambda: at(rows=[0, -1]), "rows: .* got -1"),
     (lambda: at(rows=np.ones((1, 1), int)), "rows: expected an integer or"),

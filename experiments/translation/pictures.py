@@ -79,7 +79,7 @@ def draw_sentence(seen: Seen, directory: Path) -> list[Path]:
     attentions = seen.attentions()
     files = [directory / "attention.png"]
     cross_attention = attentions["cross-attention"]
-    layer, head = clearest_head(cross_attention)
+    layer, head = viz.clearest_head(cross_attention)
     title = f"cross-attention, layer {layer + 1}, head {head + 1}"
     tokens = seen.tokens("cross-attention")
     figure = viz.heatmap(cross_attention[layer, head], *tokens, title=title, values=False)
@@ -106,18 +106,6 @@ def _for_viewer(seen: Seen) -> viz.Sentence:
         {name: columns for name, (_, columns) in tokens.items()},
         mask={name: masks.Causal() for name in attentions if name.startswith("decoder")},
     )
-
-
-def clearest_head(weights: np.ndarray) -> tuple[int, int]:
-    """Returns the layer and the head that align the tokens best: where the greatest weight of a key
-    is largest in the mean over keys. Such a head is sharp and leaves few keys out.
-
-    Args:
-        weights: `[L, N, T, S]`.
-    """
-    clearness = weights.max(axis=-2).mean(axis=-1)
-    layer, head = np.unravel_index(clearness.argmax(), clearness.shape)
-    return int(layer), int(head)
 
 
 def draw_losses(records: Sequence[Mapping[str, Any]], path: Path) -> None:

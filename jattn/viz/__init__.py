@@ -7,7 +7,7 @@ weights where the whole `[T, S]` matrix would not fit in memory.
 """
 
 from jattn.viz.figures import alignment, grid, heatmap, show_mask
-from jattn.viz.head_numbers import head_numbers
+from jattn.viz.head_numbers import clearest_head, head_numbers
 from jattn.viz.rows import weights_at
 from jattn.viz.viewer import Sentence, Viewer, stack_layers, viewer
 
@@ -16,6 +16,7 @@ __all__ = [
     "Sentence",
     "Viewer",
     "alignment",
+    "clearest_head",
     "grid",
     "head_numbers",
     "heatmap",

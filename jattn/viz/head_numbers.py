@@ -1,4 +1,4 @@
-"""Summary statistics of a head's attention weights: entropy, coverage, distance, …"""
+"""Summary statistics of each head's attention weights, and the head that aligns tokens best."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jattn._types import AnyArray
 from jattn.viz.inputs import checked_values
 
 
-__all__ = ["head_numbers"]
+__all__ = ["clearest_head", "head_numbers"]
 
 
 _NAMES = ("entropy", "coverage", "monotonicity", "distance", "first", "previous")
@@ -44,16 +44,43 @@ def head_numbers(weights: AnyArray) -> dict[str, np.ndarray]:
     >>> print(jattn.viz.head_numbers(jattn.attention_weights(0 * q, k)[0])["entropy"].round(2))
     [1.95 1.95 1.95 1.95]
     """
-    ndims = (getattr(weights, "ndim", 2),) if getattr(weights, "ndim", 2) >= 2 else (2,)
-    array = checked_values("weights", weights, "[..., T, S]", ndims)
-    if array.min() < 0:
-        raise ValueError(f"weights: expected numbers >= 0, got {array.min()}")
+    array = _checked(weights)
     heads = array.reshape(-1, *array.shape[-2:])
     statistics = [_numbers(head) for head in heads]
     return {
         name: np.array([numbers[name] for numbers in statistics]).reshape(array.shape[:-2])
         for name in statistics[0]
     }
+
+
+def clearest_head(weights: AnyArray) -> tuple[int, ...]:
+    """Returns the index of the head that aligns the tokens best: where the greatest weight of a key
+    is largest in the mean over keys. Such a head is sharp and leaves few keys out.
+
+    Args:
+        weights: `[..., T, S]`, at least 0; usually `[L, N, T, S]`.
+
+    Returns:
+        The index of a head in the leading axes; usually a layer and a head.
+
+    Raises:
+        TypeError, ValueError: for any other input.
+
+    >>> two_heads = jnp.stack([jnp.full((3, 3), 1 / 3), jnp.eye(3)])
+    >>> jattn.viz.clearest_head(two_heads)
+    (1,)
+    """
+    clearness = _checked(weights).max(axis=-2).mean(axis=-1)
+    return tuple(int(index) for index in np.unravel_index(clearness.argmax(), clearness.shape))
+
+
+def _checked(weights: AnyArray) -> np.ndarray:
+    """Returns weights `[..., T, S]` as an array; raises unless they are at least 0."""
+    ndims = (getattr(weights, "ndim", 2),) if getattr(weights, "ndim", 2) >= 2 else (2,)
+    array = checked_values("weights", weights, "[..., T, S]", ndims)
+    if array.min() < 0:
+        raise ValueError(f"weights: expected numbers >= 0, got {array.min()}")
+    return array
 
 
 def _numbers(weights: np.ndarray) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jattn._pytree import leading
 from jattn.checks import check_array, shown
 from jattn.masks import EMPTY, FULL, MIXED, Mask, as_mask, tile_map
 from jattn.viz.figures import checked_block, dense_mask
-from jattn.viz.head_numbers import head_numbers
+from jattn.viz.head_numbers import clearest_head, head_numbers
 from jattn.viz.inputs import checked_title, checked_tokens, checked_values, visible
 
 
@@ -225,7 +225,7 @@ def _described(attention: Attention, block: Any, blocks: Blocks) -> dict[str, An
         "sizes": list(attention.models[0].shape),
         "causal": T == S and not any(np.triu(model, 1).any() for model in attention.models),
         "cross": attention.rows != attention.columns,
-        "clearest": _clearest_head(attention.models[0]),
+        "clearest": clearest_head(attention.models[0]),
         "heads": [_stored(model, "u1", blocks) for model in attention.models],
         "vectors": attention.vectors
         and [_stored(x.swapaxes(1, 2), "<i2", blocks) for x in attention.vectors],
@@ -238,13 +238,6 @@ def _described(attention: Attention, block: Any, blocks: Blocks) -> dict[str, An
 def _stored(heads: np.ndarray, dtype: str, blocks: Blocks) -> list[list[int]]:
     """Adds each head of `[L, N, ...]` to `blocks`, and returns the indices of the blocks."""
     return [[blocks.add(quantised(head, dtype)) for head in layer] for layer in heads]
-
-
-def _clearest_head(weights: np.ndarray) -> list[int]:
-    """Returns the layer and the head that the page opens with: where the greatest weight of a key
-    is largest in the mean over keys, so that the head is sharp and leaves no key out."""
-    clearness = weights.max(axis=-2).mean(axis=-1)
-    return [int(index) for index in np.unravel_index(clearness.argmax(), clearness.shape)]
 
 
 def _numbers(model: np.ndarray, attention: Attention) -> dict[str, list[Any]]:
