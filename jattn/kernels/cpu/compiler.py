@@ -73,7 +73,8 @@ def load_rule(text: str, dtype: str) -> ctypes.CDLL:
     texts = [(_SOURCES / name).read_text(encoding="utf-8") for name in ("vector.h", "rule.h")]
     # Integers wrap around in users' functions, as they do in JAX.
     flags = [*_flags(dtype, ""), "-O3", "-fwrapv", "-fno-math-errno", f"-I{_SOURCES}"]
-    compiled = functools.partial(_compiled, "rule.cc", f'#include "rule.h"\n{text}')
+    includes = '#include "rule.h"\n' + "#include <vector>\n" * ("std::vector" in text)
+    compiled = functools.partial(_compiled, "rule.cc", includes + text)
     library, _ = _load(f"rule-{dtype}", [*texts, text], flags, compiled, None)
     return library
 

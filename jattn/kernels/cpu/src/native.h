@@ -11,6 +11,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "vector.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -261,6 +265,23 @@ struct Lanes {
 
 // The way results are written: overwriting, adding, or overwriting memory past the caches.
 enum class Put { kOver, kAdd, kPast };
+
+// Stores past the caches, which would first read the line; `fence` makes the data visible to all.
+#if defined(__x86_64__)
+inline void store_past(T* to, Vector x) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)x);
+#elif defined(__AVX__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
+#else
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)x);
+#endif
+}
+inline void fence() { _mm_sfence(); }
+#else
+inline void store_past(T* to, Vector x) { store(to, x); }
+inline void fence() {}
+#endif
 
 // to[i] = x[i] × factor, or += it, for rows x of whole vectors.
 inline void put_row(T* to, const T* x, Index size, T factor, Put how) {

@@ -8,9 +8,10 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
-#if defined(__x86_64__)
+// The rules of users' functions include this file: intrinsics would make their builds three times as
+// long.
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -53,22 +54,6 @@ inline V load(const E* from) {
 inline void store(T* to, Vector x) {
   std::memcpy(to, &x, sizeof(x));
 }
-// Stores past the caches, which would first read the line; `fence` makes the data visible to all.
-#if defined(__x86_64__)
-inline void store_past(T* to, Vector x) {
-#if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)x);
-#elif defined(__AVX__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
-#else
-  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)x);
-#endif
-}
-inline void fence() { _mm_sfence(); }
-#else
-inline void store_past(T* to, Vector x) { store(to, x); }
-inline void fence() {}
-#endif
 inline Vector all(T x) { return x - Vector{}; }
 
 // Whether all bits are 0.
@@ -76,7 +61,8 @@ inline bool is_zero(Ints x) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) == 0;
 #elif defined(__AVX__)
-  return _mm256_testz_si256((__m256i)x, (__m256i)x);
+  typedef long long Quads __attribute__((vector_size(32)));
+  return __builtin_ia32_ptestz256((Quads)x, (Quads)x);
 #else
   Int bits = 0;
   for (int l = 0; l < kLanes; ++l) bits |= x[l];
