@@ -171,7 +171,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Normalizers.
     "weights-of-masked-pairs": mutant(
-        NORMALIZERS, "return jnp.where(⟦masked⇒False⟧, 0, weights)", "contract"
+        NORMALIZERS, "return jnp.where(⟦masked⇒False⟧, 0, weights)", "normalizers"
     ),
     "sigmoid-bias-subtracted": mutant(
         NORMALIZERS, "score ⟦+⇒-⟧ (bias if isinstance(bias, float)", "contract"

@@ -69,6 +69,16 @@ def numbers(weights: np.ndarray) -> dict[str, np.ndarray]:
     return by_definition(weights, ALLOWED[:, None], np.arange(S) % 2 == 0, 0.3)
 
 
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_a_score_of_minus_infinity_leaves_a_pair_out(name):
+    def hidden(score: Any, b: Any, h: Any, q: Any, kv: Any, allowed: Any) -> Any:
+        return jnp.where(allowed[b, q, kv], score, -jnp.inf)
+
+    score = scores.Score(hidden, jnp.asarray(ALLOWED))
+    got = jattn.attention_weights(Q, KEY, score=score, normalizer=NORMALIZERS[name][0])
+    np.testing.assert_allclose(got, weights_of(name), atol=1e-12)
+
+
 # --- statistics and pictures --------------------------------------------------------------------
 
 
