@@ -152,7 +152,8 @@ NormalizerLike = NormalizerFunction | Callable[..., Any] | HoldsTree | None
 
 @pytree_dataclass
 class Identity(PointwiseNormalizer):
-    """The scores as weights: linear attention, `out = (q kᵀ × scale) v`.
+    """The scores as weights: linear attention, `out = (q kᵀ × scale) v`. The weight of a score of
+    −inf is 0.
 
     >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Identity())
     >>> bool((w == jattn.attention_scores(q, k)).all())
@@ -160,7 +161,7 @@ class Identity(PointwiseNormalizer):
     """
 
     def evaluate(self, score, b, h, rows, columns):
-        return score
+        return jnp.where(score == -jnp.inf, 0, score)
 
 
 @pytree_dataclass

@@ -79,6 +79,17 @@ def test_a_score_of_minus_infinity_leaves_a_pair_out(name):
     np.testing.assert_allclose(got, weights_of(name), atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "native"])
+def test_minus_infinity_is_no_weight(implementation):
+    def loss(q: Any, **rules: Any) -> Any:
+        options: Any = {"normalizer": normalizers.Identity(), "implementation": implementation}
+        return (jattn.attention(q, KEY, VALUE, **options, **rules) ** 2).sum()
+
+    masked = functools.partial(loss, mask=lambda b, h, q, kv: q >= kv)
+    scored = functools.partial(loss, score=lambda s, b, h, q, kv: jnp.where(q >= kv, s, -jnp.inf))
+    assert_trees_close(jax.value_and_grad(scored)(Q), jax.value_and_grad(masked)(Q), rtol=1e-12)
+
+
 # --- statistics and pictures --------------------------------------------------------------------
 
 
