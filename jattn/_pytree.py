@@ -48,6 +48,13 @@ def number(value: Any) -> Any:
     return kind(value) if isinstance(value, StaticInt | StaticFloat) else value
 
 
+def in_dtype(value: Any, dtype: Any) -> Any:
+    """Casts a float array to the dtype of scores, and returns other arrays unchanged. A Python
+    number stays weakly typed."""
+    is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return value.astype(dtype) if is_float else number(value)
+
+
 def is_static(value: Any) -> bool:
     """Returns whether a number is known while tracing."""
     return isinstance(value, int | float)

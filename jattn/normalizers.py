@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from jattn._pytree import (
     HoldsTree,
+    in_dtype,
     letters_by_head,
     number,
     pytree_dataclass,
@@ -198,10 +199,7 @@ class Sigmoid(PointwiseNormalizer):
         return Sigmoid(-math.log(_known_count("Sigmoid: bias", "a bias", count, advice)))
 
     def evaluate(self, score, b, h, rows, columns):
-        bias = number(self.bias)
-        return jax.nn.sigmoid(
-            score + (bias if isinstance(bias, float) else bias.astype(score.dtype))
-        )
+        return jax.nn.sigmoid(score + in_dtype(self.bias, score.dtype))
 
 
 @pytree_dataclass

@@ -22,6 +22,7 @@ from jattn._named_axes import without_named_axes
 from jattn._pytree import (
     HoldsTree,
     array_field,
+    in_dtype,
     is_static,
     letters_by_head,
     number,
@@ -154,13 +155,6 @@ def _is_function(value: Any) -> bool:
     return inspect.isfunction(value) or isinstance(value, functools.partial | types.MethodType)
 
 
-def _in_dtype(value: Any, dtype: Any) -> Any:
-    """Casts a float array to the dtype of scores, and returns other arrays unchanged. A Python
-    number stays weakly typed."""
-    is_float = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
-    return value.astype(dtype) if is_float else number(value)
-
-
 @pytree_dataclass
 class SoftCap(ScoreFunction):
     """A soft cap: cap × tanh(score / cap) lies within ±cap (Gemma 2, 2024).
@@ -181,7 +175,7 @@ class SoftCap(ScoreFunction):
         return {"cap": letters_by_head(self.cap)}
 
     def evaluate(self, score, b, h, rows, columns):
-        cap = _in_dtype(self.cap, score.dtype)
+        cap = in_dtype(self.cap, score.dtype)
         if is_static(cap):
             # Rounding the cap to the dtype of the scores must not make it 0 or infinite.
             dtype_limits = jnp.finfo(score.dtype)
@@ -211,7 +205,7 @@ class Temperature(ScoreFunction):
         return {"t": letters_by_head(self.t)}
 
     def evaluate(self, score, b, h, rows, columns):
-        return score / _in_dtype(self.t, score.dtype)
+        return score / in_dtype(self.t, score.dtype)
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, " N"]:
@@ -265,7 +259,7 @@ class Alibi(ScoreFunction):
         check_array("Alibi: slopes", self.slopes, "[N]", ndim=1)
 
     def evaluate(self, score, b, h, rows, columns):
-        slope = _in_dtype(self.slopes, score.dtype)
+        slope = in_dtype(self.slopes, score.dtype)
         return score - slope * distance(rows, columns, score.dtype)
 
 
@@ -349,7 +343,7 @@ class RelativeBias(ScoreFunction):
         )
 
     def evaluate(self, score, b, h, rows, columns):
-        table = _in_dtype(self.table, score.dtype)
+        table = in_dtype(self.table, score.dtype)
         if rows.has_default_positions and columns.has_default_positions and score.size:
             return self._along_diagonals(score, table, rows.positions, columns.positions)
         distance = _difference(columns.positions[None, :], rows.positions[:, None])
@@ -399,7 +393,7 @@ class Bias(ScoreFunction):
         check_array("Bias: array", self.array, "[*B, N, T, S]")
 
     def evaluate(self, score, b, h, rows, columns):
-        return score + _in_dtype(self.array, score.dtype)
+        return score + in_dtype(self.array, score.dtype)
 
 
 @pytree_dataclass
@@ -443,7 +437,7 @@ class Score(ScoreFunction):
         """
         if isinstance(self.fn, TracedFunction):
             return self
-        cast = jax.tree.map(lambda x: _in_dtype(x, dtype), self.operands)
+        cast = jax.tree.map(lambda x: in_dtype(x, dtype), self.operands)
         examples = self._examples(dtype)
         with explained(self.owner, self.fn):
             axisless_fn = without_named_axes(self.owner, self.fn, *examples, *cast)

@@ -173,9 +173,7 @@ MUTANTS: dict[str, Mutant] = {
     "weights-of-masked-pairs": mutant(
         NORMALIZERS, "return jnp.where(⟦masked⇒False⟧, 0, weights)", "normalizers"
     ),
-    "sigmoid-bias-subtracted": mutant(
-        NORMALIZERS, "score ⟦+⇒-⟧ (bias if isinstance(bias, float)", "contract"
-    ),
+    "sigmoid-bias-subtracted": mutant(NORMALIZERS, "score ⟦+⇒-⟧ in_dtype(self.bias", "contract"),
     "top-k-one-more": mutant(
         NORMALIZERS, "jax.lax.top_k(score, self.k⟦⇒ + 1⟧)[0]", "contract", "normalizers"
     ),

@@ -69,14 +69,20 @@ def numbers(weights: np.ndarray) -> dict[str, np.ndarray]:
     return by_definition(weights, ALLOWED[:, None], np.arange(S) % 2 == 0, 0.3)
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
+SUMS = normalizers.Running(lambda s, b, h, q, kv: -0.1 * abs(s), normalizer=normalizers.Sigmoid(-1))
+
+
+@pytest.mark.parametrize("name", [*NORMALIZERS, "sums"])
 def test_a_score_of_minus_infinity_leaves_a_pair_out(name):
+    normalizer = SUMS if name == "sums" else NORMALIZERS[name][0]
+
     def hidden(score: Any, b: Any, h: Any, q: Any, kv: Any, allowed: Any) -> Any:
         return jnp.where(allowed[b, q, kv], score, -jnp.inf)
 
     score = scores.Score(hidden, jnp.asarray(ALLOWED))
-    got = jattn.attention_weights(Q, KEY, score=score, normalizer=NORMALIZERS[name][0])
-    np.testing.assert_allclose(got, weights_of(name), atol=1e-12)
+    got = jattn.attention_weights(Q, KEY, score=score, normalizer=normalizer)
+    want = jattn.attention_weights(Q, KEY, normalizer=normalizer, **OPTIONS)
+    np.testing.assert_allclose(got, want, atol=1e-12)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "native"])
