@@ -45,6 +45,7 @@ def jagged(b, h, q, kv):
 
 
 DOCS = jnp.asarray(DOCUMENTS)
+ENDS = jnp.asarray([7, 20, 20, 50], jnp.int32)
 PICTURE = jnp.asarray(DOCUMENTS[0].reshape(HEIGHT, WIDTH))
 RULES: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, kv: q >= kv,
@@ -72,6 +73,15 @@ RULES: dict[str, Callable[..., Any]] = {
     "recombined": lambda b, h, q, kv: q // 10 * 10 + q % 10 >= (kv ^ 3) - kv % 2,
     "regions": lambda b, h, q, kv: (
         PICTURE[q // WIDTH, q % WIDTH] == PICTURE[kv // WIDTH, kv % WIDTH]
+    ),
+    "documents by their ends": lambda b, h, q, kv: (
+        jnp.searchsorted(ENDS, q, side="right") == jnp.searchsorted(ENDS, kv, side="right")
+    ),
+    "the first power of two": lambda b, h, q, kv: (
+        lax.while_loop(lambda x: x <= q, lambda x: 2 * x, jnp.int32(1)) > kv
+    ),
+    "documents in small integers": lambda b, h, q, kv: (
+        (DOCS[0].astype(jnp.int8)[q] == DOCS[0].astype(jnp.int8)[kv]) & (kv <= q)
     ),
     "a branch": lambda b, h, q, kv: jax.lax.cond(q < 32, lambda x: x < 5, lambda x: x > 60, kv),
 }
@@ -333,12 +343,13 @@ def test_bounds_of_tables_of_floats_that_only_the_program_knows():
 EVALUATED = {"min_exact_pairs": 0, "max_exact_pairs": 2**20}
 
 
-def hidden(x: Any) -> Any:
-    return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x)
+def hidden(x: Any, kv: Any) -> Any:
+    """Returns x, which must not be negative, by a loop that reads x and `kv`."""
+    return lax.while_loop(lambda x: x < 0, lambda x: x + 1, x + 0 * kv)
 
 
 def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return hidden(q) >= kv
+    return hidden(q, kv) >= kv
 
 
 def tile_map(mask: masks.Mask, **options: Any) -> np.ndarray:
@@ -382,7 +393,7 @@ def test_pairs_are_not_evaluated_where_they_are_many_or_few():
 
 
 def test_tiles_of_one_head_and_of_any_head_differ():
-    mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h) == 1))
+    mask = Predicate(lambda b, h, q, kv: causal(b, h, q, kv) | (hidden(h, kv) == 1))
     grid = masks.extents(T, 16), masks.extents(T, 16)
     with tuning.using(**EVALUATED):
         assert np.unique(masks.kinds(mask, masks.Tile.grid(*grid))).tolist() == [masks.MIXED]
@@ -394,7 +405,7 @@ def test_tiles_of_one_head_and_of_any_head_differ():
 @pytest.mark.parametrize("other", [masks.Full(), masks.Lengths(kv=50, q=40), masks.Window(9, 9)])
 def test_positions_in_any_order(other):
     q, kv = (np.random.default_rng(n).permutation(T) for n in range(2))
-    mask = Predicate(lambda b, h, q, kv: hidden(q) % 64 >= kv) & other
+    mask = Predicate(lambda b, h, q, kv: hidden(q, kv) % 64 >= kv) & other
     check = functools.partial(masks.check_bounds, mask, T, T, block_q=16, block_kv=32, heads=1)
     with tuning.using(**EVALUATED):
         check(q_positions=q, kv_positions=kv * 3 - 99)
@@ -403,7 +414,9 @@ def test_positions_in_any_order(other):
 
 def test_pairs_are_not_evaluated_with_traced_tables():
     def kinds_of(table: Any) -> Any:
-        return masks.tile_map(Predicate(lambda b, h, q, kv: hidden(table[q]) >= kv), T, T, 16, 16)
+        return masks.tile_map(
+            Predicate(lambda b, h, q, kv: hidden(table[q], kv) >= kv), T, T, 16, 16
+        )
 
     table = jnp.arange(T, dtype=jnp.int32)
     with tuning.using(**EVALUATED):

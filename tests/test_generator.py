@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jattn
@@ -45,6 +46,15 @@ TABLE = jnp.asarray(RNG.normal(size=(N, 64)), jnp.float32)
 BIAS = jnp.asarray(RNG.normal(size=(1, N, T, S)), jnp.float32)
 CAUSAL, TRI = Predicate(lambda b, h, q, kv: q >= kv), masks.Causal()
 
+ENDS = jnp.asarray(np.sort(RNG.integers(0, 150, (B, 6)), axis=1), jnp.int32)
+SMALL = DOCS.astype(jnp.int8)
+
+
+def document(ends: Any, position: Any) -> Any:
+    """Returns the number of the document that holds a position."""
+    return jnp.searchsorted(ends, position, side="right")
+
+
 CALLS: dict[str, tuple[Any, Any]] = {
     "causal": (CAUSAL, None),
     **{
@@ -77,6 +87,23 @@ CALLS: dict[str, tuple[Any, Any]] = {
                 + jax.nn.softmax(t @ t.T)[h, kv % N]
                 + jax.random.normal(jax.random.key(1), (64,), s.dtype)[kv % 64]
                 + jax.lax.scan(lambda c, x: (c + x, c), t[:, 0], t.T)[1][q % 64, h]
+            ),
+            TABLE,
+        ),
+    ),
+    "documents in small integers": (
+        Predicate(lambda b, h, q, kv, d: (d[b, q] == d[b, kv]) & (d[b, q] * 100 != 44), SMALL),
+        None,
+    ),
+    "by primitives without a node": (
+        Predicate(
+            lambda b, h, q, kv, e: (q >= kv) & (document(e[b], q) == document(e[b], kv)), ENDS
+        ),
+        Score(
+            lambda s, b, h, q, kv, t: (
+                s * jnp.argsort(t[:, :3], axis=0)[h, q % 3]
+                + jnp.interp((q - kv).astype(t.dtype), jnp.arange(64.0, dtype=t.dtype), t[h])
+                + jnp.sort(jnp.stack([t[h, kv % 64], t[0, kv % 5], t[h, 2]]))[1]
             ),
             TABLE,
         ),
@@ -133,6 +160,12 @@ def test_the_kernel_computes_what_the_function_says(name, dtype):
     mask, score = CALLS[name]
     rtol = 1e-12 if dtype == "float64" else 2e-5
     assert_like_reference(mask, cast(score, dtype), drawn(dtype), rtol)
+
+
+@pytest.mark.default_tiles
+def test_any_primitive_may_compute_what_does_not_depend_on_the_pair():
+    mask, score = CALLS["by primitives without a node"]
+    assert_like_reference(mask, score, drawn("float32"), 2e-5)
 
 
 @pytest.mark.default_tiles
@@ -221,7 +254,7 @@ def test_long_sequences_skip_what_is_empty():
 def test_unsupported_functions_have_a_reason():
     q = jnp.ones((1, 1200, 1, 8))
     loop = Predicate(
-        lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q) == kv
+        lambda b, h, q, kv: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 4, q * kv) == kv
     )
     assert "while" in str(jattn.explain(q, q, q, mask=loop)["native"])
     long = lambda s, *at: functools.reduce(lambda x, n: x * 0.5 + n, range(200), s)  # noqa: E731
@@ -452,6 +485,39 @@ def test_integers_of_64_bits(dtype):
     for n, (name, f) in enumerate(INTEGERS.items()):
         want = of_places(f, q[None, :], kv[:, None])
         np.testing.assert_array_equal(compiled.forward(n, np.zeros((40, 32))), want, err_msg=name)
+
+
+SMALL_INTEGERS = INTEGERS | {
+    "shifts": lambda x, y: (x << (y & 15)) + (x >> 3) + lax.shift_right_logical(x, y & 7),
+    "chosen": lambda x, y: jnp.where(x < y, jnp.maximum(x, -y), jnp.clip(y, 3, 90)) - ~x,
+    "signs": lambda x, y: jnp.sign(y) * x + (x * y == 7).astype(x.dtype) - x // (y & 1),
+    "floats": lambda x, y: (x.astype("float32") * 3.7).astype(x.dtype) + (x / y).astype(y.dtype),
+    "widths": lambda x, y: (x.astype("int64") * 70001).astype(x.dtype) ^ y.astype("int32"),
+    "powers": lambda x, y: x**3 + y**2,
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("of", ["int8", "uint8", "int16", "uint16"])
+def test_integers_of_few_bits(of, dtype):
+    """They wrap around and saturate as in JAX."""
+    rng = np.random.default_rng(0)
+    words = jnp.asarray(rng.integers(-(2**15), 2**15, 64).astype(of))
+
+    def of_places(f: Any, q: Any, kv: Any) -> Any:
+        return f(words[q], words[kv] + (q * kv).astype(of)).astype(dtype)
+
+    with jax.numpy_dtype_promotion("standard"):
+        functions = SMALL_INTEGERS.values()
+        scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in functions]
+        compiled = CompiledScores(scorers, 32, 40, dtype)
+        assert len(compiled.rules) == len(functions)
+        q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
+        for n, (name, f) in enumerate(SMALL_INTEGERS.items()):
+            want = of_places(f, q[None, :], kv[:, None])
+            got = compiled.forward(n, np.zeros((40, 32)))
+            np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 def test_functions_of_float32():

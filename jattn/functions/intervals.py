@@ -8,6 +8,7 @@ A node that depends on a single scalar is evaluated at each integer of the scala
 that is static, so that the interval of `clip(x // 8, 2, 5) * 8 + x % 8` is exact.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ class _NodesOfOneScalar:
             number: Any = node.param
             if node.op == "input" and not is_constant[number]:
                 self.scalars_of[id(node)] = {number}
-            if node.op == "look_up" and isinstance(self.tables[number], Tracer):
+            if node.op in operations.READS_TABLE and isinstance(self.tables[number], Tracer):
                 self.scalars_of[id(node)] |= {_TRACED}
 
     def __contains__(self, node: int) -> bool:
@@ -81,7 +82,8 @@ class _NodesOfOneScalar:
         """Returns the interval of a node at each integer, `[..., integers]`."""
         if id(node) not in self.values:
             args = [self.at_integers(x) for x in node.args]
-            self.values[id(node)] = _of_node(node, args, self._inputs(), self.tables)
+            of_node = _of_primitive if node.op == "primitive" else _of_node
+            self.values[id(node)] = of_node(node, args, self._inputs(), self.tables)
         return self.values[id(node)]
 
     def _inputs(self) -> list[Interval]:
@@ -107,6 +109,17 @@ def _is_static_point(x: Interval) -> bool:
     return is_static(x) and not np.shape(x.lo) and bool(np.all(x.lo == x.hi))
 
 
+def _of_primitive(node: Node, args: list[Interval], *_: Any) -> Interval:
+    """Returns the value of a `primitive` node, which JAX computes from operands that are known."""
+    is_exact = is_static(args) and kind_of(node.dtype) in "bi"
+    if not is_exact or any(np.any((x.lo != x.hi) | x.nan) for x in args):
+        return anything(node.dtype)
+    with jax.ensure_compile_time_eval():
+        compute = jax.jit(functools.partial(operations.apply, node))
+        result = np.asarray(compute([x.lo for x in args]))
+    return Interval(result, result)
+
+
 def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) -> Interval:
     """Returns the interval of a node, given those of its operands and of the scalars."""
     if node.op == "input":
@@ -114,7 +127,7 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
     if node.op == "const":
         value = np.asarray(node.param, node.dtype)
         return checked(Interval(value, value), node.dtype)
-    if node.op == "look_up":
+    if node.op in operations.READS_TABLE:
         return checked(table_ranges.looked_up(tables[node.param], args), node.dtype)  # pyright: ignore
     rule = RULES.get(node.op)
     if rule is None or not all(isinstance(x.dtype, np.dtype) for x in (node, *node.args)):

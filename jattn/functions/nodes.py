@@ -24,6 +24,8 @@ class Node:
     * `look_up`: the entry of table number `param` at the index `args`, clamped to its sizes;
     * `floor_divide` and `remainder` of integers, as `//` and `%` in Python;
     * `custom`: the value of `args[0]`, with the derivatives of the function `param` of `args[1:]`;
+    * `primitive`: `param(*args)`, computed by a primitive of JAX that is not an operation of nodes;
+    * `table`: the array that is table number `param`, an operand of `primitive` nodes only;
     * `unknown`: the result of an operation that has no node; `param` is the operation's name.
     """
 
@@ -31,6 +33,11 @@ class Node:
     args: tuple["Node", ...]
     dtype: Any
     param: Hashable = None
+
+    @property
+    def name(self) -> str:
+        """The operation's name in messages."""
+        return str(self.param) if self.op in ("primitive", "unknown") else self.op
 
 
 class Expression(NamedTuple):

@@ -22,6 +22,8 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
+READS_TABLE = ("look_up", "table")  # operations whose `param` is the number of a table
+
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
@@ -37,6 +39,9 @@ def apply(node: Node, args: Sequence[Any]) -> Any:
     """
     if node.op == "unknown":
         raise NotImplementedError(f"functions of pairs have no operation {node.param}")
+    if node.op == "primitive":
+        whole = {n for n, x in enumerate(node.args) if x.op == "table"}
+        return jax.numpy.vectorize(node.param, excluded=whole)(*args)  # pyright: ignore
     shape = np.broadcast_shapes(*map(np.shape, args))
     return compute(node, [jax.numpy.broadcast_to(x, shape) for x in args])
 
@@ -61,6 +66,13 @@ def compute(node: Node, args: Sequence[Any]) -> Any:
     return special.get(node.op, getattr(lax, node.op, None))(*args)  # pyright: ignore
 
 
+def _looked_up(table: Any, index: list[Any]) -> Any:
+    if is_reference(table):
+        return table.inside(*(x.astype(jax.numpy.int32) for x in index))
+    places = jax.numpy.asarray(table).at[tuple(index)]
+    return places.get(mode="clip", wrap_negative_indices=False)
+
+
 def evaluated(
     roots: Sequence[Node],
     scalars: Any,
@@ -81,15 +93,12 @@ def evaluated(
             return scalars[node.param]
         if node.op == "const":
             return np.asarray(node.param, node.dtype)
-        if node.op != "look_up":
+        if node.op not in READS_TABLE:
             return apply(node, args)
         table: Any = tables[node.param]  # pyright: ignore
-        if is_reference(table):
-            return table.inside(*(x.astype(jax.numpy.int32) for x in args))
-        table = jax.numpy.asarray(table)
-        return (
-            table.at[tuple(args)].get(mode="clip", wrap_negative_indices=False) if args else table
-        )
+        if not args:
+            return table if node.op == "table" else jax.numpy.asarray(table)
+        return _looked_up(table, args)
 
     results = fold(roots, value)
     return [results[id(x)] for x in roots]

@@ -7,17 +7,19 @@ gets as operands become tables, which `look_up` nodes index.
 An array within the program is a function from an index to a `Node`, so that only the entries that
 the result needs become nodes. Arrays that do not depend on the scalars are evaluated by JAX, also
 with operations that have no nodes, such as sorting, and become tables as well. An operation without
-a node that depends on the scalars becomes a node `unknown`; the rest is still translated.
+a node that depends on the scalars becomes a node `primitive`, which JAX computes. If too many of
+the numbers that it reads depend on the scalars, it becomes a node `unknown`; the rest is still
+translated.
 """
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -216,15 +218,17 @@ class ProgramReader:
             return _scalar(const(value, dtype))._replace(evaluate=lambda: value)
 
         def entry(index: tuple[Index, ...]) -> Node:
-            if id(value) not in self._table_numbers:
-                self._table_numbers[id(value)] = len(self.tables)
-                self.tables.append(value)
             clamped = (_clamped(i, size - 1) for i, size in zip(index, shape, strict=True))
-            return self.node(
-                "look_up", map(_as_node, clamped), dtype, self._table_numbers[id(value)]
-            )
+            return self.node("look_up", map(_as_node, clamped), dtype, self._table_number(value))
 
         return Entries(shape, dtype, entry, None if is_reference(value) else lambda: value)
+
+    def _table_number(self, value: Any) -> int:
+        """Returns the number of an array in `tables`, to which it is added."""
+        if id(value) not in self._table_numbers:
+            self._table_numbers[id(value)] = len(self.tables)
+            self.tables.append(value)
+        return self._table_numbers[id(value)]
 
     def node(self, op: str, args: Iterable[Node], dtype: Any, param: Hashable = None) -> Node:
         """Returns a node with these operands, as `shared` does."""
@@ -235,7 +239,7 @@ class ProgramReader:
         if id(node) in self._shared_ids:
             return node
         args = tuple(map(self.shared, node.args))
-        node = _simplified(replace(node, args=args))
+        node = _simplified(dataclasses.replace(node, args=args))
         if id(node) in self._shared_ids:
             return node
         node = self._without_division_program(node)
@@ -246,7 +250,7 @@ class ProgramReader:
         param = node.param if callable(node.param) else repr(node.param)
         key = node.op, tuple(map(id, args)), node.dtype, param
         if key not in self._nodes:
-            self._nodes[key] = replace(node, args=args)
+            self._nodes[key] = dataclasses.replace(node, args=args)
             self._shared_ids.add(id(self._nodes[key]))
         return self._nodes[key]
 
@@ -317,9 +321,28 @@ class ProgramReader:
                 return Entries(aval.shape, _dtype(aval.dtype), entry, evaluate)
 
             return [evaluable_entries(n) for n in range(len(equation.outvars))]
-        if results is None:
-            return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
-        return results
+        return self.by_jax(equation, values) if results is None else results
+
+    def by_jax(self, equation: JaxprEqn, values: list[Entries]) -> list[Entries]:
+        """Returns the results of an operation that has no node, as nodes `primitive`."""
+        unknown = [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
+        whole = (*(x.evaluate is not None and x.shape != () for x in values),)
+        pairs = list(zip(values, whole, strict=True))
+        count = sum(math.prod(x.shape) for x, is_whole in pairs if not is_whole)
+
+        def entry(n: int, index: tuple[Index, ...]) -> Node:
+            if count > _MOST_UNROLLED or not all(isinstance(i, int) for i in index):
+                return unknown[n].entry(index)
+            args = list[Node]()
+            for x, is_whole in pairs:
+                if is_whole and x.evaluate:
+                    args.append(Node("table", (), x.dtype, self._table_number(x.evaluate())))
+                else:
+                    args.extend(map(x.entry, np.ndindex(x.shape)))
+            function = ResultEntry(equation, n, index, whole)
+            return self.node("primitive", args, unknown[n].dtype, function)
+
+        return [x._replace(entry=functools.partial(entry, n)) for n, x in enumerate(unknown)]
 
     def unknown(self, aval: Any, name: str) -> Entries:
         """Returns the entries of a result of the operation `name`, which has no node."""
@@ -355,7 +378,7 @@ class ProgramReader:
             if size > _MOST_UNROLLED or not all(isinstance(x, int) for x in index):
                 return self.node("custom", (value, value), value.dtype, _without_rule)
             entries = [x.entry(i) for x in values for i in np.ndindex(x.shape)]
-            function = functools.partial(_entry_of_call, equation, n, index)
+            function = ResultEntry(equation, n, index, (False,) * len(values))
             return self.node("custom", (value, *entries), value.dtype, function)
 
         return Entries(result.shape, result.dtype, entry)
@@ -621,15 +644,28 @@ def _dtype(dtype: Any) -> Any:
     return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 
 
-def _entry_of_call(equation: Any, n: int, index: Any, *entries: Any) -> Any:
-    """Returns the entry at an index of result n of an equation, from its operands' entries."""
-    rest = iter(entries)
-    operands = [
-        jax.numpy.stack([next(rest) for _ in range(x.aval.size)]).reshape(x.aval.shape)
-        for x in equation.invars
-    ]
-    params = equation.primitive.get_bind_params(equation.params)
-    return equation.primitive.bind(*operands, **params)[n][index]
+@dataclasses.dataclass(frozen=True, eq=False)
+class ResultEntry:
+    """The entry at `index` of result `number` of an equation, as a function of its operands.
+
+    An operand is given as an array if `whole` is true for it, else by its entries.
+    """
+
+    equation: Any
+    number: int
+    index: tuple[Index, ...]
+    whole: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        return operation(self.equation)
+
+    def __call__(self, *arguments: Any) -> Any:
+        rest = iter(arguments)
+        operands = []
+        for x, is_whole in zip(self.equation.invars, self.whole, strict=True):
+            entries = [next(rest) for _ in range(1 if is_whole else x.aval.size)]
+            operands += entries if is_whole else [jax.numpy.stack(entries).reshape(x.aval.shape)]
+        return _evaluated(self.equation, operands)[self.number][self.index]
 
 
 def _without_rule(*_: Any) -> Any:

@@ -11,7 +11,8 @@ from jattn.functions.interval_rules import Interval, is_static, numpy_of, where
 
 
 def looked_up(table: Any, indices: list[Interval]) -> Interval:
-    """Returns the interval of a table's entries at indices in these intervals, one per axis."""
+    """Returns the interval of a table's entries at indices in these intervals, one per axis; the
+    interval of each entry without indices."""
     if isinstance(table, jax.Array) and not isinstance(table, Tracer):
         with jax.ensure_compile_time_eval():
             table = np.asarray(table)

@@ -79,6 +79,9 @@ class _TileProgramReader(ProgramReader):
     def with_rule(self, equation: Any, n: int, result: Entries, values: list[Entries]) -> Entries:
         return result  # derivatives have been taken
 
+    def by_jax(self, equation: Any, values: list[Entries]) -> list[Entries]:
+        return [self.unknown(x.aval, operation(equation)) for x in equation.outvars]
+
     def folded(self, op: str, x: Entries, axes: Any, result: Any) -> list[Entries] | None:
         wide = [axis for axis in axes if x.shape[axis] != 1]
         if x.shape != self.tile or not wide or op not in ("add", "max", "min"):

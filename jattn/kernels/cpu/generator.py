@@ -125,6 +125,8 @@ class _Core:
         kind = self.depends[id(node)].kind
         if kind != "pair":
             return self._operand(Operand(kind, node.dtype), node)
+        if node.op in ("primitive", "unknown"):
+            raise NotImplementedError(f"functions of pairs have no operation {node.name}")
         if node.op == "look_up":
             return self._look_up(node, node.dtype)
         if _widens(node) and node.args[0].op == "look_up":
@@ -185,8 +187,6 @@ def _core(spec: Spec, dtype: Any) -> _Core:
     """Reads a spec and cuts it; raises NotImplementedError for an unknown operation."""
 
     def depth(node: Node, depths: list[int]) -> int:
-        if node.op == "unknown":
-            raise NotImplementedError(f"functions of pairs have no operation {node.param}")
         if len(depths) and max(depths) >= _MAX_DEPTH:
             raise NotImplementedError(
                 f"functions of pairs have at most {_MAX_DEPTH} operations in a row"

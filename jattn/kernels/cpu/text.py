@@ -14,6 +14,9 @@ from jattn.functions.dependence import KEY, QUERY, SCORE
 from jattn.functions.nodes import Node, in_order
 
 
+# Integers that lanes of int32 hold.
+_NARROW = tuple(map(np.dtype, ("int8", "uint8", "int16", "uint16", "int32")))
+
 # Numbers of inputs; operands have the numbers from FIRST on.
 FIRST = KEY + 1
 COTANGENT = -1
@@ -24,15 +27,13 @@ def kind(dtype: Any, working: Any) -> str:
     "l" for floats and integers of another width; raises NotImplementedError for other dtypes."""
     if dtype == np.bool_:
         return "b"
-    if dtype == np.int32 or (dtype == np.int64 and working == np.float64):
+    if dtype in _NARROW or (dtype == np.int64 and working == np.float64):
         return "i"
     if dtype == np.int64:
         return "l"
     if dtype in (np.float32, np.float64):
         return "f" if dtype == working else "d"
-    raise NotImplementedError(
-        f"functions of pairs compute in float32, float64, int32 and int64, not in {dtype}"
-    )
+    raise NotImplementedError(f"functions of pairs do not compute in {dtype}")
 
 
 class _Words(NamedTuple):
@@ -120,9 +121,9 @@ _WRITTEN: dict[str, dict[str, str]] = {
         "ne": "{0} != {1}",
     },
 }
-# Operations whose results on int32 may overflow, in lanes of 64 bits.
+# Operations whose results may be outside their dtype, in lanes with more bits.
 _WRAPPED = frozenset(
-    """add sub mul neg square integer_pow abs div floor_divide shift_left shift_right_arithmetic
+    """add sub mul neg not square integer_pow abs div floor_divide shift_left shift_right_arithmetic
     shift_right_logical""".split()
 )
 
@@ -196,13 +197,13 @@ class _Writer:
             return _converted(node, what, of, args[0])
         if op == "integer_pow" and abs(node.param) >= 2**63:  # pyright: ignore
             raise NotImplementedError("functions of pairs have no powers from 2**63 on")
-        if op not in _WRITTEN[of]:
-            name = node.param if op == "unknown" else op
-            raise NotImplementedError(f"functions of pairs have no {name} of {node.dtype}")
+        is_odd = op == "shift_right_arithmetic" and np.issubdtype(node.dtype, np.unsignedinteger)
+        if op not in _WRITTEN[of] or is_odd:  # JAX shifts unsigned integers as if they had a sign
+            raise NotImplementedError(f"functions of pairs have no {node.name} of {node.dtype}")
         bits = 8 * np.dtype(node.dtype).itemsize
         text = _WRITTEN[of][op].format(*args, param=node.param, bits=bits)
-        wraps = op in _WRAPPED and what == "i" and node.dtype == np.int32
-        return f"wrap({text})" if wraps else text
+        wraps = op in _WRAPPED and what == "i" and node.dtype != np.int64
+        return f"wrapped<{node.dtype}_t>({text})" if wraps else text
 
 
 def _has_inverse(node: Node) -> bool:
@@ -218,9 +219,10 @@ def _converted(node: Node, what: str, of: str, text: str) -> str:
         return f"{text} != {_KINDS[of].all}(0)"
     if what != of:
         wide = "_long" if what == "i" and node.dtype == np.int64 else ""
-        return f"as_{what}{wide}({text}{' & 1' * (of == 'b')})"
-    narrows = what == "i" and node.dtype == np.int32 and node.args[0].dtype == np.int64
-    return f"wrap({text})" if narrows else text
+        text = f"as_{what}{wide}({text}{' & 1' * (of == 'b')})"
+    if what != "i" or node.dtype == np.int64:
+        return text
+    return f"{'clamped' if of in 'fd' else 'wrapped'}<{node.dtype}_t>({text})"
 
 
 def _selected(of: str, which: str, *cases: str) -> str:

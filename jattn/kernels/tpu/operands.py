@@ -126,7 +126,7 @@ def _axes(x: Any) -> str:
 
 def _apply(node: Node, args: list[Any]) -> Any:
     if node.op not in _OPERATIONS:
-        raise NotImplementedError(node.param if node.op == "unknown" else node.op)
+        raise NotImplementedError(node.name)
     shape = jnp.broadcast_shapes(*map(jnp.shape, args))
     return operations.apply(node, [_broadcast(x, shape) for x in args])
 

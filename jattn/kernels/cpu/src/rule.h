@@ -38,10 +38,12 @@ inline Ints queries(const Place& at, Index i) {
 inline Vector pick(Ints which, Vector x, Vector y) { return which ? x : y; }
 inline Ints pick(Ints which, Ints x, Ints y) { return (which & x) | (~which & y); }
 
-// Integers of 32 bits in lanes that may be wider.
-inline Ints wrap(Ints x) {
-  if constexpr (sizeof(Int) == 4) return x;
-  return (x << (sizeof(Int) * 8 - 32)) >> (sizeof(Int) * 8 - 32);
+// Integers of dtype I in lanes that may be wider.
+template <typename I>
+inline Ints wrapped(Ints x) {
+  constexpr int kUnused = 8 * (sizeof(Int) - sizeof(I));
+  if constexpr (std::is_unsigned_v<I>) return x & Int{std::numeric_limits<I>::max()};
+  else return (x << kUnused) >> kUnused;
 }
 
 // Through memory, so that the compiler vectorises the loop.
@@ -63,6 +65,11 @@ template <typename V>
 inline V greatest(V x, V y) { return pick((x > y) | (x != x), x, y); }
 template <typename V>
 inline V least(V x, V y) { return pick((x < y) | (x != x), x, y); }
+template <typename I>
+inline Ints clamped(Ints x) {
+  using Limits = std::numeric_limits<I>;
+  return least(greatest(x, whole(Limits::min())), whole(Limits::max()));
+}
 
 inline Vector abs_of(Vector x) { return (Vector)((Ints)x & std::numeric_limits<Int>::max()); }
 inline Ints abs_of(Ints x) { return pick(x < 0, -x, x); }
@@ -104,8 +111,9 @@ inline I shifted_right(I x, I by) {
 }
 template <int kBits, typename I>
 inline I shifted_right_as_bits(I x, I by) {
-  using Bits = std::conditional_t<kBits == 32, uint32_t, uint64_t>;
-  return by < 0 || by >= kBits ? I{0} : static_cast<I>(static_cast<Bits>(x) >> by);
+  using Bits = std::conditional_t<kBits <= 32, uint32_t, uint64_t>;
+  constexpr Bits kAll = ~Bits{0} >> (8 * sizeof(Bits) - kBits);
+  return by < 0 || by >= kBits ? I{0} : static_cast<I>((static_cast<Bits>(x) & kAll) >> by);
 }
 
 // A conversion is as_<kind of the result>(x), see text.py; booleans are converted from 0 and 1.

@@ -223,13 +223,14 @@ def _without_look_ups(
         return Node("input", (), node.dtype, numbers[id(node)]) if is_replaced else None
 
     (result,) = nodes.replaced(expression.results, as_input)
-    still_read = sorted({x.param for x in nodes.in_order([result]) if x.op == "look_up"})  # pyright: ignore
+    reading = (x for x in nodes.in_order([result]) if x.op in operations.READS_TABLE)
+    still_read = sorted({x.param for x in reading})  # pyright: ignore
 
     def renumbered(node: Node, args: list[Node]) -> Node | None:
-        if node.op != "look_up":
+        if node.op not in operations.READS_TABLE:
             return None
         param: Any = node.param
-        return Node("look_up", tuple(args), node.dtype, still_read.index(param))
+        return Node(node.op, tuple(args), node.dtype, still_read.index(param))
 
     (result,) = nodes.replaced([result], renumbered)
     return result, tuple(expression.tables[n] for n in still_read)  # pyright: ignore

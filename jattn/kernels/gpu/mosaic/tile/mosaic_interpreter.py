@@ -249,10 +249,8 @@ class _Registers(NamedTuple):
 
     def _computed(self, node: Node, args: list[_NodeValue]) -> _NodeValue:
         """Computes an operation entry by entry, or the conversion of a distance to floats."""
-        param: Any = node.param
         if node.op not in _OPERATIONS:
-            name = param if node.op == "unknown" else node.op
-            raise NotImplementedError(_DESCRIPTIONS.get(name, name))
+            raise NotImplementedError(_DESCRIPTIONS.get(node.name, node.name))
         distance = _distance(node, args)
         if distance is not None and node.op == "convert_element_type":
             tile = self._float_distance(distance, args[0])
