@@ -89,7 +89,10 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     with monkeypatch.context() as patch:
         patch.setattr(cli, "_tell", interrupt)
         assert run_command("train", "--text", file, "--run", parts, *SET) == 130
-    assert f"goes on with: train --run {parts} --resume" in capsys.readouterr().err
+    assert (
+        f"goes on with: python -m experiments.language train --run {parts} --resume"
+        in capsys.readouterr().err
+    )
     with (parts / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "lo')  # cut short
     assert run_command("train", "--run", parts, "--resume") == 0
@@ -143,7 +146,10 @@ def test_training_interrupted_before_its_first_checkpoint_resumes(
         patch.setattr(training, "_step", interrupt)
         directory = tmp_path / "run"
         assert run_command("train", "--text", file, "--run", directory, *SET) == 130
-        assert f"goes on with: train --run {directory} --resume" in capsys.readouterr().err
+        assert (
+            f"goes on with: python -m experiments.language train --run {directory} --resume"
+            in capsys.readouterr().err
+        )
         assert run_command("train", "--run", directory, "--resume") == 130
     assert "begins anew: no checkpoint yet" in capsys.readouterr().out
 

@@ -122,7 +122,8 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     tiny = ("--preset", "tiny", *changes, "--run", str(halves))
     resume = ("--run", str(halves), "--resume")
     on_a_mesh = ("--mesh", "data=2,model=2")
-    how = f"training goes on with: train --run {halves} --resume\n"
+    command = f"python -m experiments.translation train --run {halves} --resume"
+    how = f"training goes on with: {command}\n"
 
     stopped = two(*tiny, *on_a_mesh)
     wait_until((halves / "digests" / "6.json").exists, "a checkpoint")

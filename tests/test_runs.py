@@ -246,7 +246,8 @@ def test_a_run_that_is_terminated_and_out_of_space_ends_like_the_uninterrupted_o
     """It is terminated after the checkpoint at step 6, and out of space in the metrics of step 8,
     half of which are written, and in the checkpoint of step 12. Each ends with one line."""
     directory = tmp_path / "run"
-    how = f"training goes on with: train --run {directory} --resume\n"
+    command = f"python -m experiments.translation train --run {directory} --resume"
+    how = f"training goes on with: {command}\n"
     save, report = TranslationRun.save, TranslationRun.report
 
     def terminated(run: TranslationRun, state: Any, step: int) -> None:

@@ -137,7 +137,7 @@ def _train(options: argparse.Namespace) -> None:
     try:
         training.train(run, texts, _tell, definition, state, first)
     except KeyboardInterrupt as end:
-        resume_command = f"train --run {run.directory} --resume"
+        resume_command = f"python -m experiments.language train --run {run.directory} --resume"
         raise type(end)(f"training goes on with: {resume_command}") from None
     print(f"trained in {time.perf_counter() - start:.0f} s; losses drawn in {run.draw_losses()}")
     print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")

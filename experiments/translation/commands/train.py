@@ -128,7 +128,8 @@ def _advising_to_resume(run: TranslationRun) -> Iterator[None]:
 
 
 def _how_to_go_on(run: TranslationRun) -> str:
-    return f"training goes on with: train --run {run.directory} --resume"
+    command = f"python -m experiments.translation train --run {run.directory} --resume"
+    return f"training goes on with: {command}"
 
 
 def _resumed(
