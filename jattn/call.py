@@ -282,8 +282,8 @@ def check_shapes(query: Shaped, key: Shaped, value: Shaped | None = None) -> Sha
         )
     if K < 1 or N % K:
         raise ValueError(
-            f"key: the number of key/value heads K must divide the number of query heads N, "
-            f"got N = {N}, K = {K}"
+            f"key: expected [*B, S, K, H] whose number of heads K divides the number of heads N of "
+            f"query [*B, T, N, H], got K = {K} in {list(key.shape)}, N = {N} in {list(query.shape)}"
         )
     if H < 1:
         raise ValueError(f"query: expected a head size H >= 1, got {list(query.shape)}")
