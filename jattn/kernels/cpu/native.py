@@ -78,8 +78,8 @@ def too_small(call: Call) -> str | None:
     if pairs >= least or not not_built_in(spec, shapes):
         return None
     return (
-        f"{pairs:,} pairs of queries and keys are too few to compile its functions for: it takes "
-        f"{least:,} unless it is named"
+        f"{pairs:,} pairs of queries and keys are too few to compile C++ for the call's functions: "
+        f"{least:,} are needed, unless the call names the implementation"
     )
 
 
