@@ -139,7 +139,7 @@ def as_score(value: Any, argument: str = "score") -> Any:
         return value
     if _is_function(value):
         return Score(value)
-    expected = "expected a jattn score function or None"
+    expected = "expected a jattn score function, a function (score, b, h, q_idx, kv_idx) or None"
     raise TypeError(f"{argument}: {expected}, got {_described(value)}")
 
 
@@ -147,7 +147,7 @@ def _described(value: Any) -> str:
     """Describes a value that is not a score function, and says what to write instead."""
     if isinstance(value, type) and issubclass(value, ScoreFunction):
         return f"the class {value.__name__}; write scores.{value.__name__}(...)"
-    kind = type(number(value)).__name__
+    kind = "an array" if hasattr(value, "shape") else type(number(value)).__name__
     return f"{kind}; write scores.Bias(array) for an array, scores.Score(function) for a function"
 
 
