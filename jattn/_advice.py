@@ -66,6 +66,8 @@ ADVICE: dict[str, str] = {
     "enable_gqa": "nothing: query heads share key heads if the key has fewer heads",
     "positions": "q_positions=..., kv_positions=...",
     **_alike("impl backend", "implementation=..."),
+    "cache": "cached_attention(query, key, value, cache, ...), which appends key and value",
+    "valid": "mask=masks.Padding(valid), or cached_attention with a cache",
 }
 
 _VALID = "valid=attention_mask.astype(bool), an array [B, T], False for padding"
@@ -94,7 +96,7 @@ RUN_ADVICE: dict[str, str] = {
 """Advice about training and inspection, for calls of all modules."""
 
 LAYER_ADVICE: dict[str, str] = {
-    **ADVICE,
+    **{name: x for name, x in ADVICE.items() if name not in ("cache", "valid")},
     **RUN_ADVICE,
     **_renamed(inputs_q="query q", inputs_k="inputs_kv key k", inputs_v="value v"),
     "q_positions": "positions=q_positions",
@@ -118,6 +120,8 @@ CONSTRUCTOR_ADVICE: dict[str, str] = {
     **_alike("is_causal causal", _CAUSAL),
     "vdim": "in_kv_features=vdim, for keys and values together",
     "attention_fn": "implementation=..., the name of a kernel, or nothing",
+    "decode": "cache=layer.empty_cache(batch, length) in the call",
+    "deterministic": "deterministic=True in the call, or layer.eval() before it",
     **_WINDOW,
     "rope": "rotary=True",
     "softcap": _CAP,
@@ -223,6 +227,14 @@ MODEL_CONSTRUCTOR_ADVICE = {
     ),
     "num_layers": "encoder_layers=num_layers, decoder_layers=num_layers",
     "norm_first": 'norm="pre" if norm_first else "post"',
-    **_alike("causal is_causal", "mask=masks.Causal() in the call of an encoder"),
+    **_alike(
+        "causal is_causal",
+        "nothing for a decoder, which is always causal, and mask=masks.Causal() in the call of an "
+        "encoder",
+    ),
+    **{
+        name: f"self_attention=functools.partial(nn.MultiHeadAttention, {name}=...)"
+        for name in ("mask", "score", "normalizer")
+    },
 }
 """Advice for the constructors of layers, stacks and models."""

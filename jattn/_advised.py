@@ -118,7 +118,7 @@ def _instead(name: str, parameters: list[str], advice: Mapping[str, str]) -> str
         return f"write {advice[name]}"
     candidates = [] if name in ADVICE else [*parameters, *advice]  # a known name is not misspelt
     longer = [x for x in candidates if x.startswith(f"{name}_")]
-    close = longer or difflib.get_close_matches(name, candidates, n=1)
+    close = longer or difflib.get_close_matches(name, candidates, n=1, cutoff=0.72)
     if close and close[0] in parameters:
         return f"did you mean {close[0]!r}?"
     if close:

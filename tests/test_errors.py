@@ -267,6 +267,7 @@ ADVISED = {
     "atn_mask": "for 'attn_mask' write mask=array",
     "maks": "did you mean 'mask'?",
     "kv": "did you mean 'kv_positions'?",
+    "cache": "cached_attention(query, key, value, cache, ...)",
     "zzz": "there are query, key, value, mask",
 }
 

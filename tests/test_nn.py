@@ -953,6 +953,10 @@ def test_making_layers_and_models_is_answered_with_the_line_to_write():
         ("Transformer", "d_model", "write features=d_model"),
         ("Transformer", "num_layers", "write encoder_layers=num_layers, decoder_layers="),
         ("DecoderOnly", "vocab_size", "write vocabulary=vocab_size"),
+        ("DecoderOnly", "causal", "write nothing for a decoder, which is always causal"),
+        ("DecoderOnly", "score", "write self_attention=functools.partial("),
+        ("MultiHeadAttention", "decode", "write cache=layer.empty_cache(batch, length)"),
+        ("MultiHeadAttention", "deterministic", "write deterministic=True in the call"),
     ):
         make: Any = getattr(nn, name)
         with pytest.raises(TypeError, match=f"^{name}.__init__: .*{re.escape(says)}"):
@@ -960,7 +964,7 @@ def test_making_layers_and_models_is_answered_with_the_line_to_write():
     for line in advice.MODEL_CONSTRUCTOR_ADVICE.values():
         classes = (nn.Encoder, nn.Transformer, nn.DecoderOnly)
         taken = {name for made in classes for name in inspect.signature(made).parameters}
-        assert set(re.findall(r"(\w+)=", line)) <= {*taken, "mask"}, line
+        assert set(re.findall(r"(\w+)=", line)) <= {*taken, "mask", "score", "normalizer"}, line
 
 
 def test_what_a_layer_keeps_stands_for_its_mask_and_score():
