@@ -253,7 +253,7 @@ class Dropout(nnx.Dropout):
         if self.rate == 0.0 or (self.deterministic if deterministic is None else deterministic):
             return None
         source = self.rngs if rngs is None else rngs
-        got = "none"
+        got = "none (at construction, nnx.Rngs(0) has no stream `dropout`)"
         if isinstance(source, nnx.Rngs):
             got = f"streams {list(source)}"
             source = source["dropout"] if {"dropout", "default"} & set(source) else None
