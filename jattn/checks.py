@@ -26,6 +26,7 @@ from jattn.functions.integers import MOST, is_integer, is_known, known_range
 KINDS = {
     "floating-point": (jnp.floating,),
     "integer": (jnp.integer,),
+    "integer or boolean": (jnp.integer, jnp.bool_),
     "boolean": (jnp.bool_,),
     "real": (jnp.floating, jnp.integer),
 }
@@ -48,7 +49,7 @@ def check_array(
     """
     is_array = getattr(value, "dtype", None) is not None and hasattr(value, "shape")
     if not is_array or not any(jnp.issubdtype(value.dtype, x) for x in KINDS[kind]):
-        article = "an" if kind == "integer" else "a"
+        article = "an" if kind.startswith("integer") else "a"
         raise TypeError(f"{name}: expected {article} {kind} array {letters}, got {_type(value)}")
     if isinstance(value, jax.Array) and value.dtype == jnp.float64 != canonical(value.dtype):
         raise TypeError(

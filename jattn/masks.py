@@ -1021,14 +1021,13 @@ class Padding(Mask):
 
     def __post_init__(self):
         array, name = self.attention_mask, "Padding: attention_mask"
-        if getattr(array, "dtype", None) != jnp.bool_:
-            check_array(name, array, "[*B, S]", "integer", ndim=1)
+        check_array(name, array, "[*B, S]", "integer or boolean", ndim=1)
+        if array.dtype != jnp.bool_:
             least, most = integers.known_range(array) or (0, 1)
             if least < 0 or most > 1:
                 got = shown(least if least < 0 else most)
                 raise ValueError(f"{name}: expected 1 for tokens and 0 for padding, got {got}")
             object.__setattr__(self, "attention_mask", array != 0)
-        check_array(name, self.attention_mask, "[*B, S]", "boolean", ndim=1)
 
     def evaluate(self, b, h, rows, columns):
         return self.attention_mask[None, :]

@@ -162,6 +162,7 @@ WRONG = {
     "shape of bias": ({"bias": numbers(0, B, 3, T, S)}, "score"),
     "lengths": ({"query_seq_lengths": np.array([1, 2, 3], np.int32)}, "query_seq_lengths"),
     "dtype of lengths": ({"key_value_seq_lengths": np.ones(B)}, "key_value_seq_lengths"),
+    "padding without its axes": ({"mask": np.ones((B, S), bool)}, r"\[:, None, None, :\]"),
     "implementation": ({"implementation": "flash"}, "implementation"),
     "value": ({"value": numbers(1, B, S, N, H + 1)}, "value"),
     "dtype of key": ({"key": jnp.ones((B, S, N, H), jnp.bfloat16)}, "dtype"),

@@ -106,10 +106,7 @@ def rules_of(
     B = query.shape[0]
     parts: list[Mask] = []
     if mask is not None:
-        mask = with_rank(mask, 4)
-        if mask.dtype != jnp.bool_ or mask.ndim != 4:
-            raise ValueError(f"mask: expected bool [B, N, T, S], got {mask.dtype} {mask.shape}")
-        parts.append(masks.Dense(mask))
+        parts.append(_dense(mask, (B, query.shape[2], query.shape[1], key.shape[1])))
     if is_causal:
         parts.append(masks.Causal())
     if local_window_size is not None:
@@ -143,6 +140,21 @@ def _check_shapes(query: Array, key: Array, value: Array) -> None:
             raise ValueError(f"{name}: expected the key's dtype {key.dtype}, got {x.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value: expected the key's shape {key.shape}, got {value.shape}")
+
+
+def _dense(mask: Any, shape: tuple[int, ...]) -> Mask:
+    """Returns the mask of an array that broadcasts to `shape`, the sizes B, N, T and S."""
+    array = with_rank(mask, 4)
+    fits = array.ndim == 4 and all(
+        n in (1, size) for n, size in zip(array.shape, shape, strict=True)
+    )
+    if array.dtype != jnp.bool_ or not fits:
+        raise ValueError(
+            f"mask: expected bool [B, N, T, S] = {list(shape)} or 1 in place of a size, got "
+            f"{array.dtype} {list(np.shape(mask))}; write mask != 0 for an array of integers, "
+            f"mask[:, None, None, :] for one of shape [B, S]"
+        )
+    return masks.Dense(array)
 
 
 def _bias(bias: Any, dtype: Any) -> scores.ScoreFunction:
