@@ -337,5 +337,6 @@ def _important(
     own_blocks, earlier = _own_and_earlier(positions, *sizes, columns)
     before_own, _ = _own_and_earlier(positions - sizes[1], *sizes, columns)
     always = before_own.at[..., :1].set(True)
-    chosen = _top(jnp.where(always, jnp.inf, importance), earlier, own_blocks, count)
+    most = jnp.finfo(importance.dtype).max  # only own blocks, at infinity, come before `always`
+    chosen = _top(jnp.where(always, most, importance), earlier, own_blocks, count)
     return jnp.repeat(chosen, N // K, axis=-3)

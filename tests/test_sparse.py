@@ -169,7 +169,9 @@ def branches(q: Any, k: Any, v: Any, block: Any, count: int, window: int) -> lis
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("block", "count", "window"), [((1, 2), 4, 3), ((3, 3), 3, 1)])
+@pytest.mark.parametrize(
+    ("block", "count", "window"), [((1, 2), 4, 3), ((3, 3), 3, 1), ((1, 1), 2, 3)]
+)
 def test_native_sparse_attention(block, count, window):
     q, k, v, d_out = attention_arrays(SIZES)
     gates = jnp.asarray(np.random.default_rng(3).uniform(size=(B, T, N, 3)))
