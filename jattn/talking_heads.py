@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jattn import softmax, tile
 from jattn._advised import advised
-from jattn._explicit import QuerySharding, partitioned_by_xla
+from jattn._explicit import QuerySharding, partitioned_by_xla, varied_like
 from jattn._pytree import number
 from jattn._types import Index, Keys, Output, Queries, Values, accumulation
 from jattn.call import Call, compiled, make
@@ -79,6 +79,10 @@ def _attend(
 ) -> Output:
     shapes, dtype = call.shapes, accumulation(query.dtype)
     spec = call.prepared().spec
+    if 0 in (shapes.B, shapes.T, shapes.N):
+        nothing = jnp.zeros((shapes.B, shapes.T, shapes.N, shapes.V), query.dtype)
+        operands = (spec, query, key, value, mix_logits, mix_weights)
+        return call.unflattened(varied_like(nothing, operands))
     scale = jnp.asarray(number(spec.scale), dtype)
     mixtures = mix_logits.astype(dtype) * scale.reshape(-1, 1), mix_weights.astype(dtype)
     T, S = shapes.T, shapes.S

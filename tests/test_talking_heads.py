@@ -129,6 +129,17 @@ def test_what_is_masked_does_not_exist():
     assert not jattn.talking_heads_attention(q, k, v, *mixtures).any()
 
 
+@pytest.mark.parametrize("sizes", [(0, T, S, N), (B, 0, S, N), (B, T, 0, N), (B, T, S, 0)])
+def test_an_axis_may_be_empty(sizes):
+    B, T, S, N = sizes
+    mask = jnp.ones((B, N, T, S), bool)
+    q, k, v, d_out = attention_arrays((B, T, S, N, K, H, V))
+    attend = functools.partial(jattn.talking_heads_attention, mask=mask)
+    results = out_and_gradients(attend, (q, k, v, *jnp.ones((2, N, N))), d_out)
+    assert results[0].shape == d_out.shape
+    assert not any(x.any() for x in results)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes_and_batch_axes(dtype):
