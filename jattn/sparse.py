@@ -23,6 +23,7 @@ from jattn._explicit import QuerySharding, partitioned_by_xla
 from jattn._types import AnyArray, Keys, Output, Queries, Shape, Values, accumulation
 from jattn.attention import attention, attention_weights
 from jattn.checks import check_array, check_flag, check_like, check_size
+from jattn.functions import integers
 from jattn.masks import Blocks, Causal, Window
 
 
@@ -86,7 +87,8 @@ def chosen_blocks(
             wanted, got = f"[T] or [*B, T] = {[*batch, T]}", list(q_positions.shape)
             raise ValueError(f"q_positions: expected {wanted}, got {got}")
     valid = jnp.ones(tokens, bool) if valid is None else jnp.asarray(valid)
-    positions = _as_positions(jnp.arange(T) if q_positions is None else q_positions, len(batch))
+    positions = jnp.arange(T, dtype=jnp.int32) if q_positions is None else q_positions
+    positions = _with_batch_axes(integers.wide_positions("q_positions", positions), len(batch))
     layout = _choose(query, key, valid, positions, sizes=sizes, count=count, causal=causal)
     return Blocks(layout, block)
 
@@ -107,8 +109,8 @@ def _check_queries_and_keys(query: Any, key: Any) -> Shape:
     return query.shape
 
 
-def _as_positions(positions: Any, batch_axes: int) -> Int[Array, "*#B T"]:
-    positions = jnp.asarray(positions).astype(jnp.int32)
+def _with_batch_axes(positions: Any, batch_axes: int) -> Int[Array, "*#B T"]:
+    positions = jnp.asarray(positions)
     return positions if positions.ndim > 1 else positions.reshape(*(1,) * batch_axes, -1)
 
 
@@ -333,7 +335,7 @@ def _important(
     columns = -(-S // sizes[1])
     by_group = weights.reshape(*batch, K, N // K, rows, whole).sum(-3)
     importance = jnp.pad(by_group, [(0, 0)] * (by_group.ndim - 1) + [(0, columns - whole)])
-    positions = _as_positions(jnp.arange(T), len(batch))
+    positions = _with_batch_axes(jnp.arange(T, dtype=jnp.int32), len(batch))
     own_blocks, earlier = _own_and_earlier(positions, *sizes, columns)
     before_own, _ = _own_and_earlier(positions - sizes[1], *sizes, columns)
     always = before_own.at[..., :1].set(True)

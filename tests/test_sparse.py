@@ -81,6 +81,8 @@ def test_decoding_chooses_as_whole_sequences_do(positions):
         choose = functools.partial(jattn.chosen_blocks, block=block, count=2, causal=True)
         got = quick_jit(choose)(q, k, q_positions=jnp.asarray(positions, jnp.int8))
         np.testing.assert_array_equal(got.layout, choice(q, k, block, 2, True, positions=positions))
+    far = [quick_jit(choose)(q, k, q_positions=jnp.asarray(positions + x)) for x in (32, 2**32)]
+    np.testing.assert_array_equal(far[1].layout, far[0].layout)
 
 
 def test_batch_axes():
@@ -227,6 +229,10 @@ def test_errors_name_what_was_expected(unchecked):
             *(ValueError, r"q_positions: expected \[T\] or .* = \[2, 13\], got"),
         ),
         ({"q_positions": np.arange(T)}, ValueError, "q_positions: expected None without causal="),
+        (
+            {"q_positions": np.arange(T) + 2**31, "causal": True},
+            *(ValueError, "q_positions: expected positions that fit int32, got 2147483660"),
+        ),
     ):
         with pytest.raises(kind, match=message):
             choice(**{"key": k, "block": 2, "count": 2} | changes)
