@@ -213,6 +213,16 @@ def test_blocks_are_cut_and_outputs_rounded(dtype, T, V):
         np.testing.assert_array_equal(out, wide)
 
 
+@pytest.mark.default_tiles
+def test_xla_rounds_outputs_to_8_bits():
+    """The kernel, which writes 16 bits or more, would write past the end of an array of 8."""
+    q, k, v = (x.astype(jnp.float8_e5m2) for x in normal_arrays(*[(2, 40, 4, 8)] * 3))
+    call = functools.partial(jattn.attention, q, k, v, mask=masks.Causal())
+    assert "xf8" not in str(re.findall(r"custom_call.*", jax.jit(call).lower().as_text()))
+    out, want = (np.float64(call(implementation=x)) for x in ("native", "reference"))
+    np.testing.assert_allclose(out, want, rtol=float(jnp.finfo(q.dtype).eps), atol=1e-4)
+
+
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_nothing_of_an_earlier_call_is_left(dtype):

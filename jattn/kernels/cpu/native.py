@@ -312,7 +312,7 @@ def _forward(
 ) -> tuple[Array, Normalizer, Array]:
     """Computes output and normalizer; without `normalized` the normalizer is zeros, at no cost.
 
-    Without it, the kernel rounds the output to the dtype of the queries, and so writes less; XLA
+    Without it, the kernel rounds the output to 16 bits for such queries, and so writes less; XLA
     removes the conversions back and forth.
     """
     spec, scaled = static_scale(built_in.separated(spec), query)
@@ -321,7 +321,8 @@ def _forward(
         out, normalizer = decode.attend(spec, wide, decode.as_paged(key, value))
         return out, normalizer, jnp.zeros((), bool)
     operands = operands_of(spec, scaled, key, value)
-    dtype = None if normalized else query.dtype
+    is_half = query.dtype in (jnp.bfloat16, jnp.float16)
+    dtype = query.dtype if is_half and not normalized else None
     normalized = normalized and spec.normalizer is None
     out, *normalizer = forward(operands, normalized, dtype)
     if not normalized:
