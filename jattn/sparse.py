@@ -22,7 +22,7 @@ from jattn._advised import advised
 from jattn._explicit import QuerySharding, partitioned_by_xla
 from jattn._types import AnyArray, Keys, Output, Queries, Shape, Values, accumulation
 from jattn.attention import attention, attention_weights
-from jattn.checks import check_array, check_flag, check_like, check_size
+from jattn.checks import check_array, check_flag, check_like, check_size, shown
 from jattn.functions import integers
 from jattn.masks import Blocks, Causal, Window
 
@@ -262,6 +262,9 @@ def native_sparse_attention(
     check_like("value", value, query)
     blocks = key.shape[-3] // kv_block
     if compressed is not None:
+        if not isinstance(compressed, tuple | list) or len(compressed) != 2:
+            got = shown(compressed)
+            raise TypeError(f"compressed: expected a pair of keys and values, got {got}")
         tokens = (*key.shape[:-3], blocks, key.shape[-2])
         for n, x in enumerate((key, value)):
             letters = f"[*B, C, K, {'HV'[n]}]"

@@ -240,6 +240,7 @@ def test_errors_name_what_was_expected(unchecked):
     gates, halves = jnp.ones((B, T, N, 3)), (k[:, :5].astype(jnp.float16), v[:, :5])
     for changes, kind, message in (
         ({"gates": gates[..., :2]}, ValueError, r"gates: .*\[\*B, T, N, 3\] = \[2, 13, 6, 3\]"),
+        ({"compressed": (k,)}, TypeError, "compressed: expected a pair of keys and values, got"),
         ({"compressed": (k, v)}, ValueError, r"compressed\[0\]: .*\[\*B, C, K, H\] = \[2, 5,"),
         ({"compressed": halves}, TypeError, r"compressed\[0\]: .* the query's dtype float64"),
         ({"mask": masks.Causal()}, TypeError, "mask"),
