@@ -34,12 +34,11 @@ class Products(enum.Enum):
 
 
 class RegisterValue(NamedTuple):
-    """An array in registers, without axes of size 1, or a table in memory; its type with all axes;
-    and the axes of a tile along which it runs."""
+    """An array in registers, without axes of size 1, or a table in memory; and its type with all
+    axes."""
 
     value: Any
     expected: jax.ShapeDtypeStruct
-    axes: str
 
 
 class Unit(NamedTuple):
@@ -106,9 +105,9 @@ class Unit(NamedTuple):
         order = -1 if self.transposed and {"T", "S"} <= set(letters) else 1
         expected = jax.ShapeDtypeStruct(tuple(sizes[::order]), memory.dtype)
         if self.interpreted or not axes:
-            return RegisterValue(memory[index], expected, axes)
-        value = self.to_layout(load(memory.at[index], optimized=False), axes)
-        return RegisterValue(value, expected, axes)
+            return RegisterValue(memory[index], expected)
+        value = load(memory.at[index], optimized=False)
+        return RegisterValue(self.to_layout(value, axes), expected)
 
     def look_up(self, memory: Ref, places: Array, axes: str) -> Array:
         """Reads the entries of a flat array in global memory at places along axes of a tile."""

@@ -151,10 +151,10 @@ class RegisterTile(NamedTuple):
             runs=(IntegerRun(row, indices[2]), IntegerRun(column, indices[3])),
             below=[*zip(indices, (shapes.B, shapes.N, shapes.T, shapes.S), strict=True)],
         )
-        return jax.tree.map(lambda x, expected: RegisterValue(x, expected, ""), results, types)
+        return jax.tree.map(RegisterValue, results, types)
 
     def _typed(self, x: Tree) -> RegisterValue:
-        return x if _is_value(x) else RegisterValue(x, _types(x, self.unit.transposed), "")
+        return x if _is_value(x) else RegisterValue(x, _types(x, self.unit.transposed))
 
 
 def _is_value(x: Tree) -> bool:
@@ -352,7 +352,7 @@ class GPUProblem(NamedTuple):
         for i, x in self.refs.tables.items():
             look_up = functools.partial(self.unit.look_up, leaves[i])
             table = Table(x.shape, x.dtype, look_up, self.refs.interval(i))
-            leaves_so_far[i] = RegisterValue(table, x, "")
+            leaves_so_far[i] = RegisterValue(table, x)
         parts = leaves_so_far | self._read(leaves, index, [*leaves_so_far])
         return RegisterTile(
             self.unit, self.shapes, self.refs, [parts[i] for i in range(len(leaves))], index
