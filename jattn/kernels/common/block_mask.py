@@ -93,27 +93,29 @@ class BlockMask(NamedTuple):
         memory: Ref,
         block: tuple[Any, Any, Any],
         fetch: Callable[[Any, Any], None],
-        turn: Array,
         step: Callable[..., Any],
-        state: Tree,
+        turn_and_state: tuple[Array, Tree],
         part: tuple[Any, int] = (0, 1),
-    ) -> Tree:
-        """Folds like `fold`, with copies that start one step ahead.
+    ) -> tuple[Array, Tree]:
+        """Folds like `fold`, with copies that start one step ahead, and counts the tiles as turns.
 
         `fetch(j, turn)` starts to copy the data of tile j. It is called for the first tile before
-        all steps, with this method's `turn`. `step(j, masked, fetch_next, state)` must call
-        `fetch_next(turn)`, which starts to copy the data of the next tile, if there is one.
+        all steps. `step(j, masked, turn, fetch_next, state)` must call `fetch_next()`, which starts
+        to copy the data of the next tile, if there is one.
         """
         tiles = _VisitedTiles.of(memory, block, part)
 
         def fetch_entry(entry: Any, turn: Array) -> None:
             lax.cond(entry < tiles.stop, lambda: fetch(tiles.tile(entry), turn), lambda: None)
 
-        def step_with_fetch(j: Array, masked: bool, entry: Array, state: Tree) -> Tree:
-            return step(j, masked, functools.partial(fetch_entry, entry + 1), state)
+        def step_with_fetch(j: Array, masked: bool, entry: Array, turn_and_state: Tree) -> Tree:
+            turn, state = turn_and_state
+            following = turn + 1
+            fetch_next = functools.partial(fetch_entry, entry + 1, following)
+            return following, step(j, masked, turn, fetch_next, state)
 
-        fetch_entry(tiles.start, turn)
-        return self._over(tiles, step_with_fetch, state)
+        fetch_entry(tiles.start, turn_and_state[0])
+        return self._over(tiles, step_with_fetch, turn_and_state)
 
     def _over(self, tiles: "_VisitedTiles", step: Callable[..., Any], state: Tree) -> Tree:
         """Folds `step(j, masked, entry, state)` over the entries of a list of tiles."""

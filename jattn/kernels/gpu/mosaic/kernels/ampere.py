@@ -80,23 +80,20 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
         def fetch(j: Index, turn: Index) -> None:
             keys.fill(turn, key.at[b, kv, pl.ds(j * columns, columns)])
 
-        def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
-            turn, sums = state
+        def visit(j: Index, masked: bool, turn: Index, fetch_next: Any, sums: Tree) -> Tree:
             (k,) = keys.wait(turn)
             values.fill(turn, value.at[b, kv, pl.ds(j * columns, columns)])
             tile = problem.tile(leaves, TileIndex(b, h, row, j * columns), constants)
             (products,) = matrix_units.multiply(unit, [(q, k)], transposed=True)
             weights, sums = online(problem, masked, tile, products, sums)
             (v,) = values.wait(turn)
-            fetch_next(turn + 1)
+            fetch_next()
             pair = weights.astype(shapes.dtype), v
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
-            return turn + 1, sums._replace(weighted=weighted)
+            return sums._replace(weighted=weighted)
 
-        state = first_turn, initial(unit, rows, shapes.V)
-        _, sums = visits.fold_ahead(
-            visits_ref, (b, h, i), fetch, first_turn, visit, state, (part, parts)
-        )
+        state, share = (first_turn, initial(unit, rows, shapes.V)), (part, parts)
+        _, sums = visits.fold_ahead(visits_ref, (b, h, i), fetch, visit, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         out = out.astype(results[0].dtype)
         for result, x in zip(results, (out, *normalizer), strict=True):
@@ -123,7 +120,7 @@ class _AmpereGradients(backward.GradientProgram):
         statistics = self.kept_statistics(unit, *self.place)
         add_head = functools.partial(self.add_head, resident.wait(first_turn), statistics)
         zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(self.results)
-        _, *totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, *zeros))
+        _, totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, zeros))
         gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), statistics)
         for result, gradient in zip(self.results, gradients, strict=True):
             put(unit, result.at[kept], gradient.astype(result.dtype))
@@ -141,19 +138,18 @@ class _AmpereGradients(backward.GradientProgram):
         def fetch(x: Any, turn: Any) -> None:
             stream.fill(turn, *self.tiles(h, x))
 
-        def visit(x: Any, masked: bool, fetch_next: Any, state: Tree) -> Any:
-            turn, *totals = state
+        def visit(x: Any, masked: bool, turn: Any, fetch_next: Any, totals: Tree) -> Any:
             arrays = stream.wait(turn)
-            fetch_next(turn + 1)
+            fetch_next()
             index = self.tile_index(h, i * ROWS, x * problem.streamed)
             tile = problem.tile(self.leaves, index, constants)
             block = problem.unit, self.statistics, b, h, x
             statistics = kept_statistics or functools.partial(RowStatistics.read, *block)
             totals = dict(zip(self.which, totals, strict=True))
             operands = {"masked": masked, "statistics": statistics, "resident": resident}
-            return turn + 1, *add_gradients(problem, totals, arrays, tile=tile, **operands)
+            return add_gradients(problem, totals, arrays, tile=tile, **operands)
 
-        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, state[0], visit, state)
+        return self.visits.fold_ahead(self.visits_ref, (b, h, i), fetch, visit, state)
 
 
 def _gradients(problem: GPUProblem, *call: Any) -> list[Array]:

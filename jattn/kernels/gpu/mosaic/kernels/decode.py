@@ -237,10 +237,9 @@ def _launch(
             scales = [x.at[b, kv, columns_of_tile] for x in pages.scales]
             stream.fill(turn, *runs, *scales, *problem.streamed_parts(leaves, index(j)))
 
-        def visit(j: Index, masked: bool, fetch_next: Callable[..., Any], state: Tree) -> Tree:
-            turn, sums = state
+        def visit(j: Index, masked: bool, turn: Index, fetch_next: Any, sums: Tree) -> Tree:
             k, v, *streamed = stream.wait(turn)
-            fetch_next(turn + 1)
+            fetch_next()
             scales, streamed = streamed[: len(converted)], streamed[len(converted) :]
             stored = Dequantizer(unit, [x.at[0] for x in converted], scales)
             tile = problem.tile(leaves, index(j), constants)
@@ -249,11 +248,10 @@ def _launch(
             weights, sums = online(problem, masked, tile, products, sums)
             pair = stored.weights(weights).astype(shapes.dtype), stored.values(v)
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])
-            return turn + 1, sums._replace(weighted=weighted)
+            return sums._replace(weighted=weighted)
 
-        state = first, initial(unit, ROWS, shapes.V)
-        block, share = (b, h, 0), (part, parts)
-        _, sums = visits.fold_ahead(visits_ref, block, fetch, first, visit, state, share)
+        state, share = (first, initial(unit, ROWS, shapes.V)), (part, parts)
+        _, sums = visits.fold_ahead(visits_ref, (b, h, 0), fetch, visit, state, share)
         out, normalizer = mosaic_interpreter.run(functools.partial(finish, problem.factors), sums)
         for result, x in zip(results, (out.astype(results[0].dtype), *normalizer), strict=True):
             put(problem.unit, result.at[part, b, h], x)

@@ -144,21 +144,18 @@ class _ParameterProgram(NamedTuple):
         def fetch(x: Array, turn: Index) -> None:
             self.fetch(turn, index(x))
 
-        def visit(
-            x: Array, masked: bool, fetch_next: Callable[..., Any], state: tuple[Array, ...]
-        ) -> tuple[Array, ...]:
-            (turn, total), following, place = state, state[0] + 1, index(x)
-            arrays, has_two_places = self.stream.wait(turn), self.stream.places > 1
+        def visit(x: Array, masked: bool, turn: Array, fetch_next: Any, total: Array) -> Array:
+            place, arrays = index(x), self.stream.wait(turn)
+            has_two_places = self.stream.places > 1
             if has_two_places:
-                fetch_next(following)
+                fetch_next()
             part = self.of_tile(masked, place, *arrays)
             if not has_two_places:
                 self.stream.release()
-                fetch_next(following)
-            return following, total + part
+                fetch_next()
+            return total + part
 
-        first = jnp.int32(0)
-        return visits.fold_ahead(memory, block, fetch, first, visit, (first, zeros))[1]
+        return visits.fold_ahead(memory, block, fetch, visit, (jnp.int32(0), zeros))[1]
 
     def of_tile(
         self,
