@@ -29,7 +29,7 @@ from jattn.kernels.gpu.mosaic.kernels import decode as gpu_decode
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, forward_results, joined, launch
 from jattn.kernels.gpu.mosaic.machine import device, matrix_units
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS, Products
-from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, copied_order, put
 from jattn.kernels.gpu.mosaic.machine.versions import knows_ampere
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter
@@ -99,7 +99,7 @@ def _forward(problem: GPUProblem, spec: Spec, query: Array, key: Array, value: A
         for result, x in zip(results, (out, *normalizer), strict=True):
             put(problem.unit, result.at[part, b, h, block], x)
 
-    operands = *heads_first(query, key, value), problem.refs.arrays, visits.arrays
+    operands = *copied_order(unit, query, key, value), problem.refs.arrays, visits.arrays
     results = forward_results(shapes, parts, heads_first=True)
     tile = functools.partial(tiles_in_memory, 1, width=shapes.H, dtype=shapes.dtype)
     scratch = [Stream.scratch(unit, tile(rows=x)) for x in (rows, columns, columns)]

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import block_mask, tile_schedule
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
 from jattn.kernels.gpu.mosaic.machine.registers import Unit
-from jattn.kernels.gpu.mosaic.machine.streams import heads_first
+from jattn.kernels.gpu.mosaic.machine.streams import copied_order, rows_of_head
 from jattn.kernels.gpu.mosaic.tile.gradients import RowStatistics
 from jattn.kernels.gpu.mosaic.tile.problem import GPUProblem
 from jattn.kernels.gpu.mosaic.tile.spec_refs import TileIndex
@@ -80,11 +79,8 @@ class GradientProgram(NamedTuple):
         return [source.at[self.part(x * size, size, head)] for source in self.streamed]
 
     def part(self, start: Array, size: int, head: Array) -> tuple[Any, Any, Any]:
-        """The index of some rows of a head. Products of single warps take heads first: threads copy
-        rows that follow one another in memory."""
-        run = pl.ds(start, size)
-        b = self.place[0]
-        return (b, head, run) if self.problem.unit.by_warp else (b, run, head)
+        """The index of some rows of a head."""
+        return rows_of_head(self.problem.unit, self.place[0], head, start, size)
 
     def kept_statistics(self, unit: Unit, *block: Index) -> RowStatistics | None:
         """Reads the statistics of a block of kept queries; None if keys are kept."""
@@ -119,7 +115,7 @@ def launched(
         place = read_item()[1:]
         kind(problem, which, visits, place, *operands, results=results, memory=memory).run()
 
-    ordered = heads_first if problem.unit.by_warp else lambda *arrays: list(arrays)
+    ordered = functools.partial(copied_order, problem.unit)
     per_query, per_key = ordered(query, d_out), ordered(key, value)
     operands = per_query, per_key, statistics, problem.refs.arrays, visits.arrays
     resident = per_key if by_key else per_query

@@ -151,8 +151,7 @@ class _BlackwellGradients(backward.GradientProgram):
 
     @property
     def block(self) -> Tree:
-        b, h, i = self.place
-        return b, pl.ds(i * TENSOR_ROWS, TENSOR_ROWS), h
+        return self.part(self.place[2] * TENSOR_ROWS, TENSOR_ROWS, self.place[1])
 
     def share(self, h: Array, x: Array, number: Index) -> Tree:
         """The index of a share of the columns of block x of a head."""

@@ -314,7 +314,7 @@ class _HopperGradients(backward.GradientProgram):
         problem, memory, (b, kept_head, i) = self.problem, self.memory, self.place
         kept_block = i * problem.groups + group
         start = kept_block * ROWS
-        resident_index = b, pl.ds(start, ROWS), kept_head
+        resident_index = self.part(start, ROWS, kept_head)
         resident = [memory.load(n, group, self.resident[n].at[resident_index]) for n in range(2)]
         unit, by_key = problem.unit, problem.by_key
         # With `by_key` the statistics are streamed with the queries, see `add`.

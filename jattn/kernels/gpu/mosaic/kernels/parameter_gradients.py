@@ -33,7 +33,7 @@ from jattn._types import Index, Ref, Tree
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.kernels.launch import Order, launch
 from jattn.kernels.gpu.mosaic.machine.registers import ROWS
-from jattn.kernels.gpu.mosaic.machine.streams import Stream, heads_first, put
+from jattn.kernels.gpu.mosaic.machine.streams import Stream, copied_order, put, rows_of_head
 from jattn.kernels.gpu.mosaic.machine.warpgroups import tiles_in_memory
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.kernels.gpu.mosaic.tile.gradients import Derivation, Parameter, RowStatistics, of_tile
@@ -103,8 +103,8 @@ def _kernel(
 
 class _ParameterProgram(NamedTuple):
     """A program for one parameter, with references to its operands, and places in shared memory for
-    tiles of queries and keys. `tensors` are query, d_out, key and value, with heads first for
-    products by warps; `statistics` are stacked `RowStatistics`."""
+    tiles of queries and keys. `tensors` are query, d_out, key and value in `copied_order`;
+    `statistics` are stacked `RowStatistics`."""
 
     problem: GPUProblem
     parameter: Parameter
@@ -121,15 +121,12 @@ class _ParameterProgram(NamedTuple):
     def fetch(self, turn: Index, index: TileIndex) -> None:
         """Starts to copy the arrays of a tile."""
         rows, columns = self.problem.refs.sizes.values()
-        query, d_out, key, value = self.tensors
-        queries = self._part(index.b, index.h, pl.ds(index.row, rows))
+        (query, d_out, key, value), unit = self.tensors, self.problem.unit
+        queries = rows_of_head(unit, index.b, index.h, index.row, rows)
         key_head = lax.div(index.h, np.int32(self.problem.shapes.G))
-        keys = self._part(index.b, key_head, pl.ds(index.column, columns))
+        keys = rows_of_head(unit, index.b, key_head, index.column, columns)
         tiles = query.at[queries], d_out.at[queries], key.at[keys], value.at[keys]
         self.stream.fill(turn, *tiles, *self.problem.streamed_parts(self.leaves, index))
-
-    def _part(self, b: Index, h: Index, run: Any) -> tuple[Any, Any, Any]:
-        return (b, h, run) if self.problem.unit.by_warp else (b, run, h)
 
     def fold(
         self,
@@ -214,8 +211,7 @@ def _run(
         put(unit, results[0].at[part], total)
 
     statistics, _ = RowStatistics.stacked(problem.factors, numbers, sizes["T"])
-    tensors = query, d_out, key, value
-    tensors = heads_first(*tensors) if unit.by_warp else tensors
+    tensors = copied_order(unit, query, d_out, key, value)
     width, dtype = problem.shapes.H, problem.shapes.dtype
     tile_bytes = 2 * (sizes["T"] + sizes["S"]) * width * dtype.itemsize
     places = 2 if 2 * tile_bytes <= _MOST_BYTES[unit.by_warp] else 1

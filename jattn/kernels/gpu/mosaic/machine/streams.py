@@ -147,6 +147,13 @@ def put(unit: Unit, memory: Ref, value: Array) -> None:
         mosaic().store(memory, value, optimized=False)
 
 
-def heads_first(*arrays: Array) -> list[Array]:
-    """Swaps the axes of tokens and heads: threads copy rows that are consecutive in memory."""
-    return [jnp.swapaxes(x, 1, 2) for x in arrays]
+def copied_order(unit: Unit, *arrays: Array) -> list[Array]:
+    """Returns arrays `[B, tokens, heads, ...]` as programs copy them: if single warps multiply,
+    with heads first, as threads copy rows that are consecutive in memory."""
+    return [jnp.swapaxes(x, 1, 2) for x in arrays] if unit.by_warp else list(arrays)
+
+
+def rows_of_head(unit: Unit, b: Any, h: Any, start: Any, size: int) -> tuple[Any, Any, Any]:
+    """Returns the index of `size` tokens of a head in an array in `copied_order`."""
+    rows = pl.ds(start, size)
+    return (b, h, rows) if unit.by_warp else (b, rows, h)
