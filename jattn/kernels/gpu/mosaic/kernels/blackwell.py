@@ -233,10 +233,7 @@ class _ForwardProgram(NamedTuple):
             products = tensor_memory.load_by_parts(unit, memory.scores_of(number, columns))
             tensor_memory.wait_for_loads(unit)
             for ring in memory.arrays:
-                ring.wait(turn)
-                tile = tile.completed(ring.of_turn(turn))
-                mosaic().commit_smem()  # copies may then overwrite what was read
-                mosaic().barrier_arrive(ring.freed(turn))
+                tile = ring.use(turn, tile.completed)
             sums = self.weigh(number, masked, tile, products, *sums)
             tensor_memory.wait_for_stores(unit)
             mosaic().barrier_arrive(memory.weighed.at[number])

@@ -285,7 +285,7 @@ class _BlackwellGradients(backward.GradientProgram):
                     read[i] = functools.partial(
                         RowStatistics.read, self.problem.unit, arrays.pop(0)
                     )
-                tiles[i] = tiles[i].completed(arrays)
+                tiles[i] = tiles[i].completed(*arrays)
         return tiles, read
 
     def weigh(self, group: Index, tiles: Tree, masked: bool, read: list[Any]) -> list[Any]:

@@ -244,7 +244,7 @@ def _launch(
             stored = Dequantizer(unit, [x.at[0] for x in converted], scales)
             tile = problem.tile(leaves, index(j), constants)
             (products,) = matrix_units.multiply(unit, [(q, stored.keys(k))], transposed=True)
-            products, tile = stored.products(products), tile.completed(streamed)
+            products, tile = stored.products(products), tile.completed(*streamed)
             weights, sums = online(problem, masked, tile, products, sums)
             pair = stored.weights(weights).astype(shapes.dtype), stored.values(v)
             (weighted,) = matrix_units.multiply(unit, [pair], onto=[sums.weighted])

@@ -214,7 +214,7 @@ class _HopperForward(NamedTuple):
         def multiply_keys(k: Ref, *streamed: Ref) -> Tree:
             pairs, alternate = [(memory.resident[0].at[group], k)], memory.alternate_warpgroups
             (products,) = matrix_units.multiply(unit, pairs, transposed=True, on_started=alternate)
-            return products, (early_tile or read()).completed(streamed)
+            return products, (early_tile or read()).completed(*streamed)
 
         products, tile = memory.streams[0].use(tile_number, multiply_keys)
         weights, sums = online(problem, masked, tile, products, sums)

@@ -335,7 +335,7 @@ def of_tile(
         read = functools.partial(statistics._replace, log_total=None)
 
     def completed() -> RegisterTile:
-        return (tile() if callable(tile) else tile).completed(streamed_arrays)
+        return (tile() if callable(tile) else tile).completed(*streamed_arrays)
 
     loaded, early = read(), None if callable(tile) else completed()
     # Registers are scarce while products are computed. So masks and dropout of unmodified scores

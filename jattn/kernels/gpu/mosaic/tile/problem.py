@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from jattn import dropout
 from jattn._pytree import is_static, number
-from jattn._types import AnyArray, Index, Tree
+from jattn._types import AnyArray, Index, Ref, Tree
 from jattn.kernels.common import block_mask
 from jattn.kernels.gpu.mosaic.machine.registers import Products, RegisterValue, Unit
 from jattn.kernels.gpu.mosaic.machine.versions import lowering, mosaic
@@ -108,7 +108,7 @@ class RegisterTile(NamedTuple):
     leaves: list[RegisterValue | None]
     place: TileIndex
 
-    def completed(self, streamed: Tree) -> "RegisterTile":
+    def completed(self, *streamed: Ref) -> "RegisterTile":
         """Returns the tile with the parts `streamed`, which are in shared memory."""
         letter = "T" if self.unit.transposed else "S"
         index, rest = (pl.ds(0, self.refs.sizes[letter]),), iter(streamed)
