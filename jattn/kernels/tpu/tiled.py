@@ -39,7 +39,7 @@ from jattn.kernels.tpu.operands import TileIndex
 from jattn.kernels.tpu.programs import TiledCall, dot, finite
 from jattn.kernels.xla import blockwise
 from jattn.softmax import Normalizer
-from jattn.spec import Shapes, Spec, Tiling, parameter_letters, parameters, with_parameters
+from jattn.spec import Shapes, Spec, Tiling, parameter_letters, parameters
 
 
 MAX_HEAD_SIZE = 256
@@ -187,14 +187,8 @@ def _bias_gradient(
         *rows, k, v = arrays
 
         def d_bias(tile: slicing.HeadTile, products: Array, cotangent: Any) -> Array:
-            values = parameters(tile.spec)
-
-            def scores(x: Array) -> Array:
-                replaced = with_parameters(tile.spec, [*values[:which], x, *values[which + 1 :]])
-                return tile._replace(spec=replaced).modify(products, masked)
-
-            score, pull = jax.vjp(scores, values[which])
-            return pull(cotangent(score, masked)[1])[0]
+            score, pull = tile.modified(products, masked)
+            return pull(cotangent(score, masked)[1])[1][which]
 
         return (state[0] + programs.score_gradient(call, run, d_bias, rows, k, v),)
 
