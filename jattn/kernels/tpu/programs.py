@@ -68,13 +68,13 @@ class Traversal(NamedTuple):
     """The tiles that the programs of a kernel visit.
 
     grid: the sizes of the grid, whose last axis counts the steps of a block.
-    lists: the lists of tiles, whose arrays a kernel receives in scalar memory.
+    arrays: lists of tiles, or tile maps, which a kernel receives in scalar memory.
     tile: returns the `TileIndex` of a step, given these arrays and the place in the grid.
     kinds: returns, given the same, for each kind of tile whether the step visits such a tile.
     """
 
     grid: tuple[int, ...]
-    lists: block_mask.BlockMask
+    arrays: tuple[Any, ...]
     tile: Callable[..., TileIndex]
     kinds: Callable[..., dict[int, Any]]
 
@@ -109,7 +109,7 @@ def traversal(call: TiledCall, *, by_key: bool = False) -> Traversal:
         return {kind: x for kind, x in conditions.items() if kind in lists.kinds}
 
     heads, steps_each = (shapes.K, shapes.G * steps) if by_key else (shapes.N, steps)
-    return Traversal((shapes.B, heads, blocks, steps_each), lists, tile_at, kinds_at)
+    return Traversal((shapes.B, heads, blocks, steps_each), lists.arrays, tile_at, kinds_at)
 
 
 def launch(
@@ -136,8 +136,8 @@ def launch(
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
 
     def tile_at(*indices: Ref) -> TileIndex:
-        *place, order, ends = indices
-        return traversal.tile((order, ends), *place)
+        place, arrays = indices[: len(traversal.grid)], indices[len(traversal.grid) :]
+        return traversal.tile(arrays, *place)
 
     block = functools.partial(_block, call, tile_at)
 
@@ -170,7 +170,7 @@ def launch(
         run_step,
         traversal.grid,
         ("parallel",) * 3 + ("arbitrary",) * (len(traversal.grid) - 3),
-        [jnp.asarray(x) for x in traversal.lists.arrays],
+        [jnp.asarray(x) for x in traversal.arrays],
         (call.spec_operands, tile_at),
         [(x, block(x, by_key)) for x, by_key in arrays],
         [(x, block(x, by_key)) for x, by_key in results],

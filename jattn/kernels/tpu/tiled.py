@@ -179,7 +179,7 @@ def _bias_gradient(
         return TileIndex(b + lax.div(step, heads), h + lax.rem(step, heads), i, j)
 
     def kinds_at(arrays: Any, *place: Array) -> dict[int, Any]:
-        (tile_kinds, _), (b, h, i, j) = arrays, tile_at(None, *place)
+        (tile_kinds,), (b, h, i, j) = arrays, tile_at(None, *place)
         kind = tile_kinds[(*block_mask.clamped(tile_kinds, b, h), i, j)]
         return {masks.MIXED: kind != masks.EMPTY}
 
@@ -193,12 +193,11 @@ def _bias_gradient(
         return (state[0] + programs.score_gradient(call, run, d_bias, rows, k, v),)
 
     kinds = call.kinds.astype(jnp.int32)
-    lists = block_mask.BlockMask(kinds, kinds[..., :1, :1], ())  # the tile map itself
     grid = (*outer, shapes.T // t, shapes.S // s, math.prod(shared))
     return programs.launch(
         "jattn_d_bias",
         call,
-        programs.Traversal(grid, lists, tile_at, kinds_at),
+        programs.Traversal(grid, (kinds,), tile_at, kinds_at),
         visit,
         lambda total: (total,),
         [*((x, False) for x in rows), (k, True), (v, True)],
