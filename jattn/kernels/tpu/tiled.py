@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn import masks
@@ -84,11 +83,9 @@ def _one_tile(shapes: Shapes, tiling: Tiling, spec: Spec) -> Tree:
     return spec_operands.traced(modify, jnp.zeros(tiling, jnp.float32))
 
 
-def _forward(
-    call: TiledCall, q: Array, k: Array, v: Array, dtype: DTypeLike, statistics: bool
-) -> list[Array]:
-    """Returns the output `[B, N, T, V]` in a dtype and, with `statistics`, the maximum and the log
-    of the sum `[B, N, 1, T]`."""
+def _forward(call: TiledCall, q: Array, k: Array, v: Array, statistics: bool) -> list[Array]:
+    """Returns the output `[B, N, T, V]` in the query's dtype or, with `statistics`, in float32 with
+    the maximum and the log of the sum `[B, N, 1, T]`."""
     shapes, spec = call.shapes, call.spec
     safe_factor = programs.overflow_safe_factor(shapes.S)
 
@@ -108,6 +105,7 @@ def _forward(
 
     B, N, T = shapes.B, shapes.N, shapes.T
     row = jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)
+    dtype = jnp.float32 if statistics else q.dtype
     results = [jax.ShapeDtypeStruct((B, N, T, shapes.V), dtype), *[row] * (2 * statistics)]
     return programs.launch(
         "jattn_forward",
@@ -122,7 +120,7 @@ def _forward(
 
 
 def _gradients(
-    call: TiledCall, rows: list[Array], k: Array, v: Array, dtype: DTypeLike, *, by_key: bool
+    call: TiledCall, rows: list[Array], k: Array, v: Array, *, by_key: bool
 ) -> list[Array]:
     """Returns the gradient `[B, N, T, H]` of the queries or, with `by_key`, the gradients
     `[B, K, S, H]` and `[B, K, S, V]` of keys and values."""
@@ -151,7 +149,7 @@ def _gradients(
         visit,
         lambda *totals: totals,
         [*((x, False) for x in rows), (k, True), (v, True)],
-        [(jax.ShapeDtypeStruct((*outer, size), dtype), by_key) for size in sizes],
+        [(jax.ShapeDtypeStruct((*outer, size), k.dtype), by_key) for size in sizes],
         [((call.tiling[by_key], size), 0.0) for size in sizes],
     )
 
@@ -218,7 +216,7 @@ def _forward_pass(
     """Computes the output and, with `lse`, the normalizer. Without it the normalizer is 0, and the
     kernel writes the output in the query's dtype."""
     call, _, (q,), k, v = TiledCall.of(platform, spec, (query,), key, value)
-    out, *statistics = _forward(call, q, k, v, jnp.float32 if lse else query.dtype, lse)
+    out, *statistics = _forward(call, q, k, v, lse)
     shape = query.shape[:3]
     out = _tokens_first(out, (*shape, value.shape[3])).astype(jnp.float32)
     rows = [_tokens_first(x, shape) for x in statistics] or [jnp.zeros(shape, jnp.float32)] * 2
@@ -229,8 +227,7 @@ def _backward_pass(
     platform: str, spec: Spec, per_query: PerQuery, key: Array, value: Array, _: Array
 ) -> tuple[list[Array], Array, Array, Array]:
     call, padded, rows, k, v = TiledCall.of(platform, spec, cast_cotangent(per_query), key, value)
-    compute = functools.partial(_gradients, call, rows, k, v, key.dtype)
-    gradients = [*compute(by_key=False), *compute(by_key=True)]
+    gradients = [x for by_key in (False, True) for x in _gradients(call, rows, k, v, by_key=by_key)]
     d_query, d_key, d_value = (
         _tokens_first(d, x.shape).astype(jnp.float32)
         for d, x in zip(gradients, (per_query.query, key, value), strict=True)
