@@ -119,9 +119,9 @@ class _AmpereGradients(backward.GradientProgram):
         resident.fill(first_turn, *[x.at[kept] for x in self.resident])
         statistics = self.kept_statistics(unit, *self.place)
         add_head = functools.partial(self.add_head, resident.wait(first_turn), statistics)
-        zeros = [unit.zeros(ROWS, self.problem.shapes.H)] * len(self.results)
+        zeros = dict.fromkeys(self.which, unit.zeros(ROWS, self.problem.shapes.H))
         _, totals = tile_schedule.repeat(0, self.problem.heads, add_head, (first_turn, zeros))
-        gradients = finished(self.problem, dict(zip(self.which, totals, strict=True)), statistics)
+        gradients = finished(self.problem, totals, statistics)
         for result, gradient in zip(self.results, gradients, strict=True):
             put(unit, result.at[kept], gradient.astype(result.dtype))
 
@@ -145,7 +145,6 @@ class _AmpereGradients(backward.GradientProgram):
             tile = problem.tile(self.leaves, index, constants)
             block = problem.unit, self.statistics, b, h, x
             statistics = kept_statistics or functools.partial(RowStatistics.read, *block)
-            totals = dict(zip(self.which, totals, strict=True))
             operands = {"masked": masked, "statistics": statistics, "resident": resident}
             return add_gradients(problem, totals, arrays, tile=tile, **operands)
 

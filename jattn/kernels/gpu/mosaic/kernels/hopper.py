@@ -323,8 +323,8 @@ class _HopperGradients(backward.GradientProgram):
         def visit_head(h: Any) -> Callable[..., Any]:
             constants = problem.constants(self.leaves, b, h)
 
-            def visit(block: Array, masked: bool, state: tuple[Array, ...]) -> tuple[Array, ...]:
-                tile_number, *totals = state
+            def visit(block: Array, masked: bool, state: Tree) -> Tree:
+                tile_number, totals = state
                 index = self.tile_index(h, start, block * problem.streamed)
                 read = functools.partial(problem.tile, self.leaves, index, constants)
                 # A masked tile needs more registers, so it is passed as a function and read later.
@@ -332,22 +332,21 @@ class _HopperGradients(backward.GradientProgram):
                 needs_most = by_key or _needs_most_registers(problem, masked)
                 hidden_group = hidden(group, tile_number) if needs_most else group
                 arrays = [array.at[hidden_group] for array in memory.resident]
-                totals = dict(zip(self.which, totals, strict=True))
                 add = functools.partial(self.add, tile, masked, statistics, arrays, totals)
-                return tile_number + 1, *memory.streams[0].use(tile_number, add)
+                return tile_number + 1, memory.streams[0].use(tile_number, add)
 
             return visit
 
-        zeros = [unit.zeros(ROWS, problem.shapes.H) for _ in self.results]
-        _, *totals = self.fold_heads(visit_head, (jnp.int32(0), *zeros))
-        gradients = finished(problem, dict(zip(self.which, totals, strict=True)), statistics)
+        zeros = {x: unit.zeros(ROWS, problem.shapes.H) for x in self.which}
+        _, totals = self.fold_heads(visit_head, (jnp.int32(0), zeros))
+        gradients = finished(problem, totals, statistics)
         for array, gradient in zip(resident, gradients, strict=False):
             array[...] = gradient.astype(array.dtype)
         store([(x, y.at[resident_index]) for x, y in zip(resident, self.results, strict=False)])
 
     def add(
         self, tile: Any, masked: bool, statistics: Any, resident: Any, totals: Any, *arrays: Ref
-    ) -> list[Array]:
+    ) -> dict[int, Array]:
         """Adds a streamed tile to the totals.
 
         `arrays` are references to shared memory. First come the tile's keys and values or,

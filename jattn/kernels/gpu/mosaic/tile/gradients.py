@@ -294,7 +294,7 @@ def with_slope(tile: HeadTile, which: int, products: Array, masked: bool) -> tup
 
 def add_gradients(
     problem: GPUProblem, totals: dict[int, Array], streamed: Ref, **operands: Any
-) -> list[Array]:
+) -> dict[int, Array]:
     """Adds a tile to the gradients `totals`: 0 is the gradient of queries or keys, 1 of values.
 
     `operands` are arguments of `of_tile`.
@@ -302,7 +302,8 @@ def add_gradients(
     derive = None if 0 in totals else Derivation.d_products
     gradients = of_tile(problem, streamed=streamed, derive=derive, **operands)
     factors = [(gradients[i].astype(streamed[i].dtype), streamed[i]) for i in totals]
-    return matrix_units.multiply(problem.unit, factors, onto=[*totals.values()])
+    sums = matrix_units.multiply(problem.unit, factors, onto=[*totals.values()])
+    return dict(zip(totals, sums, strict=True))
 
 
 def of_tile(
