@@ -267,7 +267,7 @@ class GPUProblem(NamedTuple):
             spec_refs,
             unit._replace(splits_rows=by_key or spec_refs.differs_by_key()),
             factors.with_headroom(shapes),
-            _approximate(operations),
+            not operations & _ROUGH,
             bool(operations & _SPECIAL),
             spec.dropout_rate > 0,
             is_unmodified(spec),
@@ -365,7 +365,8 @@ class GPUProblem(NamedTuple):
         return {i: self.unit.read(*x, letters) for i, (x, letters) in pairs if i not in omitted}
 
 
-# Operations whose approximate instructions are too inaccurate for large arguments, like positions.
+# Operations whose approximate instructions are too inaccurate for large arguments, like positions;
+# that of exp2 always suffices.
 _ROUGH = frozenset("sin cos tan log log1p".split())
 
 # Operations of the special function unit, which also computes 2^x.
@@ -385,8 +386,3 @@ def _primitives(jaxpr: Any) -> set[str]:
     operations = {equation.primitive.name for equation in jaxpr.eqns}
     inner_jaxprs = [x for equation in jaxpr.eqns for x in jaxprs_in_params(equation.params)]
     return operations.union(*map(_primitives, inner_jaxprs))
-
-
-def _approximate(operations: set[str]) -> bool:
-    """Returns whether approximate instructions suffice; for exp2 they always do."""
-    return not operations & _ROUGH
