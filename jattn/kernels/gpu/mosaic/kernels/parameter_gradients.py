@@ -119,7 +119,7 @@ class _ParameterProgram(NamedTuple):
         return TileIndex(b, h, i * rows, j * columns)
 
     def fetch(self, turn: Index, index: TileIndex) -> None:
-        """Starts to copy the arrays of a tile."""
+        """Starts to copy the arrays of a tile: its `tensors` and its parts of the spec's arrays."""
         rows, columns = self.problem.refs.sizes.values()
         (query, d_out, key, value), unit = self.tensors, self.problem.unit
         queries = rows_of_head(unit, index.b, index.h, index.row, rows)
@@ -154,18 +154,9 @@ class _ParameterProgram(NamedTuple):
 
         return visits.fold_ahead(memory, block, fetch, visit, (jnp.int32(0), zeros))[1]
 
-    def of_tile(
-        self,
-        masked: bool,
-        index: TileIndex,
-        query: Ref,
-        d_out: Ref,
-        key: Ref,
-        value: Ref,
-        *rest: Ref,
-    ) -> Array:
-        """Returns a tile's contribution; `rest` are its parts of the spec's arrays."""
-        problem, pairs = self.problem, ((query, d_out), (key, value))
+    def of_tile(self, masked: bool, index: TileIndex, *arrays: Ref) -> Array:
+        """Returns a tile's contribution; `arrays` are those that `fetch` copies."""
+        problem, pairs = self.problem, (arrays[:2], arrays[2:4])
         resident, other = pairs[::-1] if problem.by_key else pairs
         tile = problem.tile(self.leaves, index, {})
         block = lax.div(index.row, np.int32(problem.refs.sizes["T"]))
@@ -178,7 +169,7 @@ class _ParameterProgram(NamedTuple):
             resident=resident,
             streamed=other,
             tile=tile,
-            streamed_arrays=rest,
+            streamed_arrays=arrays[4:],
             derive=functools.partial(Derivation.d_parameter, parameter=self.parameter),
         )
 
