@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from jattn._pytree import split_letters
 from jattn._types import Index, Ref, Tree
 from jattn.kernels.common.slicing import HeadTile
 from jattn.kernels.gpu.mosaic.machine import matrix_units
@@ -89,7 +90,7 @@ class Parameter(NamedTuple):
     @classmethod
     def of(cls, spec: Spec, which: int) -> "Parameter":
         leaf, letters = parameters(spec)[which], parameter_letters(spec)[which]
-        axis_letters = letters.replace("#", "").split() or [str(axis) for axis in range(leaf.ndim)]
+        axis_letters = split_letters(letters) or [str(axis) for axis in range(leaf.ndim)]
         sizes = dict(zip(axis_letters, leaf.shape, strict=True))
         return cls(which, sizes, (sizes.pop("*B", 1), sizes.pop("N", 1)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from jattn._pytree import axis_names
+from jattn._pytree import axis_names, split_letters
 from jattn._types import Index, Tree
 from jattn.functions.interval_rules import Interval
 from jattn.kernels.common import slicing
@@ -45,7 +45,7 @@ class SpecRefs:
 
     def __init__(self, spec: Spec, tiling: Tiling, transposed: bool = False):
         leaves, self._structure = jax.tree.flatten(spec)
-        self.letters = [x.replace("#", "").split() for x in jax.tree.leaves(axis_names(spec))]
+        self.letters = [*map(split_letters, jax.tree.leaves(axis_names(spec)))]
         self.sizes = dict(zip("TS", tiling, strict=True))
         self.is_boolean = [x.dtype == bool for x in leaves]
         self.is_transposed = [transposed and {"T", "S"} <= set(x) for x in self.letters]
