@@ -73,9 +73,6 @@ class ByDistance(scores.ScoreFunction):
         index = (columns.positions + self.zero)[None, :] - rows.positions[:, None]
         return score + entries_of(self.values, index).astype(score.dtype)
 
-    def per(self, unit):
-        return ByDistance(self.values.astype(jnp.float32) / unit, self.zero)
-
 
 @pytree_dataclass
 class ByBucket(scores.ScoreFunction):
