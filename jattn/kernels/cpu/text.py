@@ -14,8 +14,9 @@ from jattn.functions.dependence import KEY, QUERY, SCORE
 from jattn.functions.nodes import Node, in_order
 
 
-# Integers that lanes of int32 hold.
-_NARROW = tuple(map(np.dtype, ("int8", "uint8", "int16", "uint16", "int32")))
+# Integers that lanes of int32 hold, and those that need lanes of int64.
+_NARROW = frozenset(map(np.dtype, ("int8", "uint8", "int16", "uint16", "int32")))
+_WIDE = {np.dtype(np.int64): "l", np.dtype(np.uint32): "u"}
 
 # Numbers of inputs; operands have the numbers from FIRST on.
 FIRST = KEY + 1
@@ -23,14 +24,15 @@ COTANGENT = -1
 
 
 def kind(dtype: Any, working: Any) -> str:
-    """Returns "f" for floats of the kernel's dtype, "i" for integers and "b" for booleans, "d" and
-    "l" for floats and integers of another width; raises NotImplementedError for other dtypes."""
+    """Returns "f" for floats of the kernel's dtype, "i" for integers that its lanes hold, "b" for
+    booleans, "d" for floats of another width, "l" and "u" for int64 and uint32 in lanes of int64.
+    Raises NotImplementedError for other dtypes."""
     if dtype == np.bool_:
         return "b"
-    if dtype in _NARROW or (dtype == np.int64 and working == np.float64):
+    if dtype in _NARROW or (dtype in _WIDE and working == np.float64):
         return "i"
-    if dtype == np.int64:
-        return "l"
+    if dtype in _WIDE:
+        return _WIDE[dtype]
     if dtype in (np.float32, np.float64):
         return "f" if dtype == working else "d"
     raise NotImplementedError(f"functions of pairs do not compute in {dtype}")
@@ -53,6 +55,7 @@ _KINDS = {
     "b": _Words("Ints", "Int", "truth", "load_truth", "gather_truth"),
     "d": _Words("Other", "Far", "other", "load_other", "gather_other"),
     "l": _Words("Long", "int64_t", "longs", "load_long", "gather_long"),
+    "u": _Words("Long", "uint32_t", "longs", "load_word", "gather_long"),
 }
 
 
@@ -111,6 +114,7 @@ _WRITTEN: dict[str, dict[str, str]] = {
     "d": _OF_FLOATS,
     "i": _OF_INTEGERS,
     "l": _OF_INTEGERS,
+    "u": _OF_INTEGERS,
     "b": {
         **_OF_BITS,
         "add": "{0} | {1}",
@@ -133,7 +137,7 @@ def _constant(node: Node, what: str) -> str:
     if what == "b":
         return "truth(true)" if value else "truth(false)"
     words = _KINDS[what]
-    if what in "il":
+    if what in "ilu":
         return f"{words.all}({int(value)}ll)" if value > -(2**63) else f"{words.all}(INT64_MIN)"
     if math.isnan(value):
         return f"{words.all}(kNaN)"
@@ -164,7 +168,7 @@ class _Writer:
 
     def places(self, nodes: Sequence[Node], shape: Any) -> str:
         """Returns the index of an entry in the flattened table."""
-        wide = lambda x: self.kind(x) == "l"  # noqa: E731
+        wide = lambda x: self.kind(x) in "lu"  # noqa: E731
         names = [f"as_i({self.names[id(x)]})" if wide(x) else self.names[id(x)] for x in nodes]
         index = names[0]
         for name, size in zip(names[1:], shape[1:], strict=True):
@@ -202,7 +206,7 @@ class _Writer:
             raise NotImplementedError(f"functions of pairs have no {node.name} of {node.dtype}")
         bits = 8 * np.dtype(node.dtype).itemsize
         text = _WRITTEN[of][op].format(*args, param=node.param, bits=bits)
-        wraps = op in _WRAPPED and what == "i" and node.dtype != np.int64
+        wraps = op in _WRAPPED and what in "iu" and node.dtype != np.int64
         return f"wrapped<{node.dtype}_t>({text})" if wraps else text
 
 
@@ -218,7 +222,7 @@ def _converted(node: Node, what: str, of: str, text: str) -> str:
     if what == "b" and of != "b":
         return f"{text} != {_KINDS[of].all}(0)"
     if what != of:
-        wide = "_long" if what == "i" and node.dtype == np.int64 else ""
+        wide = "_long" if what == "i" and node.dtype in _WIDE else ""
         text = f"as_{what}{wide}({text}{' & 1' * (of == 'b')})"
     if what != "i" or node.dtype == np.int64:
         return text

@@ -139,6 +139,7 @@ inline Ints as_i(Vector x) { return held_each<int32_t, Ints>(x); }
 using Far = std::conditional_t<JATTN_SINGLE, double, float>;
 typedef Far FarLanes __attribute__((vector_size(kLanes * sizeof(Far))));
 typedef int64_t LongLanes __attribute__((vector_size(kLanes * sizeof(int64_t))));
+typedef uint32_t WordLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 struct Other {
   FarLanes x;
 };
@@ -183,6 +184,9 @@ inline Other operator+(Other x, int y) { return x + other(Far(y)); }
 inline Long operator+(Long x, int y) { return x + longs(y); }
 inline Other load_other(const Far* from) { return {load<FarLanes>(from)}; }
 inline Long load_long(const int64_t* from) { return {load<LongLanes>(from)}; }
+inline Long load_word(const uint32_t* from) {
+  return {__builtin_convertvector(load<WordLanes>(from), LongLanes)};
+}
 template <typename V, typename E>
 inline V gather_lanes(const E* table, Ints at) {
   V result;
@@ -190,7 +194,8 @@ inline V gather_lanes(const E* table, Ints at) {
   return result;
 }
 inline Other gather_other(const Far* table, Ints at) { return {gather_lanes<FarLanes>(table, at)}; }
-inline Long gather_long(const int64_t* table, Ints at) { return {gather_lanes<LongLanes>(table, at)}; }
+template <typename I>
+inline Long gather_long(const I* table, Ints at) { return {gather_lanes<LongLanes>(table, at)}; }
 
 inline Other abs_of(Other x) {
   return each(x, [](Far x) { return std::fabs(x); });
@@ -209,8 +214,16 @@ inline Other as_d(Long x) { return {__builtin_convertvector(x.x, FarLanes)}; }
 inline Long as_l(Ints x) { return {__builtin_convertvector(x, LongLanes)}; }
 inline Long as_l(Vector x) { return {held_each<int64_t, LongLanes>(x)}; }
 inline Long as_l(Other x) { return {held_each<int64_t, LongLanes>(x.x)}; }
+inline Long as_l(Long x) { return x; }
 inline Ints as_i(Other x) { return held_each<int32_t, Ints>(x.x); }
 inline Ints as_i(Long x) { return __builtin_convertvector(x.x, Ints); }
+constexpr int64_t kWord = std::numeric_limits<uint32_t>::max();
+template <typename I>
+inline Long wrapped(Long x) { return x & longs(kWord); }
+inline Long as_u(Ints x) { return wrapped<uint32_t>(as_l(x)); }
+inline Long as_u(Long x) { return wrapped<uint32_t>(x); }
+template <typename V>
+inline Long as_u(V x) { return least(greatest(as_l(x), longs(0)), longs(kWord)); }
 #if !JATTN_SINGLE
 inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
 inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
