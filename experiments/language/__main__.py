@@ -1,6 +1,6 @@
 """Trains a small character-level language model on a text file, and generates text with it.
 
-    python -m experiments.language train --text FILE      about three minutes on two cores
+    python -m experiments.language train --text FILE      a few minutes on two cores
     python -m experiments.language write --prompt "the "
     python -m experiments.language serve                  answers requests over HTTP
 

@@ -7,7 +7,7 @@ from experiments.runs import settings
 
 @dataclass(frozen=True, config=settings.CHECKED)
 class LanguageSettings(settings.RunSettings):
-    """The settings of a run; the defaults take about three minutes on two cores.
+    """The settings of a run; the defaults take a few minutes on two cores.
 
     Attributes:
         features: the width of the model.

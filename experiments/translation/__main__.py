@@ -1,6 +1,6 @@
 """Trains translators from German to English, or between other languages, with jattn's attention.
 
-    python -m experiments.translation                     the demonstration, about three minutes
+    python -m experiments.translation                     the demonstration, a few minutes
     python -m experiments.translation train --preset multi30k --data DIR
     python -m experiments.translation evaluate --run runs/toy --beam 4
     python -m experiments.translation translate --run runs/toy "der hund schläft ."

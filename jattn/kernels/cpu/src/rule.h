@@ -56,7 +56,11 @@ inline Vector each(Vector x, F f) {
 }
 template <typename V, typename F>
 inline V each(V x, V y, F f) {
-  for (int l = 0; l < kLanes; ++l) x[l] = f(x[l], y[l]);
+  std::remove_reference_t<decltype(x[0])> left[kLanes], right[kLanes];
+  std::memcpy(left, &x, sizeof(x));
+  std::memcpy(right, &y, sizeof(y));
+  for (int l = 0; l < kLanes; ++l) left[l] = f(left[l], right[l]);
+  std::memcpy(&x, left, sizeof(x));
   return x;
 }
 
@@ -102,18 +106,19 @@ inline I remaining(I x, I y) {
 }
 template <int kBits, typename I>
 inline I shifted_left(I x, I by) {
-  if (by < 0 || by >= kBits) return 0;
-  return static_cast<I>(static_cast<std::make_unsigned_t<I>>(x) << by);
+  const auto shifted = static_cast<std::make_unsigned_t<I>>(x) << (by & (kBits - 1));
+  return by < 0 || by >= kBits ? I{0} : static_cast<I>(shifted);
 }
 template <int kBits, typename I>
 inline I shifted_right(I x, I by) {
-  return x >> (by < 0 || by >= kBits ? kBits - 1 : by);
+  return x >> (by < 0 || by >= kBits ? I{kBits - 1} : by);
 }
 template <int kBits, typename I>
 inline I shifted_right_as_bits(I x, I by) {
   using Bits = std::conditional_t<kBits <= 32, uint32_t, uint64_t>;
   constexpr Bits kAll = ~Bits{0} >> (8 * sizeof(Bits) - kBits);
-  return by < 0 || by >= kBits ? I{0} : static_cast<I>((static_cast<Bits>(x) & kAll) >> by);
+  const Bits shifted = (static_cast<Bits>(x) & kAll) >> (by & (kBits - 1));
+  return by < 0 || by >= kBits ? I{0} : static_cast<I>(shifted);
 }
 
 // A conversion is as_<kind of the result>(x), see text.py; booleans are converted from 0 and 1.
@@ -166,8 +171,7 @@ struct Long {
   }                                                                                     \
   template <typename F>                                                                 \
   inline V each(V a, V b, F f) {                                                        \
-    for (int l = 0; l < kLanes; ++l) a.x[l] = f(a.x[l], b.x[l]);                        \
-    return a;                                                                           \
+    return {each(a.x, b.x, f)};                                                         \
   }
 JATTN_NUMBERS(Other)
 JATTN_NUMBERS(Long)
