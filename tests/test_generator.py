@@ -506,7 +506,8 @@ def test_integers_of_other_dtypes(of, dtype):
     words = jnp.asarray(rng.integers(-(2**31), 2**31, 64).astype(of))
 
     def of_places(f: Any, q: Any, kv: Any) -> Any:
-        return f(words[q], words[kv] + (q * kv).astype(of)).astype(dtype)
+        of_pair = words[q] - kv.astype(of) * 3, words[kv] + (q * kv).astype(of)
+        return f(*of_pair).astype(dtype)
 
     with jax.numpy_dtype_promotion("standard"):
         functions = OF_OTHER_DTYPES.values()

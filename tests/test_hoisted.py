@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from jattn import masks, scores
+from jattn._pytree import select_head
 from jattn.kernels.gpu.mosaic.tile import hoisted
 from jattn.spec import Shapes, Spec
 from tests.kernels import prepared
@@ -48,6 +49,10 @@ def clipped(distance: Any) -> Any:
     return jnp.clip(distance, -5, 5) + 5
 
 
+def searched(ids: Any, x: Any) -> Any:
+    return jnp.searchsorted(jnp.sort(ids), x)
+
+
 PLACES: dict[str, tuple[Any, str | None]] = {
     "nothing": (lambda s, b, h, q, kv, ids: (1, 2, -3), "by_head"),
     "head": (lambda s, b, h, q, kv, ids: (0, h, 4), "by_head"),
@@ -55,6 +60,8 @@ PLACES: dict[str, tuple[Any, str | None]] = {
     "query": (lambda s, b, h, q, kv, ids: (0, 1, q - 2), "by_query"),
     "row, head and query": (lambda s, b, h, q, kv, ids: (b, h, ids[q] % 7), "by_query"),
     "key": (lambda s, b, h, q, kv, ids: (b, 1 - h, ids[kv]), "by_key"),
+    "key by a search": (lambda s, b, h, q, kv, ids: (b, h, searched(ids, kv)), "by_key"),
+    "pair by a search": (lambda s, b, h, q, kv, ids: (b, h, searched(ids, q * kv)), None),
     "distance": (lambda s, b, h, q, kv, ids: (1, h, clipped(q - kv)), "by_distance"),
     "distance the other way": (lambda s, b, h, q, kv, ids: (1, 2, clipped(kv - q)), "by_distance"),
     "moved distance": (lambda s, b, h, q, kv, ids: (1, 2, 3 + q - kv), "by_distance"),
@@ -112,6 +119,21 @@ def test_which_look_ups_are_made_before(name, shifted):
     np.testing.assert_array_equal(np.broadcast_to(got, want.shape), want)
     for axis, (size, other) in enumerate(zip(got.shape, want.shape, strict=True)):
         assert size == (1 if (want == want.take([0], axis)).all() and other in (2, N) else other)
+
+
+def test_a_search_that_stays_reads_its_own_array():
+    def function(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, ids: Any) -> Any:
+        return score + table[0, h, kv] + searched(ids, q * kv).astype(score.dtype)
+
+    spec = scored(scores.Score(function, jnp.asarray(TABLE), jnp.asarray(IDS)))
+    replacement: Any = hoisted.replaced(spec, SHAPES).score
+    assert replacement.sites == (("key", 0),) and len(replacement.tables) == 1
+    places = (jnp.arange(size, dtype=jnp.int32) for size in (T, S))
+    rows, columns = (masks.Span(x, x) for x in places)
+    tile = select_head(replacement, 0, 1)
+    got = tile.evaluate(jnp.zeros((T, S), jnp.float32), 0, 1, rows, columns)
+    q, kv = np.ogrid[:T, :S]
+    np.testing.assert_allclose(got, TABLE[0, 1, kv] + np.searchsorted(np.sort(IDS), q * kv))
 
 
 @pytest.mark.parametrize(("farthest", "known"), [(20, True), (2**16, True), (2**16 + 1, False)])
