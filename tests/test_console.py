@@ -100,7 +100,7 @@ def test_people_get_the_same_in_words_on_stderr(trained):
     for words in (
         "read 301 pairs, kept 300, dropped 1 with an empty side",
         "vocabularies of 150 and 150 tokens",
-        "validation: loss",
+        "validation after step 4: loss",
         "trained 4 steps in",
         "best validation, after step 4: loss",
         "the parameters after step 4; metrics.jsonl, pictures/loss.png, pictures/bleu.png",

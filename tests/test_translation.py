@@ -777,7 +777,8 @@ def test_the_demonstration_writes_and_prints_what_it_promises(demonstration):
     assert re.match(f"clauses nested deeper than .*: {hard}", deeper)
     assert (advice, path) == ("to see what each word attends to, open", f"  {page}")
     assert "test: 20 sentences" in printed and "deeper: 20 sentences" in printed
-    assert "validation: loss" in printed and str(directory) in printed
+    assert "validation after step 12: loss" in printed and str(directory) in printed
+    assert "built-in corpus" in printed
     scores = json.loads((directory / "evaluation.json").read_text("utf-8"))
     assert set(scores) == {"test", "deeper"}
     expected = {"sentences": 20, "search": {"kind": "greedy"}, "steps": [12]}

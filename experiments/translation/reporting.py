@@ -25,6 +25,8 @@ def tell_of_text(console: Console, read: Sequence[ReadReport], encoded: EncodeRe
     for report in read:
         print(report)
         console.emit("read", **asdict(report))
+    if not read:
+        print("built-in corpus, as there is no --data")
     print(encoded)
     console.emit("encoded", **asdict(encoded))
 
@@ -51,20 +53,25 @@ def announce(console: Console, run: TranslationRun, model: Model, loop: Training
 
 
 def keep(console: Console, run: TranslationRun) -> Callable[[dict[str, Any]], None]:
-    """Returns a function that adds records of training to the run's metrics and emits them."""
+    """Returns a function that adds records of training to the run's metrics and emits them; it
+    prints the scores and translations of validations."""
 
     def report(record: dict[str, Any]) -> None:
         run.report(record)
-        console.emit("validation" if "validation_loss" in record else "progress", **record)
+        if "validation_loss" not in record:
+            return console.emit("progress", **record)
+        print(f"validation after step {record['step']:,}: {Scores.from_record(record)}")
+        for sample in record["validation_samples"]:
+            print(f"  {sample['source']}\n  -> {sample['translation']}", flush=True)
+        return console.emit("validation", **record)
 
     return report
 
 
 def validated(run: TranslationRun, evaluator: Evaluator, params: Params) -> dict[str, Any]:
-    """Evaluates on the validation pairs, prints the scores and some translations, and returns them
-    as a record."""
+    """Evaluates on the validation pairs, and returns the scores and some translations as a
+    record."""
     result = evaluator(params)
-    print(f"validation: {result.scores}")
     samples = [
         {
             "source": run.source.normalize(pair.source),
@@ -75,8 +82,6 @@ def validated(run: TranslationRun, evaluator: Evaluator, params: Params) -> dict
             result.pairs[:_SAMPLES], result.translations[:_SAMPLES], strict=True
         )
     ]
-    for sample in samples:
-        print(f"  {sample['source']}\n  -> {sample['translation']}", flush=True)
     figures = result.scores.to_json() | {"samples": samples}
     del figures["constructions"]
     return {f"validation_{name}": value for name, value in figures.items()}
