@@ -737,6 +737,15 @@ def test_graph_and_tree_mode(small, graph):
         assert losses[-1] < losses[0] and len(set(losses)) == 5 and len(traces) == 1
 
 
+def test_flax_tabulates_masks_scores_and_normalizers():
+    options: Any = {"score": scores.SoftCap(3.0), "normalizer": normalizers.Entmax(1.5)}
+    layer = nn.MultiHeadAttention(2, 8, mask=masks.Causal(), **options, rngs=nnx.Rngs(0))
+    x, width = jnp.ones((1, 5, 8)), {"width": 500}
+    table = nnx.tabulate(layer, x, mask=~masks.Dilated(2), console_kwargs=width)
+    for part in ("Not(inner=Dilated(step=2))", "Causal()", "SoftCap(cap=3.0)", "Entmax(alpha=1.5)"):
+        assert part in table
+
+
 def test_to_linen(small):
     model, *ids = small
     in_linen = nnx.bridge.to_linen(nn.Transformer, 13, 11, dropout_rate=0.5, **SIZES)

@@ -8,10 +8,22 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import yaml
 from flax import nnx
 from jaxtyping import Array
 
 from jattn.checks import check_array, check_dtype, check_function, check_sizes
+from jattn.masks import Mask
+from jattn.normalizers import NormalizerFunction
+from jattn.scores import ScoreFunction
+
+
+# `nnx.tabulate` writes the arguments of all calls as YAML, which has no form for objects without
+# arrays.
+for _kind in (Mask, ScoreFunction, NormalizerFunction):
+    yaml.SafeDumper.add_multi_representer(
+        _kind, lambda dumper, value: dumper.represent_str(repr(value))
+    )
 
 
 class ConstructorSignature:
