@@ -521,6 +521,60 @@ def test_integers_of_other_dtypes(of, dtype):
             np.testing.assert_array_equal(got, want, err_msg=name)
 
 
+OF_16_BITS = {
+    "arithmetic": lambda x, y: (x + y) * (x - y * 3),
+    "choices": lambda x, y: jnp.where(x < y, jnp.maximum(x, -y), jnp.clip(y, -0.5, 0.9)) - abs(x),
+    "signs": lambda x, y: jnp.sign(y) * x + (x * y == x).astype(x.dtype) - jnp.square(y),
+    "small": lambda x, y: x * y * 1e-6 + x * 6e-8 - y * 3e-5,
+    "large": lambda x, y: x * 5e4 + y * 7e3,
+    "other numbers": lambda x, y: (x.astype("float32") * 3.7 + y).astype(x.dtype) * y,
+    "integers": lambda x, y: (x * 99).astype("int32").astype(x.dtype) * 3 - y,
+    "functions": lambda x, y: jnp.exp(x) * jnp.tanh(y) * jnp.sqrt(abs(x)) / (y + 7),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("of", ["bfloat16", "float16"])
+def test_floats_of_16_bits(of, dtype):
+    """Every operation rounds, as in JAX."""
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=64)
+    numbers[:4] = [0.0, -0.0, np.inf, np.nan]
+    words = jnp.asarray(numbers, of)
+
+    def of_places(f: Any, q: Any, kv: Any) -> Any:
+        return f(words[q], words[kv]).astype(dtype)
+
+    with jax.numpy_dtype_promotion("standard"):
+        functions = OF_16_BITS.values()
+        scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in functions]
+        compiled = CompiledScores(scorers, 32, 40, dtype)
+        assert len(compiled.rules) == len(functions)
+        q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
+        for n, (name, f) in enumerate(OF_16_BITS.items()):
+            want = of_places(f, q[None, :], kv[:, None])
+            got = compiled.forward(n, np.zeros((40, 32)))
+            digits = 2.0**-7 if name == "functions" else 0
+            np.testing.assert_allclose(got, want, rtol=digits, err_msg=name)
+
+
+@pytest.mark.default_tiles
+@pytest.mark.parametrize("of", ["bfloat16", "float16"])
+def test_gradients_of_arrays_of_16_bits(of):
+    """The products are exact, so that it does not matter which of them a compiler rounds."""
+    draw = lambda *shape: jnp.asarray(RNG.integers(-15, 16, shape) / 8, of)  # noqa: E731
+    mask = Predicate(lambda b, h, q, kv, x: x[q % 64] + x[kv % 64] > x[3], draw(64))
+
+    def bend(s: Any, b: Any, h: Any, q: Any, kv: Any, x: Any, table: Any) -> Any:
+        pairs = table[h, (q * 5 + kv) % 64]
+        return s + x[q % 64] * x[kv % 64] + jnp.where(q < kv, pairs, pairs * 2)
+
+    score = Score(bend, draw(64), draw(N, 64))
+    got = assert_like_reference(mask, score, drawn("float32"), 2e-2)
+    assert [x.dtype for x in got[-2:]] == [of] * 2
+
+
 def test_functions_of_float32():
     """Accurate to a few roundings, for numbers of every size, 0, infinities and NaN."""
     rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from jattn.functions import dependence, nodes, operations
 from jattn.functions.dependence import BATCH_ROW, HEAD, KEY, QUERY, SCORE
 from jattn.functions.nodes import Node
 from jattn.functions.read import read
-from jattn.kernels.cpu.text import COTANGENT, FIRST, function_of, kind
+from jattn.kernels.cpu.text import COTANGENT, FIRST, function_of, is_narrow, kind
 from jattn.masks import Span
 from jattn.scores import in_order
 from jattn.spec import Shapes, Spec, parameters
@@ -109,7 +109,6 @@ class _Core:
         self.tables = tables
         self.cuts: list[tuple[Operand, Any]] = []
         self._new: dict[int, Node] = {}
-        self._made: list[Node] = []
         self._table_cuts: dict[Any, Node] = {}
         self.mask_on = self.depends[id(results[1])].on
         self.results = [self.replaced(x) for x in results]
@@ -128,29 +127,15 @@ class _Core:
         if node.op in ("primitive", "unknown"):
             raise NotImplementedError(f"functions of pairs have no operation {node.name}")
         if node.op == "look_up":
-            return self._look_up(node, node.dtype)
-        if _widens(node) and node.args[0].op == "look_up":
-            return self._look_up(node.args[0], node.dtype)
-        if _widens(node) and node.args[0].op == "select_n":
-            which, *cases = node.args[0].args
-            cases = (self._widened(x, node.dtype) for x in cases)
-            return Node("select_n", (self.replaced(which), *cases), node.dtype)
+            return self._look_up(node)
         return dataclasses.replace(node, args=tuple(map(self.replaced, node.args)))
-
-    def _widened(self, node: Node, dtype: Any) -> Node:
-        if node.op == "const":
-            return nodes.const(node.param, dtype)
-        wide = Node("convert_element_type", (node,), np.dtype(dtype))
-        self.depends[id(wide)] = self.depends[id(node)]
-        self._made.append(wide)  # its id is used: it must stay alive
-        return self.replaced(wide)
 
     def _operand(self, operand: Operand, cut: Any) -> Node:
         self.cuts.append((operand, cut))
         return Node("input", (), operand.dtype, FIRST + len(self.cuts) - 1)
 
-    def _look_up(self, node: Node, dtype: Any) -> Node:
-        """Returns the entry, in a dtype, that each pair chooses in a table.
+    def _look_up(self, node: Node) -> Node:
+        """Returns the entry that each pair chooses in a table.
 
         The places that depend on the head alone must come first; JAX indexes the table with them.
         """
@@ -159,21 +144,12 @@ class _Core:
             outer += 1
         head, inner = node.args[:outer], node.args[outer:]
         shape = np.shape(self.tables[node.param])[outer:]  # pyright: ignore
-        key = node.param, tuple(map(id, head)), dtype
+        key = node.param, tuple(map(id, head))
         if key not in self._table_cuts:
-            operand = Operand("table", dtype, shape)
+            operand = Operand("table", node.dtype, shape)
             self._table_cuts[key] = self._operand(operand, (node.param, head))
         table = self._table_cuts[key]
-        return Node("entry", (table, *map(self.replaced, inner)), dtype, shape)
-
-
-def _widens(node: Node) -> bool:
-    """Returns whether a node converts a float to a wider dtype. That is exact: whole tables, and
-    the cases of a selection, may be converted instead."""
-    if node.op != "convert_element_type":
-        return False
-    narrow, wide = np.dtype(node.args[0].dtype), np.dtype(node.dtype)
-    return _is_float(narrow) and _is_float(wide) and narrow.itemsize < wide.itemsize
+        return Node("entry", (table, *map(self.replaced, inner)), node.dtype, shape)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -232,9 +208,16 @@ def arrays(spec: Spec, shapes: Shapes, dtype: Any) -> list[Any]:
         mode = "edge" if value.shape[-1] else "constant"
         return jnp.pad(value, ((0, 0), (0, 0), (0, _MARGIN)), mode=mode)
 
-    results = [array(*x) for x in core.cuts]
-    integer = np.int32 if dtype == np.float32 else np.int64
-    return [x.astype(integer) if kind(x.dtype, dtype) in "ib" else x for x in results]
+    return [_as_lanes(array(*x), dtype) for x in core.cuts]
+
+
+def _as_lanes(x: Any, working: Any) -> Any:
+    """Converts an array to the dtype of which the text reads its elements."""
+    if is_narrow(x.dtype):
+        x = jax.lax.optimization_barrier(x)  # XLA would not round what it widens at once
+    integer = np.int32 if working == np.float32 else np.int64
+    elements = {"f": working, "i": integer, "b": integer}
+    return x.astype(elements.get(kind(x.dtype, working), x.dtype))
 
 
 _MARGIN = 64  # more entries than any vector has lanes, for lanes without a query

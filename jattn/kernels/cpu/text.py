@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.functions.dependence import KEY, QUERY, SCORE
@@ -23,18 +24,25 @@ FIRST = KEY + 1
 COTANGENT = -1
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype has floats of less than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+
+
 def kind(dtype: Any, working: Any) -> str:
-    """Returns "f" for floats of the kernel's dtype, "i" for integers that its lanes hold, "b" for
-    booleans, "d" for floats of another width, "l" and "u" for int64 and uint32 in lanes of int64.
-    Raises NotImplementedError for other dtypes."""
+    """Returns "f" for floats of the kernel's dtype and of less than 32 bits, "i" for integers that
+    its lanes hold, "b" for booleans, "d" for the other one of float32 and float64, "l" and "u" for
+    int64 and uint32 in lanes of int64. Raises NotImplementedError for other dtypes."""
     if dtype == np.bool_:
         return "b"
     if dtype in _NARROW or (dtype in _WIDE and working == np.float64):
         return "i"
     if dtype in _WIDE:
         return _WIDE[dtype]
+    if is_narrow(dtype) or dtype == working:
+        return "f"
     if dtype in (np.float32, np.float64):
-        return "f" if dtype == working else "d"
+        return "d"
     raise NotImplementedError(f"functions of pairs do not compute in {dtype}")
 
 
@@ -188,7 +196,8 @@ class _Writer:
             return f"{_KINDS[what].gather}(o{table}, {self.places(node.args[1:], node.param)})"
         if op == "scatter":
             return self.names[id(node.args[0])]
-        return self.operation(node, what, [self.names[id(x)] for x in node.args])
+        text = self.operation(node, what, [self.names[id(x)] for x in node.args])
+        return _rounded(node, text) if is_narrow(node.dtype) else text
 
     def operation(self, node: Node, what: str, args: list[str]) -> str:
         """Returns the text of an operation on arguments."""
@@ -227,6 +236,15 @@ def _converted(node: Node, what: str, of: str, text: str) -> str:
     if what != "i" or node.dtype == np.int64:
         return text
     return f"{'clamped' if of in 'fd' else 'wrapped'}<{node.dtype}_t>({text})"
+
+
+def _rounded(node: Node, text: str) -> str:
+    """Returns the text of a result in a dtype of less than 32 bits, which lanes hold in more."""
+    if node.op == "select_n":
+        return text
+    if node.dtype.name not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"functions of pairs do not compute in {node.dtype}")
+    return f"rounded_to_{node.dtype}({text})"
 
 
 def _selected(of: str, which: str, *cases: str) -> str:

@@ -233,6 +233,28 @@ inline Ints as_i_long(Vector x) { return held_each<int64_t, Ints>(x); }
 inline Ints as_i_long(Other x) { return held_each<int64_t, Ints>(x.x); }
 #endif
 
+// Rounds to numbers without the last kBits digits, ties to even.
+typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
+template <int kBits>
+inline FloatLanes shortened(FloatLanes x) {
+  constexpr uint32_t kRest = (1u << kBits) - 1;
+  const WordLanes bits = (WordLanes)x, odd = (bits >> kBits) & 1;
+  return x == x ? (FloatLanes)((bits + (kRest >> 1) + odd) & ~kRest) : x;
+}
+inline Vector rounded_to_bfloat16(Vector x) {
+  return __builtin_convertvector(shortened<16>(__builtin_convertvector(x, FloatLanes)), Vector);
+}
+// Numbers below 2^-14 become multiples of 2^-24, the last digit of floats from 0.5 to 1; those from
+// 65520 on become infinite.
+inline Vector rounded_to_float16(Vector x) {
+  const FloatLanes y = __builtin_convertvector(x, FloatLanes);
+  const WordLanes sign = (WordLanes)y & 0x80000000u;
+  const FloatLanes size = (FloatLanes)((WordLanes)y ^ sign);
+  const FloatLanes small = size < 0x1p-14f ? size + 0.5f - 0.5f : shortened<13>(size);
+  const FloatLanes rounded = size < 65520.0f ? small : size * float(kInfinity);
+  return __builtin_convertvector((FloatLanes)((WordLanes)rounded | sign), Vector);
+}
+
 // The product of `product` and x^N, by squares. JAX multiplies in the same order, so that both round
 // alike however large N is.
 template <uint64_t N, typename V>
