@@ -117,6 +117,18 @@ def test_tiles_are_known_in_a_program_too(name):
     np.testing.assert_array_equal(kinds(DOCS, jnp.asarray(positions)), want)
 
 
+def test_results_of_primitives_are_known_in_a_program():
+    """Here the ends of documents, and the row whose documents they are, are known there alone."""
+    ends = jnp.stack([ENDS + 9, ENDS])
+    number = lambda ends, b, x: jnp.searchsorted(ends[b], x, side="right")  # noqa: E731
+    rule = lambda b, h, q, kv, ends: number(ends, b, q) == number(ends, b, kv)  # noqa: E731
+    kinds = jax.jit(lambda ends, b: masks.tile_map(Predicate(rule, ends), T, T, 16, 16, b=b))
+    places = np.arange(T)
+    for b in range(2):
+        want = dense(lambda b, h, q, kv: rule(b, h, q, kv, ends), b, 0, places, places)
+        np.testing.assert_array_equal(kinds(ends, b), true_kinds(want, 16, 16))
+
+
 def test_tiles_without_keys_are_skipped():
     x = jnp.ones((1, 2048, 1, 8))
 

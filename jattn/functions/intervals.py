@@ -27,7 +27,7 @@ def of(expression: Expression, scalars: Sequence[Interval]) -> Interval:
         exact_nodes = _NodesOfOneScalar(expression, scalars)
 
         def interval(node: Node, args: list[Interval]) -> Interval:
-            if id(node) in exact_nodes:
+            if node in exact_nodes:
                 return exact_nodes.interval(node)
             return _of_node(node, args, scalars, expression.tables)
 
@@ -44,12 +44,15 @@ def of_operation(op: str, dtype: Any, args: Sequence[Interval], param: Any = Non
 
 
 _MOST_INTEGERS = 2**20  # the most integers of a scalar's intervals that are enumerated
-_TRACED = -1  # stands for a traced table among the numbers of the scalars on which a node depends
+# Stands for traced tables, and for traced scalars with one value such as the index of a batch row,
+# among the numbers of the scalars on which a node depends.
+_TRACED = -1
 
 
 class _NodesOfOneScalar:
     """The nodes that depend on one scalar with static integer intervals, and on nothing else that
-    varies. They are evaluated at each integer, as intervals that hold one number."""
+    varies. They are evaluated at each integer: in advance, as intervals that hold one number, or,
+    if a `primitive` depends on traced arrays, in the program."""
 
     def __init__(self, expression: Expression, scalars: Sequence[Interval]):
         self.tables = expression.tables
@@ -58,23 +61,31 @@ class _NodesOfOneScalar:
         self.scalars_of: dict[int, set[int]] = {}  # the numbers of the scalars, by id of a node
         self.values: dict[int, Interval] = {}  # the results of `at_integers`, by id of a node
         is_constant = [_is_static_point(x) for x in scalars]
+        is_one_value = [x.lo is x.hi and not np.shape(x.lo) for x in scalars]
         for node in expression.nodes:
             self.scalars_of[id(node)] = set().union(*(self.scalars_of[id(x)] for x in node.args))
             number: Any = node.param
             if node.op == "input" and not is_constant[number]:
-                self.scalars_of[id(node)] = {number}
+                self.scalars_of[id(node)] = {_TRACED if is_one_value[number] else number}
             if node.op in operations.READS_TABLE and isinstance(self.tables[number], Tracer):
                 self.scalars_of[id(node)] |= {_TRACED}
 
-    def __contains__(self, node: int) -> bool:
-        numbers = self.scalars_of[node]
+    def __contains__(self, node: Node) -> bool:
+        numbers = self.scalars_of[id(node)]
+        if node.op == "primitive" and kind_of(node.dtype) in "bi":
+            numbers = numbers - {_TRACED}
         is_one_scalar = len(numbers) == 1 and numbers != {_TRACED}
         return is_one_scalar and self.integers[min(numbers)] is not None
 
     def interval(self, node: Node) -> Interval:
         """Returns the interval of a node's values at the integers of each of the intervals."""
+        numbers = self.scalars_of[id(node)]
+        if _TRACED in numbers:
+            scalars = [x.lo for x in self._inputs()]
+            (values,) = operations.evaluated([node], scalars, self.tables)
+            return Interval(values.min(axis=-1), values.max(axis=-1))
         lo, hi, nan = self.at_integers(node)
-        shape = np.shape(self.integers[min(self.scalars_of[id(node)])])  # pyright: ignore
+        shape = np.shape(self.integers[min(numbers)])  # pyright: ignore
         lo, hi = (np.broadcast_to(x, shape) for x in (lo, hi))
         return Interval(lo.min(axis=-1), hi.max(axis=-1), np.broadcast_to(nan, shape).any(axis=-1))
 
