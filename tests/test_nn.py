@@ -352,8 +352,8 @@ def test_arrays_of_other_heads_are_refused_by_a_list_of_heads():
         nn.SingleHeads(packed)(normal(1, 2, 7, 6))
 
 
-def test_attention_can_be_pickled():
-    layer, x = nn.MultiHeadAttention(3, 6, rngs=nnx.Rngs(0)), normal(1, 2, 7, 6)
+def test_layers_can_be_pickled():
+    layer, x = nn.EncoderLayer(6, 3, 7, dropout_rate=0.0, rngs=nnx.Rngs(0)), normal(1, 2, 7, 6)
     assert_equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jattn.masks import Window
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.embedding import Rotary, SinusoidalPositions
-from jattn.nn.layers import RMSNorm
+from jattn.nn.layers import RMSNorm, relu
 from jattn.positions import NTK, Linear, Yarn
 from jattn.scores import SoftCap
 
@@ -40,7 +40,7 @@ _HARMLESS = frozenset(
 _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": nnx.silu,
     "swish": nnx.silu,
-    "relu": nnx.relu,
+    "relu": relu,
     "gelu": functools.partial(nnx.gelu, approximate=False),
     "gelu_new": nnx.gelu,
     "gelu_pytorch_tanh": nnx.gelu,

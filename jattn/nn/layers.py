@@ -282,6 +282,11 @@ class Dropout(nnx.Dropout):
         return jnp.where(is_kept, inputs / (1 - self.rate), 0).astype(inputs.dtype)
 
 
+def relu(x: Array) -> Array:
+    """Returns `nnx.relu(x)`; a module that has this function can be pickled."""
+    return nnx.relu(x)
+
+
 class FeedForward(Module):
     """Two linear layers with an activation in between, applied to each position alone.
 
@@ -300,7 +305,7 @@ class FeedForward(Module):
         features: int,
         hidden: int,
         *,
-        activation: Callable[[Array], Array] = nnx.relu,
+        activation: Callable[[Array], Array] = relu,
         gated: bool = False,
         use_bias: bool = True,
         dropout_rate: float = 0.0,

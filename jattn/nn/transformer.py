@@ -49,7 +49,7 @@ from jattn.nn.embedding import (
     embedded,
     position_vectors,
 )
-from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote
+from jattn.nn.layers import GLOROT, Dropout, FeedForward, LayerNorm, RMSNorm, promote, relu
 from jattn.nn.module import ConstructorSignature, Module, check_features, check_module
 
 
@@ -97,7 +97,7 @@ class LayerOptions:
     normalization: Normalization = "layer"
     final_norm: bool | None = None
     norm_epsilon: float = 1e-6
-    activation: Callable[[Array], Array] = nnx.relu
+    activation: Callable[[Array], Array] = relu
     gated: bool = False
     use_bias: bool = True
     self_attention: MakeAttention | Sequence[MakeAttention] = MultiHeadAttention
