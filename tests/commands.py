@@ -1,8 +1,11 @@
-"""Other processes: Python with this checkout on its path, and what they print."""
+"""Other processes: Python with this checkout on its path, and what they print. A full disk."""
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +42,21 @@ def start_python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
     words = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(words, text=True, **(pipes | options))
+
+
+def script(path: Path, text: str) -> str:
+    """Writes a script of the shell, and returns its path."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@contextlib.contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """A context in which no file can be longer than this, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

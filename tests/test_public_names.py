@@ -42,11 +42,7 @@ NAMES = [(module, name) for module in MODULES for name in module.__all__]
 B, T, N, H, D = 2, 5, 3, 4, 12
 
 
-def label(value: Any) -> str:
-    return value.__name__ if isinstance(value, ModuleType) else str(value)
-
-
-@pytest.mark.parametrize("module", MODULES, ids=label)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_a_module_shows_its_public_names_and_leaves_none_out(module):
     """Names that a module defines are public, begin with an underscore, or are listed here."""
     internal = {
@@ -67,13 +63,14 @@ def test_a_module_shows_its_public_names_and_leaves_none_out(module):
     assert defined - public <= internal.get(module, set())
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES, ids=label)
-def test_every_public_name_exists_and_is_documented(module, name):
-    value = getattr(module, name)
-    if isinstance(value, ModuleType | Callable):
-        inherited = {base.__doc__ for base in type.mro(value)[1:]} if inspect.isclass(value) else ()
-        assert value.__doc__ and value.__doc__ not in inherited
-        assert not value.__doc__.startswith(f"{name}(")  # what dataclasses write by themselves
+def test_every_public_name_exists_and_is_documented():
+    for module, name in NAMES:
+        value = getattr(module, name)
+        if isinstance(value, ModuleType | Callable):
+            bases = inspect.getmro(value)[1:] if inspect.isclass(value) else ()
+            doc = value.__doc__
+            assert doc and doc not in {base.__doc__ for base in bases}, name
+            assert not doc.startswith(f"{name}("), name  # what dataclasses write by themselves
 
 
 def test_a_name_that_is_not_there_raises():
@@ -99,21 +96,18 @@ def callables() -> Iterator[tuple[str, Any]]:
                 yield f"{module.__name__}.{name}.{member}", method
 
 
-CALLABLES = dict(callables())
-
-
-@pytest.mark.parametrize("name", CALLABLES)
-def test_signatures_say_what_is_taken_and_what_layers_return(name):
-    signature = inspect.signature(CALLABLES[name])
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            is_any = parameter.annotation in (parameter.empty, Any)
-            assert parameter.name == "operands" or not is_any
-        if parameter.kind is parameter.VAR_KEYWORD:
-            listed = get_origin(parameter.annotation) is Unpack
-            assert listed or isinstance(parameter.annotation, ParamSpecKwargs)
-    if name.startswith("jattn.nn.") and name.endswith(".__call__"):
-        assert signature.return_annotation not in (signature.empty, Any)
+def test_signatures_say_what_is_taken_and_what_layers_return():
+    for name, function in callables():
+        signature = inspect.signature(function)
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                is_any = parameter.annotation in (parameter.empty, Any)
+                assert parameter.name == "operands" or not is_any, name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                listed = get_origin(parameter.annotation) is Unpack
+                assert listed or isinstance(parameter.annotation, ParamSpecKwargs), name
+        if name.startswith("jattn.nn.") and name.endswith(".__call__"):
+            assert signature.return_annotation not in (signature.empty, Any), name
 
 
 def test_signatures_of_classes_are_those_of_their_constructors():
