@@ -92,7 +92,7 @@ def assert_steps_equal(model: Any, kind: Any, ids: dict[str, Any], expected: np.
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", some_slow(CASES, "llama mistral_full gemma gpt2_untied"))
+@pytest.mark.parametrize("name", some_slow(CASES, "llama gpt2_untied"))
 def test_logits_of_golden_files(name, tmp_path):
     _, _, arrays = pretrained.golden(name)
     model = loaded(golden_folder(tmp_path, name), CASES[name])
@@ -102,18 +102,13 @@ def test_logits_of_golden_files(name, tmp_path):
         assert_steps_equal(model, None, ids_of(arrays), arrays["logits"])
 
 
-SLOW = [("llama_sinks", DenseCache), ("gemma2", RollingCache), ("qwen2", DenseCache)]
-SLOW += [("gpt2", DenseCache), ("llama_dynamic", DenseCache), ("gemma3", RollingCache)]
-RARE = [("mistral", DenseCache), ("gemma2", DenseCache), ("qwen2", RollingCache)]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("mistral", RollingCache),
         ("gemma3", DenseCache),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW),
-        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in RARE),
+        pytest.param("llama_sinks", DenseCache, marks=pytest.mark.slow),
+        pytest.param("gemma2", RollingCache, marks=pytest.mark.slow),
     ],
 )
 def test_steps_past_windows(name, kind, tmp_path):
@@ -191,16 +186,14 @@ def test_other_files_with_the_same_tensors(tmp_path):
         nn.DecoderOnly.from_safetensors(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", some_slow(["bfloat16", "float16"], "float16"))
-def test_half_precision(dtype, tmp_path):
+def test_half_precision(tmp_path):
     config, tensors, arrays = pretrained.golden("gemma2")
-    saved(tmp_path, config, {name: x.astype(jnp.dtype(dtype)) for name, x in tensors.items()})
+    saved(tmp_path, config, {name: x.astype(jnp.float16) for name, x in tensors.items()})
     model = nn.DecoderOnly.from_safetensors(tmp_path)
-    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {dtype}
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model))} == {"float16"}
     out = logits(model, ids_of(arrays))
-    assert out.dtype.name == dtype
-    error = np.abs(np.asarray(out, np.float32) - arrays["logits"])
-    assert error.max() < {"bfloat16": 0.5, "float16": 0.06}[dtype]
+    assert out.dtype.name == "float16"
+    assert np.abs(np.asarray(out, np.float32) - arrays["logits"]).max() < 0.06
     wide = nn.DecoderOnly.from_safetensors(tmp_path, dtype="float32")
     assert {x.dtype.name for x in jax.tree.leaves(nnx.state(wide))} == {"float32"}
 

@@ -124,7 +124,7 @@ def logits_and_weights(model, source, target, lengths: Any = None):
 @pytest.mark.parametrize(
     ("batch", "lengths"),
     [
-        *(((B,), lengths) for lengths in (None, [4, 7], [1, 2], [0, 7])),
+        *(((B,), lengths) for lengths in (None, [4, 7], [0, 7])),
         pytest.param((), 5, marks=pytest.mark.slow),
         pytest.param((3, 2), [[1, 7], [4, 2], [7, 3]], marks=pytest.mark.exhaustive),
     ],
@@ -140,7 +140,7 @@ def test_logits_and_weights_are_those_of_the_formula(batch, lengths):
     assert np.abs(expected).max() > 1 and captured.keys() == {"decoder/attention"}
     padded = [np.pad(x, ((0, 0), (0, S - x.shape[1]))) for x in weights]
     close(captured["decoder/attention"], np.reshape(padded, (*batch, 1, T, S)), 1e-12)
-    assert row_lengths[-1] < 3 or np.abs(np.diff(padded[-1], axis=0)).max() > 1e-2
+    assert np.abs(np.diff(padded[-1], axis=0)).max() > 1e-2
 
 
 def test_gradients_are_the_differences_of_the_formula():

@@ -77,9 +77,8 @@ def test_the_formula_is_what_a_program_sends(scheme, order, backward, with_array
         assert sent[each] in (times, times - shared[each]), each
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_numbers_of_16_bits_go_round_as_such(dtype):
-    arrays = [jax.ShapeDtypeStruct(x.shape, dtype) for x in QKV]
+def test_numbers_of_16_bits_go_round_as_such():
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in QKV]
     planned: Any = parallel.exchanges(*arrays, devices=DEVICES, **rules({}))
     expected = programs.total(x for x in planned if not x.backward)
     assert programs.total(programs.exchanges(compiled({}, arrays))) == expected
@@ -119,7 +118,7 @@ ENTRY %main (a: bf16[8]) -> bf16[8] {
 @pytest.mark.one_in(6)
 @pytest.mark.default_tiles
 @pytest.mark.parametrize("key_heads", [8, 2])
-@pytest.mark.parametrize("devices", [8, 4, 2])
+@pytest.mark.parametrize("devices", [8, 2])
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_planned_memory_is_that_of_programs(scheme, backward, devices, key_heads):
