@@ -147,9 +147,9 @@ def test_searches_find_what_the_model_gives_that_probability(parts, search):
 
 
 @pytest.mark.slow
-@every_architecture
-def test_alignments_are_the_attention_of_the_decoder_to_the_source(parts):
-    rows, params = parts.sources(5), decided(parts.config.architecture)
+def test_alignments_are_the_attention_of_the_decoder_to_the_source():
+    parts, params = bench_of("transformer"), decided("transformer")
+    rows = parts.sources(5)
     generated = [ids.tolist() for ids in decoding.translated(parts.model, params, rows)]
     links = decoding.alignments(parts.model, params, rows, generated)
     batch = batch_of(rows, generated, 32)

@@ -159,9 +159,10 @@ def test_stdin_is_read_as_files_are(trained):
         return run(trained.directory, "translate", stdin=text).out
 
     sentence, other = (pair.source for pair in bench().texts.train[:2])
-    odd = f"\ufeff{sentence}\r\n \u3000{other} \r\n"
-    assert translated(odd) == translated(f"{sentence}\n{other}\n")
-    assert translated("der\rhund\u2028\x0bschläft\x85").count("\n") == 1
+    single = "der\rhund\u2028\x0bschläft\x85\n"
+    of_lines = translated(f"{sentence}\n{other}\n{single}")
+    assert translated(f"\ufeff{sentence}\r\n \u3000{other} \r\n{single}") == of_lines
+    assert of_lines.count("\n") == 3
 
 
 @pytest.mark.parametrize("wrong", [b"gut\nsch\xf6n\n", b"gut\nsch\0n\n"])

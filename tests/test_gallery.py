@@ -127,15 +127,15 @@ def test_the_page():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
-def test_the_page_fits_the_window(window, tmp_path, width, dark):
+def test_the_page_fits_the_window(window, tmp_path):
     path = tmp_path / "index.html"
     path.write_text(page.written({"differential": MEASURED}), encoding="utf-8")
-    window.show(width, 900, dark=dark, phone=width < 500)
-    window.open(path, ready="true")
-    wide = "[...document.querySelectorAll('.table, .formula')].some"
-    assert not window.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)")
-    window.assert_fits_and_loads_only(path)
+    for width, dark in ((390, True), (1280, False)):
+        window.show(width, 900, dark=dark, phone=width < 500)
+        window.open(path, ready="true")
+        wide = "[...document.querySelectorAll('.table, .formula')].some"
+        assert not window.evaluate(f"{wide}(x => x.scrollWidth > x.clientWidth)"), width
+        window.assert_fits_and_loads_only(path)
 
 
 @pytest.mark.slow
