@@ -13,7 +13,7 @@ import pytest
 
 import jattn
 from tests import test_readme
-from tests.commands import ROOT, clean_environment, run
+from tests.commands import ROOT, clean_environment, run, script
 
 
 DECLARED: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -142,12 +142,15 @@ def test_a_clone_is_importable_from_the_folder_that_holds_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_examples_run_in_a_clean_environment(built, tmp_path):
+def test_the_examples_run_in_a_clean_environment(built, tmp_path, monkeypatch):
     _, python = built
+    compiler = script(tmp_path / "c++", 'exec c++ "$@" -O0')  # the installed sources are compiled
+    monkeypatch.setenv("CXX", compiler)
     pip(python, "check")
     imported_from = do(python, "-c", "import jattn; print(jattn.__file__)", folder=tmp_path)
     assert Path(imported_from.strip()).is_relative_to(python.parent.parent)
-    result = test_readme.run(test_readme.TEXT, tmp_path, str(python), installed=True)
+    page = {"README.md": test_readme.TEXT}
+    result = test_readme.run(page, tmp_path, str(python), installed=True)
     assert result.returncode == 0, result.stderr
 
 

@@ -1,6 +1,7 @@
 """The README and the other pages: examples run; commands, tables and links are right."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -45,43 +46,42 @@ def test_the_readme_is_short_and_its_examples_too():
 
 
 DRIVER = """
-import sys
-source = open(sys.argv[1], encoding="utf-8").read()
-exec(compile(source, sys.argv[2], "exec"), {"__name__": "readme"})
+import json, sys
+for page, source in json.load(open(sys.argv[1], encoding="utf-8")).items():
+    exec(compile(source, page, "exec"), {"__name__": "readme"})
 """
 
 
 def run(
-    text: str, folder: Path, python: str = sys.executable, installed: bool = False
+    pages: dict[str, str], folder: Path, python: str = sys.executable, installed: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs all blocks of a text in order in one namespace of a new process, with the library of
-    this checkout or the one installed there. Errors name the lines of the README."""
-    lines = [""] * text.count("\n")
-    for block in blocks(text):
-        body = block.code.split("\n")[:-1]
-        lines[block.line - 1 : block.line - 1 + len(body)] = body
-    source = folder / "readme.py"
-    source.write_text("\n".join(lines), encoding="utf-8")
+    """Runs all blocks of pages in order in a new process, with a namespace for each page, with the
+    library of this checkout or the one installed there. Errors name the lines of the pages."""
+    sources = {}
+    for page, text in pages.items():
+        lines = [""] * text.count("\n")
+        for block in blocks(text):
+            body = block.code.split("\n")[:-1]
+            lines[block.line - 1 : block.line - 1 + len(body)] = body
+        sources[page] = "\n".join(lines)
+    file = folder / "sources.json"
+    file.write_text(json.dumps(sources), encoding="utf-8")
     environment = commands.clean_environment(
         PYTHONPATH="" if installed else str(ROOT),
         JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # most of the time is compilation
         MPLBACKEND="Agg",
     )
-    command = (python, "-W", "error::FutureWarning", "-c", DRIVER, source, "README.md")
+    command = (python, "-W", "error::FutureWarning", "-c", DRIVER, file)
     return commands.run(*command, cwd=folder, env=environment)
 
 
 TRAINS = "experiments/translation/README.md"
-WITH_EXAMPLES = [
-    pytest.param(page, marks=[pytest.mark.slow] if page == TRAINS else [])
-    for page, text in PAGES.items()
-    if blocks(text)
-]
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES)
-def test_examples_run_in_order(page, tmp_path):
-    result = run(PAGES[page], tmp_path)
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_examples_run_in_order(trains, tmp_path):
+    pages = {page: text for page, text in PAGES.items() if (page == TRAINS) == trains}
+    result = run(pages, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -89,7 +89,7 @@ def test_examples_that_fail_are_noticed(tmp_path):
     broken = "first\n```python\nx = 1\n```\n```sh\nls\n```\n```python\nassert x == 1\n"
     broken += "assert x == 2\n```\n"
     assert blocks(broken) == [("x = 1\n", 3), ("assert x == 1\nassert x == 2\n", 9)]
-    result = run(broken, tmp_path)
+    result = run({"README.md": broken}, tmp_path)
     assert result.returncode != 0
     assert 'File "README.md", line 10' in result.stderr
 
