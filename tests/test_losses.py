@@ -68,7 +68,7 @@ def chunks_of(places, monkeypatch):
     monkeypatch.setattr(losses, "_CHUNK", {"cpu": places * V})
 
 
-@pytest.mark.parametrize(("smoothing", "places"), [(0.0, 4), (0.1, 1), (0.6, 4), (0.1, 1000)])
+@pytest.mark.parametrize(("smoothing", "places"), [(0.0, 4), (0.6, 1), (0.1, 1000)])
 def test_the_loss_is_that_of_the_formula(smoothing, places, monkeypatch):
     chunks_of(places, monkeypatch)
     arguments = case()
