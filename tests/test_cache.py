@@ -17,6 +17,7 @@ from jattn import masks, positions, scores
 from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
 from tests import oracle
 from tests.conftest import assert_trees_close, expect, normal_arrays, quick_jit
+from tests.kernels import appended
 
 
 B, T, N, K, H, V = 3, 13, 6, 3, 4, 5
@@ -110,28 +111,16 @@ def test_in_any_chunks_it_is_attention_to_the_whole(kind, mask):
         assert not cache.overflowed.any()
 
 
-def test_more_than_a_chunk_goes_in_pieces():
-    """A rolling cache takes 3 of the 13 tokens at a time; the mask is an array."""
+@pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
+def test_more_than_a_chunk_goes_in_pieces(lengths):
+    """A rolling cache takes 3 of the 13 tokens at a time. Arrays of masks are cut, and places of
+    queries go on from piece to piece: place 5 lies within the second."""
     rows = jnp.asarray(np.random.default_rng(4).random((B, 1, T, 1)) < 0.7)
     mask = masks.Causal() & masks.Dense(rows)
+    mask &= ~(masks.Lengths(q=lengths) & masks.Window(left=1))
     got, cache = cached(*tokens(), CACHES["rolling"](3), mask=mask)
     close(got, whole("rolling", mask, *tokens()))
     np.testing.assert_array_equal(cache.lengths, [T] * B)
-    mask, says = (
-        masks.Blocks(jnp.ones((T, W + 3), bool), 1),
-        "no more tokens than the cache's chunk",
-    )
-    expect(
-        NotImplementedError, f"mask: | {says}", cached, *tokens(), CACHES["rolling"](3), mask=mask
-    )
-
-
-@pytest.mark.parametrize("lengths", [5, jnp.array([0, 7, 5]), np.array([4, 250, 0], np.uint8)])
-def test_places_of_queries_go_on_from_piece_to_piece(lengths):
-    """Pieces have 3 tokens; place 5 lies within the second."""
-    mask = masks.Causal() & ~(masks.Lengths(q=lengths) & masks.Window(left=1))
-    got, _ = cached(*tokens(), CACHES["rolling"](3), mask=mask)
-    close(got, whole("rolling", mask, *tokens()))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +176,13 @@ close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
 
 
 def filled(kind: str, lengths: np.ndarray) -> Any:
-    valid = np.arange(T) < lengths[:, None]
-    return CACHES[kind](T).append(*tokens()[1:], valid)
+    return appended(CACHES[kind](T), *tokens()[1:], np.arange(T) < lengths[:, None])
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 def test_a_write_past_the_end_raises_where_lengths_are_known(kind):
     _, key, value = tokens(1)
-    cache = filled(kind, LENGTHS).append(key[:, :3], value[:, :3])
+    cache = appended(filled(kind, LENGTHS), key[:, :3], value[:, :3])
     says = "capacity = 16 tokens in each batch row, got 17 in batch row 0"
     expect(ValueError, says, cache.append, key[:, :1], value[:, :1])
     only_others = np.array([[False], [True], [True]])
@@ -251,7 +239,7 @@ def test_long_caches_are_read_in_blocks(kind, lengths):
     shapes = (rows, S, 1, 4), (rows, S, 1, 4), (rows, 1, 2, 4)
     key, value, query = normal_arrays(*shapes, dtype=jnp.float32)
     cache = poisoned(create(rows, S, 1, 4), np.nan)
-    cache = cache.append(key, value, np.arange(S) < np.array(lengths)[:, None])
+    cache = appended(cache, key, value, np.arange(S) < np.array(lengths)[:, None])
     mask = masks.Causal() & masks.Window(left=1000)
     got = quick_jit(lambda query, cache: jattn.attention(query, cache, mask=mask))(query, cache)
     for b, length in enumerate(lengths):
@@ -278,21 +266,13 @@ def test_wrong_arguments_are_named():
     expect(NotImplementedError, says, attend, nine, cache, implementation="decode")
     rolling = RollingCache.create(B, W, K, H, V, chunk=1)
     expect(ValueError, "chunk = 1 | got 2", rolling.append, key, value)
+    blocks = masks.Blocks(jnp.ones((2, W + 1), bool), 1)
+    says = "mask: | no more tokens than the cache's chunk"
+    expect(NotImplementedError, says, cached, query, key, value, rolling, mask=blocks)
     says = "dropout_rate: expected 0 | chunk of 1 tokens"
     dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
     expect(NotImplementedError, says, cached, query, key, value, rolling, **dropout)
     expect(ValueError, "length: expected length >= 1, got 0", DenseCache.create, B, 0, K, H)
-
-
-def test_explain_knows_caches():
-    cache = DenseCache.create(B, 8, K, H, V)
-    few, many = (jnp.ones((B, n, N, H), jnp.float32) for n in (1, 9))
-    explained = jattn.explain(few, cache)
-    assert next(iter(explained)) == "decode"
-    assert explained["decode"] is explained["blockwise"] is explained["reference"] is None
-    assert explained.runs == "decode" and not explained.by_name
-    assert "float32" in str(explained["cudnn"])
-    assert "at most 8" in str(jattn.explain(many, cache)["decode"])
 
 
 @pytest.mark.one_in(3)
@@ -341,8 +321,8 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
 def test_a_window_of_nothing_shows_each_token_itself(chunk):
     cache = RollingCache.create(2, 0, 1, 4, chunk=chunk)
     for T in (1, 2, 4):
-        key = jax.random.normal(jax.random.key(T), (2, T, 1, 4), jnp.float32)
-        out, cache = jattn.cached_attention(key, key, key, cache, mask=masks.Causal())
+        (key,) = normal_arrays((2, T, 1, 4), dtype=jnp.float32, seed=T)
+        out, cache = attended(cache, key, key, key)
         np.testing.assert_array_equal(out, key)
     assert not cache.overflowed.any()
     says = "window: expected window >= 0, got -1"

@@ -19,7 +19,7 @@ from jattn.spec import Shapes
 from tests.arrays import assert_accurate
 from tests.conftest import quick_jit
 from tests.devices import pretend_gpu
-from tests.kernels import lying_mask, made, of_tokens
+from tests.kernels import appended, lying_mask, made, of_tokens
 from tests.oracle import error
 from tests.test_hopper import (
     _compiled_once,  # noqa: F401
@@ -59,7 +59,7 @@ def filled(
     for start in range(0, TOKENS, 26):
         piece = slice(start, start + 26)
         valid = np.arange(start, start + 26) < LENGTHS[:, None]
-        cache = cache.append(KEYS[:, piece], values[:, piece], valid=valid)
+        cache = appended(cache, KEYS[:, piece], values[:, piece], valid)
     return cache if unwritten is None else poisoned(cache, unwritten)
 
 

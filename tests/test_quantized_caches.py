@@ -40,14 +40,6 @@ def quantised(x: Any, dtype: str) -> np.ndarray:
     return numbers.astype(np.float64) * scale.astype(np.float64)
 
 
-def bound(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The greatest error of each number, `[..., H]`: half a step of the stored dtype."""
-    most = np.abs(x).max(axis=-1, keepdims=True)
-    if dtype.startswith("int"):
-        return most / (2 * LARGEST[dtype]) + 0 * x
-    return np.maximum(np.abs(x) / 16, most / (448 * 2**10))
-
-
 def tokens(T: int, seed: int = 0, N: int = 4) -> list[jax.Array]:
     """`query [B, T, N, H]` whose logits are spread by 3 and more, keys and values."""
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, V))
@@ -89,29 +81,6 @@ def test_random_histories_are_attention_to_what_numpy_quantises(kind, dtype, see
         indices = random.integers(0, B, B)
         cache, rows = cache.reorder(jnp.asarray(indices)), [rows[r] for r in indices]
         rows = [(list(keys), list(values)) for keys, values in rows]
-
-
-@every_dtype
-def test_errors_are_within_their_bounds(dtype):
-    query, key, value = tokens(24)
-    exact, stored = (DenseCache.of(key, value, dtype=x) for x in (None, dtype))
-    q, k, v = (np.asarray(x, np.float64) for x in (query[:, -1:], key, value))
-    k_error, v_error = bound(k, dtype), bound(v, dtype)
-    for got, x, error in ((stored.keys, k, k_error), (stored.values, v, v_error)):
-        difference = np.swapaxes(np.float64(got.dequantized()), 1, 2) - x
-        assert np.all(np.abs(difference) <= error * (1 + 1e-5) + 1e-7 * np.abs(x))
-    by_head = np.repeat(k_error, 2, axis=2)
-    scores_bound = np.einsum("btnh,bsnh->bnts", np.abs(q), by_head) / np.sqrt(H)
-    logits: list[Any] = [jattn.attention_scores(query[:, -1:], x) for x in (exact, stored)]  # pyright: ignore[reportArgumentType]
-    assert np.std(logits[0], axis=-1).min() > 2 and np.std(logits[0]) >= 3
-    assert np.all(np.abs(logits[1] - logits[0]) <= scores_bound + 1e-5)
-    outputs = [jattn.attention(query[:, -1:], x) for x in (exact, stored)]
-    delta = scores_bound.max(axis=-1)[:, :, 0, None]
-    most = np.repeat(np.abs(v).max(axis=(1, 3)), 2, axis=1)[:, :, None]
-    value_bound = np.repeat(v_error.max(axis=(1, 3)), 2, axis=1)[:, :, None]
-    out_bound = value_bound + np.expm1(2 * delta) * most
-    assert np.all(np.abs(outputs[1] - outputs[0])[:, 0] <= out_bound + 1e-5)
-    assert not np.allclose(outputs[1], outputs[0], atol=1e-4), "the cache is quantised"
 
 
 @pytest.mark.one_in(6)
@@ -264,7 +233,9 @@ def test_bytes_per_token_are_those_on_paper():
             assert create(dtype).bytes_per_token == K * size
     cache = KINDS["paged"]("int4")
     assert isinstance(cache.keys, Quantized) and cache.keys.shape == (18, K, 4, H)
-    assert f"{K * sizes['int4']} bytes of int4 per token" in str(jattn.explain(tokens(1)[0], cache))
+    explained = jattn.explain(tokens(1)[0], cache)
+    assert explained.runs == "decode" and explained["blockwise"] is explained["reference"] is None
+    assert f"{K * sizes['int4']} bytes of int4 per token" in str(explained)
 
 
 def test_wrong_dtypes_are_refused():

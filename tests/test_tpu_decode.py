@@ -24,7 +24,7 @@ from jattn.kernels.tpu import decode
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of, place
-from tests.kernels import lying_mask, of_tokens
+from tests.kernels import appended, lying_mask, of_tokens
 from tests.oracle import error
 
 
@@ -73,13 +73,13 @@ def filled(kind: str, dtype: Any = FLOAT32, sizes: tuple[float, float] = (1, 1))
     for start in range(0, 300, 100):
         piece = slice(start, start + 100)
         valid = np.arange(start, start + 100)[None, :] < lengths[:, None]
-        cache = cache.append(keys[:, piece], values[:, piece], jnp.asarray(valid))
+        cache = appended(cache, keys[:, piece], values[:, piece], valid)
     if isinstance(cache, PagedCache):
         rows = np.array([0, 1, 0])
         cache, keys, values = cache.reorder(jnp.asarray(rows)), keys[rows], values[rows]
         lengths = lengths[rows]
         new = normal(3, B, 5, K, H), normal(4, B, 5, K, V)
-        cache = shuffled(cache.append(*new, jnp.asarray([[True] * 5, [False] * 5, [True] * 5])))
+        cache = shuffled(appended(cache, *new, np.array([[True] * 5, [False] * 5, [True] * 5])))
         for b in (0, 2):
             places = slice(lengths[b], lengths[b] + 5)
             keys[b, places], values[b, places] = new[0][b], new[1][b]
