@@ -41,7 +41,7 @@ def nnx_layer(attention_fn: Any, **options: Any) -> Any:
 
 @functools.cache
 def variables() -> Any:
-    return linen_layer(None).init(jax.random.key(0), X)
+    return jax.jit(linen_layer(None).init)(jax.random.key(0), X)
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 2e-6) -> None:
@@ -70,21 +70,26 @@ def test_linen_with_gradients_and_dropout(name, rate):
 @pytest.mark.slow
 def test_dropout_of_all_keys_and_of_each_weight():
     ones = jnp.ones((40, 9, 2, 3), jnp.float32)
-    call = functools.partial(compat.flax_attention_fn, dropout_rng=jax.random.key(0))
-    out = call(ones, ones, ones, dropout_rate=0.97)  # some queries lose all keys
-    d_query = jax.grad(lambda q: call(q, ones, ones, dropout_rate=0.97).sum())(ones)
+
+    @jax.jit
+    def outs(query: Any) -> Any:
+        call = functools.partial(compat.flax_attention_fn, key=ones, value=ones)
+        call = functools.partial(call, dropout_rng=jax.random.key(0))
+        out, pull = jax.vjp(lambda query: call(query, dropout_rate=0.97), query)
+        each = call(query, dropout_rate=0.5, broadcast_dropout=False)
+        return out, *pull(ones), each, call(query, dropout_rate=0.5, deterministic=True)
+
+    out, d_query, each, deterministic = outs(ones)  # some queries lose all keys
     assert np.isfinite(out).all() and np.isfinite(d_query).all() and np.any(out == 0)
     assert np.all(out == out[:1, :, :1])  # the same in all rows and heads
-    out = call(ones, ones, ones, dropout_rate=0.5, broadcast_dropout=False)
-    assert np.unique(np.asarray(out[..., 0])).size > 5
-    assert abs(float(out.mean()) - 1) < 0.05
-    out = call(ones, ones, ones, dropout_rate=0.5, deterministic=True)
-    np.testing.assert_array_equal(out, ones)
+    assert np.unique(np.asarray(each[..., 0])).size > 5
+    assert abs(float(each.mean()) - 1) < 0.05
+    np.testing.assert_array_equal(deterministic, ones)
 
 
 def linen_weights(layer: Any) -> jax.Array:
     options: Any = {"mask": MASKS["by row"], "sow_weights": True, "mutable": ["intermediates"]}
-    _, state = layer.apply(variables(), X, **options)
+    _, state = jax.jit(functools.partial(layer.apply, **options))(variables(), X)
     return state["intermediates"]["attention_weights"][0]
 
 
@@ -93,7 +98,7 @@ def test_weights_are_sown():
     sown = []
     for fn in BOTH:
         layer = nnx_layer(fn)
-        out = layer(X, mask=MASKS["by row"], sow_weights=True)
+        out = nnx.jit(lambda layer: layer(X, mask=MASKS["by row"], sow_weights=True))(layer)
         sown += [linen_weights(linen_layer(fn)), layer.attention_weights.get_value()[0], out]
     assert [x.shape for x in sown] == [(B, N, T, T), (B, N, T, T), (B, T, D)] * 2
     close(sown[:3], sown[3:])
@@ -148,11 +153,11 @@ def test_rope_at_given_positions():
 
 @pytest.mark.parametrize("options", [{}, {"force_fp32_for_softmax": True}], ids=str)
 def test_bfloat16_and_float32_softmax(options):
-    run = lambda fn: linen_layer(fn, dtype=jnp.bfloat16, **options).apply(variables(), X)  # noqa: E731
-    close(*map(run, BOTH), tolerance=0.03)
+    layers = (linen_layer(fn, dtype=jnp.bfloat16, **options) for fn in BOTH)
+    close(*(jax.jit(layer.apply)(variables(), X) for layer in layers), tolerance=0.03)
     x = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
-    want = linen.dot_product_attention(x, x, x, **options)
-    close(compat.flax_attention_fn(x, x, x, **options), want)
+    functions = compat.flax_attention_fn, linen.dot_product_attention
+    close(*(jax.jit(functools.partial(f, **options))(x, x, x) for f in functions))
 
 
 def test_later_arguments_of_nnx():
@@ -170,7 +175,8 @@ def test_later_arguments_of_nnx():
     if hasattr(later, "RoPE"):
         calls += [(later.dot_product_attention_with_rope, (q, k, v), {"rope": later.RoPE()})]
     for their_function, arrays, options in calls:
-        close(compat.flax_attention_fn(*arrays, **options), their_function(*arrays, **options))
+        functions = compat.flax_attention_fn, their_function
+        close(*(jax.jit(functools.partial(f, **options))(*arrays) for f in functions))
 
 
 def test_unsupported_arguments_and_invalid_rates_raise():

@@ -126,11 +126,11 @@ def test_the_signature_is_that_of_jax():
 
 @pytest.mark.slow
 def test_arrays_of_three_axes():
-    q, k, v = qkv()
     bias, lengths = numbers(4, N, T, S), np.array([5], np.int32)
     call = {"bias": bias, "key_value_seq_lengths": lengths, "return_residual": True}
-    ours = compat.dot_product_attention(q, k, v, **call)
-    for got, want in zip(ours, jax.nn.dot_product_attention(q, k, v, **call), strict=True):
+    functions = compat.dot_product_attention, jax.nn.dot_product_attention
+    both = (jax.jit(functools.partial(f, **call))(*qkv()) for f in functions)
+    for got, want in zip(*both, strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -142,9 +142,9 @@ def qkv(*batch: int) -> list[jax.Array]:
 @pytest.mark.slow
 def test_differences_are_those_that_are_listed():
     q, k, v = qkv(B)
-    window = compat.dot_product_attention(q, k, v, local_window_size=(-1, 2))
-    want = jax.nn.dot_product_attention(q, k, v, local_window_size=(-1, 2))
-    np.testing.assert_allclose(window, want, atol=1e-5)
+    functions = compat.dot_product_attention, jax.nn.dot_product_attention
+    both = (jax.jit(functools.partial(f, local_window_size=(-1, 2)))(q, k, v) for f in functions)
+    np.testing.assert_allclose(*both, atol=1e-5)
     mask = truths(B, 1, T, S)
     mask[0, 0, 3] = False
     out, residual = compat.dot_product_attention(q, k, v, mask=mask, return_residual=True)

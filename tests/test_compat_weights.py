@@ -20,8 +20,7 @@ def state_of(theirs: Any) -> dict[str, np.ndarray]:
     return {name: x.numpy() for name, x in theirs.state_dict().items()}
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("other_width", [False, True])
+@pytest.mark.parametrize(("bias", "other_width"), [(True, False), (False, True)])
 def test_torch_attention_there_and_back(bias, other_width):
     torch: Any = pytest.importorskip("torch")
     torch.manual_seed(0)
