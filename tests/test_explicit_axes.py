@@ -294,7 +294,8 @@ def test_modules(name, split, mesh):
         cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))
         placed_arrays = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
         results, d = quick_jit(both)(cut, *placed_arrays)
-        assert jax.typeof(call(nnx.merge(definition, cut), *placed_arrays)) == jax.typeof(results)
+        if name == "additive":  # eagerly
+            assert jax.typeof(run(cut, *placed_arrays)) == jax.typeof(results)
     assert_trees_close((results, d), want, rtol=1e-10, atol=1e-11)
     if split or name in ("additive", "latent"):
         assert shown(results) == out_cut
@@ -312,12 +313,11 @@ def test_rows_that_are_cut_are_normalised(mesh):
         assert shown(result) == cut
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_to_all", "gather"])
-def test_padding_is_removed_from_tokens_that_devices_cannot_share(scheme):
+def test_padding_is_removed_from_tokens_that_devices_cannot_share():
     mesh = jax.make_mesh((4,), ("tokens",))
     q: Any = random(2, 7, 4, 8)
     options: Any = {"mesh": mesh, "axis_name": "tokens", "pad": True, "return_lse": True}
-    attend = functools.partial(jattn.parallel.attention, scheme=scheme, **options)
+    attend = functools.partial(jattn.parallel.attention, **options)
     want = jattn.attention(q, q, q, mask=masks.Causal(), return_lse=True)
     for run in (attend, quick_jit(attend)):
         got = run(q, q, q, mask=masks.Causal())

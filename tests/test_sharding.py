@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, mechanisms, scores
 from jattn.cache import DenseCache, PagedCache, RollingCache
+from tests import test_transforms as transforms
 from tests.conftest import assert_trees_close, quick_jit
 from tests.devices import mesh_of
 
@@ -67,14 +68,7 @@ def additive(T: int) -> ShardedProblem:
 
 
 def cached(kind: Any, implementation: str | None) -> ShardedProblem:
-    def call(q: Any, k: Any, v: Any, slopes: Any) -> Any:
-        cache = kind.create(1, 12, 2, 4, dtype=q.dtype)
-        options: Any = {"mask": masks.Causal(), "score": scores.Alibi(slopes)}
-        options["implementation"] = implementation
-        first, cache = jattn.cached_attention(q, k, v, cache, **options)
-        last, _ = jattn.cached_attention(q[:, :1], k[:, :1], v[:, :1], cache, **options)
-        return jnp.concatenate([first, last], axis=1)
-
+    call = transforms.cached(kind, implementation).call
     return ShardedProblem(call, dict.fromkeys("qkv", normal(1, 4, 2, 4)) | {"slopes": normal(2)})
 
 
@@ -122,22 +116,15 @@ def run_check(problem: ShardedProblem, mesh: str, shared: tuple[str, ...]) -> No
         assert_trees_close(gradients, wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.one_in(8)
-@every_mesh
-@every_implementation
-def test_keys_values_and_parameters_are_shared(implementation, mesh):
-    problem = attention(implementation)
-    run_check(problem, mesh, ("k", "v", "slopes", "table", "scale"))
-    run_check(problem, mesh, ("q", "ids"))
+SHARED = ["k v slopes table scale", "q ids", "k", "q k slopes table ids scale", "slopes", "scale"]
 
 
 @pytest.mark.one_in(12)
-@pytest.mark.parametrize("name", ["q", "k", "v", "slopes", "ids", "scale"])
-@pytest.mark.parametrize("implementation", ["native", "blockwise"])
-def test_one_array_is_shared_or_all_others_are(implementation, name):
-    problem = attention(implementation)
-    run_check(problem, "one_axis", (name,))
-    run_check(problem, "one_axis", tuple(x for x in problem.arrays if x != name))
+@every_mesh
+@every_implementation
+@pytest.mark.parametrize("shared", [x.split() for x in SHARED], ids=SHARED)
+def test_some_arrays_are_shared(shared, implementation, mesh):
+    run_check(attention(implementation), mesh, tuple(shared))
 
 
 @pytest.mark.one_in(2)
