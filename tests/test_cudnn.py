@@ -35,7 +35,6 @@ LENGTHS = masks.Lengths(kv=jnp.array([5, 0]))
         (masks.Window(left=3), cudnn.Flags(left=3)),
         (masks.Window(left=3, right=0), cudnn.Flags(causal=True, left=3)),
         (masks.Window(right=0), cudnn.Flags(causal=True)),
-        (CAUSAL & masks.Window(left=3), cudnn.Flags(causal=True, left=3)),
         (masks.Window(left=5) & CAUSAL & masks.Window(left=3), cudnn.Flags(True, 3)),
         (masks.Lengths(q=4), cudnn.Flags(q_lengths=(4,))),
         (masks.Lengths(q=4, kv=5) & masks.Lengths(kv=2), cudnn.Flags(False, None, (4,), (5, 2))),
@@ -52,8 +51,6 @@ def test_masks_that_cudnn_has_flags_for(mask, flags):
         (masks.Window(right=2), "window to the right, got right=2"),
         (CAUSAL | masks.Prefix(3), "no flag for Or"),
         (CAUSAL & masks.Segments(jnp.zeros(7, int)), "no flag for Segments"),
-        (masks.Dense(jnp.ones((1, 1, 6, 8), bool)), "no flag for Dense"),
-        (masks.Predicate(lambda b, h, q, kv: q >= kv), "no flag for Predicate"),
     ],
 )
 def test_masks_that_it_has_none_for(mask, says):
@@ -109,7 +106,6 @@ REASONS = {
     "soft_cap": ({"score": scores.SoftCap(2.0)}, "has Bias only, got SoftCap"),
     "chain": ({"score": bias(1, 4, 6, 8) >> bias(1, 4, 6, 8)}, "has Bias only, got Then"),
     "bias_by_row": ({"score": bias(2, 4, 6, 8)}, "[1, N, T, S] = [1, 4, 6, 8], got [2, 4, 6, 8]"),
-    "bias_for_all_heads": ({"score": bias(1, 1, 6, 8)}, "got [1, 1, 6, 8]"),
     "bias_by_key": ({"score": bias(1, 4, 1, 8)}, "got [1, 4, 1, 8]"),
     "bias_in_float32": (
         {"score": bias(1, 4, 6, 8, dtype=jnp.float32)},

@@ -165,6 +165,16 @@ def under(flags: str) -> Iterator[None]:
         yield
 
 
+def assert_same_under(flags: str, run: Any, arrays: Any, assert_same: Any) -> None:
+    """The results of `run` are the same under these flags."""
+    with under(flags):
+        if flags == "checks":  # leaks show while a program is traced and lowered
+            jax.jit(run).lower(*arrays)
+            return
+        results = run(*arrays)
+    assert_same(results, run(*arrays))
+
+
 OFTEN_CASES = (
     ("checks", None, "chain"),
     ("debugging", "native", "lengths_both"),
@@ -181,19 +191,12 @@ OFTEN_CASES = (
 )
 def test_cases_under_flags(flags, implementation, name):
     """Results and gradients of a case are the same under these flags."""
-    case = CASES[name]
-    x = on_device(inputs(case, "float32"))
-    function = functools.partial(everything, implementation, case)
+    run = functools.partial(everything, implementation, CASES[name])
+    arrays = [on_device(inputs(CASES[name], "float32"))]
     try:
-        with under(flags):
-            if flags == "checks":  # leaks show while a program is traced and lowered
-                jax.jit(function).lower(x)
-                return
-            results = function(x)
+        assert_same_under(flags, run, arrays, functools.partial(assert_close, tolerance=1e-6))
     except NotImplementedError as reason:
         assert "'native'" in str(reason)
-    else:
-        assert_close(results, function(x), 1e-6)
 
 
 def tokens(x: Any) -> Any:
@@ -261,10 +264,6 @@ def test_public_functions_under_flags(flags, name):
         out, pull = jax.vjp(problem.call, *arrays)
         return out, pull(out if name in PROBLEMS else jnp.ones_like(out))
 
-    with under(flags):
-        if flags == "checks":  # leaks show while a program is traced and lowered
-            jax.jit(run).lower(*problem.arrays)
-            return
-        results = run(*problem.arrays)
     limit = 1e-11 if name in PROBLEMS else 1e-5  # of 64 and of 32 bits
-    assert_trees_close(results, run(*problem.arrays), rtol=limit, atol=limit)
+    assert_same = functools.partial(assert_trees_close, rtol=limit, atol=limit)
+    assert_same_under(flags, run, problem.arrays, assert_same)

@@ -125,7 +125,7 @@ def test_the_decisions_are_pinned():
     assert np.packbits(bits).tobytes().hex() == "0662f8d7374ac6688a6ed4f2eb0beab1"
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_each_place_is_kept_with_the_right_probability(rate):
     decided = over_keys(jax.random.split(jax.random.key(0), 4000), rate, 2, 3, 5, 7)
     deviation = np.sqrt(rate * (1 - rate) / len(decided))
@@ -151,7 +151,7 @@ def test_neighbours_are_independent(axis):
         assert abs(pairs.mean()) * np.sqrt(pairs.size) < 5, distance
 
 
-@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.9, 0.998])
+@pytest.mark.parametrize("rate", [0.002, 0.5, 0.998])
 def test_queries_that_share_a_hash_are_independent(rate):
     """Both are dropped as often as chance has it, even if one query rarely is."""
     decided = decisions(rate, 1, 2, 512, 2048).reshape(2, 32, 2, 8, 2048)
@@ -170,23 +170,12 @@ def test_rectangles_are_independent():
         assert abs(corners.mean()) * np.sqrt(corners.size) < 5, (di, dj)
 
 
-def test_rows_columns_and_transposes_are_independent():
-    values = signs(decisions(0.5, 1, 1, 256, 256)[0, 0], 0.5)
-    for matrix in (values, values.T):
-        assert_uncorrelated(matrix, 5 * np.sqrt(2 * np.log(256)))
-    assert abs((values * values.T)[np.triu_indices(256, 1)].mean()) < 5 / np.sqrt(256 * 255 / 2)
-
-
-def assert_uncorrelated(values: np.ndarray, limit: float = 5.5) -> None:
+def assert_uncorrelated(values: np.ndarray) -> None:
     """Checks that no two rows of signs are correlated."""
     rows = values.reshape(len(values), -1)
     products = rows @ rows.T / rows.shape[1]
     np.fill_diagonal(products, 0)
-    assert np.abs(products).max() < limit / np.sqrt(rows.shape[1])
-
-
-def test_heads_and_batch_rows_are_not_interchangeable():
-    assert_uncorrelated(signs(decisions(0.5, 8, 8, 32, 32), 0.5).reshape(64, -1))
+    assert np.abs(products).max() < 5.5 / np.sqrt(rows.shape[1])
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def choice(
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("count", "dtype"), [(1, "float64"), (3, "float32"), (99, "float64")])
-@pytest.mark.parametrize("block", [(1, 3), (3, 3), (4, 2), (2, 5), (50, 4), (3, 50), (2, 2)])
+@pytest.mark.parametrize("block", [(1, 3), (3, 3), (50, 4), (3, 50), (2, 2)])
 def test_the_best_blocks_are_chosen(block, count, dtype, causal):
     """Grouped heads choose by their own keys."""
     for narrow in (dtype, "bfloat16") if block == (2, 2) else (dtype,):
