@@ -37,12 +37,17 @@ def losses(
     return losses_of_steps, placement.host(state)
 
 
+# The model has dropout, and rows are not divisible by the number of devices. Tests of the same
+# settings and mesh share compiled programs.
+SETTINGS = {"tokens_per_batch": 9 * 32, "steps": 8, "checkpoint_every": 4}
+MESHES = ["data=2,model=2,context=2", "data=4,model=2"]
+
+
 @pytest.mark.one_in(2, slow=True)
 @pytest.mark.default_tiles
-@pytest.mark.parametrize("mesh", ["data=2,model=2,context=2", "data=4,model=2"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_changes_no_number_but_by_rounding(mesh):
-    """The model has dropout, and rows are not divisible by the number of devices."""
-    small_bench = make_bench(dataclasses.replace(TINY, tokens_per_batch=9 * 32))
+    small_bench = make_bench(dataclasses.replace(TINY, **SETTINGS))
     alone, state = losses(small_bench, None)
     cut, sharded_state = losses(small_bench, mesh)
     np.testing.assert_allclose(cut, alone, rtol=2e-5)
@@ -73,8 +78,8 @@ def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, caps
 @pytest.mark.default_tiles
 def test_a_run_goes_on_without_its_mesh(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    small = ("--preset", "tiny", *set_words("steps=8", "checkpoint_every=4"))
-    assert cli.main(["train", "--run", str(whole), *small, "--mesh", "data=4,model=2"]) == 0
+    small = ("--preset", "tiny", *set_words(*(f"{name}={x}" for name, x in SETTINGS.items())))
+    assert cli.main(["train", "--run", str(whole), *small, "--mesh", MESHES[0]]) == 0
     shutil.copytree(whole, resumed)
     TranslationRun.open(resumed)._drop([8])
     assert cli.main(["train", "--run", str(resumed), "--resume"]) == 0
