@@ -102,6 +102,10 @@ def test_weights_are_sown():
         sown += [linen_weights(linen_layer(fn)), layer.attention_weights.get_value()[0], out]
     assert [x.shape for x in sown] == [(B, N, T, T), (B, N, T, T), (B, T, D)] * 2
     close(sown[:3], sown[3:])
+    options: Any = {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}
+    weights = linen_weights(linen_layer(compat.flax_attention_fn, **options))
+    assert weights.dtype == jnp.float32
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
 def test_decoding():
@@ -111,13 +115,6 @@ def test_decoding():
         layer.init_cache((B, T, D))
         outs.append(jnp.concatenate([run(layer, X[:, [i]]) for i in range(T)], axis=1))
     close(*outs)
-
-
-def test_weights_are_sown_in_float32_on_request():
-    options: Any = {"dtype": jnp.bfloat16, "force_fp32_for_softmax": True}
-    weights = linen_weights(linen_layer(compat.flax_attention_fn, **options))
-    assert weights.dtype == jnp.float32
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
 def test_complex_numbers_as_in_linen():
