@@ -211,17 +211,6 @@ def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
         assert_trees_close(numbers, [*alone[1:]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("n_best", [1, 2])
-def test_a_long_hypothesis_may_become_the_best_after_others_have_ended(n_best):
-    chain = {(5,) * count: {5 if count < 7 else EOS: 1.0} for count in range(1, 8)}
-    table = made_table({(): {EOS: 0.4, 4: 0.35, 5: 0.25}, (4,): {EOS: 1.0}} | chain)
-    # By 1: ln 0.4 and ln 0.35 / (7/6) have ended, when ln 0.25 / (8/6) = -1.04 would be worse than
-    # either; but ln 0.25 / (13/6) is better.
-    result = beamed(table, length=9, beams=2, n_best=n_best, length_penalty=1.0)
-    assert result.tokens[0, 0].tolist() == [*[5] * 7, EOS, PAD]
-    np.testing.assert_allclose(result.scores[0], np.array([-0.63983, -0.89985])[:n_best], atol=2e-5)
-
-
 @pytest.mark.parametrize("alpha", [-0.5, 0.6, 1.3])
 @pytest.mark.parametrize(("beams", "n_best", "length"), [(2, 2, 8), (5, 3, 8), (81, 125, 4)])
 def test_a_beam_is_that_of_plain_python(beams, n_best, length, alpha):
