@@ -438,6 +438,36 @@ def test_capture_in_a_context_sees_every_call_and_the_output(small):
     assert weights == {}
 
 
+def test_outputs_of_heads_can_be_edited(small):
+    """The README of the translation experiment removes and replaces heads like this."""
+    unchanged, source, target = small
+
+    def logits(edit: Any, source: Any, change: Any = lambda attention: None) -> Any:
+        model: Any = nnx.clone(unchanged)
+        attention = model.decoder.layers[0].cross_attention
+        change(attention)
+        attend = attention.attend
+        attention.attend = lambda *arrays, **options: edit(attend(*arrays, **options))
+        return model(source, target)
+
+    def without_first_head(attention: Any) -> None:
+        attention.out.kernel[...] = attention.out.kernel[...].at[0].set(0)
+
+    @jax.jit
+    def outs(source: Any) -> Any:
+        heads: list[Any] = []
+        recorded = logits(lambda x: heads.append(x) or x, source)
+        ablated = logits(lambda x: x.at[:, :, 0].set(0), source)
+        # The source reaches the only decoder layer by these heads alone.
+        patched = logits(lambda _: heads[0], jnp.flip(source, 1))
+        return recorded, patched, ablated, logits(lambda x: x, source, without_first_head)
+
+    recorded, patched, ablated, headless = outs(source)
+    close([recorded, patched], [call(unchanged, source, target)] * 2, 1e-6)
+    close(ablated, headless, 1e-6)
+    assert np.abs(ablated - recorded).max() > 1e-3
+
+
 def test_second_call_of_a_module_is_numbered():
     class Twice(nnx.Module):
         def __init__(self):
