@@ -68,14 +68,10 @@ VALUE_ERRORS: Table = {
     "value | [*B, S, K, V] | [3, 9]": lambda: {"value": array(K, V)},
     "key | [*B, S, K, H] | [7, 3, 4]": lambda: _key_and_value(S, K),
     "key | K | N | 6 | 4": lambda: _key_and_value(B, S, 4),
-    "key | K | N | 6 | 12": lambda: _key_and_value(B, S, 12),
     "key | K | 0": lambda: _key_and_value(B, S, 0),
     "value | [*B, S, K, V] | [2, 7, 3] | [2, 8, 3, 9]": lambda: {"value": array(B, 8, K, V)},
-    "value | [*B, S, K, V] | [2, 7, 1, 9]": lambda: {"value": array(B, S, 1, V)},
     "key | H | 4 | [2, 7, 3, 5]": lambda: {"key": array(B, S, K, 5)},
-    "key | *B | [2] | [3, 7, 3, 4]": lambda: _key_and_value(3, S, K),
     "key | *B | [2] | [1, 7, 3, 4]": lambda: _key_and_value(1, S, K),
-    "value | [3, 7, 3, 9]": lambda: {"value": array(3, S, K, V)},
     "mask | [*B, N, T, S] | [6, 6, 5, 7] | [6, 5, 7] | array[None] or array[:, None]": (
         lambda: _ambiguous(N, T, mask=_trues(N, T, S))
     ),
@@ -94,16 +90,13 @@ VALUE_ERRORS: Table = {
     "dropout_key | [3]": (
         lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)}
     ),
-    "dropout_key | one key, uint32 [2], got uint32 [3]": lambda: _raw_key(3),
     "dropout_key | one key, uint32 [2], got uint32 [1]": lambda: _raw_key(1),
     "dropout_key | one key, uint32 [2], got uint32 []": _raw_key,
     "dropout_key | one key, uint32 [2], got uint32 [4, 2]": lambda: _raw_key(4, 2),
     "implementation | 'flash' | 'reference'": lambda: {"implementation": "flash"},
     'implementation | in XLA is "blockwise"': lambda: {"implementation": "xla"},
-    "q_positions | [*B, T] | [5] | [6]": lambda: {"q_positions": jnp.arange(6)},
     "kv_positions | [*B, S] | [7] | [5]": lambda: {"kv_positions": jnp.arange(T)},
     "q_positions | [*B, T] | [2, 5] | [3, 5]": lambda: {"q_positions": jnp.ones((3, T), int)},
-    "q_positions | [*B, T] | [2, 6, 5]": lambda: {"q_positions": jnp.ones((B, N, T), int)},
     "q_positions | [*B, T] | []": lambda: {"q_positions": jnp.int32(3)},
     "scale | [N] | [3]": lambda: {"scale": array(K)},
     "scale | [2, 6]": lambda: {"scale": array(2, N)},
@@ -114,9 +107,7 @@ MASK_VALUE_ERRORS: Table = {
     "Padding | attention_mask | 1 for tokens | 5": lambda: masks.Padding(np.array([[5, 0, 1]])),
     "mask.attention_mask | [*B, S] | [2, 7] | [2, 5]": lambda: masks.Padding(_trues(B, T)),
     "mask | [1, 2, 6, 5, 7]": lambda: _trues(1, B, N, T, S),
-    "mask | [*B, N, T, S] | [2, 6, 5, 7] | [2, 6, 5, 8]": lambda: _trues(B, N, T, 8),
     "mask | [*B, N, T, S] | [3, 1, 5, 7]": lambda: _trues(3, 1, T, S),
-    "mask | N | [2, 3, 5, 7]": lambda: _trues(B, K, T, S),
     "mask | [*B, N, T, S] | [2, 6, 5, 8]": lambda: (
         masks.Causal() & ~masks.Dense(_trues(B, N, T, 8))
     ),
@@ -149,22 +140,16 @@ SCORE_VALUE_ERRORS: Table = {
     "max_distance 8": lambda: scores.RelativeBias(array(32, N), max_distance=8),
 }
 TYPE_ERRORS: Table = {
-    "query | int32": lambda: {"query": array(B, T, N, H, dtype=jnp.int32)},
     "key | int32": lambda: {"key": array(B, S, K, H, dtype=jnp.int32)},
     "value | bool": lambda: {"value": array(B, S, K, V, dtype=jnp.bool_)},
     "key | float32 | bfloat16": lambda: {"key": array(B, S, K, H, dtype=jnp.bfloat16)},
-    "value | float32 | float64": lambda: {"value": array(B, S, K, V, dtype=jnp.float64)},
     "dropout_key | int": lambda: {"dropout_rate": 0.1, "dropout_key": 3},
     "q_positions | integer | float32": lambda: {"q_positions": jnp.arange(T, dtype=jnp.float32)},
-    "kv_positions | integer | float32": (
-        lambda: {"kv_positions": jnp.arange(S, dtype=jnp.float32)}
-    ),
     "q_positions | integer array | int": lambda: {"q_positions": 3},
     "scale | number | float32": lambda: {"scale": jnp.float32},
 }
 MASK_TYPE_ERRORS: Table = {
     "mask | bool | float32": lambda: array(B, N, T, S),
-    "mask | bool | int32": lambda: array(B, N, T, S, dtype=jnp.int32),
     "Dense | bool | float32": lambda: masks.Dense(array(B, N, T, S)),
     "mask | str | write masks.Causal()": lambda: "causal",
     "mask | PjitFunction | write masks.Predicate(": lambda: jax.jit(lambda b, h, q, kv: q >= kv),
@@ -177,9 +162,6 @@ MASK_TYPE_ERRORS: Table = {
     "mask | 2 operands | _in_window(b, h, q, kv, size)": lambda: masks.Predicate(_in_window, 3, 4),
     "mask | <lambda> | `and` | &": lambda: lambda b, h, q, kv: q >= kv and q - kv < 3,
     "mask | <lambda> | jnp.asarray(table)[index]": lambda: lambda b, h, q, kv: [True, False][kv],
-    "boolean scalar, got bool [3]": lambda: masks.Predicate(
-        lambda b, h, q, kv, x: q < x, jnp.zeros(3, jnp.int32)
-    ),
     "mask | str": lambda: masks.Causal() & "padding",
     "Dense | got int;": lambda: masks.Dense(1),
 }
@@ -193,9 +175,6 @@ SCORE_TYPE_ERRORS: Table = {
     "Alibi | slopes | int": lambda: scores.Alibi(jnp.arange(N)),
     "[N], got int; write scores.Alibi(scores.alibi_slopes(6))": lambda: scores.Alibi(N),
     "Bias | got float": lambda: scores.Bias(0.5),
-    "float scalar, got float32 [3]": lambda: scores.Score(
-        lambda s, b, h, q, kv, x: s + x, array(3)
-    ),
     "score | float scalar | bool": lambda: scores.Score(lambda s, b, h, q, kv: s > 0),
 }
 
@@ -260,10 +239,7 @@ def test_weights_and_scores_without_heads():
 ADVISED = {
     "is_causal": "mask=masks.Causal()",
     "attn_mask": "score=scores.Bias(array)",
-    "bias": "score=scores.Bias(bias)",
     "key_padding_mask": "masks.Padding(~key_padding_mask)",
-    "dropout_p": "dropout_rate=",
-    "softmax_scale": "scale=",
     "atn_mask": "for 'attn_mask' write mask=array",
     "maks": "did you mean 'mask'?",
     "kv": "did you mean 'kv_positions'?",

@@ -33,10 +33,7 @@ PASTED: dict[type, dict[str, Callable[[Any, Any], Any]]] = {  # by the error and
     AttributeError: {
         "jnp.clip(x, min, max)": lambda q, k: (q - k).clamp(0, 3),
         "x = jnp.clip(x, min, max)": lambda q, k: (q - k).clamp_(0, 3),
-        "jnp.maximum(x, min)": lambda q, k: (q - k).clamp_min(0),
         "x.astype(jnp.float32)": lambda q, k: (q - k).float(),
-        "x.astype(bool)": lambda q, k: (q - k).bool(),
-        "x.astype(jnp.int32)": lambda q, k: (q - k).int(),
         "x.astype(dtype)": lambda q, k: (q - k).to(jnp.float32),
         "jnp.abs(x, ...)": lambda q, k: (q - k).abs(),
         "x = jnp.abs(x, ...)": lambda q, k: (q - k).abs_(),
