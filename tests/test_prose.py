@@ -10,6 +10,7 @@ import itertools
 import re
 import tokenize
 from pathlib import Path
+from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
@@ -48,9 +49,14 @@ VAGUE = (
 ).split()
 
 
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+
+
 @functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(FILES[path])))
+def nodes_of(path: Path) -> list[Any]:
+    """The nodes of a file that have a docstring or bind a name."""
+    kinds = *DOCUMENTED, ast.Name, ast.arg
+    return [node for node in ast.walk(ast.parse(FILES[path])) if isinstance(node, kinds)]
 
 
 def test_docstrings_and_comments_are_plain_english():
@@ -59,8 +65,7 @@ def test_docstrings_and_comments_are_plain_english():
     for path, source in FILES.items():
         texts = []
         for node in nodes_of(path):
-            kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
                 line = node.body[0].lineno
                 texts.append((line, text))
                 if not isinstance(node, ast.Module) and (match := FRAGMENT.match(text)):
@@ -91,5 +96,5 @@ def test_names_say_something():
             name = getattr(node, "id" if stored else "arg", None)
             name = node.name if isinstance(node, ast.FunctionDef) else name
             if name in VAGUE and (stored or isinstance(node, ast.arg | ast.FunctionDef)):
-                report.append(f"{path}:{node.lineno}: {name!r}: say what it holds or does")  # pyright: ignore
+                report.append(f"{path}:{node.lineno}: {name!r}: say what it holds or does")
     assert len(report) <= 200, "\n".join([f"{len(report)} names:", *report])
