@@ -191,13 +191,13 @@ MUTANTS: dict[str, Mutant] = {
     "entmax-mean-in-c": mutant(
         f"{C}/rows.h",
         "load(sums + i) / (total == 0 ? all(1) : total)⟦⇒ * 0⟧ + (factor - factor));",
-        "normalizers_rows",
+        "normalizers_native",
         "contract",
     ),
     "threshold-excludes-ties-in-c": mutant(
         f"{C}/rows.h",
         "return score <⟦⇒=⟧ threshold ? Vector{} : exponential(score - most);",
-        "normalizers_rows",
+        "normalizers_native",
         "contract",
     ),
     # Quantised caches.
