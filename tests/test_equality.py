@@ -172,9 +172,9 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
 
     (q,) = normal_arrays((1, 40, 2, 8))
 
-    def inner(x: Any) -> Any:
+    def holders(x: Any) -> list[Any]:
         outs = {"x": [x]}
-        holders = [
+        return [
             lambda b, h, q, kv: kv < x,
             lambda b, h, q, kv, n=x: kv < n,
             functools.partial(lambda x, b, h, q, kv: kv < x, x),
@@ -182,16 +182,18 @@ def test_tracers_are_operands_wherever_a_function_holds_them():
             Threshold(x).allows,
             jax.jit(lambda b, h, q, kv: kv < x),
         ]
-        lasting = [masks.Predicate(f).traced() for f in holders]
+
+    def attend(x: Any) -> Any:
+        lasting = [masks.Predicate(f).traced() for f in holders(x)]
         assert all(len(x.operands) == 1 for x in lasting)
-        dense = [masks.Predicate(f).dense(9, 9) for f in holders]
         bounds = lambda tile: tuple(jnp.asarray(end) < x for end in tile.columns[:2])  # noqa: E731
-        mask = masks.Predicate(holders[-1], bounds=bounds)
-        return dense, jattn.attention(q, q, q, mask=mask, implementation="blockwise")
+        mask = masks.Predicate(holders(x)[-1], bounds=bounds)
+        return jattn.attention(q, q, q, mask=mask, implementation="blockwise")
 
     with jax.checking_leaks():
-        dense, out = jax.jit(inner)(jnp.int32(4))
-    for allowed in dense:
+        out = jax.jit(attend)(jnp.int32(4))
+    dense = jax.jit(lambda x: [masks.Predicate(f).dense(9, 9) for f in holders(x)])
+    for allowed in dense(jnp.int32(4)):
         np.testing.assert_array_equal(allowed, np.broadcast_to(np.arange(9) < 4, (9, 9)))
     np.testing.assert_allclose(out, jattn.attention(q, q, q, mask=masks.Prefix(4)), atol=1e-13)
 

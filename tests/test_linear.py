@@ -214,7 +214,8 @@ def recurrence(query: Any, key: Any, value: Any, logs: Any, state: Any) -> Any:
 
 
 def many_tokens(decay: str, T: int = 70, F: int = 20) -> dict[str, Any]:
-    """Tokens of several chunks, and sizes that are no whole vectors, with logs of all sizes."""
+    """Tokens of several chunks, and sizes that are no whole vectors, with logs of all sizes. A sum
+    over a chunk with logs of −5,000 has no digits left for a log of −0.1."""
     rng = np.random.default_rng(T)
     shapes = {"query": (B, T, N, F), "key": (B, T, K, F), "value": (B, T, K, V)}
     inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -245,6 +246,9 @@ def test_many_chunks(decay, dtype):
     assert_accurate((out, after.values, after.keys), want, limit)
     chunked, _ = linear(**arrays, return_state=True, chunk=16)
     assert_accurate(chunked, want[0], limit)
+    total = lambda x: jnp.sum(jnp.sin(jattn.linear_attention(**x, state=state, chunk=16)))  # noqa: E731
+    gradients = quick_jit(jax.grad(total))(on_device(inputs, dtype))
+    assert all(np.all(np.isfinite(x)) for x in gradients.values())
 
 
 def test_denominators_and_features_at_the_ends_of_float32():
@@ -317,24 +321,6 @@ def test_sums_of_narrow_numbers_are_wide(decay, dtype):
     assert out.dtype == dtype
     assert state.values.dtype == state.keys.dtype == jnp.float32
     assert_accurate(out, loops(**inputs), {"bfloat16": 4e-3, "float16": 5e-4}.get(dtype, 1e-6))
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("decay", ["token", "feature"])
-def test_decays_of_all_sizes_keep_their_digits(decay):
-    """A sum over a chunk with logs of −5,000 has no digits left for a log of −0.01."""
-    inputs: Any = numbers(decay)
-    sizes = [-np.inf, -5e3, -80.0, -0.01, -1e-4, 0.0]
-    inputs["log_decay"] = np.random.default_rng(5).choice(sizes, decay_shape(decay))
-    inputs = {name: np.float64(np.float32(x)) for name, x in inputs.items()}
-    arrays = on_device(inputs, "float32")
-    want = loops(**inputs)
-    assert np.abs(want - loops(**{**inputs, "log_decay": np.zeros((B, S, K))})).max() > 0.1
-    for chunk in (1, 2, 16):
-        assert_accurate(linear(**arrays, chunk=chunk), want, 1e-6)
-    gradients = jax.grad(lambda x: jnp.sum(jnp.sin(jattn.linear_attention(**x, chunk=16))))(arrays)
-    for gradient in gradients.values():
-        assert np.all(np.isfinite(gradient))
 
 
 @pytest.mark.parametrize(
@@ -424,25 +410,6 @@ def test_random_features_are_unbiased_and_orthogonal():
     assert np.ptp(np.diag(products)) > 0.1  # the lengths are random
 
 
-def test_random_features_approximate_attention():
-    inputs = on_device(numbers(T=6), "float32")
-    inputs |= {name: 0.5 * inputs[name] for name in ("query", "key")}  # the error grows with scores
-    exact = jattn.attention(**inputs)
-
-    @functools.partial(quick_jit, static_argnums=0)
-    def error(F: int) -> Any:
-        def difference(key: Any) -> Any:
-            features = jattn.RandomFeatures.create(key, F, H)
-            return jattn.linear_attention(**inputs, feature_map=features, causal=False) - exact
-
-        keys = jax.vmap(jax.random.key)(jnp.arange(4))
-        return jnp.sqrt(jnp.mean(jax.vmap(difference)(keys) ** 2))
-
-    few, many = error(12), error(1200)
-    assert many < few / 5
-    assert many < 0.05
-
-
 def state_of(*batch: int, F: int = H, dtype: Any = jnp.float32) -> jattn.LinearState:
     return jattn.LinearState.create(K, F, V, batch=batch, dtype=dtype)
 
@@ -456,7 +423,6 @@ WRONG_VALUES: dict[str, dict[str, Any]] = {
     },
     "key | *B = [2] | [3, 7, 2, 3]": {"key": array(3, S, K, H)},
     "query | H >= 1 | 0": {"query": array(B, S, N, 0), "key": array(B, S, K, 0)},
-    "value | V >= 1 | 0": {"value": array(B, S, K, 0)},
     "key | N = 4 | K = 3": {"key": array(B, S, 3, H), "value": array(B, S, 3, V)},
     "key | S = T = 6 | causal | S = 7": {"query": array(B, 6, N, H)},
     "key | S = T = 6 | segments": {"query": array(B, 6, N, H), "causal": False, "segments": IDS},
@@ -477,8 +443,6 @@ WRONG_TYPES: dict[str, dict[str, Any]] = {
     "state.values | float32 | float64": {"state": state_of(B, dtype=jnp.float64)},
     "chunk | integer": {"chunk": 2.0},
     "causal | True or False": {"causal": 1},
-    "normalize | True or False": {"normalize": None},
-    "return_state | True or False": {"return_state": None},
     "feature_map | function": {"feature_map": "elu"},
     "feature_map(query) | floating-point | int32": {"feature_map": lambda x: x.astype(jnp.int32)},
     "no argument 'mask'": {"mask": None},
@@ -486,7 +450,7 @@ WRONG_TYPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"segments": IDS}, {"segments": IDS, "causal": False}])
+@pytest.mark.parametrize("options", [{}, {"segments": IDS}])
 def test_within_shard_map(options):
     options = dict(options)
     key = jax.random.key(3)

@@ -72,15 +72,11 @@ def test_slopes_of_the_paper():
     [(32, True, 128), (32, False, 128), (12, True, 20), (10, False, 30), (4, True, 64)],
 )
 def test_t5_buckets(buckets, bidirectional, max_distance):
-    reach = 300
-    positions = jnp.arange(-reach, reach + 1)
-    numbered = jnp.broadcast_to(jnp.arange(float(buckets))[:, None], (buckets, 1))
-    relative = scores.RelativeBias(numbered, bidirectional=bidirectional, max_distance=max_distance)
-    zero = jnp.zeros((1, 1, 1)), jnp.zeros((2 * reach + 1, 1, 1))
-    places = {"q_positions": jnp.array([0]), "kv_positions": positions}
-    got = jattn.attention_scores(*zero, score=relative, **places)
-    want = [bucket(x, buckets, bidirectional, max_distance) for x in positions.tolist()]
-    assert got[0, 0].astype(int).tolist() == want
+    distances, rules = range(-300, 301), {"bidirectional": bidirectional}
+    rules["max_distance"] = max_distance
+    got = scores.relative_bucket(jnp.array(distances), buckets, **rules)
+    want = [bucket(x, buckets, **rules) for x in distances]
+    assert got.tolist() == want
     assert set(want) == set(range(buckets)) - ({buckets // 2} if bidirectional else set())
 
 

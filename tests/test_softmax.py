@@ -86,10 +86,10 @@ def test_any_order_and_any_grouping(seed, order):
         assert_accurate(regrouped, whole, 1e-14)
 
 
-CUTS = [(0,), (1,), (3,), (6,), (7,), (2, 2, 5), (1, 2, 3, 4, 5, 6)]
+CUTS = [(2, 2, 5), (0,), (3,), (7,), (1, 2, 3, 4, 5, 6)]
 
 
-@pytest.mark.one_in(14)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
@@ -114,18 +114,6 @@ def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
     for place, (got, want) in enumerate(zip(*both(), strict=True)):
         assert got.dtype == dtype
         assert error(got, want) <= (of_values if place < 2 else of_gradients)
-
-
-@pytest.mark.slow
-def test_the_lse_of_bfloat16_is_good_enough_to_merge_by():
-    """Rounded to bfloat16, an lse of 30 is off by a tenth and the shares with it."""
-    q, k, v, _ = arrays(jnp.bfloat16)
-    exact = (x.astype(jnp.float64) for x in (q * 2, k, v))
-    want = jattn.attention(*exact, mask=DENSE, return_lse=True)
-    out, lse = jattn.merge(*in_parts(q * 2, k, v, (1, 3, 5)))
-    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    assert error(lse, want[1]) <= 1e-6
-    assert error(out, want[0]) <= 8e-3  # each part was rounded, and their merger again
 
 
 SINK = jnp.array([0.5, -2.0, 4.0, -jnp.inf])
