@@ -25,7 +25,7 @@ from tests.cases import CASES, DTYPES, CaseInputs, inputs
 from tests.conftest import normal_arrays, out_and_gradients, quick_jit
 from tests.kernels import assert_dead_rows_are_empty, poisoned, poisons_of
 from tests.oracle import error
-from tests.test_contract import attend, everything, on_device
+from tests.test_contract import attend, on_device
 
 
 REFUSED = {"no_keys_in_arrays": "no pairs of queries and keys"}
@@ -60,13 +60,8 @@ def _tiny_tiles(request):
         yield
 
 
-@functools.cache
-def compiled(name: str) -> Any:
-    return quick_jit(functools.partial(everything, "native", CASES[name]))
-
-
 def run(name: str, x: CaseInputs) -> contract.CaseResults:
-    return jax.tree.map(np.asarray, compiled(name)(on_device(x)))
+    return jax.tree.map(np.asarray, contract.compiled("native", name)(on_device(x)))
 
 
 _SELDOM = pytest.mark.slow, pytest.mark.exhaustive
@@ -144,7 +139,7 @@ BUILT_IN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("first", [0, 4, -3, 2**31 - 9, -(2**31)])
+@pytest.mark.parametrize("first", [4, -3, 2**31 - 9, -(2**31)])
 @pytest.mark.parametrize("label", BUILT_IN)
 def test_runs_of_keys_are_those_of_the_mask(label, first):
     """Queries have consecutive positions, also at both ends of int32."""
@@ -223,11 +218,10 @@ def test_xla_rounds_outputs_to_8_bits():
     np.testing.assert_allclose(out, want, rtol=float(jnp.finfo(q.dtype).eps), atol=1e-4)
 
 
-@pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_nothing_of_an_earlier_call_is_left(dtype):
+@pytest.mark.slow
+def test_nothing_of_an_earlier_call_is_left():
     """Threads keep their memory: after a call with NaN, rows whose keys are all masked are 0."""
-    key = jnp.asarray(np.random.default_rng(0).normal(size=(4, 20, 3, 8)), dtype)
+    (key,) = normal_arrays((4, 20, 3, 8), dtype="float32")
     call = functools.partial(jattn.attention, implementation="native", return_lse=True)
     assert np.isnan(call(key * np.nan, key, key)[0]).all()
     for dead in (masks.Empty(), masks.Lengths(kv=jnp.zeros(4, jnp.int32))):
