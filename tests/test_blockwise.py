@@ -2,7 +2,6 @@
 
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ import pytest
 
 import jattn
 from jattn import masks, scores, tuning
-from jattn.call import make
-from jattn.kernels.xla import blockwise, reference, single_tile, tangents
+from jattn.kernels.xla import blockwise, single_tile
 from jattn.spec import Shapes, Spec, Tiling
 from tests.conftest import assert_trees_close, attention_arrays, out_and_gradients
 
@@ -161,17 +159,3 @@ def test_groups_of_batch_rows_are_all_rows(B):
     with tuning.using(row=row):
         got = run("blockwise")
     assert_trees_close(got, run("reference"), rtol=0, atol=1e-13)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("block_q, block_kv", [(16, 16), (37, 16), (8, 53)])
-def test_tilings_agree_with_the_formula(monkeypatch, block_q, block_kv):
-    choose = mock.Mock(return_value=Tiling(block_q, block_kv))
-    monkeypatch.setattr(blockwise, "choose_tiling", choose)
-    q, k, v, _ = attention_arrays((1, 37, 53, 2, 2, 3, 3))
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, 53)))
-    mask = masks.Segments(ids[:37], ids) | masks.Window(3, 3)
-    spec = make(q, k, v, mask=mask).prepared().spec
-    got = jax.jit(tangents.attend)(spec, q, k, v)
-    assert choose.called
-    assert_trees_close(got, reference.attend(spec, q, k, v), rtol=0, atol=1e-13)

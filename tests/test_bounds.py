@@ -112,8 +112,7 @@ def test_tiles_are_known_in_a_program_too(name):
         return masks.tile_map(Predicate(rule, docs), T, T, 16, 16, b=1, **places)
 
     positions = np.arange(T, dtype=np.int32)[::-1].copy()
-    closed = lambda b, h, q, kv: rule(b, h, q, kv, DOCS)  # noqa: E731
-    want = true_kinds(dense(closed, 1, 0, positions, positions), 16, 16)
+    want = true_kinds(dense(RULES[name], 1, 0, positions, positions), 16, 16)
     np.testing.assert_array_equal(kinds(DOCS, jnp.asarray(positions)), want)
 
 
@@ -249,7 +248,7 @@ def _truth(draw: Any, down: Any, depth: int, score: bool) -> Function:
     return _binary(draw(st.sampled_from(COMPARISONS)))(down(of), down(of))
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [8, pytest.param(2000, marks=pytest.mark.exhaustive)])
 def test_bounds_of_random_functions_never_lie(count):
     edges = st.sampled_from(EDGES)
     seldom = st.sampled_from([False, False, False, True])
@@ -314,11 +313,10 @@ def test_what_a_program_makes_of_its_operands_alone_is_known(name, traced):
         np.testing.assert_allclose(bounds, [want, want], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.one_in(2, slow=True)
-@pytest.mark.parametrize("operands", [(KEY,), ()], ids=["an operand", "closed over"])
-def test_functions_may_draw_by_a_key(operands):
+@pytest.mark.slow
+def test_functions_may_draw_by_a_key():
     drawn = lambda key: jax.random.bernoulli(key, 0.5, (T,))  # noqa: E731
-    rule = Predicate(lambda b, h, q, kv, key=KEY: drawn(key)[kv] | (q == kv), *operands)
+    rule = Predicate(lambda b, h, q, kv, key: drawn(key)[kv] | (q == kv), KEY)
     x = jnp.asarray(np.random.default_rng(4).normal(size=(1, T, 2, 8)), jnp.float32)
     dense = drawn(KEY)[None] | jnp.eye(T, dtype=bool)
     want = jattn.attention(x, x, x, mask=dense[None, None])
@@ -328,16 +326,16 @@ def test_functions_may_draw_by_a_key(operands):
 
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_a_value_used_twice_is_read_once(shape):
-    """Each line uses the one before three times: the program has 3^200 paths."""
+    """Each line uses the one before three times: the program has 3^60 paths."""
 
     def folded(x):
         x = jnp.broadcast_to(x, shape)
-        for _ in range(200):
+        for _ in range(60):
             x = x * 0.5 + jnp.where(x > 1, x * 0.25, 1)
         return x.reshape(())
 
     expression = read(folded, (np.float32,))
-    assert 800 < len(expression.nodes) < 1100
+    assert 240 < len(expression.nodes) < 330
     got = intervals.of(expression, (Interval(np.float32(3), np.float32(3)),)).lo
     np.testing.assert_allclose(got, quick_jit(folded)(np.float32(3)), rtol=1e-5)
 
@@ -414,7 +412,7 @@ def test_tiles_of_one_head_and_of_any_head_differ():
         assert np.unique(jax.jit(lambda h: masks.kinds(mask, masks.Tile.grid(*grid, 0, h)))(0)) == 1
 
 
-@pytest.mark.parametrize("other", [masks.Full(), masks.Lengths(kv=50, q=40), masks.Window(9, 9)])
+@pytest.mark.parametrize("other", [masks.Lengths(kv=50, q=40), masks.Window(9, 9)])
 def test_positions_in_any_order(other):
     q, kv = (np.random.default_rng(n).permutation(T) for n in range(2))
     mask = Predicate(lambda b, h, q, kv: hidden(q, kv) % 64 >= kv) & other

@@ -166,6 +166,7 @@ def test_positions_at_the_edges_of_32_bits(implementation, name):
     assert_close(traced(EDGES, kv), want)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("implementation", OURS)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.uint64])
 def test_positions_of_any_dtype_count_alike(implementation, dtype):
@@ -205,7 +206,7 @@ WIDE = np.array([-(2**63), -(2**40), -1, 0, 5, 2**31, 2**32 - 1, 2**32, 2**33, 2
 NARROW = np.array([LEAST, LEAST + 1, LEAST + 5, -7, -1, 0, 3, 2**30, MOST - 4, MOST], np.int32)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [5, MOST, MOST + 1, 2**32 - 2, 2**32 - 1, 2**32, 2**70])
 @pytest.mark.parametrize(
     ("positions", "traced"),
