@@ -78,7 +78,7 @@ def built(name: str, queries: int, keys: int) -> tuple[Any, np.ndarray]:
     return mask, np.reshape(masks.as_mask(mask).dense(queries, keys), (-1, queries, keys))
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", ["causal", "dead rows"])
 def test_simple_self_attention(name):
     mask, allowed = built(name, T, T)
     call = functools.partial(jattn.simple_self_attention, mask=mask)
@@ -103,7 +103,7 @@ def test_self_attention_of_three_sizes(name, scale):
     assert_values_and_gradients(call, loops, inputs)
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_self_attention_takes_any_batch(batch):
     x, *weights = normal_arrays((*batch, T, 4), (4, 7), (4, 7), (4, 6))
     got = jattn.self_attention(x, *weights)
@@ -153,9 +153,10 @@ def test_interaction_is_left_times_x_times_right():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (2, 5, 3)])
-@pytest.mark.parametrize("mask", [None, masks.Causal(), masks.Window(1, 1)])
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [((4, 4), None), ((3, 5), masks.Causal()), ((2, 5, 3), masks.Window(1, 1))],
+)
 def test_normalised_interaction(shape, mask):
     left = 3 * RNG.normal(size=shape)
     allowed = np.ones(shape[-2:], bool) if mask is None else np.asarray(mask.dense(*shape[-2:]))
@@ -245,14 +246,13 @@ def test_weights_of_additive_attention_by_the_formula():
     np.testing.assert_allclose(out, dropped @ inputs["value"], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype, error", [(jnp.float32, 2e-5), (jnp.bfloat16, 5e-2)])
-def test_additive_attention_keeps_the_dtype(dtype, error):
-    inputs = on_device(additive_inputs(), dtype)
-    results = _pulled(inputs, None, jnp.ones((B, T, 3), dtype))
-    assert {x.dtype for x in results.values()} == {jnp.dtype(dtype)}
+def test_additive_attention_keeps_the_dtype():
+    inputs = on_device(additive_inputs(), jnp.bfloat16)
+    results = _pulled(inputs, None, jnp.ones((B, T, 3), jnp.bfloat16))
+    assert {x.dtype for x in results.values()} == {jnp.dtype(jnp.bfloat16)}
     want = additive_formula(on_device(inputs, np.float64))
     got = np.asarray(results["out"], np.float64)
-    assert np.abs(got - want).max() < error * np.abs(want).max()
+    assert np.abs(got - want).max() < 5e-2 * np.abs(want).max()
 
 
 @quick_jit
@@ -291,13 +291,13 @@ def tiles_of_16():
         yield
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize(
     "queries, keys, block, in_turn, mask",
     [
         (*LONG[0], "causal"),
         (*LONG[0], "lengths"),
-        *((*LONG[1], mask) for mask in ("lengths", "dead rows", "array", "full", "causal")),
+        *((*LONG[1], mask) for mask in ("lengths", "dead rows", "array", "full")),
         pytest.param(*LONG[2], "causal", marks=pytest.mark.slow),
         (*LONG[2], "lengths"),
         (1, 70, 16, True, "lengths"),

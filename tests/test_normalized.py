@@ -153,7 +153,7 @@ def test_a_relu_has_no_slope_at_zero():
     assert jnp.isnan(normalizers.Relu().evaluate(jnp.array(jnp.nan), 0, 0, None, None))
 
 
-@pytest.mark.parametrize("alpha", [1.001, 1.05, 4.0, 12.0])
+@pytest.mark.parametrize("alpha", [1.001, 12.0])
 def test_entmax_of_scores_that_are_nearly_equal(alpha):
     """Checks thresholds that are closer to the greatest score than 10⁻¹⁵, as with α = 12."""
     sizes = CaseSizes((), 2, 29, 1, 1, 3, 2)
@@ -162,7 +162,7 @@ def test_entmax_of_scores_that_are_nearly_equal(alpha):
     assert error(attend("blockwise", case, on_device(x))[0], truth(case, x).out) <= 1e-11
 
 
-@pytest.mark.parametrize("above_1", [1e-10, 1e-7, 1e-4, 1e-2, 0.3])
+@pytest.mark.parametrize("above_1", [1e-10, 1e-4, 0.3])
 def test_entmax_near_1_has_the_digits_of_float32(above_1):
     """Below 1e-6 the definition has no digits left, and the weights are those of the softmax."""
     q, k, v, _ = attention_arrays((1, 9, 40, 1, 1, 8, 5), "float32")
@@ -237,7 +237,7 @@ def test_classes_that_are_no_pytrees_are_refused():
             jattn.attention(q, q, q, **options)
 
 
-@pytest.mark.parametrize("alpha", [2.0, 1.5, 1.3, 2.5])
+@pytest.mark.parametrize("alpha", [2.0, 1.5, 2.5])
 def test_the_published_package_agrees(alpha):
     torch, entmax = pytest.importorskip("torch"), pytest.importorskip("entmax")
     theirs = {2.0: entmax.sparsemax, 1.5: entmax.entmax15}.get(
