@@ -42,6 +42,9 @@ def modes(total: Callable[[Any], Any]) -> Modes:
         "jvp of grad": lambda x, t: jax.jvp(jax.grad(total), (x,), (t,))[1],
         "grad of grad": jax.grad(product),
         "grad of jvp": jax.grad(slope),
+        "vmap of jvp of grad": lambda x, t: jax.vmap(
+            lambda size: jax.jvp(jax.grad(total), (x,), (jax.tree.map(lambda y: size * y, t),))[1]
+        )(jnp.array([1.0, -2.0])),
         "jvp of jvp": lambda x, t: jax.jvp(lambda x: slope(x, t), (x,), (t,))[1],
     }
 
@@ -71,8 +74,13 @@ def check(case: CallCase, *which: str) -> None:
     assert_same_derivatives(totals, (x.q, x.k, x.v, x.parameters), *which, general=None)
 
 
-@pytest.mark.one_in(140)
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if 0 not in case.sizes.batch])
+@pytest.mark.one_in(140, slow=True)
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        (n for n, case in CASES.items() if 0 not in case.sizes.batch), key="bias_dead_rows".__ne__
+    ),
+)
 def test_every_mode_is_that_of_the_reference(name):
     check(CASES[name])
 
@@ -91,9 +99,9 @@ def small(implementation: Any, q: Any, k: Any, v: Any, slopes: Any, ids: Any) ->
     return jattn.attention(*qkv, implementation=implementation, **rules)[0]
 
 
-def problem(T: int = 20, lead: tuple[int, ...] = ()) -> tuple[tuple[Any, ...], Any]:
-    ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, T)))
-    return tuple(normal_arrays(*[(*lead, T, 2, 3)] * 3, (2,))), jnp.asarray(ids)
+def problem(lead: tuple[int, ...] = ()) -> tuple[tuple[Any, ...], Any]:
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (*lead, 20)))
+    return tuple(normal_arrays(*[(*lead, 20, 2, 3)] * 3, (2,))), jnp.asarray(ids)
 
 
 def assert_same_derivatives(
@@ -110,23 +118,6 @@ def assert_same_derivatives(
         return results
 
     assert_equal(*run(x))
-
-
-@pytest.mark.slow
-def test_jacobians_and_hessians():
-    (q, k, v, slopes), ids = problem(6)
-
-    @quick_jit
-    def run(q: Any) -> Any:
-        results = []
-        for name in ("blockwise", "reference"):
-            out = functools.partial(small, name, k=k, v=v, slopes=slopes, ids=ids)
-            loss = lambda q, out=out: jnp.sum(jnp.sin(out(q)))  # noqa: E731
-            ways = (jax.jacfwd(out), jax.hessian(loss), jax.jacrev(jax.grad(loss)))
-            results.append({str(n): f(q) for n, f in enumerate(ways)})
-        return results
-
-    assert_equal(*run(q))
 
 
 @pytest.mark.one_in(8, slow=True)
@@ -219,9 +210,7 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 CHANGED: dict[str, tuple[Callable[[Any], dict[str, Any]], np.ndarray]] = {
-    "padding": (lambda x: {"mask": masks.Padding(x)}, np.tile(np.arange(6) < 3, (2, 1))),
     "lengths": (lambda x: {"mask": masks.Lengths(kv=x)}, np.array([2, 5], np.int32)),
-    "prefix": (lambda x: {"mask": masks.Causal() | masks.Prefix(x)}, np.array([2, 5], np.int32)),
     "alibi": (lambda x: {"score": scores.Alibi(x)}, np.array([1.0, 2.0], np.float32)),
     "scale": (lambda x: {"scale": x}, np.array([1.0, 2.0], np.float32)),
     "key": (
