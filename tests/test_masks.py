@@ -21,7 +21,7 @@ from jattn import masks, scores
 from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
 from tests import cases
-from tests.conftest import expect
+from tests.conftest import expect, quick_jit
 from tests.oracle import At, OracleProblem, allowed_everywhere
 
 
@@ -52,7 +52,7 @@ def test_a_mask_follows_its_rule(name):
     problem = case.problem(cases.inputs(case))
     for at in (problem, shuffled(problem)):
         positions = {"q_positions": at.q_positions, "kv_positions": at.kv_positions}
-        dense = built(name).dense(T, S, batch=batch, heads=N, **positions)
+        dense = quick_jit(lambda: built(name).dense(T, S, batch=batch, heads=N, **positions))()  # noqa: B023
         assert dense.shape == (*batch, N, T, S)
         assert dense.dtype == jnp.bool_
         np.testing.assert_array_equal(dense, np.reshape(allowed_everywhere(at), dense.shape))

@@ -216,7 +216,7 @@ def test_additive_attention_takes_any_batch(batch):
     arrays = on_device(additive_inputs(batch))
     got = additive(**arrays)
     assert got.shape == (*batch, T, 3)
-    np.testing.assert_allclose(got, additive_formula(arrays), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(got, quick_jit(additive_formula)(arrays), rtol=0, atol=1e-13)
 
 
 def test_additive_keys_are_projected_once_and_reused():
@@ -235,7 +235,7 @@ def test_weights_of_additive_attention_by_the_formula():
     arrays, dropout = on_device(inputs), {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
     out, weights = jattn.additive_attention(**arrays, mask=mask, return_weights=True)
     seen = np.arange(S) < np.array([S, 2])[:, None, None]
-    want = np.asarray(additive_weights(arrays, seen))
+    want = np.asarray(quick_jit(additive_weights)(arrays, seen))
     np.testing.assert_allclose(weights, want, rtol=0, atol=1e-14)
     np.testing.assert_allclose(out, want @ inputs["value"], rtol=0, atol=1e-13)
     with tuning.using(additive_tile=4):  # the output is computed in tiles
@@ -250,7 +250,7 @@ def test_additive_attention_keeps_the_dtype():
     inputs = on_device(additive_inputs(), jnp.bfloat16)
     results = _pulled(inputs, None, jnp.ones((B, T, 3), jnp.bfloat16))
     assert {x.dtype for x in results.values()} == {jnp.dtype(jnp.bfloat16)}
-    want = additive_formula(on_device(inputs, np.float64))
+    want = quick_jit(additive_formula)(on_device(inputs, np.float64))
     got = np.asarray(results["out"], np.float64)
     assert np.abs(got - want).max() < 5e-2 * np.abs(want).max()
 
