@@ -19,10 +19,10 @@ def assert_equal(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def temporaries(function: Any, *shapes: tuple[int, ...], jit: Any = jax.jit) -> int:
+def temporaries(function: Any, *shapes: tuple[int, ...]) -> int:
     """The bytes of temporary arrays of a compiled function of float32 arrays of these shapes."""
     arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    return jit(function).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+    return jax.jit(function).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
 
 def assert_accurate(got: Any, want: Any, limit: float) -> None:

@@ -305,7 +305,7 @@ def assert_empty_tiles_are_known(kinds: Any, want: np.ndarray) -> None:
     assert not np.any((kinds == masks.FULL) & (want != masks.FULL))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", [*SHARP, *COMBINED])
 @pytest.mark.parametrize("blocks", [(4, 3), (1, 1), (5, 7)])
 def test_tile_map_is_exact_for_plain_leaves_and_the_same_while_tracing(name, blocks):
@@ -361,7 +361,7 @@ def _layouts(padding: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("padding", [-1, 0, 7, 99, 2**31 - 1])
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_between_documents_hides_no_empty_tile(padding, traced):

@@ -25,7 +25,7 @@ from tests.cases import (
     entmax,
     inputs,
 )
-from tests.conftest import attention_arrays, out_and_gradients, quick_jit, users_jit
+from tests.conftest import attention_arrays, out_and_gradients, quick_jit
 from tests.oracle import error
 from tests.test_contract import CEILINGS, attend, on_device, truth
 
@@ -275,6 +275,6 @@ def test_memory_is_linear(name, which):
     gradient = jax.grad(lambda *qkv: jnp.sum(call(*qkv)), (0, 1, 2))
     function = gradient if which == "gradient" else call
     sizes = [[(1, T, 2, 16)] * 3 for T in (1024, 16384)]
-    short, long = (temporaries(function, *x, jit=users_jit) for x in sizes)
+    short, long = (temporaries(function, *x) for x in sizes)
     assert long <= 18 * short
     assert long < 16384**2 * 4 / 4
