@@ -22,7 +22,8 @@ def assert_equal(got: Any, want: Any) -> None:
 def temporaries(function: Any, *shapes: tuple[int, ...]) -> int:
     """The bytes of temporary arrays of a compiled function of float32 arrays of these shapes."""
     arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    return jax.jit(function).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+    analysis: Any = jax.jit(function).lower(*arrays).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
 
 
 def assert_accurate(got: Any, want: Any, limit: float) -> None:
