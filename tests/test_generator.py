@@ -461,6 +461,26 @@ INTEGERS = {
 }
 
 
+def assert_functions_are(
+    functions: dict[str, Any],
+    of_places: Any,
+    dtype: str,
+    tolerances: dict[str, float] | None = None,
+) -> None:
+    """Compares the scores `of_places(function, q, kv)` of each function with JAX's, digit for digit
+    or with a relative tolerance."""
+    with jax.numpy_dtype_promotion("standard"):
+        scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in functions.values()]
+        compiled = CompiledScores(scorers, 32, 40, dtype)
+        assert len(compiled.rules) == len(functions)
+        q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
+        for n, (name, f) in enumerate(functions.items()):
+            want = of_places(f, q[None, :], kv[:, None])
+            got = compiled.forward(n, np.zeros((40, 32)))
+            rtol = (tolerances or {}).get(name, 0)
+            np.testing.assert_allclose(got, want, rtol=rtol, err_msg=name)
+
+
 OF_OTHER_DTYPES = INTEGERS | {
     "shifts": lambda x, y: (x << (y & 15)) + (x >> 3) + lax.shift_right_logical(x, y & 7),
     "chosen": lambda x, y: jnp.where(x < y, jnp.maximum(x, -y), jnp.clip(y, 3, 90)) - ~x,
@@ -486,15 +506,7 @@ def test_integers_of_other_dtypes(of, dtype):
         of_pair = words[q] - kv.astype(of) * 3, words[kv] + (q * kv).astype(of)
         return f(*of_pair).astype(dtype)
 
-    with jax.numpy_dtype_promotion("standard"):
-        scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in functions.values()]
-        compiled = CompiledScores(scorers, 32, 40, dtype)
-        assert len(compiled.rules) == len(functions)
-        q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
-        for n, (name, f) in enumerate(functions.items()):
-            want = of_places(f, q[None, :], kv[:, None])
-            got = compiled.forward(n, np.zeros((40, 32)))
-            np.testing.assert_array_equal(got, want, err_msg=name)
+    assert_functions_are(functions, of_places, dtype)
 
 
 OF_16_BITS = {
@@ -522,17 +534,7 @@ def test_floats_of_16_bits(of, dtype):
     def of_places(f: Any, q: Any, kv: Any) -> Any:
         return f(words[q], words[kv]).astype(dtype)
 
-    with jax.numpy_dtype_promotion("standard"):
-        functions = OF_16_BITS.values()
-        scorers = [lambda s, b, h, q, kv, f=f: s + of_places(f, q, kv) for f in functions]
-        compiled = CompiledScores(scorers, 32, 40, dtype)
-        assert len(compiled.rules) == len(functions)
-        q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
-        for n, (name, f) in enumerate(OF_16_BITS.items()):
-            want = of_places(f, q[None, :], kv[:, None])
-            got = compiled.forward(n, np.zeros((40, 32)))
-            digits = 2.0**-7 if name == "functions" else 0
-            np.testing.assert_allclose(got, want, rtol=digits, err_msg=name)
+    assert_functions_are(OF_16_BITS, of_places, dtype, {"functions": 2.0**-7})
 
 
 @pytest.mark.default_tiles
