@@ -13,7 +13,7 @@ import pytest
 
 import jattn
 from tests import test_readme
-from tests.commands import ROOT, clean_environment, run, script
+from tests.commands import ROOT, clean_environment, run, run_python, script
 
 
 DECLARED: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -186,6 +186,16 @@ def test_the_lower_bounds_work(built):
     chosen = "(examples_run_in and parallel) or pinned or damage or (nn and gradient) or heatmap"
     said = do(python, "-m", "pytest", *how, *files, "-k", chosen, folder=ROOT, PYTHONPATH=str(ROOT))
     assert " passed" in said
+
+
+def test_experiments_say_what_to_install():
+    """Every package of their extra, `orbax-checkpoint` as the module `orbax`."""
+    extras = PROJECT["optional-dependencies"]
+    names = re.findall(r"^[a-z]+", "\n".join(extras["viz"] + extras["experiments"]), re.MULTILINE)
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({names})); import experiments.language"
+    error = run_python("-c", hidden).stderr.splitlines()[-1]
+    assert re.findall(r"\w+", error.split(";")[0])[4:] == sorted({*names} - {"jattn"})
+    assert error.endswith('pip install -e ".[experiments]"')
 
 
 def test_importing_costs_little_beyond_jax_and_hides_no_function():
