@@ -882,6 +882,7 @@ def test_call_errors(unchecked):
         (module, (x,), ValueError, r"inputs_k: .* with in_kv_features=6, got \(2, 5, 10\)"),
         (module, (x, memory, x), ValueError, r"inputs_v: expected .* got \(2, 5, 10\)"),
         (module, (x, None, memory), ValueError, "inputs_k: .* got None"),
+        (module, (x, masks.Full()), TypeError, r"inputs_k: .* got Full\(\); write mask=Full\(\)"),
         (module, (x[0, 0], memory), ValueError, r"inputs_q: expected \[\*B, T, D\].* got \(10,\)"),
         (module, (x, memory, memory, None), TypeError, "inputs_q, inputs_k, inputs_v .* got 4"),
         (additive, (x[..., :4],) * 2, ValueError, r"query: .*\[\*B, T, D\] with query_features=3"),

@@ -84,6 +84,8 @@ def check_integers(name: str, x: Any) -> None:
 
 def check_features(name: str, x: Array, axes: str, features: str, size: int) -> None:
     """Checks for a float array `[*B, {axes}]` whose last axis has the size of `features`."""
+    if isinstance(x, Mask):
+        raise TypeError(f"{name}: expected an array [*B, {axes}], got {x}; write mask={x}")
     check_array(name, x, f"[*B, {axes}]")
     if len(x.shape) < 2 or x.shape[-1] != size:
         raise ValueError(f"{name}: expected [*B, {axes}] with {features}={size}, got {x.shape}")
