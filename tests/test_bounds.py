@@ -47,6 +47,7 @@ def jagged(b, h, q, kv):
 DOCS = jnp.asarray(DOCUMENTS)
 ENDS = jnp.asarray([7, 20, 20, 50], jnp.int32)
 PICTURE = jnp.asarray(DOCUMENTS[0].reshape(HEIGHT, WIDTH))
+BY_DISTANCE = jnp.asarray(np.random.default_rng(4).integers(0, 2, (32, 3)), jnp.int32)
 RULES: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, kv: q >= kv,
     "window": lambda b, h, q, kv: (q >= kv) & (q - kv <= 20),
@@ -83,6 +84,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "documents in small integers": lambda b, h, q, kv: (
         (DOCS[0].astype(jnp.int8)[q] == DOCS[0].astype(jnp.int8)[kv]) & (kv <= q)
     ),
+    "a table by distance": lambda b, h, q, kv: BY_DISTANCE[jnp.clip(q - kv, 0, 31), h] > 0,
     "a branch": lambda b, h, q, kv: jax.lax.cond(q < 32, lambda x: x < 5, lambda x: x > 60, kv),
 }
 
@@ -126,6 +128,22 @@ def test_results_of_primitives_are_known_in_a_program():
     for b in range(2):
         want = dense(lambda b, h, q, kv: rule(b, h, q, kv, ends), b, 0, places, places)
         np.testing.assert_array_equal(kinds(ends, b), true_kinds(want, 16, 16))
+
+
+@pytest.mark.parametrize("implementation", ["native", "blockwise"])
+@pytest.mark.default_tiles
+def test_rows_and_heads_may_index_a_table_after_positions(implementation):
+    """Bounds treat the tiles as a list here, as most of them are undecided."""
+    table = jnp.asarray(np.random.default_rng(4).integers(0, 3, (8, 2, 3)), jnp.int32)
+
+    def by_row_and_head(b, h, q, kv):
+        return (table[q & 7, b, 0] > 0) | (table[3, b, h] == kv % 3)
+
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(2, 300, 3, 8)), jnp.float32)
+    for rule in (RULES["a table by distance"], by_row_and_head):
+        run = functools.partial(jattn.attention, x, x, x, mask=rule)
+        got, want = run(implementation=implementation), run(implementation="reference")
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_tiles_without_keys_are_skipped():

@@ -18,9 +18,10 @@ def looked_up(table: Any, indices: list[Interval]) -> Interval:
             table = np.asarray(table)
     if jnp.issubdtype(table.dtype, jnp.bool_):
         table = table.astype(np.int8)
-    while indices and not np.shape(indices[0].lo) and _is_point(indices[0]):
-        index, indices = indices[0].lo, indices[1:]
-        table = (table if is_static(index) else jnp.asarray(table))[index]
+    numbers = [x.lo if _is_number(x) else slice(None) for x in indices]
+    indices = [x for x in indices if not _is_number(x)]
+    if len(indices) < len(numbers):
+        table = (table if is_static(numbers) else jnp.asarray(table))[tuple(numbers)]
     if not indices:
         return Interval(table, table)
     if is_static(table, indices) and all(_is_point(x) for x in indices):
@@ -40,12 +41,15 @@ def looked_up(table: Any, indices: list[Interval]) -> Interval:
         indices = indices[::-1]
     least, most = (x.T for x in _extremes(least, most, indices[0]))  # [S, n]
     least, most = (x.T for x in _extremes(least, most, indices[1]))  # [n, m]
-    return Interval(least, most)
+    return Interval(*(x.reshape(np.broadcast_shapes(*shapes)) for x in (least, most)))
 
 
 def _side_of_rows(shapes: list[Any]) -> int | None:
     """Returns 0 or 1: which of two intervals varies only along the first axis of the grid of tiles,
-    while the other varies only along the second. Returns None if neither order fits."""
+    while the other varies only along the second. Returns None if neither order fits, or for a list
+    of tiles instead of a grid."""
+    if any(len(shape) == 1 for shape in shapes):
+        return None
     sides = [
         {n for n, size in enumerate((1,) * (2 - len(shape)) + shape) if size > 1}
         for shape in shapes
@@ -58,6 +62,11 @@ def _side_of_rows(shapes: list[Any]) -> int | None:
 
 def _is_point(x: Interval) -> bool:
     return x.lo is x.hi or (is_static(x) and bool(np.all(x.lo == x.hi)))
+
+
+def _is_number(x: Interval) -> bool:
+    """Returns whether an interval is one number, the same for all tiles."""
+    return not np.shape(x.lo) and _is_point(x)
 
 
 def _extremes(least: Any, most: Any, indices: Interval) -> tuple[Any, Any]:
