@@ -67,6 +67,16 @@ def runs_short(call: Any, *operands: Any) -> bool:
     return "jattn_decode" in jax.jit(call).lower(*operands).as_text()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_are_no_quantised_numbers(dtype):
+    narrow = [x.astype(dtype) for x in arrays("grouped")]
+    assert runs_short(jattn.attention, *narrow)
+    out, lse = jattn.attention(*narrow, return_lse=True)
+    want_out, want_lse = jattn.attention(*(x.astype("float32") for x in narrow), return_lse=True)
+    assert_equal(out, want_out.astype(dtype))
+    assert_equal(lse, want_lse)
+
+
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", RULES)

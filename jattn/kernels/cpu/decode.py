@@ -146,8 +146,9 @@ def _numbers_and_scales(stored: Stored) -> tuple[Array, Array]:
 
 
 def as_paged(key: Float[Array, "B S K H"], value: Float[Array, "B S K V"]) -> PagedKV:
-    """Returns arrays of keys and values as pages: each batch row is one page."""
-    if not readable(key.dtype, key.dtype):
+    """Returns arrays of keys and values as pages: each batch row is one page. Floats of 8 bits are
+    converted, as the kernel would read them as quantised numbers, which have scales."""
+    if key.dtype in LARGEST or not readable(key.dtype, key.dtype):
         key, value = (x.astype(accumulation(x.dtype)) for x in (key, value))
     return PagedKV(key, value, by_token=True)
 
