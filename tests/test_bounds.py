@@ -130,6 +130,15 @@ def test_results_of_primitives_are_known_in_a_program():
         np.testing.assert_array_equal(kinds(ends, b), true_kinds(want, 16, 16))
 
 
+def test_jax_shifts_unsigned_numbers_as_if_they_had_a_sign():
+    def rule(b, h, q, kv):
+        number = (q + kv).astype(jnp.uint32) | jnp.uint32(2**31)
+        return lax.shift_right_arithmetic(number, jnp.uint32(1)) >= jnp.uint32(2**31)
+
+    assert Predicate(rule).dense(T, T).all()
+    masks.check_bounds(Predicate(rule), T, T, block_q=16, block_kv=16)
+
+
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 @pytest.mark.default_tiles
 def test_rows_and_heads_may_index_a_table_after_positions(implementation):

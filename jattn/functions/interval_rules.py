@@ -306,6 +306,8 @@ def _(node: Node, x: Interval, y: Interval) -> Interval:
     is_valid = (y.lo == y.hi) & (y.lo >= 0) & (y.lo < jnp.iinfo(node.dtype).bits)
     if node.op == "shift_right_logical":
         is_valid = is_valid & (x.lo >= 0)
+    elif jnp.issubdtype(node.dtype, jnp.unsignedinteger):  # shifted as if it had a sign
+        is_valid = is_valid & (x.hi <= jnp.iinfo(node.dtype).max // 2)
     distance = where(is_valid, y.lo, 0).astype(node.dtype)
     return either(is_valid, Interval(x.lo >> distance, x.hi >> distance), anything(node.dtype))
 
