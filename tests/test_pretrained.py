@@ -236,6 +236,7 @@ WRONG_CONFIGS = [
     ({"intermediate_size": 21}, r"layers.0.mlp.\w+.weight: expected shape \[2"),
     ({"tie_word_embeddings": True}, r"missing none; unexpected lm_head\.weight"),
 ]
+WRONG_KINDS = (["full_attention"], ["full_attention"] * 9, "full_attention")
 UNSUPPORTED = [
     ("llama", {"model_type": "gpt_oss"}, r"model_type 'gpt_oss' is not .* llama"),
     ("llama", {"model_type": []}, r"model_type \[\] is not supported"),
@@ -258,6 +259,7 @@ UNSUPPORTED = [
     ("error", "name", "options", "message"),
     [
         *((ValueError, "llama", *row) for row in WRONG_CONFIGS),
+        *((ValueError, "gemma3", {"layer_types": x}, "layer_types with") for x in WRONG_KINDS),
         *((NotImplementedError, *row) for row in UNSUPPORTED),
     ],
 )

@@ -301,6 +301,9 @@ def _window_by_kind(config: Config, layer: int, is_sliding: bool) -> int | None:
     """Returns the window of a layer, whose kind is in `layer_types` or else `is_sliding`."""
     names = {True: "sliding_attention", False: "full_attention"}
     kinds, window = config("layer_types", None), config.nullable("sliding_window", 4096)
+    L = config("num_hidden_layers")
+    if kinds is not None and not (isinstance(kinds, list) and len(kinds) == L):
+        raise ValueError(f"config.json: expected layer_types with {L} kinds, got {kinds!r}")
     kind = names[is_sliding] if kinds is None else kinds[layer]
     if kind not in names.values():
         raise NotImplementedError(f"config.json: layer_types with {kind!r} are not supported")
