@@ -289,6 +289,29 @@ def test_masks_and_scores_of_module_and_call_combine():
     assert all(np.abs(out - expected).max() > 1e-2 for out in other)
 
 
+def test_rules_can_be_replaced():
+    layer, x = nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)), normal(1, 2, 5, 8)
+    rules = [
+        {"mask": masks.Segments(jnp.arange(5) // 2)},
+        {"mask": jnp.eye(5, dtype=bool)[None, None]},
+        {"mask": lambda b, h, q, kv: q >= kv, "score": scores.Alibi(jnp.ones(2))},
+        {"score": nn.LearnedScore(scores.Alibi(jnp.ones(2)))},
+        {"normalizer": normalizers.Sigmoid(-1.0)},
+        {"normalizer": normalizers.Softmax()},
+    ]
+    call = nnx.jit(lambda layer, x: layer(x))
+    for options in rules:
+        for name in ("mask", "score", "normalizer"):
+            setattr(layer, name, options.get(name))
+        made_with_them = nn.MultiHeadAttention(2, 8, **options, rngs=nnx.Rngs(0))
+        assert_equal(call(layer, x), call(made_with_them, x))
+    held = layer.mask = nn.MultiHeadAttention(2, 8, mask=masks.Causal(), rngs=nnx.Rngs(0)).mask
+    call(layer, x)
+    assert layer.mask is held
+    with pytest.raises(TypeError, match=r"write masks\.Causal"):
+        layer.mask = "causal"
+
+
 def test_score_arrays_are_constant_unless_learned():
     alibi = scores.Alibi(scores.alibi_slopes(3))
     make = lambda score: nn.MultiHeadAttention(3, 5, 12, score=score, rngs=nnx.Rngs(params=0))  # noqa: E731

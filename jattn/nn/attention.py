@@ -72,7 +72,8 @@ class MultiHeadAttention(Module):
             positions; True means `Rotary()`.
         mask, score: a mask and a score function for every call. A call's own mask is combined with
             the mask by `&`, its own score function is applied after `score`. Their arrays are not
-            trained; for arrays that are, see `LearnedScore`.
+            trained; for arrays that are, see `LearnedScore`. Assigning to the layer's attributes
+            `mask`, `score` and `normalizer` replaces them.
         normalizer: a normalizer for every call, in place of the softmax. Its arrays are not
             trained; for arrays that are, see `LearnedNormalizer`.
         implementation: as in `jattn.attention`.
@@ -145,12 +146,17 @@ class MultiHeadAttention(Module):
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
         self._make_parameters(value_dim, sinks, rngs, initializers)
-        self.mask = None if mask is None else PytreeVariables(as_mask(mask))
-        score = score if isinstance(score, nnx.Module) else as_score(score)
-        self.score = PytreeVariables(score) if isinstance(score, ScoreFunction) else score
-        self.normalizer = _normalizer_module(normalizer, sinks)
+        self.mask: Any = None if mask is None else as_mask(mask)
+        self.score: Any = score
+        self.normalizer: Any = normalizer
+        if sinks and self.normalizer is not None:
+            raise ValueError("sinks: expected False with a normalizer, as only a softmax has sinks")
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.weights_tap = WeightsTap()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; converts a mask, a score function or a normalizer to a module."""
+        super().__setattr__(name, _held(name, value) if name in _CONVERSIONS else value)
 
     def _make_parameters(
         self,
@@ -489,14 +495,19 @@ def _check_options(
         raise TypeError(f"rotary: expected True, False or a Rotary, got {rotary!r}")
 
 
-def _normalizer_module(normalizer: Any, sinks: bool) -> PytreeVariables | None:
-    """Returns a module that holds the normalizer; None for the softmax."""
-    if not isinstance(normalizer, PytreeVariables):
-        converted = as_normalizer(normalizer)
-        normalizer = None if converted is None else PytreeVariables(converted)
-    if normalizer is not None and sinks:
-        raise ValueError("sinks: expected False with a normalizer, as only a softmax has sinks")
-    return normalizer
+_CONVERSIONS = {"mask": as_mask, "score": as_score, "normalizer": as_normalizer}
+
+
+def _held(name: str, value: Any) -> Any:
+    """Returns a module that holds a mask, a score function or a normalizer; None for the default.
+
+    A `PytreeVariables` stays the same object, and so does a module that returns a score function.
+    """
+    is_module = isinstance(value, nnx.Module if name == "score" else PytreeVariables)
+    if value is not None and not is_module:
+        value = _CONVERSIONS[name](value)
+        value = None if value is None else PytreeVariables(value)
+    return nnx.static(None) if value is None else nnx.data(value)  # it may replace the other kind
 
 
 def _check_divides(name: str, value: int, total_name: str, total: int) -> None:
