@@ -112,12 +112,12 @@ class Config:
 
 
 def _rotary(
-    config: Config, size: int, kind: str, base: float = 10000.0, base_name: str = "rope_theta"
+    config: Config, kind: str, base: float = 10000.0, base_name: str = "rope_theta"
 ) -> Rotary:
     """Returns the rotary embedding of the layers of a kind, "full_attention" or else.
 
-    `size` is H. Configs that lack `rope_parameters` have the base under `base_name`, or it is
-    `base`; their `rope_scaling` is for layers with `rope_theta`.
+    Configs that lack `rope_parameters` have the base under `base_name`, or it is `base`; their
+    `rope_scaling` is for layers with `rope_theta`. These families rotate whole heads.
     """
     base, scaling = config(base_name, base), config("rope_scaling", {})
     options = config("rope_parameters", scaling if base_name == "rope_theta" else {})
@@ -127,13 +127,12 @@ def _rotary(
         options = options.get(kind) or {}
     options = dict(options)
     base = options.pop("rope_theta", base)
-    share = options.pop("partial_rotary_factor", config("partial_rotary_factor", 1.0))
-    rotated = int(size * share)
-    if not 0 < rotated <= size:
-        raise ValueError(f"config.json: expected 0 < partial_rotary_factor <= 1, got {share}")
     scaling = _scaling(config, options)
+    options.setdefault("partial_rotary_factor", config("partial_rotary_factor", 1.0))
+    if options["partial_rotary_factor"] == 1:
+        del options["partial_rotary_factor"]
     config.reject(options)
-    return Rotary(base=float(base), size=None if rotated == size else rotated, scaling=scaling)
+    return Rotary(base=float(base), scaling=scaling)
 
 
 def _scaling(config: Config, options: dict[str, Any]) -> Linear | NTK | Yarn | None:
@@ -212,7 +211,7 @@ def _llama(
     config: Config,
     *,
     window: Callable[[Config, int], int | None] = lambda config, layer: None,
-    rotary: Callable[[Config, int, str], Rotary] = _rotary,
+    rotary: Callable[[Config, str], Rotary] = _rotary,
     zero_centered: bool = False,
     normalize_qk: bool = False,
     **attention: Any,
@@ -220,7 +219,7 @@ def _llama(
     """Returns the arguments of `DecoderOnly` for Llama, and for most of its successors.
 
     `window(config, layer)` is the number of tokens in a layer's window, with the query's own, or
-    None; `rotary(config, H, kind)` the rotary embedding. `attention` are options of the attention.
+    None; `rotary(config, kind)` the rotary embedding. `attention` are options of the attention.
     """
     D, N, L = (config(x) for x in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     H, epsilon = config("head_dim", D // N), config("rms_norm_eps", 1e-6)
@@ -234,7 +233,7 @@ def _llama(
         tokens = window(config, layer)
         kind = "full_attention" if tokens is None else "sliding_attention"
         layer_options = {
-            "rotary": rotary(config, H, kind),
+            "rotary": rotary(config, kind),
             "mask": None if tokens is None else Window(left=tokens - 1),
             "sinks": f"model.layers.{layer}.self_attn.sinks" in config.tensors,
         }
@@ -291,9 +290,9 @@ def _gemma3(config: Config) -> dict[str, Any]:
     return _gemma2(config, cap=None, **options)
 
 
-def _gemma3_rotary(config: Config, size: int, kind: str) -> Rotary:
-    full = _rotary(config, size, "full_attention", 1e6)
-    local = _rotary(config, size, "sliding_attention", base_name="rope_local_base_freq")
+def _gemma3_rotary(config: Config, kind: str) -> Rotary:
+    full = _rotary(config, "full_attention", 1e6)
+    local = _rotary(config, "sliding_attention", base_name="rope_local_base_freq")
     return full if kind == "full_attention" else local
 
 
