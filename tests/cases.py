@@ -404,82 +404,70 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def _capped(cap: Callable[[At], Any], by_parameter: Any = None) -> Modifier:
-    """cap · tanh(s / cap)."""
-    return Modifier(
-        value=lambda s, pair: cap(pair) * np.tanh(s / cap(pair)),
-        by_score=lambda s, pair: 1 / np.cosh(s / cap(pair)) ** 2,
-        by_parameter=by_parameter or {},
-    )
-
-
-def soft_cap(cap: float) -> ScoreRule:
-    """A constant cap."""
-    return ScoreRule(lambda p: scores.SoftCap(cap), lambda p: _capped(lambda pair: cap))
-
-
 def _head_index(array: Any, pair: At) -> tuple[Any, ...]:
     """The index of the pair's entry in an array of one number, or of one for each head."""
     return (pair.h,) if array.ndim else ()
 
 
-def learned_soft_cap(cap: Any) -> ScoreRule:
-    """A soft cap that is a parameter: one number, or one for each head."""
+def _by_number(
+    name: str, numbers: Any, learned: bool, build: Any, value: Any, by_score: Any, by_number: Any
+) -> ScoreRule:
+    """A score function of a number, or of one for each head, which are a parameter if `learned`.
+
+    The last three arguments are the function and its derivatives, of the score, number and pair.
+    """
 
     def modifier(p: Arrays) -> Modifier:
-        index = functools.partial(_head_index, p["cap"])
-        c = lambda pair: p["cap"][index(pair)]  # noqa: E731
-        slope = lambda x: np.tanh(x) - x / np.cosh(x) ** 2  # noqa: E731
-        return _capped(c, {"cap": lambda s, pair: (index(pair), slope(s / c(pair)))})
+        index = lambda pair: _head_index(p[name], pair)  # noqa: E731
+        at = lambda pair: p[name][index(pair)] if learned else numbers  # noqa: E731
+        slope = lambda s, pair: (index(pair), by_number(s, at(pair), pair))  # noqa: E731
+        return Modifier(
+            value=lambda s, pair: value(s, at(pair), pair),
+            by_score=lambda s, pair: by_score(s, at(pair), pair),
+            by_parameter={name: slope} if learned else {},
+        )
 
-    return ScoreRule(lambda p: scores.SoftCap(p["cap"]), modifier, {"cap": np.array(cap)})
+    parameters = {name: np.array(numbers)} if learned else {}
+    return ScoreRule(lambda p: build(p[name] if learned else numbers), modifier, parameters)
 
 
-def temperature(t: float) -> ScoreRule:
-    """s / t, a constant t."""
-    return ScoreRule(
-        lambda p: scores.Temperature(t),
-        lambda p: Modifier(value=lambda s, pair: s / t, by_score=lambda s, pair: 1 / t),
+def soft_cap(cap: Any, learned: bool = False) -> ScoreRule:
+    """cap · tanh(s / cap)."""
+    return _by_number(
+        *("cap", cap, learned, scores.SoftCap),
+        lambda s, cap, pair: cap * np.tanh(s / cap),
+        lambda s, cap, pair: 1 / np.cosh(s / cap) ** 2,
+        lambda s, cap, pair: np.tanh(s / cap) - s / cap / np.cosh(s / cap) ** 2,
     )
 
 
-def learned_temperature(temperature: Any) -> ScoreRule:
-    """A temperature that is a parameter: one number, or one for each head."""
-
-    def modifier(p: Arrays) -> Modifier:
-        index = functools.partial(_head_index, p["t"])
-        t = lambda pair: p["t"][index(pair)]  # noqa: E731
-        return Modifier(
-            value=lambda s, pair: s / t(pair),
-            by_score=lambda s, pair: 1 / t(pair),
-            by_parameter={"t": lambda s, pair: (index(pair), -s / t(pair) ** 2)},
-        )
-
-    return ScoreRule(lambda p: scores.Temperature(p["t"]), modifier, {"t": np.array(temperature)})
+def temperature(t: Any, learned: bool = False) -> ScoreRule:
+    """s / t."""
+    return _by_number(
+        *("t", t, learned, scores.Temperature),
+        lambda s, t, pair: s / t,
+        lambda s, t, pair: 1 / t,
+        lambda s, t, pair: -s / t**2,
+    )
 
 
 def scale_by_head(by: tuple[float, ...]) -> ScoreRule:
     """A scale for each head, passed as `scale`."""
-    return ScoreRule(
-        lambda p: None,
-        lambda p: Modifier(
-            value=lambda s, pair: s * p["scale"][pair.h],
-            by_score=lambda s, pair: p["scale"][pair.h],
-            by_parameter={"scale": lambda s, pair: ((pair.h,), s)},
-        ),
-        {"scale": np.array(by)},
+    return _by_number(
+        *("scale", by, True, lambda scale: None),
+        lambda s, scale, pair: s * scale,
+        lambda s, scale, pair: scale,
+        lambda s, scale, pair: s,
     )
 
 
 def alibi(slopes: tuple[float, ...]) -> ScoreRule:
     """A penalty for each head that increases with the distance, with learned slopes."""
-    return ScoreRule(
-        lambda p: scores.Alibi(p["slopes"]),
-        lambda p: Modifier(
-            value=lambda s, pair: s - p["slopes"][pair.h] * abs(pair.q - pair.kv),
-            by_parameter={"slopes": lambda s, pair: ((pair.h,), -abs(pair.q - pair.kv))},
-        ),
-        {"slopes": np.array(slopes)},
+    return _by_number(
+        *("slopes", slopes, True, scores.Alibi),
+        lambda s, slope, pair: s - slope * abs(pair.q - pair.kv),
+        lambda s, slope, pair: 1.0,
+        lambda s, slope, pair: -abs(pair.q - pair.kv),
     )
 
 
@@ -633,7 +621,7 @@ def running(
     """Terms of score and bias, which has axes T and S; scores bent by a learned number."""
     operation = (_first_above_1, 0.0) if combine == "first_above_1" else (combine,)
     terms = bias(shape, (2,) * (len(shape) - 3)) >> soft_cap(1.25)
-    first = learned_soft_cap(3.0)
+    first = soft_cap(3.0, learned=True)
     return NormalizerRule(
         lambda p: normalizers.Running(terms.build(p), first.build(p), normalizer, *operation),
         lambda p: row_normalizers.running(
@@ -774,14 +762,18 @@ COMBINED = [
 SCORES = [
     CallCase("soft_cap", score=soft_cap(3.0)),
     CallCase("soft_cap_causal", mask=CAUSAL, score=soft_cap(1.0)),
-    CallCase("soft_cap_learned", score=learned_soft_cap(2.5)),
+    CallCase("soft_cap_learned", score=soft_cap(2.5, learned=True)),
     CallCase("temperature", score=temperature(1.75)),
-    CallCase("temperature_learned", mask=window(2, 1), score=learned_temperature(0.8)),
+    CallCase("temperature_learned", mask=window(2, 1), score=temperature(0.8, learned=True)),
     CallCase(
-        "soft_cap_by_head", mask=CAUSAL, score=learned_soft_cap((1.5, 2.0, 2.5, 3.0, 4.0, 9.0))
+        "soft_cap_by_head",
+        mask=CAUSAL,
+        score=soft_cap((1.5, 2.0, 2.5, 3.0, 4.0, 9.0), learned=True),
     ),
     CallCase("scale_by_head", mask=CAUSAL, score=scale_by_head(SCALES), scale=1.0),
-    CallCase("temperature_by_head", score=learned_temperature((0.5, 0.8, 1.0, 1.5, 2.0, 4.0))),
+    CallCase(
+        "temperature_by_head", score=temperature((0.5, 0.8, 1.0, 1.5, 2.0, 4.0), learned=True)
+    ),
     CallCase("alibi", score=alibi(SLOPES)),
     CallCase("alibi_causal", mask=CAUSAL, score=alibi(SLOPES)),
     CallCase(
@@ -810,8 +802,8 @@ SCORES = [
     CallCase(
         "chain",
         mask=lengths(q=[5, 4], kv=[7, 3]),
-        score=learned_temperature(1.25)
-        >> learned_soft_cap(4.0)
+        score=temperature(1.25, learned=True)
+        >> soft_cap(4.0, learned=True)
         >> alibi(SLOPES)
         >> FUNCTION_WITH_OPERANDS,
     ),
@@ -926,7 +918,7 @@ NORMALIZERS = [
     CallCase(
         "sparsemax",
         mask=lengths(q=[5, 1], kv=[2, 7]),
-        score=learned_temperature((2.0, 3.0, 4.0, 5.0, 6.0, 8.0)),
+        score=temperature((2.0, 3.0, 4.0, 5.0, 6.0, 8.0), learned=True),
         rate=0.2,
         normalizer=SPARSEMAX,
     ),

@@ -119,6 +119,11 @@ class OracleProblem:
         """The scale of the dot products."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
+    @property
+    def weighting(self) -> OracleNormalizer:
+        """The normalizer, by default the softmax."""
+        return SOFTMAX if self.normalizer is None else self.normalizer(self.parameters)
+
     def dropout_factor(self, pair: At) -> float:
         """Returns the factor by which dropout multiplies a weight: 0 or 1 / (1 - rate)."""
         if not self.rate:
@@ -171,51 +176,28 @@ def _dot(x: list[Any], y: list[Any]) -> Any:
     return _sum([a * b for a, b in zip(x, y, strict=True)])
 
 
-def _softmax_row(scores: dict[int, Any]) -> tuple[dict[int, Any], Any]:
-    """Returns the weights of the keys in `scores`, and the log of the sum of exponentials."""
-    if not scores:
-        return {}, -math.inf
-    top = max(score.real for score in scores.values())
-    exponentials = {j: np.exp(score - top) for j, score in scores.items()}
-    total = _sum([x.item() for x in exponentials.values()])
-    return {j: x.item() / total for j, x in exponentials.items()}, top + np.log(total).item()
+def _exponentials(scores: np.ndarray) -> tuple[Any, Any, Any]:
+    """Returns exp(score − top) for the greatest score top, their exact sum, and top."""
+    top = scores.real.max()
+    exponentials = np.exp(scores - top)
+    return exponentials, _sum(exponentials.tolist()), top
 
 
-def _weights_of_row(
-    problem: OracleProblem, scores: dict[int, Any], places: dict[int, At]
-) -> tuple[dict[int, Any], Any]:
-    """Returns the weights of a query's keys by its normalizer, and lse."""
-    if problem.normalizer is None:
-        return _softmax_row(scores)
-    if not scores:
-        return {}, 0.0
-    weights: Any = problem.normalizer(problem.parameters).weights(
-        np.array(list(scores.values())), list(places.values())
-    )
-    return dict(zip(scores, weights.tolist(), strict=True)), 0.0
+def _softmax_weights(scores: np.ndarray, pairs: list[At]) -> np.ndarray:
+    exponentials, total, _ = _exponentials(scores)
+    return exponentials / total
 
 
-def _pull_row(
-    problem: OracleProblem,
-    scores: dict[int, Any],
-    places: dict[int, At],
-    dp: dict[int, Any],
-    d_lse: float,
-) -> tuple[dict[int, Any], dict[int, Any], ParameterTerms]:
-    """Returns a query's weights, the cotangents of its scores, and terms of parameters."""
-    p, _ = _weights_of_row(problem, scores, places)
-    if problem.normalizer is None:
-        mean = _sum([p[j] * dp[j] for j in places])
-        return p, {j: p[j] * (dp[j] - mean + d_lse) for j in places}, []
-    if not places:
-        return {}, {}, []
-    s, w, dw = (np.array([row[j] for j in places]) for row in (scores, p, dp))
-    ds, terms = problem.normalizer(problem.parameters).pull(s, w, dw, list(places.values()))
-    return p, dict(zip(places, ds.tolist(), strict=True)), terms
+def _pull_softmax(scores: Any, weights: Any, cotangents: Any, pairs: list[At]) -> Any:
+    return weights * (cotangents - _dot(weights.tolist(), cotangents.tolist())), []
+
+
+SOFTMAX = OracleNormalizer(_softmax_weights, _pull_softmax)
 
 
 def _rows(problem: OracleProblem):
-    """Yields for each query: its indices and kv head, then pairs, raw scores, scores by key."""
+    """Yields for each query with keys: its indices and kv head, the pairs that the mask allows, and
+    arrays with the raw scores and the scores of these pairs."""
     flat, queries, keys, heads, kv_heads, *_ = problem.sizes
     q, k = _flat(problem.q).tolist(), _flat(problem.k).tolist()
     q_positions, kv_positions = problem.positions()
@@ -223,14 +205,11 @@ def _rows(problem: OracleProblem):
     for b, h, i in np.ndindex(flat, heads, queries):
         g, position = h // (heads // kv_heads), int(q_positions[b, i])
         pairs = [At(b, h, i, j, position, int(kv_positions[b, j])) for j in range(keys)]
-        places = {pair.j: pair for pair in pairs if problem.allowed(pair)}
-        raw = {j: _dot(q[b][i][h], k[b][j][g]) * problem.factor for j in places}
-        scores = {j: _item(modifier.value(raw[j], pair)) for j, pair in places.items()}
-        yield (b, h, i, g), places, raw, scores
-
-
-def _item(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic | np.ndarray) else value
+        pairs = [pair for pair in pairs if problem.allowed(pair)]
+        raw = [_dot(q[b][i][h], k[b][pair.j][g]) * problem.factor for pair in pairs]
+        scores = [modifier.value(x, pair) for x, pair in zip(raw, pairs, strict=True)]
+        if pairs:
+            yield (b, h, i, g), pairs, np.array(raw), np.array(scores)
 
 
 def attend(problem: OracleProblem) -> OracleForward:
@@ -239,18 +218,20 @@ def attend(problem: OracleProblem) -> OracleForward:
     parameters = list(problem.parameters.values())
     kind = np.result_type(problem.q, problem.k, problem.v, *parameters, np.float64)
     out = np.zeros((flat, heads, queries, width), kind)
-    lse = np.zeros((flat, heads, queries), kind)
+    lse = np.full((flat, heads, queries), -np.inf if problem.normalizer is None else 0, kind)
     weights = np.zeros((flat, heads, queries, keys), kind)
     masked = np.full_like(weights, -np.inf)
     v = _flat(problem.v).tolist()
-    for (b, h, i, g), places, _, scores in _rows(problem):
-        row, lse[b, h, i] = _weights_of_row(problem, scores, places)
-        for j, pair in places.items():
-            masked[b, h, i, j] = scores[j]
-            weights[b, h, i, j] = row[j] * problem.dropout_factor(pair)
-        row_weights = weights[b, h, i].tolist()
+    for (b, h, i, g), pairs, _, scores in _rows(problem):
+        factors = [problem.dropout_factor(pair) for pair in pairs]
+        row = problem.weighting.weights(scores, pairs) * factors
+        if problem.normalizer is None:
+            _, total, top = _exponentials(scores)
+            lse[b, h, i] = top + np.log(total)
+        places = [pair.j for pair in pairs]
+        masked[b, h, i, places], weights[b, h, i, places] = scores, row
         for x in range(width):
-            out[b, h, i, x] = _sum([row_weights[j] * v[b][j][g][x] for j in places])
+            out[b, h, i, x] = _dot(row.tolist(), [v[b][j][g][x] for j in places])
     return _unflat(problem, out, lse, weights, masked)
 
 
@@ -266,20 +247,24 @@ def gradients(problem: OracleProblem, d_out: np.ndarray, d_lse: np.ndarray) -> O
     q, k, v, d_o = (_flat(x) for x in (problem.q, problem.k, problem.v, d_out))
     d_l = d_lse.reshape(flat, heads, queries)
     modifier = problem.modifier(problem.parameters)
-    for (b, h, i, g), places, raw, scores in _rows(problem):
-        factor = {j: problem.dropout_factor(pair) for j, pair in places.items()}
-        dp = {j: factor[j] * _dot(d_o[b, i, h].tolist(), v[b, j, g].tolist()) for j in places}
-        p, ds, terms = _pull_row(problem, scores, places, dp, float(d_l[b, h, i]))
+    for (b, h, i, g), pairs, raw, scores in _rows(problem):
+        factors = np.array([problem.dropout_factor(pair) for pair in pairs])
+        dw = np.array([_dot(d_o[b, i, h].tolist(), v[b, pair.j, g].tolist()) for pair in pairs])
+        p = problem.weighting.weights(scores, pairs)
+        ds, terms = problem.weighting.pull(scores, p, factors * dw, pairs)
+        if problem.normalizer is None:
+            ds = ds + p * d_l[b, h, i]
         for name, index, term in terms:
             d_parameters[name][index] += term
-        for j, pair in places.items():
-            dv[b, j, g] += p[j] * factor[j] * d_o[b, i, h]
-            d_raw = ds[j] * modifier.by_score(raw[j], pair) * problem.factor
-            dq[b, i, h] += d_raw * k[b, j, g]
-            dk[b, j, g] += d_raw * q[b, i, h]
+        dropped = p * factors
+        for n, pair in enumerate(pairs):
+            dv[b, pair.j, g] += dropped[n] * d_o[b, i, h]
+            d_raw = ds[n] * modifier.by_score(raw[n], pair) * problem.factor
+            dq[b, i, h] += d_raw * k[b, pair.j, g]
+            dk[b, pair.j, g] += d_raw * q[b, i, h]
             for name, rule in modifier.by_parameter.items():
-                index, slope = rule(raw[j], pair)
-                d_parameters[name][index] += ds[j] * slope
+                index, slope = rule(raw[n], pair)
+                d_parameters[name][index] += ds[n] * slope
     q, k, v = problem.q.shape, problem.k.shape, problem.v.shape
     return OracleGradients(dq.reshape(q), dk.reshape(k), dv.reshape(v), d_parameters)
 
