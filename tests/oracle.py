@@ -176,7 +176,7 @@ def _dot(x: list[Any], y: list[Any]) -> Any:
     return _sum([a * b for a, b in zip(x, y, strict=True)])
 
 
-def _exponentials(scores: np.ndarray) -> tuple[Any, Any, Any]:
+def _exponentials(scores: Any) -> tuple[Any, Any, Any]:
     """Returns exp(score − top) for the greatest score top, their exact sum, and top."""
     top = scores.real.max()
     exponentials = np.exp(scores - top)

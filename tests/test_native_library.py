@@ -1,7 +1,6 @@
 """The library of the kernel in C++: a process survives and computes right numbers however the
 library is built, damaged or planted, and whatever the compiler and the disk do."""
 
-import contextlib
 import errno
 import importlib.util
 import io
@@ -228,19 +227,17 @@ def test_links_are_trusted_where_only_this_user_can_have_made_them(tmp_path):
         compiler._trusted(first)
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def no_umask() -> Iterator[None]:
     umask = os.umask(0)
-    try:
-        yield
-    finally:
-        os.umask(umask)
+    yield
+    os.umask(umask)
 
 
+@pytest.mark.usefixtures("no_umask")
 def test_nothing_is_made_in_folders_of_others(tmp_path, monkeypatch):
     """New folders may be read by other users, whatever the umask, and written by none."""
-    with no_umask():
-        made = compiler._trusted(tmp_path / "a" / "b")
+    made = compiler._trusted(tmp_path / "a" / "b")
     assert [x.stat().st_mode & 0o777 for x in (made, made.parent)] == [0o755] * 2
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="is not a folder"):
@@ -279,14 +276,14 @@ def test_temporary_files_do_not_lie_in_folders_of_others(quick, tmp_path, mode, 
     assert list(theirs.iterdir()) == [ours] and list(ours.iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_umask")
 def test_who_has_no_home_has_a_kernel(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home directory")))
     assert compiler._folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with no_umask():
+    for _ in range(2):
         assert compiler._folder() == tmp_path / "jattn"
-    assert compiler._folder() == tmp_path / "jattn"
 
 
 def test_a_kept_file_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
@@ -415,11 +412,7 @@ def test_the_compiler_of_a_package_is_found(fresh, monkeypatch, tmp_path):
     assert Path(compiler.compiler()[0]).name == "c++"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("can't start new thread"), ValueError()],
-    ids=repr,
-)
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), ValueError()], ids=repr)
 @pytest.mark.parametrize("function", ["load", "start"])
 def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, function):
     owner = compiler if function == "load" else library.threading.Thread
@@ -427,22 +420,17 @@ def test_whatever_else_goes_wrong_is_a_reason(fresh, monkeypatch, error, functio
     assert reason() == (str(error) or repr(error))
 
 
-@pytest.mark.parametrize("words", ["{0} -O1", "env {0}", "{1} {0} -g0"])
-def test_a_compiler_may_be_several_words(monkeypatch, tmp_path, words, quick):
-    wrapper = script(tmp_path / "my cache", 'exec "$@"')
-    monkeypatch.setenv("CXX", words.format(quick, f"'{wrapper}'"))
-    first, *rest = compiler.compiler()
-    assert Path(first).is_absolute()
-    assert "2" in compiler._run([first, *rest, "-dM", "-E", "-x", "c++", os.devnull])
-
-
-def test_compilers_that_differ_build_libraries_that_differ(monkeypatch, quick):
-    names = set()
-    for words in (quick, f"{quick} -O1", f"env {quick}"):
+def test_a_compiler_may_be_several_words(monkeypatch, tmp_path, quick):
+    """Compilers that differ build libraries that differ."""
+    wrapper, names = script(tmp_path / "my cache", 'exec "$@"'), set()
+    for words in (quick, f"{quick} -O1", f"env {quick}", f"'{wrapper}' {quick} -g0"):
         monkeypatch.setenv("CXX", words)
+        command = compiler.compiler()
+        assert Path(command[0]).is_absolute()
+        assert "2" in compiler._run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         flags = compiler._flags("float32", tuning.current().cpu_tiles)
-        names.add(compiler._digest([*compiler.compiler(), *flags], ["text"]))
-    assert len(names) == 3
+        names.add(compiler._digest([*command, *flags], ["text"]))
+    assert len(names) == 4
 
 
 def test_a_compiler_that_hangs_is_ended(fresh, monkeypatch, tmp_path):
