@@ -42,13 +42,12 @@ pytestmark = pytest.mark.skipif(
 B, T, S, N, K, H = 2, 150, 170, 4, 2, 24
 RNG = np.random.default_rng(0)
 DOCS = jnp.asarray(np.sort(RNG.integers(0, 5, (B, 200)), axis=1), jnp.int32)
-SLOPES = jnp.asarray(RNG.normal(size=N), jnp.float32)
+SMALL, SLOPES = DOCS.astype(jnp.int8), jnp.asarray(RNG.normal(size=N), jnp.float32)
 TABLE = jnp.asarray(RNG.normal(size=(N, 64)), jnp.float32)
 BIAS = jnp.asarray(RNG.normal(size=(1, N, T, S)), jnp.float32)
 CAUSAL, TRI = Predicate(lambda b, h, q, kv: q >= kv), masks.Causal()
 
 ENDS = jnp.asarray(np.sort(RNG.integers(0, 150, (B, 6)), axis=1), jnp.int32)
-SMALL = DOCS.astype(jnp.int8)
 
 
 def document(ends: Any, position: Any) -> Any:
@@ -359,8 +358,12 @@ class CompiledScores:
             texts.append(f"namespace rule{n} {{\n{text}}}\n")
         self.library = compiler.load_rule("\n".join(texts), dtype)
 
-    def _run(self, n: int, name: str, *arrays: Any, flags: tuple[Any, ...] = ()) -> np.ndarray:
-        """Calls part of function n with copies in multiples of eight numbers; returns the last."""
+    def __call__(self, n: int, *arrays: Any) -> np.ndarray:
+        """The scores of function n or, for scores and cotangents, the cotangents of its argument.
+
+        The function gets copies in multiples of eight numbers, and writes into the last.
+        """
+        name, flags = ("backward", ()) if len(arrays) == 2 else ("forward", (ctypes.c_bool(False),))
         lanes = [np.zeros((self.S, -(-self.T // 8) * 8), self.dtype) for _ in arrays]
         for copy, array in zip(lanes, arrays, strict=True):
             copy[:, : self.T] = array
@@ -369,12 +372,6 @@ class CompiledScores:
         addresses = (ctypes.c_void_p(x.ctypes.data) for x in lanes)
         self.library[f"rule_{n}_{name}"](ctypes.byref(place), *addresses, *flags)
         return lanes[-1][:, : self.T]
-
-    def forward(self, n: int, scores: Any) -> np.ndarray:
-        return self._run(n, "forward", scores, flags=(ctypes.c_bool(False),))
-
-    def backward(self, n: int, scores: Any, cotangent: Any) -> np.ndarray:
-        return self._run(n, "backward", scores, cotangent)
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(2000, marks=pytest.mark.exhaustive)])
@@ -399,9 +396,9 @@ def test_random_score_functions(count):
             wants = run(score, cotangent)
         for n, rule in compiled.rules.items():
             want, d_score = wants[n]
-            assert_alike(compiled.forward(n, score.T).T, want, rule.text)
+            assert_alike(compiled(n, score.T).T, want, rule.text)
             if rule.modifies:
-                assert_alike(compiled.backward(n, score.T, cotangent.T).T, d_score, rule.text)
+                assert_alike(compiled(n, score.T, cotangent.T).T, d_score, rule.text)
 
 
 def assert_alike(got: np.ndarray, want: Any, text: str) -> None:
@@ -445,7 +442,7 @@ def test_powers_are_those_of_jax(dtype, of):
     powers = [lambda x, n=n: power(x, n) for n in exponents]
     wants = quick_jit(lambda x: [out_and_gradients(f, [x], cotangent) for f in powers])(x)
     for number, (n, want) in enumerate(zip(exponents, wants, strict=True)):
-        got = compiled.forward(number, x), compiled.backward(number, x, cotangent)
+        got = compiled(number, x), compiled(number, x, cotangent)
         # XLA has no denormal numbers.
         assert_trees_close(got, want, rtol=8 * eps, atol=1e-37, err_msg=f"{n}")
 
@@ -476,7 +473,7 @@ def assert_functions_are(
         q, kv = jnp.arange(32, dtype=jnp.int32), jnp.arange(40, dtype=jnp.int32)
         for n, (name, f) in enumerate(functions.items()):
             want = of_places(f, q[None, :], kv[:, None])
-            got = compiled.forward(n, np.zeros((40, 32)))
+            got = compiled(n, np.zeros((40, 32)))
             rtol = (tolerances or {}).get(name, 0)
             np.testing.assert_allclose(got, want, rtol=rtol, err_msg=name)
 
@@ -526,14 +523,10 @@ OF_16_BITS = {
 @pytest.mark.parametrize("of", ["bfloat16", "float16"])
 def test_floats_of_16_bits(of, dtype):
     """Every operation rounds, as in JAX."""
-    rng = np.random.default_rng(0)
-    numbers = rng.normal(size=64)
+    numbers = np.random.default_rng(0).normal(size=64)
     numbers[:4] = [0.0, -0.0, np.inf, np.nan]
     words = jnp.asarray(numbers, of)
-
-    def of_places(f: Any, q: Any, kv: Any) -> Any:
-        return f(words[q], words[kv]).astype(dtype)
-
+    of_places = lambda f, q, kv: f(words[q], words[kv]).astype(dtype)  # noqa: E731
     assert_functions_are(OF_16_BITS, of_places, dtype, {"functions": 2.0**-7})
 
 
@@ -564,6 +557,6 @@ def test_functions_of_float32():
     for n, (name, (_, true)) in enumerate(FUNCTIONS.items()):
         with np.errstate(all="ignore"):
             want = true(x.astype(np.float64)).astype(np.float32)
-        got, tiny = compiled.forward(n, x), np.abs(want) <= 1e-37
+        got, tiny = compiled(n, x), np.abs(want) <= 1e-37
         np.testing.assert_allclose(got[~tiny], want[~tiny], rtol=2e-6, err_msg=name)
         np.testing.assert_allclose(got[tiny], want[tiny], atol=1e-37, err_msg=name)

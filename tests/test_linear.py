@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 import jattn
 from jattn.kernels.cpu import library
 from tests.arrays import assert_accurate, assert_equal, temporaries
-from tests.conftest import expect, normal_arrays, quick_jit
+from tests.conftest import ON_CPU, expect, normal_arrays, quick_jit
 from tests.devices import collectives, is_placed, mesh_of, placed
 from tests.test_errors import array
 from tests.test_mechanisms import assert_values_and_gradients, on_device
@@ -240,7 +240,8 @@ def test_many_chunks(decay, dtype):
     features = elu_plus_one(inputs["query"]), elu_plus_one(inputs["key"])
     want = recurrence(*features, inputs["value"], logs, state)
     lowered = quick_jit(functools.partial(jattn.linear_attention, return_state=True)).lower
-    assert ("jattn_linear" in lowered(**arrays).as_text()) == has_kernel(dtype)
+    has_kernel = ON_CPU and library.unavailable("linear", dtype, wait=True) is None
+    assert ("jattn_linear" in lowered(**arrays).as_text()) == has_kernel
     out, after = linear(**arrays, return_state=True)
     limit = 2e-6 if dtype == "float32" else 1e-13
     assert_accurate((out, after.values, after.keys), want, limit)
@@ -267,12 +268,6 @@ def test_any_number_of_tokens_is_exported():
     for T in (1, 70):
         (x,) = normal_arrays((1, T, K, H), dtype="float32")
         assert_accurate(call(x), attend(x), 1e-6)
-
-
-def has_kernel(dtype: str) -> bool:
-    return (
-        jax.default_backend() == "cpu" and library.unavailable("linear", dtype, wait=True) is None
-    )
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -450,16 +445,13 @@ WRONG_TYPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"segments": IDS}])
-def test_within_shard_map(options):
-    options = dict(options)
-    key = jax.random.key(3)
-    operands = [jax.random.normal(key, (B, S, heads, H)) for heads in (N, K, K)]
-    operands += [jnp.asarray(x) for x in (options.pop("segments", None),) if x is not None]
+@pytest.mark.parametrize("segments", [[], [IDS]])
+def test_within_shard_map(segments):
+    operands = [*on_device(numbers()).values(), *map(jnp.asarray, segments)]
     tokens, mesh = P("rows", None, "heads"), mesh_of(rows=2, heads=2)
 
     def attend(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return jattn.linear_attention(q, k, v, segments=segments, return_state=True, **options)
+        return jattn.linear_attention(q, k, v, segments=segments, return_state=True)
 
     in_specs = (*[tokens] * 3, P("rows"))[: len(operands)]
     state: Any = jattn.LinearState(P("rows", "heads"), P("rows", "heads"), P("rows"))  # pyright: ignore

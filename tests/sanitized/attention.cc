@@ -158,36 +158,6 @@ Answer formula(const RandomProblem& p, const Array<T>& d_out, const std::vector<
   return a;
 }
 
-// Statistics [B, t, N], and the received weights [B, N, S].
-struct Numbers {
-  std::vector<double> entropy, greatest, distance, on_keys, above, received;
-};
-
-// Their definitions, with `drawn` keys counted and weights above `least`.
-Numbers definitions(const RandomProblem& p, const std::vector<double>& lse, Index diagonals,
-                    const Array<T>& drawn, const Array<int32_t>& q_at, const Array<int32_t>& kv_at,
-                    double least) {
-  const Index B = p.B, t = p.t, S = p.S, N = p.N;
-  const std::vector<double> nothing(B * t * N);
-  Numbers a{nothing, nothing, nothing, nothing, nothing, std::vector<double>(B * N * S)};
-  for (Index b = 0; b < B; ++b)
-    for (Index n = 0; n < N; ++n)
-      for (Index i = 0; i < t; ++i)
-        for (Index j = 0; j < S; ++j) {
-          if (!p.sees(b, i, j)) continue;
-          const Index row = (b * t + i) * N + n;
-          double slope;
-          const double log = p.score(b, n, i, j, diagonals, slope) - lse[row], w = std::exp(log);
-          const double far = (q_at.count() ? q_at[i] : i) - (kv_at.count() ? kv_at[j] : j);
-          a.entropy[row] -= w * log, a.greatest[row] = std::max(a.greatest[row], w);
-          a.distance[row] += w * std::abs(far);
-          if (drawn.count()) a.on_keys[row] += w * drawn[j];
-          if (w > least) a.above[row] += w;
-          a.received[(b * N + n) * S + j] += w;
-        }
-  return a;
-}
-
 // Statistics are those of weights before dropout, whose sums are e^lse.
 bool one_statistics(ffi::ThreadPool& pool, bool limited, const RandomProblem& p,
                     const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const Answer& answer,
@@ -213,14 +183,30 @@ bool one_statistics(ffi::ThreadPool& pool, bool limited, const RandomProblem& p,
                           above.result(), received.result(), p.attributes(least));
   };
   if (!runs(limited, [&] { return reported(statistics); })) return false;
-  const Numbers want =
-      definitions(p, answer.lse, diagonals, marks, q_at, kv_at, least < 0 ? 2 : least);
-  expect("entropy", entropy, want.entropy);
-  expect("greatest", greatest, want.greatest);
-  expect("distance", distance, want.distance);
-  if (asks) expect("on_keys", on_keys, want.on_keys);
-  if (least >= 0 && sizeof(T) == 8) expect("above", above, want.above);
-  expect("received", received, want.received);
+  const std::vector<double> nothing(p.B * p.t * p.N);
+  auto sums = nothing, most = nothing, far = nothing, on = nothing, over = nothing;
+  std::vector<double> columns(p.B * p.N * p.S);
+  for (Index b = 0; b < p.B; ++b)
+    for (Index n = 0; n < p.N; ++n)
+      for (Index i = 0; i < p.t; ++i)
+        for (Index j = 0; j < p.S; ++j) {
+          if (!p.sees(b, i, j)) continue;
+          const Index row = (b * p.t + i) * p.N + n;
+          double slope;
+          const double score = p.score(b, n, i, j, diagonals, slope);
+          const double log = score - answer.lse[row], w = std::exp(log);
+          sums[row] -= w * log, most[row] = std::max(most[row], w);
+          far[row] += w * std::abs(placed ? q_at[i] - kv_at[j] : i - j);
+          if (asks) on[row] += w * marks[j];
+          if (w > least) over[row] += w;
+          columns[(b * p.N + n) * p.S + j] += w;
+        }
+  expect("entropy", entropy, sums);
+  expect("greatest", greatest, most);
+  expect("distance", distance, far);
+  if (asks) expect("on_keys", on_keys, on);
+  if (least >= 0 && sizeof(T) == 8) expect("above", above, over);
+  expect("received", received, columns);
   for (Index i = 0; i < place.count(); ++i)
     if ((place[i] < 0) != std::isinf(answer.lse[i]) || place[i] >= p.S) {
       std::fprintf(stderr, "place [%td]: %d\n", i, place[i]);
