@@ -450,11 +450,8 @@ def test_positions_in_any_order(other):
 
 
 def test_pairs_are_not_evaluated_with_traced_tables():
-    def kinds_of(table: Any) -> Any:
-        return masks.tile_map(
-            Predicate(lambda b, h, q, kv: hidden(table[q], kv) >= kv), T, T, 16, 16
-        )
-
+    causal = lambda table: Predicate(lambda b, h, q, kv: hidden(table[q], kv) >= kv)  # noqa: E731
+    kinds_of = lambda table: masks.tile_map(causal(table), T, T, 16, 16)  # noqa: E731
     table = jnp.arange(T, dtype=jnp.int32)
     with tuning.using(**EVALUATED):
         assert np.unique(jax.jit(kinds_of)(table)).tolist() == [masks.MIXED]

@@ -29,10 +29,7 @@ KV_POSITIONS = np.asarray([[2, 7, 1, 8, 2, 8, 1], [6, 1, 8, 0, 3, 3, 9]], np.int
 
 def spec_of(place: Any, **positions: Any) -> Spec:
     """A spec whose score adds the entries at `place(score, b, h, q, kv, ids)` of a table."""
-
-    def function(score: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, ids: Any) -> Any:
-        return score + table[place(score, b, h, q, kv, ids)]
-
+    function = lambda s, b, h, q, kv, table, ids: s + table[place(s, b, h, q, kv, ids)]  # noqa: E731
     score = scores.Score(function, jnp.asarray(TABLE), jnp.asarray(IDS))
     return dataclasses.replace(scored(score), **positions)
 
@@ -148,10 +145,9 @@ def test_the_buckets_of_positions_are_known_before(farthest, known):
 
 def test_an_operand_with_another_look_up_or_operation_stays():
     """Another operand that is looked up twice has one array."""
-
-    def twice(s, b, h, q, kv, gate, pairs, unused):
-        return s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
-
+    twice = lambda s, b, h, q, kv, gate, pairs, unused: (  # noqa: E731
+        s * gate[h] * gate[h] + gate[q] + pairs[h] + pairs[q + kv]
+    )
     spec: Any = scored(scores.Score(twice, ones(3), ones(12), ones(4)))
     replacement: Any = hoisted.replaced(spec, SHAPES).score
     assert replacement.tables == (spec.score.operands[1],)
@@ -179,11 +175,8 @@ def test_each_entry_that_is_looked_up_has_an_array(function, count):
 
 def test_kernels_need_not_compute_what_makes_an_index():
     """Kernels need neither the operations they lack nor exact instructions for the index."""
-
-    def place(s: Any, b: Any, h: Any, q: Any, kv: Any, ids: Any) -> Any:
-        return 0, 0, jnp.int32(jnp.arctan(jnp.log1p(abs(q - kv).astype(jnp.float32))) * 4)
-
-    spec = spec_of(place)
+    far = lambda q, kv: jnp.log1p(abs(q - kv).astype(jnp.float32))  # noqa: E731
+    spec = spec_of(lambda s, b, h, q, kv, ids: (0, 0, jnp.int32(jnp.arctan(far(q, kv)) * 4)))
     assert reason(score=spec.score) is None
     assert example(hoisted.replaced(spec, SHAPES).score)[1]
     assert "needs log1p" in str(reason(score=spec.score, q_positions=jnp.arange(5)[None]))

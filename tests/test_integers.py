@@ -54,21 +54,7 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def same_id(q_ids: Any, kv_ids: Any) -> Any:
-    """The rule of `Segments`, on Python's integers."""
-    q, kv = (np.broadcast_to(np.asarray(x, object), (B, len(x))) for x in (q_ids, kv_ids))
-    return lambda pair: int(q[pair.b, pair.i]) == int(kv[pair.b, pair.j])
-
-
 ID_DTYPES = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
-
-
-def of_dtype(dtype: Any) -> np.ndarray:
-    """Ids at the edges of a dtype and of smaller ones, some of them equal."""
-    limits, kinds = np.iinfo(dtype), (np.int8, np.int32, np.uint32, dtype)
-    edges = [x for kind in kinds for x in (np.iinfo(kind).min, np.iinfo(kind).max)]
-    inside = [x for x in (*edges, 7, 7 + 2**32, 7 + 2**8) if limits.min <= x <= limits.max]
-    return np.array((inside + inside[::-1])[:14], dtype)
 
 
 @pytest.mark.one_in(8)
@@ -76,9 +62,13 @@ def of_dtype(dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ID_DTYPES)
 @pytest.mark.parametrize("implementation", OURS)
 def test_segments_distinguish_ids_of_every_dtype(implementation, dtype, bits):
-    ids = of_dtype(dtype)
-    qkv = arrays(len(ids), len(ids))
-    want = meant(same_id(ids, ids), qkv)
+    """Ids at the edges of a dtype and of smaller ones, some of them equal."""
+    limits, kinds = np.iinfo(dtype), (np.int8, np.int32, np.uint32, dtype)
+    edges = [x for kind in kinds for x in (np.iinfo(kind).min, np.iinfo(kind).max)]
+    inside = [x for x in (*edges, 7, 7 + 2**32, 7 + 2**8) if limits.min <= x <= limits.max]
+    numbers = (inside + inside[::-1])[:14]  # Python's
+    ids, qkv = np.array(numbers, dtype), arrays(len(numbers), len(numbers))
+    want = meant(lambda pair: numbers[pair.i] == numbers[pair.j], qkv)
     with jax.enable_x64(bits == 64):
         assert_close(attend(implementation, masks.Segments(ids), qkv), want)
     traced = jax.jit(lambda ids: attend(implementation, masks.Segments(ids), qkv))

@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import operator
 import re
 import timeit
 import tracemalloc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jattn import masks, scores
 from jattn._pytree import pytree_dataclass, select_head
 from jattn.masks import Extent, Span, Tile
 from tests import cases
+from tests.cases import MaskRule
 from tests.conftest import expect, quick_jit
 from tests.oracle import At, OracleProblem, allowed_everywhere
 
@@ -152,18 +152,15 @@ def test_positions_of_a_block_are_not_taken_for_consecutive_ones():
     assert not block.any() and WhereConsecutive().dense(2, 3).all()
 
 
-class Ruled(NamedTuple):
-    """A mask and what it means."""
-
-    mask: Any
-    allowed: Callable[[At], Any]
+def ruled(mask: Any, allowed: Callable[[At], Any]) -> MaskRule:
+    return MaskRule(lambda a: mask, lambda a, pair: allowed(pair))
 
 
 # The leaves of random trees: masks of the table, and masks of two random numbers.
 SMALL = [name for name, case in MASKS.items() if case.sizes == cases.CaseSizes()]
 
 
-def _of_arrays(m: int, n: int) -> list[Ruled]:
+def _of_arrays(m: int, n: int) -> list[MaskRule]:
     """A function with bounds, segments, and blocks, by two numbers."""
     rng = np.random.default_rng((m, n))
     ids, layout = rng.integers(0, 4, (2, S)), rng.random((2, 6, 2, 4)) < 0.1 * n
@@ -175,38 +172,37 @@ def _of_arrays(m: int, n: int) -> list[Ruled]:
 
     below = masks.Predicate(lambda b, h, q, kv: q + kv < m + n, bounds=bounds)
     return [
-        Ruled(below, lambda x: x.q + x.kv < m + n),
-        Ruled(masks.Segments(ids[:, :T], ids), lambda x: ids[x.b, x.i] == ids[x.b, x.j]),
-        Ruled(masks.Blocks(layout, (3, 2)), lambda x: layout[x.b, x.h, x.i // 3, x.j // 2]),
+        ruled(below, lambda x: x.q + x.kv < m + n),
+        ruled(masks.Segments(ids[:, :T], ids), lambda x: ids[x.b, x.i] == ids[x.b, x.j]),
+        ruled(masks.Blocks(layout, (3, 2)), lambda x: layout[x.b, x.h, x.i // 3, x.j // 2]),
     ]
 
 
-RANDOM: list[Callable[[int, int], Ruled]] = [
-    lambda m, n: Ruled(masks.Window(m, n), lambda pair: -m <= pair.kv - pair.q <= n),
-    lambda m, n: Ruled(masks.Window(right=m), lambda pair: pair.kv - pair.q <= m),
-    lambda m, n: Ruled(masks.Prefix(m - 1), lambda pair: pair.kv < m - 1),
-    lambda m, n: Ruled(masks.Lengths(q=m - 1, kv=n), lambda pair: pair.i < m - 1 and pair.j < n),
-    lambda m, n: Ruled(masks.Dilated(m + 1), lambda pair: (pair.q - pair.kv) % (m + 1) == 0),
-    lambda m, n: Ruled(masks.Global(m), lambda pair: pair.q < m or pair.kv < m),
+RANDOM: list[Callable[[int, int], MaskRule]] = [
+    lambda m, n: ruled(masks.Window(m, n), lambda pair: -m <= pair.kv - pair.q <= n),
+    lambda m, n: ruled(masks.Window(right=m), lambda pair: pair.kv - pair.q <= m),
+    lambda m, n: ruled(masks.Prefix(m - 1), lambda pair: pair.kv < m - 1),
+    lambda m, n: ruled(masks.Lengths(q=m - 1, kv=n), lambda pair: pair.i < m - 1 and pair.j < n),
+    lambda m, n: ruled(masks.Dilated(m + 1), lambda pair: (pair.q - pair.kv) % (m + 1) == 0),
+    lambda m, n: ruled(masks.Global(m), lambda pair: pair.q < m or pair.kv < m),
     *(lambda m, n, place=place: _of_arrays(m, n)[place] for place in range(3)),
 ]
 
 
 @st.composite
-def trees(draw: Any, depth: int = 3) -> Ruled:
+def trees(draw: Any, depth: int = 3) -> MaskRule:
     node = draw(st.sampled_from(["leaf", "and", "or", "not"])) if depth else "leaf"
     if node == "leaf":
         leaf: Any = draw(st.sampled_from([*SMALL, *RANDOM]))
         if not isinstance(leaf, str):
             return leaf(draw(st.integers(0, 9)), draw(st.integers(0, 9)))
         rule: Any = MASKS[leaf].mask
-        return Ruled(built(leaf), functools.partial(rule.allowed, rule.operands))
+        return ruled(built(leaf), functools.partial(rule.allowed, rule.operands))
     left = draw(trees(depth - 1))
     if node == "not":
-        return Ruled(~left.mask, lambda pair: not left.allowed(pair))
-    right, combine = draw(trees(depth - 1)), operator.and_ if node == "and" else operator.or_
-    allowed = lambda pair: combine(bool(left.allowed(pair)), bool(right.allowed(pair)))  # noqa: E731
-    return Ruled(combine(left.mask, right.mask), allowed)
+        return ~left
+    right = draw(trees(depth - 1))
+    return left & right if node == "and" else left | right
 
 
 @st.composite
@@ -243,15 +239,15 @@ def boxes(draw: Any, positions: np.ndarray, size: int) -> tuple[np.ndarray, Exte
 @settings(max_examples=settings().max_examples // 3)
 @given(st.data())
 def test_bounds_never_lie_of_random_trees_that_mean_what_their_rules_say(data):
-    ruled = data.draw(trees())
-    q, kv = data.draw(axes(T)), data.draw(axes(S))
+    rule = data.draw(trees())
+    mask, q, kv = rule.build({}), data.draw(axes(T)), data.draw(axes(S))
     b, h = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 5))
     blocks = data.draw(st.sampled_from([(2, 3), (16, 16)]))
     allowed = np.zeros((T, S), bool)
     for i, j in np.ndindex(T, S):
-        allowed[i, j] = ruled.allowed(At(b, h, i, j, int(q[i]), int(kv[j])))
+        allowed[i, j] = rule.allowed({}, At(b, h, i, j, int(q[i]), int(kv[j])))
 
-    picked = select_head(ruled.mask, b, h)
+    picked = select_head(mask, b, h)
     for sizes in ((1, 1), (3, 4)):
         i, rows = data.draw(boxes(q, sizes[0]))
         j, columns = data.draw(boxes(kv, sizes[1]))
@@ -259,10 +255,10 @@ def test_bounds_never_lie_of_random_trees_that_mean_what_their_rules_say(data):
         tile = allowed[np.ix_(i, j)]
         assert (maybe_any or not tile.any()) and (not surely_all or tile.all())
 
-    np.testing.assert_array_equal(ruled.mask(b, h, masks.span(T, q), masks.span(S, kv)), allowed)
+    np.testing.assert_array_equal(mask(b, h, masks.span(T, q), masks.span(S, kv)), allowed)
     positions: Any = {"q_positions": q, "kv_positions": kv}
     positions = {k: x for k, x in positions.items() if not np.array_equal(x, np.arange(len(x)))}
-    kinds = masks.tile_map(ruled.mask, T, S, *blocks, b=b, h=h, **positions)
+    kinds = masks.tile_map(mask, T, S, *blocks, b=b, h=h, **positions)
     true = true_kinds(allowed, *blocks)
     assert kinds.shape == true.shape and kinds.dtype == np.int8
     assert np.all((kinds == true) | (kinds == masks.MIXED))
