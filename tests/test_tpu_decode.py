@@ -79,7 +79,11 @@ def filled(kind: str, dtype: Any = FLOAT32, sizes: tuple[float, float] = (1, 1))
         cache, keys, values = cache.reorder(jnp.asarray(rows)), keys[rows], values[rows]
         lengths = lengths[rows]
         new = normal(3, B, 5, K, H), normal(4, B, 5, K, V)
-        cache = shuffled(appended(cache, *new, np.array([[True] * 5, [False] * 5, [True] * 5])))
+        cache = appended(cache, *new, np.array([[True] * 5, [False] * 5, [True] * 5]))
+        to = np.random.default_rng(5).permutation(cache.num_pages)
+        table = jnp.asarray(np.append(to, cache.num_pages)[np.asarray(cache.table)], jnp.int32)
+        pools = jax.tree.map(lambda x: x[np.argsort(to)], (cache.keys, cache.values))
+        cache = dataclasses.replace(cache, keys=pools[0], values=pools[1], table=table)
         for b in (0, 2):
             places = slice(lengths[b], lengths[b] + 5)
             keys[b, places], values[b, places] = new[0][b], new[1][b]
@@ -87,14 +91,6 @@ def filled(kind: str, dtype: Any = FLOAT32, sizes: tuple[float, float] = (1, 1))
     if dtype in LARGEST:
         keys, values = (np.asarray(converted(x, dtype).dequantized()) for x in (keys, values))
     return FilledCache(poisoned(cache, np.nan), keys, values, lengths)
-
-
-def shuffled(cache: PagedCache) -> PagedCache:
-    """The same cache with its pages in another order."""
-    to = np.random.default_rng(5).permutation(cache.num_pages)
-    table = np.append(to, cache.num_pages)[np.asarray(cache.table)]
-    keys, values = jax.tree.map(lambda x: x[np.argsort(to)], (cache.keys, cache.values))
-    return dataclasses.replace(cache, keys=keys, values=values, table=jnp.asarray(table, jnp.int32))
 
 
 def poisoned(cache: Any, poison: float) -> Any:
@@ -128,15 +124,6 @@ SLOPES = np.array([0.5, 0.25, 0.0625, 0.03125, 0.1, 0.2, 0.3, 0.4], np.float32)
 BY_HEAD = np.array([0.5, 0.8, -1.0, 1.5, 2.0, 0.0, 0.3, 1.0], np.float32)
 
 
-def _window_by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (i - j <= 40 * h) & ((i + 3 * j + h) % 4 != 0)
-
-
-def _segments(along: Any, q: np.ndarray, N: int) -> Any:
-    of_keys = along(np.broadcast_to(IDS, (B, SPAN)))
-    return {"mask": masks.Segments(IDS[np.clip(q, 0, None)], of_keys)}
-
-
 def _scored(score: Callable[[int], Any]) -> CacheRule:
     return lambda along, q, N: {"mask": masks.Causal(), "score": score(N)}
 
@@ -144,9 +131,13 @@ def _scored(score: Callable[[int], Any]) -> CacheRule:
 RULES: dict[str, CacheRule] = {
     "none": lambda along, q, N: {},
     "window": lambda along, q, N: {"mask": masks.Causal() & masks.Window(left=40)},
-    "segments": _segments,
+    "segments": lambda along, q, N: {
+        "mask": masks.Segments(IDS[np.clip(q, 0, None)], along(np.broadcast_to(IDS, (B, SPAN))))
+    },
     "dense": lambda along, q, N: {"mask": masks.Dense(along(PAIRS[:, :N, : q.shape[1]]))},
-    "predicate": lambda along, q, N: {"mask": masks.Predicate(_window_by_head)},
+    "predicate": lambda along, q, N: {
+        "mask": masks.Predicate(lambda b, h, i, j: (i - j <= 40 * h) & ((i + 3 * j + h) % 4 != 0))
+    },
     "alibi": _scored(lambda N: scores.Alibi(SLOPES[:N])),
     "soft_cap_then_alibi": _scored(lambda N: scores.SoftCap(3.0) >> scores.Alibi(SLOPES[:N])),
     "relative_bias": _scored(
@@ -192,12 +183,8 @@ def small_blocks():
 def compiled(implementation: str, block: int) -> Any:
     """The program of a call, with blocks of this size."""
 
-    def call(query: Any, cache: Any, rules: Any) -> Any:
-        return jattn.attention(
-            query, cache, implementation=implementation, return_lse=True, **rules
-        )
-
-    return quick_jit(call)
+    attend = functools.partial(jattn.attention, implementation=implementation, return_lse=True)
+    return quick_jit(lambda query, cache, rules: attend(query, cache, **rules))
 
 
 def attend(query: Any, cache: Any, implementation: str = "tpu", **rules: Any) -> Any:
@@ -454,14 +441,6 @@ def test_none_does_not_take_it():
     assert reader("tpu") is not None
 
 
-def decode_token(implementation: str | None, cache: Any, token: Any) -> tuple[Any, Any]:
-    """A step of decoding: the cache with one more token, and that token's output."""
-    query, key, value = token
-    cache = cache.append(key, value)
-    rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(32))}
-    return cache, jattn.attention(query, cache, implementation=implementation, **rules)
-
-
 @pytest.mark.one_in(14, slow=True)
 @pytest.mark.parametrize("target", [targets.V5E, targets.V6E], ids=["v5e", "v6e"])
 @pytest.mark.parametrize(("dtype", "page_size", "size"), [
@@ -488,9 +467,15 @@ def test_no_copy_of_the_cache(monkeypatch, target, dtype, page_size, size, steps
         token = (jnp.zeros((*several, 32, 1, n, size), jnp.bfloat16) for n in (32, 8, 8))
         return cache, tuple(token)
 
+    def decode_token(cache: Any, token: Any) -> Any:
+        query, key, value = token
+        cache = cache.append(key, value)
+        rules: Any = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(32))}
+        return cache, jattn.attention(query, cache, implementation="tpu", **rules)
+
     def program(cache: Any, tokens: Any) -> Any:
-        decode = functools.partial(decode_token, "tpu")
-        return decode(cache, tokens) if steps is None else jax.lax.scan(decode, cache, tokens)
+        scan = functools.partial(jax.lax.scan, decode_token)
+        return (decode_token if steps is None else scan)(cache, tokens)
 
     with jax.enable_x64(False), tuning.using(tpu_decode_block=1024):
         compiled = targets.compiled(target, program, *jax.eval_shape(operands), donated=(0,))
