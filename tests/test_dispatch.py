@@ -146,13 +146,10 @@ def test_contexts_of_the_call_hold_when_it_is_lowered():
     assert "f64" not in lowered.lower().as_text()
 
 
-def _scaled(platform: str, x: Any, y: Any) -> tuple[Any, Any]:
-    return x * {"cpu": 2, "tpu": 3}.get(platform, 5), y
-
-
 def by_platform(x: Any, y: Any) -> Any:
     """Returns x times 2 on a CPU, 3 on a TPU, 5 elsewhere; and y."""
-    return lowering.platform_dependent(_scaled, (x, y), x, y)
+    scaled = lambda platform, x, y: (x * {"cpu": 2, "tpu": 3}.get(platform, 5), y)  # noqa: E731
+    return lowering.platform_dependent(scaled, (x, y), x, y)
 
 
 def test_one_operation_under_the_transformations():

@@ -33,7 +33,6 @@ from tests.test_tpu_decode import poisoned
 B, N, K, H, V = 3, 4, 2, 64, 128
 LENGTHS = np.array([130, 75, 0])  # the middle one ends within a tile
 TOKENS = 130
-RNG = np.random.default_rng(0)
 
 
 def normal(*shape: int) -> Any:

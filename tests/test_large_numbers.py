@@ -34,7 +34,7 @@ def drawn(T: int = 5, S: int = 40, H: int = 8) -> list[jax.Array]:
     return attention_arrays((1, T, S, 2, 2, H, 4), "float32")[:3]
 
 
-def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) -> np.ndarray:
+def assert_weights_sum_to_one(implementation: str, size: float, T: int, S: int, mask: Any) -> None:
     """Sums the gradients of the values: for d_out of ones, the number of queries with keys."""
     q, k, v = drawn(T=T, S=S)
     # Logits of about `size` whose differences are a few units: rounding leaves several keys alive.
@@ -42,12 +42,9 @@ def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) 
     if size == 1e8:
         k = k * 0 + jnp.float32(size / 8)
 
-    @quick_jit
-    def d_value(q: Any, k: Any, v: Any) -> Any:
-        total = lambda v: jnp.sum(call(implementation, q, k, v, mask=mask, scale=1.0)[0])  # noqa: E731
-        return jax.grad(total)(v)
-
-    return np.asarray(d_value(q, k, v), np.float64).sum(axis=(0, 1))
+    total = lambda v, q, k: jnp.sum(call(implementation, q, k, v, mask=mask, scale=1.0)[0])  # noqa: E731
+    d_value = np.asarray(quick_jit(jax.grad(total))(v, q, k), np.float64)
+    np.testing.assert_allclose(d_value.sum(axis=(0, 1)), T, rtol=2e-6)
 
 
 @pytest.mark.one_in(20)
@@ -55,7 +52,7 @@ def summed_d_value(implementation: str, size: float, T: int, S: int, mask: Any) 
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e6, 1e7, 1e8])
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_the_weights_of_the_backward_pass_sum_to_one(implementation, size, mask):
-    np.testing.assert_allclose(summed_d_value(implementation, size, 37, 40, mask), 37, rtol=2e-6)
+    assert_weights_sum_to_one(implementation, size, 37, 40, mask)
 
 
 @pytest.mark.default_tiles
@@ -63,8 +60,7 @@ def test_the_weights_of_the_backward_pass_sum_to_one(implementation, size, mask)
 @pytest.mark.parametrize("implementation", ["blockwise", "native"])
 @pytest.mark.parametrize("size", [1e5, 1e7])
 def test_the_weights_of_the_backward_pass_sum_to_one_over_tiles(implementation, size):
-    summed = summed_d_value(implementation, size, 600, 700, masks.Window(left=300, right=300))
-    np.testing.assert_allclose(summed, 600, rtol=2e-6)
+    assert_weights_sum_to_one(implementation, size, 600, 700, masks.Window(left=300, right=300))
 
 
 @pytest.mark.one_in(24)
@@ -88,7 +84,6 @@ def test_a_row_with_keys_is_alive_at_any_size_of_equal_logits(implementation, si
         np.testing.assert_allclose(lse, 1.43 * size / math.sqrt(H) + math.log(37), rtol=1e-3)
 
 
-CONSISTENT = (*GENERAL, "native")  # the backward pass computes weights of its own products
 STEEP = jnp.array([1e9, -1.23456e9], jnp.float32)
 
 
@@ -126,9 +121,29 @@ HUGE: dict[str, tuple[Any, jax.Array]] = {
 }
 
 
-def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any) -> None:
-    """Checks that a row has the value of its largest score, and that its weights sum to one: in the
-    output, in the gradients of the values and in tangents."""
+OF_16_BITS = ["temperature", "square", "alibi", "scale", "scale as an array"]
+HUGE_CALLS = [
+    *itertools.product(
+        HUGE, [None, masks.Causal(), masks.Lengths(kv=jnp.array([20]))], ["float32"], KERNELS
+    ),
+    *itertools.product(OF_16_BITS, [masks.Causal()], ["bfloat16", "float16"], KERNELS),
+]
+
+
+@pytest.mark.one_in(47)
+@pytest.mark.parametrize(("what", "mask", "dtype", "implementation"), HUGE_CALLS)
+def test_weights_sum_to_one_at_logits_up_to_1e12(implementation, what, mask, dtype):
+    """A row has the value of its largest score, and its weights sum to one: in the output, in the
+    gradients of the values and in tangents. Products are exact for kernels whose interpreted
+    backward pass adds them in another order."""
+    lacking = {"native": "bias", "tpu": "float16"}.get(implementation)
+    if lacking in (what, dtype):
+        pytest.skip(f"it has no {lacking}")
+    is_consistent = implementation in (*GENERAL, "native")  # weights of its own products
+    H = 24 if dtype != "float32" else 8 if is_consistent else 16
+    q, k, v = (x.astype(dtype) for x in drawn(T=20, S=24, H=H))
+    if dtype == "float32" and not is_consistent:
+        q, k = jnp.round(4 * q) / 4, jnp.round(4 * k) / 4
     options, array = HUGE[what]
 
     run = lambda q, k, v, array: call(implementation, q, k, v, mask=mask, **options(array))  # noqa: E731
@@ -161,30 +176,6 @@ def check_huge(implementation: str, what: str, mask: Any, q: Any, k: Any, v: Any
     np.testing.assert_allclose(d[2].sum(axis=1), q.shape[1], rtol=tolerance)
     assert all(np.all(np.isfinite(x)) for x in double(tangents))
     np.testing.assert_allclose(double(of_values)[0], 1, rtol=tolerance)
-
-
-OF_16_BITS = ["temperature", "square", "alibi", "scale", "scale as an array"]
-HUGE_CALLS = [
-    *itertools.product(
-        HUGE, [None, masks.Causal(), masks.Lengths(kv=jnp.array([20]))], ["float32"], KERNELS
-    ),
-    *itertools.product(OF_16_BITS, [masks.Causal()], ["bfloat16", "float16"], KERNELS),
-]
-
-
-@pytest.mark.one_in(47)
-@pytest.mark.parametrize(("what", "mask", "dtype", "implementation"), HUGE_CALLS)
-def test_weights_sum_to_one_at_logits_up_to_1e12(implementation, what, mask, dtype):
-    """Products are exact for kernels whose interpreted backward pass adds them in another order."""
-    lacking = {"native": "bias", "tpu": "float16"}.get(implementation)
-    if lacking in (what, dtype):
-        pytest.skip(f"it has no {lacking}")
-    is_consistent = implementation in CONSISTENT
-    H = 24 if dtype != "float32" else 8 if is_consistent else 16
-    q, k, v = (x.astype(dtype) for x in drawn(T=20, S=24, H=H))
-    if dtype == "float32" and not is_consistent:
-        q, k = jnp.round(4 * q) / 4, jnp.round(4 * k) / 4
-    check_huge(implementation, what, mask, q, k, v)
 
 
 @pytest.mark.one_in(2)
