@@ -25,10 +25,7 @@ from tests.test_contract import attend, on_device
 from tests.test_many_tiles import enlarged
 
 
-Modes = dict[str, Callable[[Any, Any], Any]]
-
-
-def modes(total: Callable[[Any], Any]) -> Modes:
+def modes(total: Callable[[Any], Any]) -> dict[str, Callable[[Any, Any], Any]]:
     """Functions for first and second derivatives of `total(arguments)` along a direction."""
     slope = lambda x, t: jax.jvp(total, (x,), (t,))[1]  # noqa: E731
 
@@ -213,14 +210,8 @@ CHANGED: dict[str, tuple[Callable[[Any], dict[str, Any]], np.ndarray]] = {
     "lengths": (lambda x: {"mask": masks.Lengths(kv=x)}, np.array([2, 5], np.int32)),
     "alibi": (lambda x: {"score": scores.Alibi(x)}, np.array([1.0, 2.0], np.float32)),
     "scale": (lambda x: {"scale": x}, np.array([1.0, 2.0], np.float32)),
-    "key": (
-        lambda x: {"dropout_rate": 0.5, "dropout_key": x},
-        np.array([1, 2], np.uint32),
-    ),
-    "normalizer": (
-        lambda x: {"normalizer": normalizers.Sigmoid(x)},
-        np.array([1.0, 2.0], np.float32),
-    ),
+    "key": (lambda x: {"dropout_rate": 0.5, "dropout_key": x}, np.array([1, 2], np.uint32)),
+    "normalizer": (lambda x: {"normalizer": normalizers.Sigmoid(x)}, np.array([1, 2], np.float32)),
 }
 
 

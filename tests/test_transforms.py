@@ -83,10 +83,8 @@ def closures() -> TransformedCall:
 
     def call(x: Any, table: Any, gate: Any) -> Any:
         margin, steps = 1, np.arange(x.shape[1], dtype=np.int32)
-
-        def allowed(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return (jnp.asarray(steps)[kv] <= q) & (table[kv] <= table[q] + margin)
-
+        near = lambda q, kv: table[kv] <= table[q] + margin  # noqa: E731
+        allowed = lambda b, h, q, kv: (jnp.asarray(steps)[kv] <= q) & near(q, kv)  # noqa: E731
         score = lambda s, b, h, q, kv: s * gate + table[kv]  # noqa: E731
         return jattn.attention(x, 2 * x, 3 * x, mask=allowed, score=score)
 
