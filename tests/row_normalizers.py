@@ -205,13 +205,8 @@ def running(
 
 def sigmoid(bias: Callable[[At], Any], by_parameter: Any = None) -> OracleNormalizer:
     """1 / (1 + exp(−s − bias)); `by_parameter` gives the index of a pair's bias, by name."""
-
-    def value(score: Any, pair: At) -> Any:
-        return logistic(score + bias(pair))
-
-    def slope(score: Any, pair: At) -> Any:
-        return logistic(score + bias(pair)) * logistic(-score - bias(pair))
-
+    value = lambda s, pair: logistic(s + bias(pair))  # noqa: E731
+    slope = lambda s, pair: logistic(s + bias(pair)) * logistic(-s - bias(pair))  # noqa: E731
     rules = {
         name: lambda score, pair, index=index: (index(pair), slope(score, pair))
         for name, index in (by_parameter or {}).items()
@@ -221,13 +216,8 @@ def sigmoid(bias: Callable[[At], Any], by_parameter: Any = None) -> OracleNormal
 
 def relu(power: float, divisor: float = 1.0) -> OracleNormalizer:
     """max(s, 0)^power / divisor."""
-
-    def value(score: Any, pair: At) -> Any:
-        return score**power / divisor if score.real > 0 else 0 * score
-
-    def slope(score: Any, pair: At) -> Any:
-        return power * score ** (power - 1) / divisor if score.real > 0 else 0 * score
-
+    value = lambda s, pair: s**power / divisor if s.real > 0 else 0 * s  # noqa: E731
+    slope = lambda s, pair: power * s ** (power - 1) / divisor if s.real > 0 else 0 * s  # noqa: E731
     return pointwise(Modifier(value, slope))
 
 

@@ -178,12 +178,6 @@ def program(call: Any, *arguments: Any) -> str:
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def configurations(text: str, target: str) -> list[dict[str, Any]]:
-    matches = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
-    read = (json.loads(config.replace("\\22", '"')) for config in matches)
-    return [config["cudnn_fmha_backend_config"] for config in read]
-
-
 def inputs(B: int = 2, T: int = 6, S: int = 8) -> tuple[jax.Array, ...]:
     """bfloat16 queries `[B, T, 4, 16]`, keys and values `[B, S, 2, 16]`."""
     shapes = ((B, T, 4, 16), (B, S, 2, 16), (B, S, 2, 16))
@@ -200,7 +194,8 @@ def test_cudnn_gets_the_flags(monkeypatch, name):
     text = program(jax.grad(loss, (0, 1, 2)), *inputs())
     kind = "ScaleBiasSoftmax" if "score" in rules else "Softmax"
     for target in (f"__cudnn$fmha{kind}", f"__cudnn$fmha{kind}Backward"):
-        (*_, config) = configurations(text, target)
+        matches = re.findall(rf'@{re.escape(target)}\(.*?backend_config = "(.*?)"[,}}]', text)
+        config = json.loads(matches[-1].replace("\\22", '"'))["cudnn_fmha_backend_config"]
         assert config["mask_type"] == mask_type
         assert config["sliding_window_length"] == window
         assert config["fmha_scale"] == pytest.approx(0.3)

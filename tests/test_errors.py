@@ -414,9 +414,7 @@ OTHER_FUNCTIONS = {
     ),
     "Sigmoid: bias | cache | depends on the number of keys: pass a number, as in Sigmoid(-4.0)": (
         lambda: jattn.attention(
-            array(B, T, K, H),
-            DenseCache.create(B, S, K, H),
-            normalizer=normalizers.Sigmoid(),
+            array(B, T, K, H), DenseCache.create(B, S, K, H), normalizer=normalizers.Sigmoid()
         )
     ),
     "merge | part 0 | [*B, N, T] | [5, 6]": lambda: jattn.merge((array(T, N, V), array(T, N))),

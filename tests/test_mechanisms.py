@@ -104,12 +104,16 @@ def test_self_attention_of_three_sizes(name, scale):
 
 
 @pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_self_attention_takes_any_batch(batch):
+def test_any_batch(batch):
     x, *weights = normal_arrays((*batch, T, 4), (4, 7), (4, 7), (4, 6))
     got = jattn.self_attention(x, *weights)
     arrays = map(np.asarray, (x.reshape(-1, T, 4), *weights))
     want = self_attention_loops(*arrays, allowed=np.ones((1, T, T), bool), scale=7**-0.5)
     np.testing.assert_allclose(got, want.reshape(*batch, T, 6), rtol=0, atol=1e-13)
+    inputs = on_device(additive_inputs(batch))
+    got = additive(**inputs)
+    assert got.shape == (*batch, T, 3)
+    np.testing.assert_allclose(got, quick_jit(additive_formula)(inputs), rtol=0, atol=1e-13)
 
 
 def test_self_attention_drops_weights():
@@ -209,14 +213,6 @@ def test_additive_attention_without_keys_is_zero():
     results = _pulled(on_device(additive_inputs(keys=0)), None, jnp.ones((B, T, 3)))
     assert results["out"].shape == (B, T, 3)
     assert not any(np.any(x) for x in results.values())
-
-
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_additive_attention_takes_any_batch(batch):
-    arrays = on_device(additive_inputs(batch))
-    got = additive(**arrays)
-    assert got.shape == (*batch, T, 3)
-    np.testing.assert_allclose(got, quick_jit(additive_formula)(arrays), rtol=0, atol=1e-13)
 
 
 def test_additive_keys_are_projected_once_and_reused():

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks
 from tests.arrays import assert_accurate, assert_equal
 from tests.conftest import attention_arrays, out_and_gradients, quick_jit
 from tests.oracle import error
@@ -29,13 +28,6 @@ def arrays(dtype: Any = jnp.float64) -> list[Any]:
     """Queries, keys and values whose logits spread over several units, and cotangents of `out`."""
     q, k, v, d_out = attention_arrays((2, T, S, N, K, H, V))
     return [x.astype(dtype) for x in (2 * q, 2 * k, 2 * v, d_out)]
-
-
-def in_parts(q: Any, k: Any, v: Any, cuts: tuple[int, ...]) -> list[Any]:
-    """Attention over the keys between the cuts, part by part."""
-    pieces = [slice(*x) for x in itertools.pairwise((0, *cuts, S))]
-    kvs = [(k[:, x], v[:, x], masks.Dense(DENSE[..., x])) for x in pieces]
-    return [jattn.attention(q, k, v, mask=mask, return_lse=True) for k, v, mask in kvs]
 
 
 def a_part(seed: int, dtype: Any = jnp.float64) -> Any:
@@ -99,6 +91,11 @@ def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
     """
     *qkv, d_out = arrays(dtype)
     operands = [*qkv, d_out, jnp.swapaxes(d_out.sum(-1), 1, 2)]
+    pieces = [slice(*x) for x in itertools.pairwise((0, *cuts, S))]  # the keys between the cuts
+    attend = functools.partial(jattn.attention, return_lse=True)
+
+    def in_parts(q: Any, k: Any, v: Any) -> Any:
+        return jattn.merge(*(attend(q, k[:, x], v[:, x], mask=DENSE[..., x]) for x in pieces))
 
     def pulled(attend: Any, kind: Any) -> Any:
         *x, d_out, d_lse = (a.astype(kind) for a in operands)
@@ -106,9 +103,8 @@ def test_parts_merge_to_the_whole_with_their_gradients(cuts, dtype):
 
     @quick_jit
     def both() -> Any:
-        whole = functools.partial(jattn.attention, mask=DENSE, return_lse=True)
-        parts = lambda q, k, v: jattn.merge(*in_parts(q, k, v, cuts))  # noqa: E731
-        return pulled(parts, dtype), pulled(whole, "float64")
+        whole = functools.partial(attend, mask=DENSE)
+        return pulled(in_parts, dtype), pulled(whole, "float64")
 
     of_values, of_gradients = {"float64": (1e-14, 1e-14), "float32": (5e-7, 4e-6)}[dtype]
     for place, (got, want) in enumerate(zip(*both(), strict=True)):

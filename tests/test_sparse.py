@@ -137,21 +137,18 @@ def test_gradients_flow_through_the_chosen_blocks_only(block, count, implementat
 # --- NSA ----------------------------------------------------------------------------------------
 
 
-def by_block(x: Any, size: int) -> np.ndarray:
-    """The mean of each whole block of tokens."""
-    x = np.asarray(x)
-    return np.stack([x[:, j : j + size].mean(axis=1) for j in range(0, S - size + 1, size)], 1)
-
-
 def branches(q: Any, k: Any, v: Any, block: Any, count: int, window: int) -> list[Any]:
     """The compressed attention of NSA, that to chosen blocks, and that in a window."""
     q_block, size = block
-    short = [by_block(x, size) for x in (k, v)]
-    ends = np.arange(len(short[0][0])) * size + size - 1
+    q, k, v = map(np.asarray, (q, k, v))
+    starts = range(0, S - size + 1, size)
+    short_k, short_v = (
+        np.stack([x[:, j : j + size].mean(axis=1) for j in starts], 1) for x in (k, v)
+    )
+    ends = np.arange(len(starts)) * size + size - 1
     causal = lambda pair: pair.kv <= pair.q  # noqa: E731
     near = lambda pair: pair.i - window < pair.j <= pair.i  # noqa: E731
-    q, k, v = map(np.asarray, (q, k, v))
-    compressed = oracle.OracleProblem(q, short[0], short[1], allowed=causal, kv_positions=ends)
+    compressed = oracle.OracleProblem(q, short_k, short_v, allowed=causal, kv_positions=ends)
     weights = oracle.attend(compressed).weights
     layout = np.zeros((B, N, math.ceil(T / q_block), math.ceil(S / size)), bool)
     for b, h, i in np.ndindex(*layout.shape[:3]):
