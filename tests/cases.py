@@ -361,30 +361,18 @@ def dense(shape: tuple[int, ...], seed: int, *, dead: Any = None, bare: bool = F
     )
 
 
-def _near_or_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return (abs(q - kv) <= 1) | ((q + 2 * kv + h + b) % 3 == 0)
-
-
-def _later_than(b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-    starts, offset = operands
-    return (kv >= starts[b, h]) & (kv <= q + offset)
-
-
-def _upper_half_of_tile(tile: Any) -> tuple[Any, Any]:
-    """Bounds of `_three_back`: certain if the whole tile is below or above the line."""
-    return tile.columns.lo <= tile.rows.hi - 3, tile.columns.hi <= tile.rows.lo - 3
-
-
-def _three_back(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return kv <= q - 3
-
-
 PREDICATE = MaskRule(
-    lambda a: masks.Predicate(_near_or_even),
+    lambda a: masks.Predicate(
+        lambda b, h, q, kv: (abs(q - kv) <= 1) | ((q + 2 * kv + h + b) % 3 == 0)
+    ),
     lambda a, pair: abs(pair.q - pair.kv) <= 1 or (pair.q + 2 * pair.kv + pair.h + pair.b) % 3 == 0,
 )
 PREDICATE_WITH_OPERANDS = MaskRule(
-    lambda a: masks.Predicate(_later_than, a["starts"], a["offset"]),
+    lambda a: masks.Predicate(
+        lambda b, h, q, kv, starts, offset: (kv >= starts[b, h]) & (kv <= q + offset),
+        a["starts"],
+        a["offset"],
+    ),
     lambda a, pair: bool(a["starts"][pair.b, pair.h] <= pair.kv <= pair.q + a["offset"]),
     {
         "starts": np.array([[0, 1, 2, 3, 4, 5], [2, 2, 0, 6, 1, 0]], np.int32),
@@ -392,7 +380,10 @@ PREDICATE_WITH_OPERANDS = MaskRule(
     },
 )
 PREDICATE_WITH_BOUNDS = MaskRule(
-    lambda a: masks.Predicate(_three_back, bounds=_upper_half_of_tile),
+    lambda a: masks.Predicate(
+        lambda b, h, q, kv: kv <= q - 3,
+        bounds=lambda x: (x.columns.lo <= x.rows.hi - 3, x.columns.hi <= x.rows.lo - 3),
+    ),
     lambda a, pair: pair.kv <= pair.q - 3,
 )
 
@@ -521,11 +512,6 @@ def _fading(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     )
 
 
-def _gated(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *operands: Any) -> Any:
-    gate, by_key = (operand.astype(score.dtype) for operand in operands)
-    return score * gate[h] + by_key[b, kv_idx]
-
-
 FUNCTION = ScoreRule(
     lambda p: scores.Score(_fading),
     lambda p: Modifier(
@@ -534,7 +520,11 @@ FUNCTION = ScoreRule(
     ),
 )
 FUNCTION_WITH_OPERANDS = ScoreRule(
-    lambda p: scores.Score(_gated, p["gate"], p["by_key"]),
+    lambda p: scores.Score(
+        lambda s, b, h, q, kv, gate, x: s * gate[h].astype(s.dtype) + x[b, kv].astype(s.dtype),
+        p["gate"],
+        p["by_key"],
+    ),
     lambda p: Modifier(
         value=lambda s, pair: s * p["gate"][pair.h] + p["by_key"][pair.b, pair.kv],
         by_score=lambda s, pair: p["gate"][pair.h],
@@ -570,13 +560,12 @@ def learned_sigmoid(bias: Any) -> NormalizerRule:
     )
 
 
-def _mixed(score: Any, bend: Any, slope: Any) -> Any:
-    bend, slope = bend.astype(score.dtype), slope.astype(score.dtype)
-    return bend * jnp.tanh(score) + slope * score
-
-
 MIXED = NormalizerRule(
-    lambda p: normalizers.Pointwise(_mixed, p["bend"], p["slope"]),
+    lambda p: normalizers.Pointwise(
+        lambda s, bend, slope: bend.astype(s.dtype) * jnp.tanh(s) + slope.astype(s.dtype) * s,
+        p["bend"],
+        p["slope"],
+    ),
     lambda p: row_normalizers.pointwise(
         Modifier(
             value=lambda s, pair: p["bend"] * np.tanh(s) + p["slope"] * s,
@@ -591,12 +580,10 @@ MIXED = NormalizerRule(
 )
 
 
-def _log_gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, log_gates: Any) -> Any:
-    return log_gates[b, h, kv_idx].astype(score.dtype)
-
-
 FORGETTING = NormalizerRule(
-    lambda p: normalizers.Running(scores.Score(_log_gate, p["log_gates"])),
+    lambda p: normalizers.Running(
+        scores.Score(lambda s, b, h, q, kv, x: x[b, h, kv].astype(s.dtype), p["log_gates"])
+    ),
     lambda p: row_normalizers.running(
         Modifier(
             value=lambda s, pair: p["log_gates"][pair.b, pair.h, pair.kv] + 0 * s,

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import dropout, masks, scores, softmax, tuning
 from jattn.kernels.common import block_mask
-from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper, parameter_gradients
+from jattn.kernels.gpu.mosaic.kernels import ampere, blackwell, hopper
 from jattn.kernels.gpu.mosaic.kernels.launch import Order
 from jattn.kernels.gpu.mosaic.machine import matrix_units, registers, streams, versions, votes
 from jattn.kernels.gpu.mosaic.tile import mosaic_interpreter, online_softmax
@@ -122,6 +122,14 @@ def dropped(seed: int) -> dict[str, Any]:
 
 
 CALLS = {
+    "distances": KernelCall(
+        {
+            "mask": masks.Causal() | masks.Lengths(kv=jnp.array([130, 20])),
+            "score": scores.RelativeBias(normal(32, 2), max_distance=64) >> scores.SoftCap(5.0),
+        }
+        | dropped(3),
+        (2, 70, 130, 2, 64, 64),
+    ),
     "full": KernelCall({}, (1, 128, 384, 1, 64, 64), jnp.bfloat16),
     "causal_segments_alibi": KernelCall(
         {
@@ -171,14 +179,6 @@ CALLS = {
             "score": scores.Score(_hoistable, SLOPES, normal(2, 100), normal(2, 11))
             >> scores.Temperature(TEMPERATURES),
         }
-    ),
-    "distances": KernelCall(
-        {
-            "mask": masks.Causal() | masks.Lengths(kv=jnp.array([130, 20])),
-            "score": scores.RelativeBias(normal(32, 2), max_distance=64) >> scores.SoftCap(5.0),
-        }
-        | dropped(3),
-        (2, 70, 130, 2, 64, 64),
     ),
     "distances_of_positions": KernelCall(
         {
@@ -627,22 +627,6 @@ def test_which_tiles_visit_a_diagonal(stride, shared):
         }
         assert full == 0
         assert set(listed.tolist()) == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (8, 2)])
-def test_tiles_of_diagonals_are_summed_by_distance(rows, columns):
-    n, m = 3, 4 * rows // columns
-    stride = rows // columns
-    matrix = RNG.normal(size=(2, n * rows, m * columns))
-    tiles = np.zeros((2, m + (n - 1) * stride, rows, columns))
-    for i, j in np.ndindex(n, m):
-        run = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-        tiles[:, j + (n - 1 - i) * stride] += matrix[:, *run]
-    distances = range(1 - n * rows, m * columns)
-    wanted = np.stack([np.trace(matrix, x, 1, 2) for x in distances], axis=1)
-    sums = parameter_gradients._of_distances(jnp.asarray(tiles))
-    np.testing.assert_allclose(sums, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
