@@ -35,6 +35,7 @@ CACHES: dict[str, Any] = {
     "paged": functools.partial(PagedCache.create, page_size=PAGE),
     "dense with positions": functools.partial(DenseCache.create, positions=True),
     "latent": latent,
+    "latent rolling": functools.partial(latent, kind=RollingCache, chunk=T),
     "latent paged with positions": functools.partial(
         latent, kind=PagedCache, page_size=PAGE, positions=True
     ),
@@ -93,19 +94,16 @@ def attend(cache: Cache, query: Any, positions: Any) -> Any:
     return jattn.attention(query, cache, q_positions=positions[:, None], **options)
 
 
-RUN = {
-    "append": quick_jit(lambda cache, *new: cache.append(*new)),
-    "truncate": quick_jit(lambda cache, lengths: cache.truncate(lengths)),
-    "reset": quick_jit(lambda cache, rows: cache.reset(rows)),
-    "reorder": quick_jit(lambda cache, rows: cache.reorder(rows)),
-    "fork": quick_jit(lambda cache, row: cache.fork(row, B)),
-    "keep": quick_jit(lambda cache, *path: cache.keep(*path)),
-    "admit": quick_jit(lambda cache, rows, other: cache.admit(rows, other)),
-}
+def compiled(name: str) -> Any:
+    sizes = (B,) if name == "fork" else ()
+    return quick_jit(lambda cache, *operands: getattr(cache, name)(*operands, *sizes))
+
+
+RUN = {x: compiled(x) for x in "append truncate reset reorder fork keep admit".split()}
 
 
 def create(kind: str, batch: int = B) -> Any:
-    return CACHES[kind](batch, W if kind == "rolling" else S, K, H, V)
+    return CACHES[kind](batch, W if "rolling" in kind else S, K, H, V)
 
 
 def ragged(rng: Any, batch: int) -> np.ndarray:
@@ -115,7 +113,7 @@ def ragged(rng: Any, batch: int) -> np.ndarray:
 
 
 def apply_randomly(rng: Any, cache: Any, rows: list[Row], name: str, kind: str) -> Any:
-    rolling = kind == "rolling"
+    rolling = "rolling" in kind
     match name:
         case "append":
             arguments = new_tokens(rng, rows, kind)
@@ -165,7 +163,7 @@ def new_tokens(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
         if "positions" not in kind:
             positions[b, valid[b]] = len(row.tokens) + np.arange(valid[b].sum())
         token = (x[b, valid[b]].astype(float) for x in (key, value, positions))
-        row.append([*zip(*token, strict=True)], kind == "rolling")
+        row.append([*zip(*token, strict=True)], "rolling" in kind)
     key[~valid] = value[~valid] = np.nan
     return key, None if is_latent else value, valid, positions if "positions" in kind else None
 
@@ -188,7 +186,7 @@ def kept_paths(rng: Any, rows: list[Row], kind: str) -> tuple[Any, ...]:
 
 
 def check_history(kind: str, seed: int, placed: Any = lambda cache: cache) -> None:
-    rng, rolling = np.random.default_rng([seed, *kind.encode()]), kind == "rolling"
+    rng, rolling = np.random.default_rng([seed, *kind.encode()]), "rolling" in kind
     cache, rows = placed(create(kind)), [Row() for _ in range(B)]
     operations = [name for name in RUN if not (rolling and name == "keep")]
     names, types = ["append"], jax.tree.map(jax.typeof, cache)
