@@ -22,7 +22,7 @@ from jattn.generation import Hypotheses
 from tests.arrays import assert_equal
 from tests.conftest import assert_trees_close, plain_jax, quick_jit
 from tests.test_console import Terminal
-from tests.test_translation import assert_refused, bench, decided_params, padded
+from tests.test_translation import bench, decided_params, padded
 
 
 V = 6  # <pad>, <unk>, <bos>, <eos> and two words: of these three symbols and <eos> can be generated
@@ -561,33 +561,3 @@ def test_a_line_that_is_too_long_is_named_and_the_others_are_translated(
         assert error.startswith(f"error: {place}:{message}") and error.count("\n") == 1
         assert error.endswith("; its lines are empty, and those of 5\n")
         assert [bool(line) for line in out.read_text().split("\n")] == [1, 0, 0, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sample", "--beam", "2"], "argument --beam: not allowed with argument --sample"),
-        (["--n-best", "2"], "n_best: expected at most 1 with kind='greedy', got 2"),
-        (["--beam", "2", "--n-best", "3"], "n_best: expected at most 2 with 2 beams, got 3"),
-        (["--sample", "--seed", "-1"], "seed: expected 0 <= seed < 2^32, got -1"),
-        (["--beam", "0"], "beams: expected a whole number of at least 1, got 0"),
-        (["--beam", "1001"], "beams: expected at most 1000, got 1001"),
-        (["--beam", "2", "--length-penalty", "9"], "length_penalty: expected -8..8, got 9"),
-        (["--max-unpacked", "-1"], "--max-unpacked: expected at least 1, got -1"),
-        (["--max-unpacked", "9" * 30], "--max-unpacked: expected at most"),
-        (["--length-penalty", "1"], "--length-penalty: expected --beam with it"),
-        (["--top-k", "3"], "--top-k: expected --sample with it"),
-        (["--beam", "2", "--seed", "3"], "--seed: expected --sample with it"),
-        (["--sample", "--top-p", "2"], "top_p: expected 0 < top_p <= 1, got 2.0"),
-        (["--sample", "--top-k", "0"], "top_k: expected a whole number of at least 1, got 0"),
-        (["--sample", "--temperature", "-1"], "temperature: expected a number not below 0, got -1"),
-        (["--file", "nowhere"], "no file nowhere"),
-        (["--file", "nowhere", "hallo"], "--file: expected no SENTENCE with it"),
-        (["--overwrite"], "--overwrite: expected --output PATH with it"),
-        (["--output", "no/where"], "--output: no directory no"),
-        (["--output", "."], ". exists already: expected another --output or --overwrite"),
-    ],
-)
-def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(["translate", "--run", "nowhere", *arguments], message, capsys)

@@ -12,7 +12,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import meshes, training
 from experiments.translation.meshes import Placement
 from experiments.translation.runs import TranslationRun
-from tests.test_translation import TINY, Bench, assert_refused, make_bench, set_words
+from tests.test_translation import TINY, Bench, make_bench, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -54,24 +54,6 @@ def test_a_mesh_changes_no_number_but_by_rounding(mesh):
     (_, (expected, *_)), (_, (gradients, *_)) = state.opt_state, sharded_state.opt_state
     for name, mean in expected.mu.items():
         np.testing.assert_allclose(gradients.mu[name], mean, atol=2e-6, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("data=4,modle=2", "expected axes of data, model, context, got 'modle'; nearest: model"),
-        ("data=4,data=2", "axis 'data' is given twice in 'data=4,data=2'"),
-        ("4x2", "expected AXIS=SIZE,... such as data=4,model=2, got '4x2'"),
-        ("data=0,model=8", "expected AXIS=SIZE,... such as data=4,model=2, got 'data=0,model=8'"),
-        ("data=4", "data=4,model=1,context=1 takes 4 devices, but there are 8"),
-        ("context=16,model=2", "data=1,model=2,context=16 takes 32 devices, but there are 8"),
-        ("data=2,model=4", "expected a divisor of num_heads=2 for model, got 4"),
-    ],
-)
-def test_meshes_that_do_not_fit_are_one_clear_line(mesh, message, tmp_path, capsys):
-    command = ["train", "--preset", "tiny", "--run", tmp_path / "run", "--mesh", mesh]
-    assert_refused(command, f"error: --mesh: {message}\n", capsys)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

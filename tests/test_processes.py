@@ -16,34 +16,10 @@ import pytest
 from experiments.runs.watching import watch
 from experiments.translation.runs import TranslationRun
 from tests.commands import environment, start_python
-from tests.test_translation import TINY, assert_refused, bench, make_bench, set_words
+from tests.test_translation import TINY, bench, make_bench, set_words
 
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
-ALL_THREE = "expected --coordinator, --processes and --process, not"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--processes 2", f"{ALL_THREE} --coordinator"),
-        ("--coordinator a:1 --process 0", f"{ALL_THREE} --processes"),
-        ("a --processes 2 --process 0", "--coordinator: expected HOST:PORT, got 'a'"),
-        ("a:1 --processes 2 --process 2", "expected 0 <= it < 2, the number of processes, got 2"),
-        *(
-            (f"a:{port} --processes 2 --process 0", f"a port in 1..65535, got {port:.20}")
-            for port in ("0", "65536", "99999", "9" * 5000)
-        ),
-        ("a:² --processes 2 --process 0", "expected HOST:PORT, got 'a:²'"),
-        ("a:٣ --processes 2 --process 0", "expected HOST:PORT, got 'a:٣'"),
-        ("a:1 --processes 0 --process 0", "--processes: expected 1..65536, got 0"),
-        ("a:1 --processes 99999999999 --process 0", "expected 1..65536, got 99999999999"),
-        ("--distributed --process 0", "expected neither --coordinator nor its companions"),
-    ],
-)
-def test_processes_that_could_not_find_each_other_are_one_clear_line(options, message, capsys):
-    coordinator = () if options.startswith("--") else ("--coordinator",)
-    assert_refused(["train", *coordinator, *options.split()], f"{message}\n", capsys)
 
 
 LOSS = (

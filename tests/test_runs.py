@@ -90,8 +90,10 @@ def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
 
 
 def test_a_run_is_deleted_under_its_lock(tmp_path):
-    """After a kill in between it can be deleted again."""
+    """After a kill in between it can be deleted again; other folders are left alone."""
     run = saved_run(tmp_path / "run", 1)
+    with pytest.raises(ValueError, match="is not a run's directory"):
+        runs.remove(tmp_path)
     with locking.locked(run.directory):
         left = left_by_kills(run, lambda: runs.remove(run.directory), tmp_path)
         assert runs.is_vacant(run.directory)

@@ -24,7 +24,6 @@ from pydantic import TypeAdapter
 
 from experiments.language.settings import LanguageSettings
 from experiments.runs.ending import Failure
-from experiments.runs.folder import free_directory
 from experiments.translation import __main__ as cli
 from experiments.translation import decoding, evaluation, pictures, training
 from experiments.translation.batches import Batch, Batches, PackedBatches, loss_mask
@@ -34,7 +33,7 @@ from experiments.translation.corpus import Pair
 from experiments.translation.losses import Projection
 from experiments.translation.model import Model
 from experiments.translation.presets import PRESETS, Config, differences
-from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint, remove
+from experiments.translation.runs import TextOrigin, TranslationRun, fingerprint
 from experiments.translation.text import encode_pairs
 from experiments.translation.training import TrainingState
 from experiments.translation.vocabulary import BOS, EOS, PAD, Vocabulary, learn_vocabularies
@@ -414,21 +413,6 @@ def test_a_run_begun_differently_is_refused_naming_what_differs(tmp_path):
         with pytest.raises(ValueError, match=message):
             run.check_same(dataclasses.replace(run, **change))
     run.check_same(TranslationRun.open(run.directory))
-
-
-def test_an_existing_directory_is_neither_written_into_nor_deleted(tmp_path):
-    run = saved_run(tmp_path / "run")
-    with pytest.raises(FileExistsError, match="exists already"):
-        run.create()
-    assert free_directory(run.directory) == tmp_path / "run-2"
-    remove(run.directory)
-    assert not list(run.directory.iterdir())
-    run.directory.rmdir()
-    assert free_directory(run.directory) == run.directory
-    (tmp_path / "thesis.txt").write_text("words")
-    with pytest.raises(ValueError, match="is not a run's directory"):
-        remove(tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_metrics_are_lines_of_valid_json(tmp_path):
@@ -842,29 +826,81 @@ def test_a_run_killed_in_its_first_save_begins_anew(demonstration, tmp_path, cap
     assert_same_run(TranslationRun.open(directory), TranslationRun.open(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
-        (["train", "--data", "nowhere"], "found nothing at nowhere"),
-        (["train", "--preset", "tiny", "--set", "steps=x"], "steps: expected a valid integer"),
-        (["train", "--resume"], "--resume: expected --run DIR"),
-        (["dance"], "invalid choice: 'dance'"),
-        (["trian"], "; nearest: train"),
-        (["--preset", "toi"], "; nearest: toy"),
-        (["train", "--ste", "steps=3"], "--ste steps=3; nearest: --set, --seed"),
-        (["evaluate", "--run", "x", "--bema=3"], "--bema=3; nearest: --beam"),
-        (["train", "--preset", "tiny", "--set", "step=3"], "'step'; nearest: steps"),
-        (["train", "--set", "quux=3"], "setting 'quux'; `train --help` lists them"),
-        (["evaluate"], "required: --run"),
-        (["evaluate", "--run", "nowhere"], "expected a run's directory, found none at nowhere"),
-        (["translate", "--run", "nowhere", "hallo"], "found none at nowhere"),
+ALL_THREE = "expected --coordinator, --processes and --process, not"
+TRAIN_ON = "train --preset tiny --run run --mesh"
+MISTAKES: dict[str, list[tuple[str, str]]] = {
+    "": [
+        ("--preset huge", "argument --preset: invalid choice: 'huge'"),
+        ("train --data nowhere", "found nothing at nowhere"),
+        ("train --preset tiny --set steps=x", "steps: expected a valid integer"),
+        ("train --resume", "--resume: expected --run DIR"),
+        ("dance", "invalid choice: 'dance'"),
+        ("trian", "; nearest: train"),
+        ("--preset toi", "; nearest: toy"),
+        ("train --ste steps=3", "--ste steps=3; nearest: --set, --seed"),
+        ("evaluate --run x --bema=3", "--bema=3; nearest: --beam"),
+        ("train --preset tiny --set step=3", "'step'; nearest: steps"),
+        ("train --set quux=3", "setting 'quux'; `train --help` lists them"),
+        ("evaluate", "required: --run"),
+        ("evaluate --run nowhere", "expected a run's directory, found none at nowhere"),
+        ("translate --run nowhere hallo", "found none at nowhere"),
     ],
-)
-def test_errors_are_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch):
+    "translate --run nowhere": [
+        ("--sample --beam 2", "argument --beam: not allowed with argument --sample"),
+        ("--n-best 2", "n_best: expected at most 1 with kind='greedy', got 2"),
+        ("--beam 2 --n-best 3", "n_best: expected at most 2 with 2 beams, got 3"),
+        ("--sample --seed -1", "seed: expected 0 <= seed < 2^32, got -1"),
+        ("--beam 0", "beams: expected a whole number of at least 1, got 0"),
+        ("--beam 1001", "beams: expected at most 1000, got 1001"),
+        ("--beam 2 --length-penalty 9", "length_penalty: expected -8..8, got 9"),
+        ("--max-unpacked -1", "--max-unpacked: expected at least 1, got -1"),
+        (f"--max-unpacked {'9' * 30}", "--max-unpacked: expected at most"),
+        ("--length-penalty 1", "--length-penalty: expected --beam with it"),
+        ("--top-k 3", "--top-k: expected --sample with it"),
+        ("--beam 2 --seed 3", "--seed: expected --sample with it"),
+        ("--sample --top-p 2", "top_p: expected 0 < top_p <= 1, got 2.0"),
+        ("--sample --top-k 0", "top_k: expected a whole number of at least 1, got 0"),
+        ("--sample --temperature -1", "temperature: expected a number not below 0, got -1"),
+        ("--file nowhere", "no file nowhere"),
+        ("--file nowhere hallo", "--file: expected no SENTENCE with it"),
+        ("--overwrite", "--overwrite: expected --output PATH with it"),
+        ("--output no/where", "--output: no directory no"),
+        ("--output .", ". exists already: expected another --output or --overwrite"),
+    ],
+    TRAIN_ON: [
+        ("data=4,modle=2", "expected axes of data, model, context, got 'modle'; nearest: model"),
+        ("data=4,data=2", "axis 'data' is given twice in 'data=4,data=2'"),
+        ("4x2", "expected AXIS=SIZE,... such as data=4,model=2, got '4x2'"),
+        ("data=0,model=8", "expected AXIS=SIZE,... such as data=4,model=2, got 'data=0,model=8'"),
+        ("data=4", "data=4,model=1,context=1 takes 4 devices, but there are 8"),
+        ("context=16,model=2", "data=1,model=2,context=16 takes 32 devices, but there are 8"),
+        ("data=2,model=4", "expected a divisor of num_heads=2 for model, got 4"),
+    ],
+    "train": [
+        ("--processes 2", f"{ALL_THREE} --coordinator\n"),
+        ("--coordinator a:1 --process 0", f"{ALL_THREE} --processes\n"),
+        ("--distributed --process 0", "expected neither --coordinator nor its companions\n"),
+    ],
+    "train --process 0 --processes 2 --coordinator": [
+        ("a", "--coordinator: expected HOST:PORT, got 'a'\n"),
+        *((f"a:{x}", f"a port in 1..65535, got {x:.20}\n") for x in ("0", "65536", "99999")),
+        (f"a:{'9' * 5000}", f"a port in 1..65535, got {'9' * 20}\n"),
+        ("a:²", "expected HOST:PORT, got 'a:²'\n"),
+        ("a:٣", "expected HOST:PORT, got 'a:٣'\n"),
+        ("a:1 --process 2", "expected 0 <= it < 2, the number of processes, got 2\n"),
+        ("a:1 --processes 0", "--processes: expected 1..65536, got 0\n"),
+        ("a:1 --processes 99999999999", "expected 1..65536, got 99999999999\n"),
+    ],
+}
+MISTAKES[TRAIN_ON] = [(mesh, f"error: --mesh: {line}\n") for mesh, line in MISTAKES[TRAIN_ON]]
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistakes_in_a_command_are_one_clear_line(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_refused(arguments, message, capsys)
-    assert not list(tmp_path.iterdir())
+    for options, message in MISTAKES[command]:
+        assert_refused(f"{command} {options}".split(), message, capsys)
+        assert not list(tmp_path.iterdir())
 
 
 def assert_refused(arguments: Any, message: str, capsys: Any, main: Any = cli.main) -> None:
@@ -879,7 +915,10 @@ def assert_refused(arguments: Any, message: str, capsys: Any, main: Any = cli.ma
 
 
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path, capsys, monkeypatch):
-    directory = saved_run(tmp_path / "demo").directory
+    run = saved_run(tmp_path / "demo")
+    directory = run.directory
+    with pytest.raises(FileExistsError, match="exists already"):
+        run.create()
     written = (directory / "config.json").stat().st_mtime_ns
     message = "exists already: expected another --run, --resume or --overwrite"
     assert_refused(["--preset", "tiny", "--run", directory], message, capsys)
