@@ -89,10 +89,8 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     with monkeypatch.context() as patch:
         patch.setattr(cli, "_tell", interrupt)
         assert run_command("train", "--text", file, "--run", parts, *SET) == 130
-    assert (
-        f"goes on with: python -m experiments.language train --run {parts} --resume"
-        in capsys.readouterr().err
-    )
+    command = f"python -m experiments.language train --run {parts} --resume"
+    assert f"goes on with: {command}" in capsys.readouterr().err
     with (parts / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "lo')  # cut short
     assert run_command("train", "--run", parts, "--resume") == 0
@@ -109,23 +107,17 @@ def test_train_interrupted_and_resumed_then_write(file, tmp_path, capsys, monkey
     assert run_command("write", "--run", tmp_path / "none") == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["features=4294967296"], "features: expected less than or equal to 262144"),
-        (["layers=100000"], "layers: expected less than or equal to 256"),
-        (["seed=4294967296"], "seed: expected less than 4294967296"),
-        (["heads=5"], "num_heads"),
-        (["features=262144", "feed_forward=262144"], "parameters takes at least"),
-    ],
-)
-def test_impossible_sizes_are_one_clear_line(settings, message, file, tmp_path, capsys):
-    command = ("train", "--text", file, "--run", tmp_path / "run", *SET, *set_words(*settings))
-    assert_refused(command, message, capsys, cli.main)
-    assert not (tmp_path / "run").exists()
-
-
-def test_numbers_of_the_command_line_have_bounds(capsys):
+def test_impossible_sizes_and_numbers_are_one_clear_line(file, tmp_path, capsys):
+    for settings, message in (
+        ("features=4294967296", "features: expected less than or equal to 262144"),
+        ("layers=100000", "layers: expected less than or equal to 256"),
+        ("seed=4294967296", "seed: expected less than 4294967296"),
+        ("heads=5", "num_heads"),
+        ("features=262144 feed_forward=262144", "parameters takes at least"),
+    ):
+        command = ("train", "--text", file, "--run", tmp_path / "run", *SET)
+        assert_refused((*command, *set_words(*settings.split())), message, capsys, cli.main)
+        assert not (tmp_path / "run").exists()
     for name, wrong in (("characters", (0, 10**11)), ("seed", (-1, 2**32))):
         for value in wrong:
             message = f"argument --{name}: expected at "
@@ -139,18 +131,14 @@ def a_run(directory, file) -> LanguageRun:
     return run
 
 
-def test_training_interrupted_before_its_first_checkpoint_resumes(
-    file, tmp_path, capsys, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "_step", interrupt)
-        directory = tmp_path / "run"
-        assert run_command("train", "--text", file, "--run", directory, *SET) == 130
-        assert (
-            f"goes on with: python -m experiments.language train --run {directory} --resume"
-            in capsys.readouterr().err
-        )
-        assert run_command("train", "--run", directory, "--resume") == 130
+def test_training_interrupted_early_resumes(file, tmp_path, capsys, monkeypatch):
+    """There is no checkpoint yet."""
+    monkeypatch.setattr(training, "_step", interrupt)
+    directory = tmp_path / "run"
+    assert run_command("train", "--text", file, "--run", directory, *SET) == 130
+    command = f"python -m experiments.language train --run {directory} --resume"
+    assert f"goes on with: {command}" in capsys.readouterr().err
+    assert run_command("train", "--run", directory, "--resume") == 130
     assert "begins anew: no checkpoint yet" in capsys.readouterr().out
 
 
