@@ -257,40 +257,27 @@ def resigned(run: TranslationRun, step: int) -> Iterator[None]:
     path.write_text(original)
 
 
-def test_the_text_of_a_run_is_checked(tmp_path):
+def test_other_content_in_a_file_of_a_run_is_refused(tmp_path):
     run = saved_run(tmp_path / "run")
-    path = run.directory / "config.json"
-    about = json.loads(path.read_text())
+    for line in ("{", "3", "[]", '{"loss": 1}', '{"step": "1"}', ""):
+        (run.directory / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(ValueError, match=":2: expected a record of metrics, got"):
+            TranslationRun.open(run.directory).metrics()
+    config = run.directory / "config.json"
+    about = json.loads(config.read_text())
     languages = ({"languages": "de"}, {"languages": ["de", 3]})
     for change in ({"path": 3}, {"fingerprint": None}, *languages):
-        path.write_text(json.dumps(about | {"text": about["text"] | change}))
+        config.write_text(json.dumps(about | {"text": about["text"] | change}))
         with pytest.raises(ValueError, match="expected path, languages and fingerprint"):
+            TranslationRun.open(run.directory)
+    for content in ("[]", '{"format": "jattn-translation-run"}', "{"):
+        config.write_text(content)
+        with pytest.raises((ValueError, FileNotFoundError), match="expected"):
             TranslationRun.open(run.directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        *(
-            ("config.json", content, "expected")
-            for content in ("[]", '{"format": "jattn-translation-run"}', "{")
-        ),
-        *(
-            ("metrics.jsonl", f'{{"step": 1}}\n{line}\n', r":2: expected a record of metrics, got")
-            for line in ("{", "3", "[]", '{"loss": 1}', '{"step": "1"}', "")
-        ),
-    ],
-)
-def test_other_content_in_a_file_of_a_run_is_refused(name, content, message, tmp_path):
-    run = saved_run(tmp_path / "run")
-    (run.directory / name).write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        TranslationRun.open(run.directory).metrics()
-
-
-@pytest.mark.parametrize(
-    ("losses", "best", "waited"),
-    [
+def test_what_is_best_and_how_long_ago():
+    for losses, best, waited in (
         ([], None, 0),
         ([2.0], 3, 0),
         ([2.0, 1.0, 3.0], 6, 1),
@@ -298,16 +285,14 @@ def test_other_content_in_a_file_of_a_run_is_refused(name, content, message, tmp
         ([None, None], None, 2),  # a loss that is no number
         ([None, 2.0, None, None], 6, 2),
         ([0.0, 1.0], 3, 1),
-    ],
-)
-def test_what_is_best_and_how_long_ago(losses, best, waited):
-    records = [{"step": 3 * n, "validation_loss": x} for n, x in enumerate(losses, start=1)]
-    records = [{"step": 1, "loss": 9.0}, *records, {"step": 100, "loss": 1.0}]
-    best_record = stopping.best(records)
-    assert (best_record and best_record["step"]) == best
-    assert stopping.waited(records) == waited
-    assert not stopping.has_stopped(records, 0)
-    assert stopping.has_stopped(records, 2) == (waited >= 2)
+    ):
+        records = [{"step": 3 * n, "validation_loss": x} for n, x in enumerate(losses, start=1)]
+        records = [{"step": 1, "loss": 9.0}, *records, {"step": 100, "loss": 1.0}]
+        best_record = stopping.best(records)
+        assert (best_record and best_record["step"]) == best
+        assert stopping.waited(records) == waited
+        assert not stopping.has_stopped(records, 0)
+        assert stopping.has_stopped(records, 2) == (waited >= 2)
 
 
 PATIENCE = 2

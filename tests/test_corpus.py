@@ -134,9 +134,8 @@ def test_golden_sentences():
     assert [text for pair in MADE for text in pair] == GOLDEN.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("made", "gap", "expected"),
-    [
+def test_relative_clauses_with_two_readings_are_recognised():
+    for made, gap, expected in (
         (clause("sehen", FRAU, acc=KIND), "nom", True),  # die frau , die das kind sieht
         (clause("sehen", KIND, acc=FRAU), "acc", True),  # the same words
         (clause("sehen", FRAU, acc=HUND), "nom", False),  # den hund
@@ -145,15 +144,12 @@ def test_golden_sentences():
         (clause("sehen", HUND, acc=FRAU), "acc", False),  # der hund
         (clause("warten", FRAU, acc=KIND), "acc", False),  # auf das
         (clause("helfen", FRAU, dat=KIND), "nom", False),  # dem kind
-    ],
-)
-def test_relative_clauses_with_two_readings_are_recognised(made, gap, expected):
-    assert ambiguous(made, gap) is expected
+    ):
+        assert ambiguous(made, gap) is expected, made
 
 
-@pytest.mark.parametrize(
-    ("german", "expected"),
-    [
+def test_second_readings_are_recognised():
+    for german, expected in (
         ("heute hilft der mann der frau .", True),  # of the woman
         ("weil die kinder dieser jungen katze folgen , lache ich .", True),
         ("der mann hilft der frau .", False),
@@ -166,10 +162,8 @@ def test_relative_clauses_with_two_readings_are_recognised(made, gap, expected):
         ("das kind lacht , weil ich ihm helfe .", True),
         ("die katze kommt , wenn sie schläft .", True),
         ("er sieht den hund .", False),
-    ],
-)
-def test_second_readings_are_recognised(german, expected):
-    assert doubtful(german) is expected
+    ):
+        assert doubtful(german) is expected, german
 
 
 def test_no_pair_has_a_second_reading(pairs, nested):
@@ -229,12 +223,10 @@ def clauses(german):
     ) - (words[1] in openers - {"weil", "obwohl", "wenn"})
 
 
-def test_deeper_sentences_have_more_clauses_than_any_seen_in_training(pairs, nested):
+def test_clauses_tokens_lengths_and_vocabulary(pairs, nested):
+    """Deeper sentences have more clauses than any seen in training, of words that are seen."""
     assert max(clauses(pair.source) for pair in pairs) == 1
     assert min(clauses(pair.source) for pair in nested) == 2
-
-
-def test_tokens_lengths_and_vocabulary(pairs, nested):
     german = {token for pair in pairs for token in pair.source.split()}
     english = {token for pair in pairs for token in pair.target.split()}
     assert 250 < len(german) < 350 and 150 < len(english) < 250

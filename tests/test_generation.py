@@ -13,6 +13,7 @@ from flax import nnx
 import jattn
 from jattn.cache import PagedCache, RollingCache
 from jattn.generation import Ending, beam_search, each_token, length_penalties
+from tests.conftest import expect
 from tests.test_decoder_only import TOKENS, V, call, model
 
 
@@ -79,8 +80,7 @@ def test_continues_from_caches():
     run = functools.partial(jattn.generate, module, TOKENS[:, 3:4], caches=caches)
     for callback in (None, lambda tokens: None, None):  # the caches do not change
         assert run(max_tokens=5, callback=callback).tokens.tolist() == want
-    with pytest.raises(ValueError, match="caches: expected room for 9 tokens, got 8"):
-        run(max_tokens=6)
+    expect(ValueError, "caches: expected room for 9 tokens, got 8", run, max_tokens=6)
 
 
 TABLE = np.random.default_rng(5).normal(size=(V, V)).astype(np.float32) * 2
@@ -109,8 +109,11 @@ def test_tokens_are_drawn_by_their_probability():
         share = np.bincount(np.asarray(column), minlength=V) / B
         assert not np.any(share[p == 0])
         assert np.all(np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / B) + 1e-9)
-    again = run(prompt[:7])
+    again, streamed = run(prompt[:7]), list[Any]()
     assert again.tokens.tolist() == generated.tokens[:7].tolist()  # no row depends on another
+    run(prompt[:7], callback=streamed.append)
+    assert np.stack(streamed, axis=1).tolist() == again.tokens.tolist()
+    assert len(np.unique(again.tokens)) > 3
 
 
 def test_rows_end_after_stop_tokens():
@@ -126,15 +129,6 @@ def test_rows_end_after_stop_tokens():
     for stop in ([2], iter([2]), 2, np.array(2), jnp.array([2])):
         ended = jattn.generate(Bigram(CHAIN), prompt, max_tokens=8, stop=stop)
         assert ended.lengths.tolist() == [2, 8, 8]
-
-
-def test_streaming_draws_the_same():
-    seen: list[Any] = []
-    options = {"max_tokens": 5, "top_p": 0.9, **DRAWN}
-    whole = jattn.generate(Bigram(TABLE), TOKENS[:, :3], **options)
-    jattn.generate(Bigram(TABLE), TOKENS[:, :3], callback=seen.append, **options)
-    assert np.stack(seen, axis=1).tolist() == whole.tokens.tolist()
-    assert len(np.unique(whole.tokens)) > 3
 
 
 def test_compiled_once():
@@ -393,9 +387,9 @@ def test_explicit_mesh():
         assert got.tokens.tolist() == want.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_errors():
+    right: dict[str, Any] = {"prompt": TOKENS[:, :1], "max_tokens": 2, "model": gpt()}
+    wrong: Any = (
         ({"prompt": np.zeros((2, 0), int)}, ValueError, r"prompt: .* B, T >= 1, got \[2, 0\]"),
         ({"prompt": np.zeros((0, 2), int)}, ValueError, r"prompt: .* B, T >= 1, got \[0, 2\]"),
         ({"prompt": np.zeros(3, int)}, ValueError, r"prompt: expected \[B, T\].* got \[3\]"),
@@ -428,31 +422,25 @@ def test_explicit_mesh():
         ({"caches": jnp.int8}, TypeError, "caches: expected what model.step gives, got"),
         ({"model": len}, TypeError, "model: expected an nnx.Module with methods start and step"),
         ({"max_tokens": 10}, ValueError, "length: expected length <= max_length=9, got 10"),
-    ],
-)
-def test_errors(options, error, message):
-    right: dict[str, Any] = {"prompt": TOKENS[:, :1], "max_tokens": 2, "model": gpt()}
-    with pytest.raises(error, match=message):
-        jattn.generate(**right | options)
+    )
+    for options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            jattn.generate(**right | options)
 
 
-@pytest.mark.parametrize(
-    ("options", "needed"),
-    # The prompt's first 4 tokens are read: 2 pages of 2. At the end there are 7 tokens, 4 pages.
-    [({"samples": 3, **DRAWN}, 2 * (2 + 3 * 2)), ({"beams": 3}, 2 * (3 + 3))],
-)
-def test_a_pool_without_enough_pages_is_refused(options, needed):
-    module, tokens = model("gpt", num_layers=1), TOKENS[:, :5]
+def test_a_pool_without_enough_pages_is_refused():
+    """The first 4 tokens of a prompt are read, 2 pages of 2. At the end there are 7, on 4 pages."""
+    module = model("gpt", num_layers=1)
     start = functools.partial(module.start, 2, 7, PagedCache, page_size=2)
-    message = f"caches: expected num_pages >= {needed} for 3 .* of each prompt, got num_pages=8"
-    with pytest.raises(ValueError, match=message):
-        jattn.generate(module, tokens, max_tokens=3, caches=start(), **options)
-    enough = start(num_pages=2 * (2 + 3 * 2))
-    assert jattn.generate(module, tokens, max_tokens=3, caches=enough, **options).tokens.min() >= 0
-    if "samples" in options:  # they need exactly these
-        lacking = start(num_pages=needed - 1)
-        with pytest.raises(ValueError, match="caches: expected num_pages"):
-            jattn.generate(module, tokens, max_tokens=3, caches=lacking, **options)
+    run = functools.partial(jattn.generate, module, TOKENS[:, :5], max_tokens=3)
+    samples: Any = {"samples": 3, **DRAWN}
+    for options, needed in ((samples, 2 * (2 + 3 * 2)), ({"beams": 3}, 2 * (3 + 3))):
+        says = f"caches: expected num_pages >= {needed} for 3 | of each prompt, got num_pages=8"
+        expect(ValueError, says, run, caches=start(), **options)
+        enough = start(num_pages=2 * (2 + 3 * 2))
+        assert run(caches=enough, **options).tokens.min() >= 0
+    lacking = start(num_pages=2 * (2 + 3 * 2) - 1)  # samples need exactly these
+    expect(ValueError, "caches: expected num_pages", run, caches=lacking, **samples)
 
 
 def test_padding_takes_no_room():
@@ -460,8 +448,7 @@ def test_padding_takes_no_room():
     options: Any = {"max_tokens": 4, "valid": valid}
     write = functools.partial(jattn.generate, module, TOKENS[:, :5], **options)
     assert write(caches=module.start(2, 5)).tokens.min() >= 0
-    with pytest.raises(ValueError, match=r"caches: expected B = 2 .* got 3"):
-        write(caches=module.start(3, 5))
+    expect(ValueError, "caches: expected B = 2 | got 3", write, caches=module.start(3, 5))
 
 
 def test_a_limit_of_no_tokens_gives_none():

@@ -224,9 +224,8 @@ def test_abandoned_requests_free_their_pages(served, stream):
 FIELDS = "prompt, max_tokens, temperature, top_k, top_p, seed, stop, stream"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+def test_wrong_requests_have_one_clear_answer(served):
+    for body, message in (
         (b"", "body: not valid JSON: EOF"),
         (b'{"prompt": "the"', "body: not valid JSON: EOF"),
         (b"\xff\xfe", "body: not valid JSON: "),
@@ -250,36 +249,29 @@ FIELDS = "prompt, max_tokens, temperature, top_k, top_p, seed, stop, stream"
         ({"prompt": "the", "stop": ["X"]}, "stop: characters that the model does not know: 'X'"),
         ({"prompt": "the", "stop": [3]}, "stop.0: expected a valid string, got 3"),
         ({"prompt": "the", "stream": 1}, "stream: expected a valid boolean, got 1"),
-    ],
-)
-def test_wrong_requests_have_one_clear_answer(served, body, message):
-    response = served.send("POST", "/generate", body)
-    answer = json.loads(response.read())
-    assert (response.status, set(answer)) == (400, {"error"}) and message in answer["error"]
-    assert "\n" not in answer["error"] and served.health()["free_pages"] == served.engine.pages
+    ):
+        response = served.send("POST", "/generate", body)
+        answer = json.loads(response.read())
+        assert (response.status, set(answer)) == (400, {"error"}) and message in answer["error"]
+        assert "\n" not in answer["error"] and served.health()["free_pages"] == served.engine.pages
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "message"),
-    [
-        ("GET", "/nothing", 404, "GET /nothing: expected POST /generate or GET /health"),
-        ("GET", "/generate", 405, "GET /generate: expected POST /generate or GET /health"),
-        ("POST", "/health", 405, "POST /health: expected POST /generate or GET /health"),
-        ("POST", "/generate", 413, "body: expected at most 4864 bytes, got more"),
-        ("POST", "/generate", 408, "body: expected within 0 s"),
-    ],
-)
-def test_other_errors_are_json_too(served, method, path, status, message, monkeypatch):
+def test_other_errors_are_json_too(served, monkeypatch):
     monkeypatch.setattr(servers, "_BODY_SECONDS", 0.4)
-    size = {413: 10_000, 408: 10}.get(status, 0)
-    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
-        client.sendall(head.encode())
-        client.sendall(b" " * (size if status == 413 else 0))
-        response = http.client.HTTPResponse(client)
-        response.begin()
-        assert response.status == status
-        assert json.loads(response.read()) == {"error": message}
+    for request, status, size, message in (
+        ("GET /nothing", 404, 0, "GET /nothing: expected POST /generate or GET /health"),
+        ("GET /generate", 405, 0, "GET /generate: expected POST /generate or GET /health"),
+        ("POST /health", 405, 0, "POST /health: expected POST /generate or GET /health"),
+        ("POST /generate", 413, 10_000, "body: expected at most 4864 bytes, got more"),
+        ("POST /generate", 408, 10, "body: expected within 0 s"),
+    ):
+        head = f"{request} HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+            client.sendall(head.encode() + b" " * (size if status == 413 else 0))
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert response.status == status
+            assert json.loads(response.read()) == {"error": message}
 
 
 def test_a_full_queue_refuses_more(served):
@@ -363,21 +355,17 @@ def trained(tmp_path_factory):
     return run.directory
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--pages", 3), "pages: expected at least 32, as a request of 512 tokens needs, got 3"),
-        (("--port", 70000), "argument --port: expected at most 65535, got 70000"),
-        (("--host", "nowhere.invalid"), "error: "),
-        (("--rows", 0), "argument --rows: expected at least 1, got 0"),
-        (("--port", "in use"), "in use"),
-    ],
-)
-def test_wrong_options_are_one_clear_line(options, message, trained, as_users_run_it, capsys):
+def test_wrong_options_are_one_clear_line(trained, as_users_run_it, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        options = (other.getsockname()[1] if x == "in use" else x for x in options)
-        command = ("serve", "--run", trained, "--port", 0, *options)
-        assert_refused(command, message, capsys, cli.main)
+        for option, value, message in (
+            ("--pages", 3, "pages: expected at least 32, as a request of 512 tokens needs, got 3"),
+            ("--port", 70000, "argument --port: expected at most 65535, got 70000"),
+            ("--host", "nowhere.invalid", "error: "),
+            ("--rows", 0, "argument --rows: expected at least 1, got 0"),
+            ("--port", other.getsockname()[1], "in use"),
+        ):
+            command = ("serve", "--run", trained, "--port", 0, option, value)
+            assert_refused(command, message, capsys, cli.main)
 
 
 @pytest.mark.one_in(2, slow=True)
