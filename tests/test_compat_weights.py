@@ -9,6 +9,7 @@ from flax import nnx
 
 from jattn import compat, nn
 from tests.arrays import assert_equal
+from tests.conftest import expect
 
 
 B, T, S, N, D = 2, 5, 7, 3, 12
@@ -78,19 +79,17 @@ def test_torch_transformer_there_and_back(norm, bias):
 def test_mistakes_in_torch_transformers_raise():
     state = state_of(torch_transformer())
     without = {name: x for name, x in state.items() if name != "encoder.layers.0.linear1.weight"}
-    with pytest.raises(ValueError, match=r"state: expected encoder\.layers\.0\.linear1\.weight"):
-        compat.transformer_from_torch(without, N)
-    with pytest.raises(ValueError, match=r"state: encoder\.extra has no counterpart"):
-        compat.transformer_from_torch({**state, "encoder.extra": np.ones(1)}, N)
-    with pytest.raises(ValueError, match=r"state: expected names that begin with encoder\. or"):
-        compat.transformer_from_torch({"weight": np.ones(1)}, N)
+    for wrong, says in (
+        (without, "state: expected encoder.layers.0.linear1.weight"),
+        ({**state, "encoder.extra": np.ones(1)}, "state: encoder.extra has no counterpart"),
+        ({"weight": np.ones(1)}, "state: expected names that begin with encoder. or"),
+    ):
+        expect(ValueError, says, compat.transformer_from_torch, wrong, N)
 
 
 def test_mistakes_raise():
-    with pytest.raises(ValueError, match=r"state: expected out_proj\.weight"):
-        compat.attention_from_torch({}, 2)
+    make = compat.attention_from_torch
+    expect(ValueError, "state: expected out_proj.weight", make, {}, 2)
     state = {"out_proj.weight": np.ones((D, D)), "in_proj_weight": np.ones((3 * D, D))}
-    with pytest.raises(ValueError, match="num_heads: expected a divisor of D = 12, got 5"):
-        compat.attention_from_torch(state, 5)
-    with pytest.raises(ValueError, match="bias_k"):
-        compat.attention_from_torch({**state, "bias_k": np.ones(1)}, 2)
+    expect(ValueError, "num_heads: expected a divisor of D = 12, got 5", make, state, 5)
+    expect(ValueError, "bias_k", make, {**state, "bias_k": np.ones(1)}, 2)

@@ -96,16 +96,11 @@ def formula(q: Any, k: Any, v: Any, rule: BenchmarkRule) -> np.ndarray:
     return np.stack(heads, axis=1)
 
 
-def drawn(N: int, count: int = 3) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [2 * rng.normal(size=(T, N, 8)) for _ in range(count)]
-
-
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_attention_is_the_formula(name):
     rule = BY_NAME[name]
-    q, k, v = drawn(HEADS)
+    q, k, v = 2 * np.random.default_rng(0).normal(size=(3, T, HEADS, 8))
 
     def attend(*operands: Any) -> Any:
         rules = in_jattn(rule, T, *operands)
