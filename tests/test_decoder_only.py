@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jattn import masks, nn
-from jattn.cache import PagedCache, RollingCache
+from jattn.cache import PagedCache
+from tests.conftest import expect
 from tests.test_nn import arrays, call, close, layer_norm, made, multi_head, normal, rms_norm
 
 
@@ -110,16 +111,12 @@ def test_steps_equal_the_call(kind):
 
 
 @pytest.mark.slow
-def test_masks_positions_and_other_caches():
+def test_masks_and_positions():
     module, tokens = model("llama"), jnp.asarray(TOKENS)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1]] * 2, jnp.int32)
     places = jnp.array([0, 1, 2, 3, 0, 1, 2], jnp.int32)
     out = call(module, tokens, mask=masks.Segments(ids), positions=places)
     close(out[:, 4:], call(module, tokens[:, 4:]), 1e-4)
-    window = masks.Window(left=2)
-    caches = module.start(2, 2, RollingCache, chunk=T)
-    steps = nnx.jit(lambda m, t, c: m.step(t, c, mask=window))(module, tokens, caches)[0]
-    close(steps, call(module, tokens, mask=window), 1e-4)
 
 
 def test_projection_makes_the_logits():
@@ -130,14 +127,11 @@ def test_projection_makes_the_logits():
         assert bias is None
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_errors():
-    gpt = model("gpt")
-    with pytest.raises(ValueError, match="length: expected length <= max_length=9, got 10"):
-        gpt.start(2, 10)
-    with pytest.raises(ValueError, match=r"tokens: .* B = 3 as in the caches, got \[2, 5\]"):
-        gpt.step(jnp.ones((2, 5), int), gpt.start(3, 5))
-    with pytest.raises(ValueError, match="caches: expected one for each of 1 layers, got 0"):
-        gpt.step(jnp.asarray(TOKENS), [])
-    with pytest.raises(ValueError, match=r"positions: expected .* got 'alibi'"):
-        nn.DecoderOnly(V, positions="alibi", rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
+def test_errors(unchecked):
+    gpt, ids = model("gpt"), jnp.ones((2, 5), int)
+    expect(ValueError, "length: expected length <= max_length=9, got 10", gpt.start, 2, 10)
+    says = "tokens: | B = 3 as in the caches, got [2, 5]"
+    expect(ValueError, says, gpt.step, ids, gpt.start(3, 5))
+    expect(ValueError, "caches: expected one for each of 1 layers, got 0", gpt.step, ids, [])
+    options: Any = {"positions": "alibi", "rngs": nnx.Rngs(0)}
+    expect(ValueError, "positions: expected | got 'alibi'", nn.DecoderOnly, V, **options)

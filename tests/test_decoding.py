@@ -20,7 +20,7 @@ from experiments.translation.decoding import Search
 from experiments.translation.vocabulary import BOS, EOS, PAD, UNK
 from jattn.generation import Hypotheses
 from tests.arrays import assert_equal
-from tests.conftest import assert_trees_close, plain_jax, quick_jit
+from tests.conftest import assert_trees_close, expect, plain_jax, quick_jit
 from tests.test_console import Terminal
 from tests.test_translation import bench, decided_params, padded
 
@@ -78,36 +78,18 @@ def random_tables(sentences: int, seed: int = 0) -> np.ndarray:
     return (2 * random.standard_normal((sentences, CODES, V))).astype(np.float32)
 
 
-def made_table(continuations: dict[tuple[int, ...], dict[int, float]]) -> np.ndarray:
-    """`[1, CODES, V]`: probabilities after each prefix; all are equal after any other prefix."""
-    table = np.zeros((1, CODES, V), np.float32)
-    for prefix, probabilities in continuations.items():
-        assert math.isclose(sum(probabilities.values()), 1)
-        row = np.full(V, -np.inf)
-        row[list(probabilities)] = np.log(list(probabilities.values()))
-        row[[PAD, BOS]] = 7.0  # likely, but not to be generated
-        table[0, functools.reduce(longer, (BOS, *prefix), 0)] = row
-    return table
-
-
-@functools.partial(quick_jit, static_argnames=("length",))
-def run_greedy(tables, active, *, length, **limits):
-    return searches.greedy(table_step(tables), first_state(len(tables)), active, length, **limits)
-
-
 @functools.partial(quick_jit, static_argnames=("length", "beams", "n_best", "length_penalty"))
-def run_beam(tables, active, *, length, beams, **options):
-    begin = first_state(len(tables), beams), active, length
-    return searches.beam(table_step(tables), *begin, beams=beams, reorder=reorder, **options)
+def run_search(tables, active, *, length, beams, **options):
+    begin = table_step(tables), first_state(len(tables), max(beams, 1)), active, length
+    if beams:
+        return searches.beam(*begin, beams=beams, reorder=reorder, **options)
+    return searches.greedy(*begin, **options)
 
 
-def searched(run, tables, active=None, **options) -> Any:
+def searched(tables, active=None, *, length=8, beams=0, **options) -> Any:
+    """The result of a beam search, or of a greedy one with 0 beams."""
     active = np.ones(len(tables), bool) if active is None else np.array(active)
-    return jax.device_get(run(tables, active, **options))
-
-
-greedily = functools.partial(searched, run_greedy, length=8)
-beamed = functools.partial(searched, run_beam)
+    return jax.device_get(run_search(tables, active, length=length, beams=beams, **options))
 
 
 def log_probs_after(table: np.ndarray, prefix: tuple[int, ...]) -> dict[int, float]:
@@ -115,14 +97,6 @@ def log_probs_after(table: np.ndarray, prefix: tuple[int, ...]) -> dict[int, flo
     row = table[functools.reduce(longer, (BOS, *prefix), 0)].astype(np.float64)
     total = math.log(sum(math.exp(row[token]) for token in ALLOWED))
     return {token: row[token] - total for token in ALLOWED}
-
-
-def ranked(hypotheses, alpha):
-    scored = [
-        (log_prob / ((5 + len(tokens)) / 6) ** alpha, tokens, log_prob)
-        for tokens, log_prob in hypotheses
-    ]
-    return sorted(scored, key=lambda hypothesis: -hypothesis[0])
 
 
 def plain_beam(table, length, beams, alpha):
@@ -138,25 +112,20 @@ def plain_beam(table, length, beams, alpha):
         continued = sorted(continued, key=lambda pair: -pair[1])[: 2 * beams]
         finished += [pair for pair in continued if pair[0][-1] == EOS]
         alive = [pair for pair in continued if pair[0][-1] != EOS][:beams]
-    return ranked(finished + alive, alpha)
-
-
-def assert_hypotheses(hypotheses, sentence, expected):
-    rows, lengths, log_probs, scores = (array[sentence] for array in hypotheses)
-    rows = [tuple(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
-    assert rows == [tokens for _, tokens, _ in expected]
-    np.testing.assert_allclose(scores, [score for score, _, _ in expected], rtol=1e-5)
-    np.testing.assert_allclose(log_probs, [log_prob for *_, log_prob in expected], rtol=1e-5)
+    scored = [(x / ((5 + len(tokens)) / 6) ** alpha, tokens, x) for tokens, x in finished + alive]
+    return sorted(scored, key=lambda hypothesis: -hypothesis[0])
 
 
 def path_table(*generated: int) -> np.ndarray:
-    """After each beginning of this sequence the next of its tokens has the probability 3/4."""
-    return made_table(
-        {
-            generated[:place]: {token: 0.75, ALLOWED[ALLOWED.index(token) - 1]: 0.25}
-            for place, token in enumerate(generated)
-        }
-    )
+    """`[1, CODES, V]`: after each beginning of this sequence the next of its tokens has the
+    probability 3/4; after any other prefix all are equal."""
+    table = np.zeros((1, CODES, V), np.float32)
+    for place, token in enumerate(generated):
+        row = np.full(V, -np.inf)
+        row[[token, ALLOWED[ALLOWED.index(token) - 1]]] = np.log([0.75, 0.25])
+        row[[PAD, BOS]] = 7.0  # likely, but not to be generated
+        table[0, functools.reduce(longer, (BOS, *generated[:place]), 0)] = row
+    return table
 
 
 def test_greedy_feeds_back_its_tokens_and_ends_with_the_last_row():
@@ -172,18 +141,18 @@ def test_greedy_feeds_back_its_tokens_and_ends_with_the_last_row():
 def test_of_equal_tokens_the_first_is_said_and_never_padding_or_the_beginning():
     even = np.zeros((1, CODES, V), np.float32)
     even[..., [PAD, BOS]] = 9
-    result = greedily(even, length=2)
+    result = searched(even, length=2)
     assert result.tokens.tolist() == [[UNK, UNK]]
     np.testing.assert_allclose(result.log_probs, 2 * math.log(0.25), rtol=1e-6)
-    best = beamed(even, length=2, beams=3, n_best=4, length_penalty=0.0)
+    best = searched(even, length=2, beams=3, n_best=4, length_penalty=0.0)
     # <eos> alone is likelier than two tokens, of which those with <eos> have been found first
     assert best.tokens[0].tolist() == [[EOS, PAD], [UNK, EOS], [4, EOS], [UNK, UNK]]
 
 
 def test_a_beam_of_one_is_greedy():
     tables, active = random_tables(7), np.arange(7) != 2
-    generated = greedily(tables, active)
-    result = beamed(tables, active, length=8, beams=1, n_best=2)
+    generated = searched(tables, active)
+    result = searched(tables, active, beams=1, n_best=2)
     np.testing.assert_array_equal(result.tokens[:, 0], generated.tokens)
     np.testing.assert_array_equal(result.log_probs[active, 0], generated.log_probs[active])
     assert len(set((generated.tokens != PAD).sum(axis=1))) > 4
@@ -200,12 +169,11 @@ def test_each_sentence_has_a_limit_of_its_own(beams, alpha):
     options: dict[str, Any] = {}
     if beams:
         options = {"beams": beams, "n_best": max(beams - 1, 1), "length_penalty": alpha}
-    search = beamed if beams else greedily
-    result = search(tables, length=7, limits=limits, **options)
+    result = searched(tables, length=7, limits=limits, **options)
     for limit in (1, 3, 7):
         rows = limits == limit
         ids, *numbers = (x[rows] for x in result)
-        alone = search(tables[rows], length=limit, **options)
+        alone = searched(tables[rows], length=limit, **options)
         np.testing.assert_array_equal(ids[..., :limit], alone.tokens)
         assert (ids[..., limit:] == PAD).all()
         assert_trees_close(numbers, [*alone[1:]], rtol=1e-6)
@@ -218,12 +186,17 @@ def test_a_beam_is_that_of_plain_python(beams, n_best, length, alpha):
     tables, active = random_tables(12, seed=2), np.arange(12) != 11
     tables[11] = np.nan
     options = {"length": length, "beams": beams, "n_best": n_best, "length_penalty": alpha}
-    result = beamed(tables, active, **options)
+    result = searched(tables, active, **options)
     assert (result.tokens[11] == PAD).all() and (result.scores[11] == -np.inf).all()
     for sentence in range(11):
-        expected = plain_beam(tables[sentence], length, beams, alpha)[:n_best]
-        found = Hypotheses(*(array[:, : len(expected)] for array in result))
-        assert_hypotheses(found, sentence, expected)
+        scores, sequences, log_probs = zip(
+            *plain_beam(tables[sentence], length, beams, alpha)[:n_best], strict=True
+        )
+        got = Hypotheses(*(array[sentence, : len(scores)] for array in result))
+        rows = [tuple(row[:n].tolist()) for row, n in zip(got.tokens, got.lengths, strict=True)]
+        assert rows == [*sequences]
+        np.testing.assert_allclose(got.scores, scores, rtol=1e-5)
+        np.testing.assert_allclose(got.log_probs, log_probs, rtol=1e-5)
     assert (result.scores[:, 121:] == -np.inf).all() and (result.tokens[:, 121:] == PAD).all()
     assert len({int((row != PAD).sum()) for row in result.tokens[:, 0]}) > 2
 
@@ -351,28 +324,25 @@ def test_a_step_is_traced_as_often_for_a_long_search_as_for_a_short_one(kind):
     assert len(calls[0]) <= 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
+def test_bad_options_are_named_before_anything_is_traced():
+    def model(state, tokens):
+        raise AssertionError("traced")
+
+    wrong: Any = (
         ("greedy", {"length": 0}, "length: expected a whole number of at least 1, got 0"),
         ("beam", {"beams": 0}, "beams: expected a whole number of at least 1, got 0"),
         ("beam", {"beams": 2.0}, "beams: expected a whole number of at least 1, got 2.0"),
         ("beam", {"n_best": -1}, "n_best: expected a whole number of at least 1, got -1"),
         ("beam", {"length_penalty": math.nan}, "length_penalty: expected a finite number, got nan"),
         ("sample", {"temperature": -0.1}, "temperature: expected a number not below 0, got -0.1"),
-        ("sample", {"temperature": math.nan}, "temperature: expected .* got nan"),
+        ("sample", {"temperature": math.nan}, "temperature: expected | got nan"),
         ("sample", {"top_k": 0}, "top_k: expected a whole number of at least 1, got 0"),
         ("sample", {"top_p": 0.0}, "top_p: expected 0 < top_p <= 1, got 0.0"),
         ("sample", {"top_p": 1.1}, "top_p: expected 0 < top_p <= 1, got 1.1"),
-    ],
-)
-def test_bad_options_are_named_before_anything_is_traced(kind, options, message):
-    def model(state, tokens):
-        raise AssertionError("traced")
-
-    arguments = {"length": 3} | options_of(kind) | options
-    with pytest.raises(ValueError, match=message):
-        getattr(searches, kind)(model, (), jnp.ones(2, bool), **arguments)
+    )
+    for kind, options, says in wrong:
+        search = functools.partial(getattr(searches, kind), model, (), jnp.ones(2, bool))
+        expect(ValueError, says, search, **{"length": 3} | options_of(kind) | options)
     with pytest.raises(ValueError, match=r"kind: expected one of .* got 'best'"):
         Search(kind="best")  # pyright: ignore[reportArgumentType]
 
@@ -500,7 +470,7 @@ def test_quantised_caches_change_log_probabilities_slightly(translate):
 
 @pytest.mark.usefixtures("as_users_run_it")
 def test_a_row_without_words_has_an_empty_translation():
-    rows = [[EOS], bench().source.encode(bench().texts.train[0].source), [EOS]]
+    rows = [[EOS], *sources(1), [EOS]]
     result = decoding.translated(bench().model, decided_params(), rows)
     assert [bench().target.decode(ids) for ids in result][::2] == ["", ""]
     alone = decoding.translated(bench().model, decided_params(), rows[1:2])

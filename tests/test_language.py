@@ -14,6 +14,7 @@ from experiments.language import text, training
 from experiments.language.runs import LanguageRun
 from experiments.language.settings import LanguageSettings
 from tests.arrays import assert_equal
+from tests.conftest import expect
 from tests.test_translation import assert_refused, set_words
 
 
@@ -35,8 +36,7 @@ def test_characters():
     characters = text.Characters.of(TEXT)
     assert len(characters.alphabet) == len(set(TEXT))
     assert characters.decode(characters.encode("schläft\n")) == "schläft\n"
-    with pytest.raises(ValueError, match="the model does not know: 'X é'"):
-        characters.encode("dog éX")
+    expect(ValueError, "the model does not know: 'X é'", characters.encode, "dog éX")
 
 
 def test_split_and_batches():
@@ -51,8 +51,7 @@ def test_split_and_batches():
     labels = text.in_order(validation, 9, 99)[:, 1:]
     assert labels.ravel().tolist() == validation[1:46].tolist()  # each but the last once
     assert len(text.split(tokens[:20], 9).train) == 10
-    with pytest.raises(ValueError, match="expected at least 20 characters, got 19"):
-        text.split(tokens[:19], 9)
+    expect(ValueError, "expected at least 20 characters, got 19", text.split, tokens[:19], 9)
 
 
 def test_loss_by_the_formula():
@@ -165,8 +164,7 @@ def test_a_model_that_gives_no_probabilities_writes_nothing(file, tmp_path, caps
     run.save(state._replace(variables=variables), 1)
     assert run_command("write", "--run", run.directory, "--prompt", "hund") == 1
     assert "the model gives no probabilities (NaN)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"tokens: expected 0\.\."):
-        run.characters.decode(np.array([-1]))
+    expect(ValueError, "tokens: expected 0..", run.characters.decode, np.array([-1]))
 
 
 def interrupt(*_: object) -> None:

@@ -24,7 +24,7 @@ from experiments.translation import __main__ as cli
 from experiments.translation import runs
 from experiments.translation.runs import TranslationRun
 from tests.commands import full_after, run_python, start_python
-from tests.conftest import plain_jax
+from tests.conftest import expect, plain_jax
 from tests.test_checkpoints import _watching, left_by_kills
 from tests.test_translation import assert_refused, assert_same_run, saved_run, small_tree
 
@@ -78,8 +78,7 @@ def test_a_second_process_in_a_run_is_refused_in_one_line_and_changes_nothing(tm
         assert [path.name for path in vacant.iterdir()] == ["lock"]
     for _ in range(2):  # the locks of killed processes block nobody
         with locking.locked(vacant):
-            with pytest.raises(BlockingIOError, match=f"process {os.getpid()} "):
-                locking.locked(vacant).__enter__()
+            expect(BlockingIOError, f"process {os.getpid()}", locking.locked(vacant).__enter__)
 
 
 def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
@@ -92,8 +91,7 @@ def test_what_is_no_run_is_given_no_lock(tmp_path, capsys):
 def test_a_run_is_deleted_under_its_lock(tmp_path):
     """After a kill in between it can be deleted again; other folders are left alone."""
     run = saved_run(tmp_path / "run", 1)
-    with pytest.raises(ValueError, match="is not a run's directory"):
-        runs.remove(tmp_path)
+    expect(ValueError, "is not a run's directory", runs.remove, tmp_path)
     with locking.locked(run.directory):
         left = left_by_kills(run, lambda: runs.remove(run.directory), tmp_path)
         assert runs.is_vacant(run.directory)
@@ -451,8 +449,7 @@ def test_too_little_memory_is_one_clear_line(error, capsys):
     assert ending.exit_status(raises) == 1
     error_line = capsys.readouterr().err
     assert error_line.startswith("error: not enough memory: ") and error_line.count("\n") == 1
-    with pytest.raises(RuntimeError, match="another"):
-        ending.exit_status(raises)
+    expect(RuntimeError, "another", ending.exit_status, raises)
 
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
