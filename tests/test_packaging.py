@@ -20,20 +20,6 @@ DECLARED: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-
 PROJECT, BACKEND = DECLARED["project"], DECLARED["build-system"]["requires"]
 EXTRAS = ("viz", "experiments", "dev")
 ON_PYTHON_OF_BOUNDS = sys.version_info[:2] == (3, 11)
-IMPORTED = """
-import sys, time
-begin = time.process_time()
-import jax, jax.numpy
-middle = time.process_time()
-before = set(sys.modules)
-import jattn
-print((time.process_time() - middle) / (middle - begin))
-print(*sorted(set(sys.modules) - before))
-import jattn.attention, jattn.statistics
-from jattn import attention as f
-print(callable(f), callable(jattn.statistics), jattn.attention is f)
-"""
-
 BUILD = "from hatchling import build; build.build_sdist('dist')"
 SAMPLE = """
 import jax
@@ -196,16 +182,6 @@ def test_experiments_say_what_to_install():
     error = run_python("-c", hidden).stderr.splitlines()[-1]
     assert re.findall(r"\w+", error.split(";")[0])[4:] == sorted({*names} - {"jattn"})
     assert error.endswith('pip install -e ".[experiments]"')
-
-
-def test_importing_costs_little_beyond_jax_and_hides_no_function():
-    """A sixth of the time of JAX is about 80 ms; the list of modules depends on no load."""
-    share, modules, names = do(sys.executable, "-c", IMPORTED, folder=ROOT).splitlines()
-    imported = modules.split()
-    assert float(share) < 1 / 6
-    assert not {x for x in imported if x.startswith(("flax", "matplotlib", "jaxtyping"))}
-    assert len([x for x in imported if x.startswith("jattn.")]) < 8
-    assert names == "True True True"  # a file has the name of a function
 
 
 def snippets(page: str, section: str) -> list[str]:

@@ -131,24 +131,19 @@ def test_signatures_of_classes_are_those_of_their_constructors():
     assert inspect.signature(nn.FeedForward).parameters["dropout_rate"].default == 0.0
 
 
-LAYER_USERS = (nn.EncoderLayer, nn.DecoderLayer, nn.Encoder, nn.Decoder, nn.Transformer)
-RECURRENT_USERS = (nn.GRU, nn.RecurrentEncoder, nn.RecurrentDecoder, nn.Maxout, nn.RNNsearch)
-
-
-@pytest.mark.parametrize(
-    ("options", "arguments", "users"),
-    [
-        (nn.LayerOptions, LayerArguments, LAYER_USERS),
-        (nn.DecoderOnlyOptions, LayerArguments, (nn.DecoderOnly,)),
-        (nn.RecurrentOptions, RecurrentArguments, RECURRENT_USERS),
-    ],
-)
-def test_options_are_shown_one_by_one(options, arguments, users):
-    wanted = inspect.signature(options).parameters
-    assert {name: x.annotation for name, x in wanted.items()} == arguments.__annotations__
-    for user in users:
-        shown = inspect.signature(user).parameters
-        assert {name: shown[name] for name in wanted} == dict(wanted)
+def test_options_are_shown_one_by_one():
+    layers = (nn.EncoderLayer, nn.DecoderLayer, nn.Encoder, nn.Decoder, nn.Transformer)
+    recurrent = (nn.GRU, nn.RecurrentEncoder, nn.RecurrentDecoder, nn.Maxout, nn.RNNsearch)
+    for options, arguments, *users in (
+        (nn.LayerOptions, LayerArguments, *layers),
+        (nn.DecoderOnlyOptions, LayerArguments, nn.DecoderOnly),
+        (nn.RecurrentOptions, RecurrentArguments, *recurrent),
+    ):
+        wanted = inspect.signature(options).parameters
+        assert {name: x.annotation for name, x in wanted.items()} == arguments.__annotations__
+        for user in users:
+            shown = inspect.signature(user).parameters
+            assert {name: shown[name] for name in wanted} == dict(wanted)
 
 
 def functions():
