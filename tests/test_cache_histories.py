@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, nn, scores
 from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
-from tests.conftest import quick_jit
+from tests.conftest import expect, quick_jit
 from tests.devices import place
 
 
@@ -327,16 +327,14 @@ def test_pages_are_free_as_soon_as_no_row_covers_them():
         assert int(changed.num_free_pages) == free
     full = RUN["append"](cache, *new, np.arange(T) < np.array([[0], [0], [T]]))
     two: Any = (*(x[:, :2] for x in new), np.array([[True] * 2, [False] * 2, [False] * 2]))
-    with pytest.raises(ValueError, match="no free page for batch row 0, all num_pages = 6 are in"):
-        full.append(*two)
+    expect(ValueError, "no free page for batch row 0, all num_pages = 6 are in", full.append, *two)
     assert RUN["append"](full, *two).overflowed.tolist() == [True, False, False]
     prompt = PagedCache.create(1, 7, K, H, V, page_size=PAGE)
     prompt = RUN["append"](prompt, *(x[:1] for x in new))
     admitted = RUN["admit"](cache, np.array([2]), prompt)
     assert admitted.lengths.tolist() == [5, 4, 5] and int(admitted.num_free_pages) == 0
     longer = RUN["append"](prompt, *(x[:1, :2] for x in new))
-    with pytest.raises(ValueError, match="admit: no free page for batch row 2"):
-        cache.admit(2, longer)
+    expect(ValueError, "admit: no free page for batch row 2", cache.admit, 2, longer)
     assert RUN["admit"](cache, np.array([2]), longer).overflowed.tolist() == [False, False, True]
     assert RUN["admit"](cache, np.array([1]), longer).overflowed.tolist() == [False] * 3
 

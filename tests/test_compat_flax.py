@@ -13,6 +13,7 @@ import pytest
 from flax import linen, nnx
 
 from jattn import compat, masks
+from tests.conftest import expect
 
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -122,8 +123,7 @@ def test_complex_numbers_as_in_linen():
     arrays: Any = [jnp.asarray(a + 1j * b) for a, b in zip(*parts, strict=True)]
     ours = compat.flax_attention_fn(*arrays, mask=MASKS["by row"])
     close(ours.imag, linen.dot_product_attention(*arrays, mask=MASKS["by row"]).imag)
-    with pytest.raises(NotImplementedError, match="is_causal"):
-        compat.flax_attention_fn(*arrays, is_causal=True)
+    expect(NotImplementedError, "is_causal", compat.flax_attention_fn, *arrays, is_causal=True)
 
 
 def test_rope_at_given_positions():
@@ -144,8 +144,8 @@ def test_rope_at_given_positions():
     close(compat.flax_attention_fn(q, k, v, rope=rope, input_positions=places), rotated)
     first = compat.flax_attention_fn(q[:1], k[:1], v[:1], rope=rope, input_positions=places[0])
     close(first, rotated[:1])
-    with pytest.raises(ValueError, match="input_positions: expected rope"):
-        compat.flax_attention_fn(q, k, v, input_positions=places)
+    says, attend = "input_positions: expected rope", compat.flax_attention_fn
+    expect(ValueError, says, attend, q, k, v, input_positions=places)
 
 
 @pytest.mark.parametrize("options", [{}, {"force_fp32_for_softmax": True}], ids=str)
@@ -180,20 +180,17 @@ def test_unsupported_arguments_and_invalid_rates_raise():
     q = jnp.ones((T, N, 4), jnp.float32)
     names = ("qk_attn_weights_einsum", "attn_weights_value_einsum")
     both: Any = dict.fromkeys(names, jnp.einsum)
-    calls: list[Any] = [
-        (NotImplementedError, "products", {"einsum_dot_general": jax.lax.dot_general}),
-        (NotImplementedError, "products", both),
-        (ValueError, "neither precision", both | {"precision": jax.lax.Precision.DEFAULT}),
-        (ValueError, "both or neither", {names[0]: jnp.einsum}),
-        (ValueError, "dropout_rng: needed", {"dropout_rate": 0.5}),
-    ]
+    attend: Any = functools.partial(compat.flax_attention_fn, q, q, q)
+    expect(NotImplementedError, "products", attend, einsum_dot_general=jax.lax.dot_general)
+    expect(NotImplementedError, "products", attend, **both)
+    precision = jax.lax.Precision.DEFAULT
+    expect(ValueError, "neither precision", attend, **both, precision=precision)
+    expect(ValueError, "both or neither", attend, **{names[0]: jnp.einsum})
+    expect(ValueError, "dropout_rng: needed", attend, dropout_rate=0.5)
+    says = "dropout_rate: expected 0 <= rate < 1"
     for rate, broadcast in itertools.product((-0.5, 1.0, math.nan, math.inf), (True, False)):
         options = {"dropout_rng": jax.random.key(0), "broadcast_dropout": broadcast}
-        message = "dropout_rate: expected 0 <= rate < 1"
-        calls.append((ValueError, message, {"dropout_rate": rate, **options}))
-    for kind, message, options in calls:
-        with pytest.raises(kind, match=message):
-            compat.flax_attention_fn(q, q, q, **options)
+        expect(ValueError, says, attend, dropout_rate=rate, **options)
 
 
 @pytest.mark.parametrize("attention_fn", BOTH)

@@ -20,6 +20,7 @@ from jattn import masks, nn, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
 from tests.cases import CASES, CallCase, inputs
 from tests.conftest import assert_trees_close, quick_jit
+from tests.devices import place
 from tests.test_contract import CEILINGS, errors, everything, truth
 from tests.test_native import refusal
 from tests.test_parallel import random
@@ -33,10 +34,6 @@ SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     return jax.make_mesh((2, 2, 2), TOKENS, axis_types=(AxisType.Explicit,) * 3)
-
-
-def place(mesh: Mesh, x: Any, *cut: Any) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh, P(*cut)))
 
 
 def whole(x: jax.Array) -> jax.Array:
@@ -134,7 +131,7 @@ def test_results_and_gradients_have_types(name, jit, in_context, mesh):
     with tuning.using(generated_pairs=0):
         want = quick_jit(run)(*map(jnp.asarray, arrays))
         with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
-            placed = [place(mesh, x, *TOKENS) for x in arrays]
+            placed = [place(mesh, x, P(*TOKENS)) for x in arrays]
             results, d = (quick_jit(run) if jit else run)(*placed)
     assert_trees_close((results, d), want, rtol=1e-10, atol=1e-11)
     assert [shown(x) for x in jax.tree.leaves(results)] == types
@@ -161,7 +158,7 @@ def test_programs_within_a_function_may_close_over_a_sharded_array(name, mesh):
     run, table = jax.value_and_grad(loss), jnp.array([0.5, -1.0, 0.25])
     want = quick_jit(run)(table)
     with jax.set_mesh(mesh):
-        assert_trees_close(quick_jit(run)(place(mesh, table)), want, rtol=1e-10)
+        assert_trees_close(quick_jit(run)(place(mesh, table, P())), want, rtol=1e-10)
 
 
 def test_functions_of_arrays_of_sharded_heads_say_what_to_write(mesh):
@@ -169,7 +166,7 @@ def test_functions_of_arrays_of_sharded_heads_say_what_to_write(mesh):
     score = lambda s, b, h, i, j, x: s * x[h]  # noqa: E731
     want = jattn.attention(q, q, q, score=scores.Score(score, by_head))
     with jax.set_mesh(mesh):
-        x = place(mesh, by_head, "heads")
+        x = place(mesh, by_head, P("heads"))
         functions = {
             "score": lambda s, b, h, i, j: score(s, b, h, i, j, x),
             "mask": lambda b, h, i, j: x[h] > (i - j).astype(x.dtype),
@@ -199,7 +196,7 @@ def test_eager_gradients_of_a_sink(cut, sink_cut, mesh):
 
     want = jax.grad(squared, (0, 1))(*map(jnp.asarray, arrays))
     with jax.set_mesh(mesh):
-        placed = place(mesh, arrays[0], *cut), place(mesh, arrays[1], sink_cut)
+        placed = place(mesh, arrays[0], P(*cut)), place(mesh, arrays[1], P(sink_cut))
         got = jax.grad(squared, (0, 1))(*placed)
     assert_trees_close(got, want, rtol=1e-10, atol=1e-11)
     assert [jax.typeof(x) for x in got] == [jax.typeof(x) for x in placed]
@@ -225,8 +222,8 @@ def test_every_case(name, implementation, mesh):
     run: Any = functools.partial(everything, implementation, case)
     with jax.set_mesh(mesh):
         cuts = cuts_of_case(case).items()
-        cut = {label: place(mesh, getattr(x, label), *axes) for label, axes in cuts}
-        placed = jax.tree.map(lambda x: place(mesh, x), x)._replace(**cut)
+        cut = {label: place(mesh, getattr(x, label), P(*axes)) for label, axes in cuts}
+        placed = jax.tree.map(lambda x: place(mesh, x, P()), x)._replace(**cut)
         reason = refusal(name) if implementation == "native" else None
         if reason is not None:
             with pytest.raises(NotImplementedError, match=re.escape(reason)):
@@ -287,12 +284,12 @@ def test_modules(name, split, mesh):
     loss = lambda *arrays: jnp.sum(run(*arrays) ** 2)  # noqa: E731
     cut_axes = ("alignment", "state", "vocabulary", "heads")
     names = dict.fromkeys(cut_axes, "heads") if split else {}
-    placed = lambda x, axes: place(mesh, x, *(names.get(axis) for axis in axes))  # noqa: E731
+    placed = lambda x, axes: place(mesh, x, P(*(names.get(axis) for axis in axes)))  # noqa: E731
     both = with_results(run, jax.grad(loss))
     want = quick_jit(both)(state, *arrays)
     with jax.set_mesh(mesh):
         cut = jax.tree.map(placed, state, nnx.get_partition_spec(state))
-        placed_arrays = [place(mesh, x, *out_cut[: min(x.ndim, len(TOKENS) - 1)]) for x in arrays]
+        placed_arrays = [place(mesh, x, P(*out_cut[: min(x.ndim, 2)])) for x in arrays]
         results, d = quick_jit(both)(cut, *placed_arrays)
         if name == "additive":  # eagerly
             assert jax.typeof(run(cut, *placed_arrays)) == jax.typeof(results)
@@ -308,7 +305,7 @@ def test_rows_that_are_cut_are_normalised(mesh):
     normalised = lambda x: jattn.normalised_interaction(x, masks.Causal())  # noqa: E731
     want = quick_jit(normalised)(left)
     for cut in (("rows", "tokens", None), (None, "tokens", None)):
-        result = quick_jit(normalised)(place(mesh, left, *cut))
+        result = quick_jit(normalised)(place(mesh, left, P(*cut)))
         np.testing.assert_allclose(result, want, rtol=1e-12)
         assert shown(result) == cut
 
@@ -339,6 +336,6 @@ def test_gradients_through_the_zigzag_order():
     (want,) = pull(jnp.sin(q))
     with jax.set_mesh(mesh):
         for run in (attend, jax.jit(attend)):
-            out, pull = jax.vjp(run, place(mesh, q, None, "tokens"))
-            (got,) = pull(place(mesh, jnp.sin(q), *jax.typeof(out).sharding.spec))
+            out, pull = jax.vjp(run, place(mesh, q, P(None, "tokens")))
+            (got,) = pull(place(mesh, jnp.sin(q), jax.typeof(out).sharding.spec))
             np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=1e-13)

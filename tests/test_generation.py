@@ -432,7 +432,7 @@ def test_a_pool_without_enough_pages_is_refused():
     """The first 4 tokens of a prompt are read, 2 pages of 2. At the end there are 7, on 4 pages."""
     module = model("gpt", num_layers=1)
     start = functools.partial(module.start, 2, 7, PagedCache, page_size=2)
-    run = functools.partial(jattn.generate, module, TOKENS[:, :5], max_tokens=3)
+    run: Any = functools.partial(jattn.generate, module, TOKENS[:, :5], max_tokens=3)
     samples: Any = {"samples": 3, **DRAWN}
     for options, needed in ((samples, 2 * (2 + 3 * 2)), ({"beams": 3}, 2 * (3 + 3))):
         says = f"caches: expected num_pages >= {needed} for 3 | of each prompt, got num_pages=8"

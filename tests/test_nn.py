@@ -23,6 +23,7 @@ from jattn.nn.variables import Constant
 from tests.arrays import assert_equal
 from tests.conftest import assert_trees_close, expect
 from tests.devices import mesh_of, place
+from tests.test_positions import turned
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,14 +81,6 @@ def rms_norm(x, scale, epsilon=1e-6):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
 
 
-def turned(x, positions, base=10000.0):
-    """x [T, H] rotated in pairs (i, i + H/2), as complex numbers."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-np.arange(half) / half)
-    z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequency))
-    return np.concatenate([z.real, z.imag], axis=-1)
-
-
 def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None, scale: Any = None):
     """[T, D] and [S, E] to [T, out], head by head, from parameters by path."""
     total = np.zeros((x_q.shape[0], p["out/kernel"].shape[-1])) + p.get("out/bias", 0.0)
@@ -96,13 +89,13 @@ def multi_head(p, x_q, x_kv, allowed, *, norm=None, positions=None, scale: Any =
     for n in range(heads):
         sides = ("query", x_q, n), ("key", x_kv, n // group), ("value", x_kv, n // group)
         q, k, v = (
-            x @ p[f"{name}/kernel"][:, h] + p.get(f"{name}/bias", np.zeros((heads, 1)))[h]
-            for name, x, h in sides
+            row @ p[f"{name}/kernel"][:, h] + p.get(f"{name}/bias", np.zeros((heads, 1)))[h]
+            for name, row, h in sides
         )
         if norm:
             q, k = norm(q, p["query_ln/scale"]), norm(k, p["key_ln/scale"])
         if positions is not None:
-            q, k = turned(q, positions), turned(k, positions)
+            q, k = (turned(x[:, None], positions, "half")[:, 0] for x in (q, k))
         score = np.where(allowed, q @ k.T * (scale or 1 / math.sqrt(q.shape[-1])), -np.inf)
         weights = np.exp(score)
         sink = np.exp(p["sinks"][n]) if "sinks" in p else 0.0
@@ -530,15 +523,6 @@ def test_additive_attention():
     assert captured.keys() == {""}
     close(captured[""], weights[:, None], 1e-12)
     np.testing.assert_array_equal(call(module, query, key), call(module, query, key, key))
-
-
-def test_gated_feed_forward_by_the_formula():
-    options = {"activation": nnx.silu, "gated": True}
-    module = made(nn.FeedForward, 5, 7, param_dtype=jnp.float64, **options)
-    x, p = normal(1, 2, 3, 5, dtype=np.float64), arrays(module)
-    matrix = lambda name, x: np.asarray(x) @ p[f"{name}/kernel"] + p[f"{name}/bias"]  # noqa: E731
-    gate = matrix("gate", x)
-    close(call(module, x), matrix("out", gate / (1 + np.exp(-gate)) * matrix("hidden", x)), 1e-12)
 
 
 @pytest.mark.parametrize(("norm", "layers"), [("post", 2), ("pre", 1)])

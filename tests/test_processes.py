@@ -79,20 +79,6 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     return [(p.returncode, *texts) for p, texts in zip(processes, outputs, strict=True)]
 
 
-def losses_of(records: list[dict[str, Any]]) -> list[Any]:
-    """The losses of training and validation in a run's metrics."""
-    return [x.get("loss", x.get("validation_loss")) for x in records]
-
-
-def alone(settings: Sequence[str], steps: int) -> list[dict[str, Any]]:
-    """The metrics of a training in this process."""
-    parts, records = make_bench(TINY.changed([*settings, f"steps={steps}"])), []
-    loss = parts.evaluator(parts.texts.validation).token_loss
-    validate = lambda params: {"validation_loss": loss(params)}  # noqa: E731
-    parts.loop(report=records.append, validate=validate).run(parts.init_state())
-    return records
-
-
 @pytest.mark.slow
 @pytest.mark.minutes
 def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
@@ -136,8 +122,16 @@ def test_two_processes_train_like_one_and_a_lost_one_ends_the_other(tmp_path):
     assert (first, second) == (0, 0) and texts[1] == "" and silence == ["", ""]
     assert f"resuming from the checkpoint after step {last_step}" in texts[0]
     assert f"trained {steps} steps" in texts[0]
-    expected = losses_of(alone(settings, steps))
-    np.testing.assert_allclose(losses_of(run.metrics()), expected, rtol=1e-5)
+    parts, alone = make_bench(TINY.changed([*settings, f"steps={steps}"])), list[Any]()
+    loss = parts.evaluator(parts.texts.validation).token_loss
+    validate = lambda params: {"validation_loss": loss(params)}  # noqa: E731
+    parts.loop(report=alone.append, validate=validate).run(parts.init_state())
+    # The losses of training and of validation.
+    got, want = (
+        [x["loss"] if "loss" in x else x["validation_loss"] for x in records]
+        for records in (run.metrics(), alone)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     assert run.parameters(bench().model.shapes)[1] == [steps]
 
 

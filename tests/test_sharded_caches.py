@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks, parallel, scores, tuning
 from jattn.cache import DenseCache, PagedCache, RollingCache
-from tests.conftest import assert_trees_close, normal_arrays, quick_jit
+from tests.conftest import assert_trees_close, expect, normal_arrays, quick_jit
 from tests.devices import mesh_of, place
 from tests.test_parallel import learned
 
@@ -211,15 +211,12 @@ def test_parts_of_equal_greatest_scores_count_by_their_tokens():
 
 
 def test_what_is_not_cut_by_places_is_named():
-    new, mesh = tokens(1), mesh_of(context=8)
+    new, options = tokens(1), {"mesh": mesh_of(context=8), "axis_name": "context"}
+    attend: Any = functools.partial(parallel.cached_attention, **options)
     for kind in ("rolling", "paged"):
-        with pytest.raises(NotImplementedError, match=r"Cache cannot be sharded along its tokens"):
-            parallel.cached_attention(*new, CACHES[kind](), mesh=mesh, axis_name="context")
-    with pytest.raises(NotImplementedError, match=r"no derivatives; use parallel\.attention"):
-        options: Any = {"mesh": mesh, "axis_name": "context"}
-        dense = DenseCache.create(B, S, K, H, V)
-        attend = lambda q: parallel.cached_attention(q, *new[1:], dense, **options)  # noqa: E731
-        jax.grad(lambda q: jnp.sum(attend(q)[0]))(new[0])
-    with pytest.raises(ValueError, match=r"a multiple of 8 slots .* got S = 12"):
-        cache = DenseCache.create(B, 12, K, H, V)
-        parallel.cached_attention(*new, cache, mesh=mesh, axis_name="context")
+        says = "Cache cannot be sharded along its tokens"
+        expect(NotImplementedError, says, attend, *new, CACHES[kind]())
+    total = lambda q: jnp.sum(attend(q, *new[1:], DenseCache.create(B, S, K, H, V))[0])  # noqa: E731
+    expect(NotImplementedError, "no derivatives; use parallel.attention", jax.grad(total), new[0])
+    twelve = DenseCache.create(B, 12, K, H, V)
+    expect(ValueError, "a multiple of 8 slots | got S = 12", attend, *new, twelve)

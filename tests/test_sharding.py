@@ -20,8 +20,6 @@ from tests.devices import mesh_of
 
 
 DEVICES = 8
-IMPLEMENTATIONS = (None, "native", "blockwise", "reference")
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 MESHES = {"one_axis": {"x": 8}, "two_axes": {"x": 4, "y": 2}}
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 
@@ -121,7 +119,7 @@ SHARED = ["k v slopes table scale", "q ids", "k", "q k slopes table ids scale", 
 
 @pytest.mark.one_in(12)
 @every_mesh
-@every_implementation
+@pytest.mark.parametrize("implementation", [None, "native", "blockwise", "reference"])
 @pytest.mark.parametrize("shared", [x.split() for x in SHARED], ids=SHARED)
 def test_some_arrays_are_shared(shared, implementation, mesh):
     run_check(attention(implementation), mesh, tuple(shared))
