@@ -362,10 +362,11 @@ def sink_by_head(name: str, sink: Any, N: int) -> Float[Array, " N"]:
     if np.shape(sink) not in ((), (N,)):
         got = list(np.shape(sink))
         raise ValueError(f"{name}: expected [N] = [{N}] or a scalar, got shape {got}")
-    dtype = getattr(sink, "dtype", np.dtype(np.float32))
+    # A Python number keeps its digits for calls in float64.
+    dtype = getattr(sink, "dtype", np.dtype(np.float64))
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     # The least number that float32 rounds to infinity; numbers of narrower dtypes are smaller.
-    too_large = np.inf if dtype == np.float64 else 2.0**128 - 2.0**103
+    too_large = np.inf if dtype == np.float64 and not is_number else 2.0**128 - 2.0**103
     if (is_number or is_known(sink)) and not np.all(np.asarray(sink, np.float64) < too_large):
         raise ValueError(f"{name}: expected finite logits or -inf, got {shown(sink)}")
     return jnp.broadcast_to(jnp.asarray(sink, dtype), (N,))

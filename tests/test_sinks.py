@@ -115,6 +115,14 @@ def test_at_large_logits(how):
         np.testing.assert_allclose(got, weights, rtol=1e-6)
 
 
+def test_a_number_keeps_its_digits_in_float64():
+    out, lse = jattn.attention(Q, KEY, VALUE, return_lse=True)
+    wanted = jattn.with_sink(out, lse, np.full(N, 0.1))
+    results = jattn.attention(Q, KEY, VALUE, sink=0.1, return_lse=True)
+    assert_trees_close(jattn.with_sink(out, lse, 0.1), wanted, rtol=1e-14)
+    assert_trees_close(results, wanted, rtol=1e-13)
+
+
 def test_dropout_acts_on_the_weights_beside_the_sink():
     dropout: Any = {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)}
     weights = jattn.attention_weights(Q, KEY, mask=MASK, sink=SINK, **dropout)
