@@ -89,38 +89,40 @@ class Barriers:
 # --- what kernels ask for -----------------------------------------------------------------------
 
 
-Request = Callable[..., Any]
-"""What a kernel asks for, as a function that makes it for a machine, with a name."""
+class Array:
+    """An array in shared memory, or in tensor memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, tensor: bool = False):
+        self.shape, self.dtype, self.tensor = shape, jnp.dtype(dtype), tensor
+
+    def make(self, machine: "Machine", name: str) -> Any:
+        return Part.whole(Events(machine, name, self.tensor), self)
 
 
-def array(shape: tuple[int, ...], dtype: Any, tensor: bool = False) -> Request:
-    """An array in shared memory or in tensor memory, at its own place or at one with others."""
-    like = jax.ShapeDtypeStruct(shape, dtype)
-    return lambda machine, name, place=None: Part.whole(
-        place or Events(machine, name, tensor), like
-    )
+class Alternatives:
+    """Several arrays that share one place in memory."""
+
+    def __init__(self, *arrays: Array):
+        self.arrays = arrays
+
+    def make(self, machine: "Machine", name: str) -> Any:
+        events = Events(machine, name, tensor=True)
+        return tuple(Part.whole(events, x) for x in self.arrays)
 
 
-def alternatives(*arrays: Request) -> Request:
-    """Several arrays that share one place in tensor memory."""
+class Arrivals:
+    """A request for `num_barriers` barriers, each passed by `num_arrivals` arrivals."""
 
-    def make(machine: "Machine", name: str) -> Any:
-        place = Events(machine, name, tensor=True)
-        return tuple(x(machine, name, place) for x in arrays)
+    def __init__(
+        self, num_arrivals: int = 1, num_barriers: int = 1, orders_tensor_core: bool = False
+    ):
+        self.arrivals, self.barriers = num_arrivals, num_barriers
 
-    return make
-
-
-def barriers(num_arrivals: int = 1, num_barriers: int = 1, **_: bool) -> Request:
-    """Barriers, each of which is passed by `num_arrivals` arrivals."""
-
-    def make(machine: "Machine", name: str) -> Any:
-        arrivals = machine.arrivals(name, num_arrivals)
-        made = [Barrier(name, arrivals) for _ in range(num_barriers)]
+    def make(self, machine: "Machine", name: str) -> Any:
+        arrivals = machine.arrivals(name, self.arrivals)
+        made = [Barrier(name, arrivals) for _ in range(self.barriers)]
         machine.barriers += made
         return Barriers(made)
-
-    return make
 
 
 # --- programs -----------------------------------------------------------------------------------
@@ -175,8 +177,8 @@ class Machine(Programs):
         passes = self.passes.setdefault(self.runs, {})
         self.events, self.barriers, self.errors = 0, [], []
 
-        def make(path: Any, request: Request) -> Any:
-            return request(self, jax.tree_util.keystr(path, simple=True, separator="."))
+        def make(path: Any, request: Any) -> Any:
+            return request.make(self, jax.tree_util.keystr(path, simple=True, separator="."))
 
         refs += jax.tree_util.tree_map_with_path(make, options["scratch_types"])
         groups = [Warpgroup(i) for i in range(options.get("num_threads", 1))]
@@ -327,10 +329,10 @@ _MULTIPLY = matrix_units.multiply
 def on(machine: Machine) -> Iterator[None]:
     """Runs the kernels that are called inside on a machine."""
     members: dict[str, Any] = {
-        "SMEM": lambda shape, dtype, transforms=(): array(shape, dtype),
-        "TMEM": lambda shape, dtype, packed: array(shape, dtype, tensor=True),
-        "RefUnion": alternatives,
-        "Barrier": barriers,
+        "SMEM": lambda shape, dtype, transforms=(): Array(shape, dtype),
+        "TMEM": lambda shape, dtype, packed: Array(shape, dtype, tensor=True),
+        "RefUnion": Alternatives,
+        "Barrier": Arrivals,
         "barrier_wait": machine.wait,
         "barrier_arrive": machine.arrive,
         "copy_gmem_to_smem": machine.copy_in,
