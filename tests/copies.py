@@ -81,6 +81,11 @@ class GlobalArray:
         self.array[_inside(index, self.shape)] = value
 
 
+def _overlap(box: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
+    pairs = zip(box, other, strict=True)
+    return all(x.start < y.stop and y.start < x.stop for x, y in pairs)
+
+
 class Events:
     """The accesses to one place in memory, which holds an array or several: the part, a bit for the
     event, and whether it writes. `machine.touch` records accesses by threads."""
@@ -90,9 +95,7 @@ class Events:
         self.past: list[tuple[tuple[slice, ...], int, bool]] = []
 
     def add(self, box: tuple[slice, ...], event: int, known: int, writes: bool) -> None:
-        axes = lambda other: zip(box, other, strict=True)  # noqa: E731
-        overlap = lambda other: all(x.start < y.stop and y.start < x.stop for x, y in axes(other))  # noqa: E731
-        overlapping = [x for x in self.past if overlap(x[0])]
+        overlapping = [x for x in self.past if _overlap(box, x[0])]
         if not writes and not any(wrote for *_, wrote in overlapping):
             raise Race(f"{self.name} is read to which nothing was written")
         for _, earlier, wrote in overlapping:

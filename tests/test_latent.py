@@ -166,7 +166,7 @@ def latent_attention(name: str, dtype: Any = jnp.float64) -> nn.MultiHeadLatentA
 
 
 def by_the_formula(layer: Any, params: Any, x: Any) -> Any:
-    """Equations 37 to 47 of the paper (appendix C), for `[B, T, D]`, with the biases."""
+    """Equations 37 to 47 of the paper (appendix C) in jnp, for `[B, T, D]`, with the biases."""
     p = {"/".join(map(str, path)): y[...] for path, y in nnx.to_flat_state(params)}
     rank, R = layer.kv_rank, layer.rotary_dim
 
@@ -187,12 +187,20 @@ def by_the_formula(layer: Any, params: Any, x: Any) -> Any:
     latent, shared = jnp.split(down("latent", x), [rank], axis=-1)
     latent, shared = norm("latent_ln", latent), turned(shared[:, :, None])
     key = jnp.einsum("bsc,cnh->bsnh", latent, p["key/kernel"])
-    key = jnp.concatenate([key, jnp.broadcast_to(shared, (*key.shape[:-1], R))], axis=-1)
     value = jnp.einsum("bsc,cnv->bsnv", latent, p["value/kernel"])
-    score = scores.Alibi(scores.alibi_slopes(N)) if layer.score is not None else None
-    options: Any = {"score": score, "scale": layer.scale, "sink": p.get("sinks")}
-    options |= {"mask": masks.Causal(), "implementation": "reference"}
-    out = jnp.einsum("btnv,nvd->btd", jattn.attention(q, key, value, **options), p["out/kernel"])
+    score = jnp.einsum("btnh,bsnh->bnts", q[..., : layer.head_dim], key)
+    score += jnp.einsum("btnr,bsr->bnts", q[..., layer.head_dim :], shared[:, :, 0])
+    score *= layer.scale
+    size = x.shape[1]
+    distance = jnp.arange(size)[:, None] - jnp.arange(size)[None]
+    if layer.score is not None:
+        slopes = scores.alibi_slopes(N).astype(score.dtype)[None, :, None, None]
+        score -= slopes * abs(distance)[None, None].astype(score.dtype)
+    score = jnp.where((distance >= 0)[None, None], score, -jnp.inf)
+    weights = jnp.exp(score)
+    sink = jnp.exp(p["sinks"])[None, :, None, None] if "sinks" in p else 0.0
+    weights /= weights.sum(-1, keepdims=True) + sink
+    out = jnp.einsum("bnts,bsnv,nvd->btd", weights, value, p["out/kernel"])
     return out + p["out/bias"][None, None] if "out/bias" in p else out
 
 

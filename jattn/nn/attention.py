@@ -146,7 +146,7 @@ class MultiHeadAttention(Module):
         self.rotary = Rotary() if rotary is True else rotary or None
         self.implementation = implementation
         self._make_parameters(value_dim, sinks, rngs, initializers)
-        self.mask: Any = None if mask is None else as_mask(mask)
+        self.mask: Any = None if mask is None else as_mask(mask)  # a copy of another layer's
         self.score: Any = score
         self.normalizer: Any = normalizer
         if sinks and self.normalizer is not None:
@@ -156,7 +156,7 @@ class MultiHeadAttention(Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; converts a mask, a score function or a normalizer to a module."""
-        super().__setattr__(name, _held(name, value) if name in _CONVERSIONS else value)
+        super().__setattr__(name, _as_module(name, value) if name in _CONVERSIONS else value)
 
     def _make_parameters(
         self,
@@ -498,7 +498,7 @@ def _check_options(
 _CONVERSIONS = {"mask": as_mask, "score": as_score, "normalizer": as_normalizer}
 
 
-def _held(name: str, value: Any) -> Any:
+def _as_module(name: str, value: Any) -> Any:
     """Returns a module that holds a mask, a score function or a normalizer; None for the default.
 
     A `PytreeVariables` stays the same object, and so does a module that returns a score function.

@@ -128,10 +128,8 @@ def _rotary(
     options = dict(options)
     base = options.pop("rope_theta", base)
     scaling = _scaling(config, options)
-    options.setdefault("partial_rotary_factor", config("partial_rotary_factor", 1.0))
-    if options["partial_rotary_factor"] == 1:
-        del options["partial_rotary_factor"]
-    config.reject(options)
+    share = options.pop("partial_rotary_factor", config("partial_rotary_factor", 1.0))
+    config.reject(options | ({} if share == 1 else {"partial_rotary_factor": share}))
     return Rotary(base=float(base), scaling=scaling)
 
 
