@@ -110,13 +110,15 @@ def test_steps_equal_the_call(kind):
         close(logits[:, 0], whole[places], 1e-4)
 
 
-@pytest.mark.slow
 def test_masks_and_positions():
     module, tokens = model("llama"), jnp.asarray(TOKENS)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1]] * 2, jnp.int32)
     places = jnp.array([0, 1, 2, 3, 0, 1, 2], jnp.int32)
-    out = call(module, tokens, mask=masks.Segments(ids), positions=places)
+    segments = masks.Segments(ids)
+    out = call(module, tokens, mask=segments, positions=places)
     close(out[:, 4:], call(module, tokens[:, 4:]), 1e-4)
+    steps = nnx.jit(lambda m, t, c: m.step(t, c, mask=segments))(module, tokens, module.start(2, T))
+    close(steps[0], call(module, tokens, mask=segments), 1e-4)
 
 
 def test_projection_makes_the_logits():
