@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
         weights.
     greatest: the greatest weight, `[*B, N, T]`.
     place: the index of the key with the greatest weight, the lowest if several are equal, int32
-        `[*B, N, T]`; −1 if all keys are masked.
+        `[*B, N, T]`; −1 if all keys are masked or the weights are NaN.
     distance: Σ w |q − kv|, the mean distance of positions, `[*B, N, T]`.
     on_keys: the sum of the weights on the requested `keys`, `[*B, N, T]`; None if not requested.
     above: the sum of the weights above the `threshold`, `[*B, N, T]`; None if not requested.
@@ -181,6 +181,9 @@ def _statistics(
         by_query, received = _without_pairs(request, *operands)
     else:
         by_query, received = tiled_statistics.statistics(_by_platform, request, *operands)
+    if by_query.above is not None:  # no weight that is NaN is above the threshold
+        above = jnp.where(jnp.isnan(by_query.greatest), jnp.nan, by_query.above)
+        by_query = by_query._replace(above=_constant(above))
     return jax.tree.map(call.unflattened, Statistics(**by_query._asdict(), received=received))
 
 

@@ -242,12 +242,12 @@ def test_masked_nan_does_not_exist_and_attended_nan_is_seen(how):
     key = key.at[0, S - 1].set(jnp.nan).at[1, 0].set(jnp.nan)
 
     def entropy(query: Any, key: Any) -> Any:
-        values = jattn.statistics(query, key, mask=masks.Causal())
+        values = jattn.statistics(query, key, mask=masks.Causal(), threshold=0.1)
         return jnp.sum(values.entropy[0]), values
 
     with computed(how):
         gradients, every = quick_jit(jax.grad(entropy, (0, 1), has_aux=True))(query, key)
-    for values in (every.entropy, every.greatest, every.distance):
+    for values in (every.entropy, every.greatest, every.distance, every.above):
         assert np.isfinite(values[0]).all() and np.isnan(values[1]).all()
     assert np.isfinite(every.received[0]).all() and np.isnan(every.received[1, :, 0]).all()
     assert np.isfinite(gradients[0]).all() and np.isfinite(gradients[1]).all()
