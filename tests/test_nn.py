@@ -216,6 +216,23 @@ def test_sinks_through_a_cache_in_pieces_and_a_memory():
     close(got, call(module, x, memory), 1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7,), (2, 7)])
+def test_mask_and_score_see_the_positions_of_a_memory(shape):
+    module = made(nn.MultiHeadAttention, 4, 5, **OF_OTHER_SIZES)
+    x, memory = normal(1, 2, 3, 5), normal(2, 2, 7, 5)
+    places = 2 + jnp.broadcast_to(jnp.arange(7, dtype=jnp.int32), shape)
+    options = {"mask": masks.Causal(), "score": scores.Alibi(scores.alibi_slopes(4))}
+    options["positions"] = jnp.arange(3, 6, dtype=jnp.int32)
+
+    @nnx.jit
+    def attend(module: Any) -> Any:
+        stored = module.project_memory(memory, positions=places)
+        return module.attend_memory(x, stored, **options)
+
+    expected = call(module, x, memory, kv_positions=places, **options)
+    close(attend(module), expected, 1e-5)
+
+
 def test_axial_rotary_is_by_row_and_column():
     """The patches of an image of width 3 equal the same patches within an image of width 5."""
     make = functools.partial(made, nn.MultiHeadAttention, 2, 5, head_dim=8)

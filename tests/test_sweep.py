@@ -387,7 +387,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         )
         for kind in CACHES
     },
-    "DenseCache.of": call(cache.DenseCache.of),
+    "DenseCache.of": call(cache.DenseCache.of, positions=NO_POSITIONS),
     "LatentCache.create": call(cache.LatentCache.create),
     "LatentCache.append": method(
         cache.LatentCache.append,
@@ -489,7 +489,7 @@ FUNCTIONS |= {
         f"nn.{row.function.__qualname__}": row
         for row in (
             method(nn.MultiHeadAttention.empty_cache, attend, dtype=DTYPE_OR_NONE),
-            method(nn.MultiHeadAttention.project_memory, attend, positions=IGNORED),
+            method(nn.MultiHeadAttention.project_memory, attend, positions=NO_POSITIONS),
             method(nn.MultiHeadAttention.attend_memory, attend, memory=PROJECTED),
             method(nn.TokenEmbedding.attend, lambda: nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))),
             method(nn.DecoderOnly.start, language_model, dtype=DTYPE_OR_NONE),

@@ -53,12 +53,21 @@ class DenseCache(Cache):
         return cls(*empty(shape, head_size, value_size, dtype), *no_tokens(batch), stored_positions)
 
     @classmethod
-    def of(cls, key: Any, value: Any, lengths: Any = None, dtype: Any = None) -> "DenseCache":
+    def of(
+        cls,
+        key: Any,
+        value: Any,
+        lengths: Any = None,
+        dtype: Any = None,
+        positions: Positions = None,
+    ) -> "DenseCache":
         """Creates a cache that holds `key [B, S, K, H]` and `value [B, S, K, V]`, such as those of
         an encoder's output.
 
         `lengths [B]` is the number of tokens of each batch row without padding, which is on the
-        right; by default S. `dtype` is by default that of the arrays.
+        right; by default S. `dtype` is by default that of the arrays. `positions`, integers
+        `[B, S]` or `[S]`, are the positions that masks and score functions see, which the cache
+        keeps; by default the token in slot i has position i.
 
         Raises TypeError and ValueError for wrong arrays and for concrete lengths outside 0..S;
         traced lengths outside 0..S set `overflowed`.
@@ -78,13 +87,20 @@ class DenseCache(Cache):
         B, S = key.shape[:2]
         tokens, overflowed = no_tokens(B)
         if lengths is None:
-            return cls(keys, values, tokens + S, overflowed)
-        check_array("lengths", lengths, "[B]", "integer", shape=(B,))
-        least, most = integers.known_range(lengths) or (0, 0)
-        if least < 0 or most > S:
-            raise ValueError(f"lengths: expected 0 <= lengths <= S = {S}, got {least} to {most}")
-        tokens = jnp.asarray(integers.clamped(lengths))
-        return cls(keys, values, jnp.clip(tokens, 0, S), (tokens < 0) | (tokens > S))
+            tokens = tokens + S
+        else:
+            check_array("lengths", lengths, "[B]", "integer", shape=(B,))
+            least, most = integers.known_range(lengths) or (0, 0)
+            if least < 0 or most > S:
+                got = f"{least} to {most}"
+                raise ValueError(f"lengths: expected 0 <= lengths <= S = {S}, got {got}")
+            tokens = jnp.asarray(integers.clamped(lengths))
+            tokens, overflowed = jnp.clip(tokens, 0, S), (tokens < 0) | (tokens > S)
+        cache = cls(keys, values, tokens, overflowed, positions_of(positions is not None, (B, S)))
+        if positions is None:
+            return cache
+        kept = cache.next_positions(S, positions=positions)
+        return dataclasses.replace(cache, positions=kept, overflowed=cache._lost(positions))
 
     def _extended(self, key: Any, value: Any, valid: Valid, positions: Positions) -> "DenseCache":
         slots, extended = self._reserved(key.shape[1], valid, positions)

@@ -433,11 +433,11 @@ class MultiHeadAttention(Module):
         """Projects `inputs_k [B, S, E]` to keys and values, for several calls of `attend_memory`.
 
         `lengths [B]`, by default S, is the number of positions of each row before its padding.
-        `positions` are `[B, S]` or `[S]`, by default `arange(S)`. `dtype` is that of the stored
-        keys and values, by default that of the projections.
+        `positions` are `[B, S]` or `[S]`, by default `arange(S)`; masks and score functions see
+        them too. `dtype` is that of the stored keys and values, by default that of the projections.
         """
         keys_values = self.project_keys_values(inputs_k, None, positions)
-        return DenseCache.of(*keys_values, lengths, dtype)
+        return DenseCache.of(*keys_values, lengths, dtype, positions)
 
     @advised_by(LAYER_ADVICE, MemoryOptions)
     def attend_memory(
