@@ -283,6 +283,20 @@ def test_bounds_of_random_functions_never_lie(count):
     settings(max_examples=count)(example(check_bounds_of))()
 
 
+INFINITE = jnp.asarray([np.inf, *np.ones(S - 1)], jnp.float32)
+NAN_WITHIN_TILES: dict[str, Function] = {  # infinity times 0, where the 0 is no end of its interval
+    "clip": lambda q, kv: jnp.clip(INFINITE[q] * (kv - 3), -1, 1) >= -1,
+    "factors in the other order": lambda q, kv: jnp.tanh((q - 3.0) * INFINITE[kv]) <= 2,
+    "minus infinity": lambda q, kv: jnp.clip(-INFINITE[q] * (kv - 3), -1, 1) <= 1,
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", NAN_WITHIN_TILES)
+def test_bounds_of_products_that_are_nan_within_a_tile(name, traced):
+    check_bounds_of(NAN_WITHIN_TILES[name], 0, 0, traced)
+
+
 def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: bool) -> None:
     q, kv = ((first + np.arange(S)).astype(np.int32) for first in (q_first, kv_first))
     with jax.numpy_dtype_promotion("standard"):

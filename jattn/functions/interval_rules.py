@@ -158,11 +158,25 @@ def _corners(exact: Callable[..., Any]) -> _Rule:
 
 RULES["add"] = _of_booleans(operator.or_, _corners(operator.add))
 RULES["sub"] = _corners(operator.sub)
-# 0 times an infinite end is NaN, which `checked` replaces by all numbers.
-RULES["mul"] = _of_booleans(operator.and_, _corners(operator.mul))
 RULES["neg"] = _corners(operator.neg)
 RULES["square"] = lambda node, x: _power(node, x, 2)
 RULES["integer_pow"] = lambda node, x: _power(node, x, node.param)
+
+
+def _product(node: Node, x: Interval, y: Interval) -> Interval:
+    """Returns the interval of `x * y` of numbers, where infinity times 0 is NaN, also if the 0 is
+    not an end of its interval."""
+    result = _at_corners(node, operator.mul, x, y)
+    if kind_of(node.dtype) != "f":
+        return result
+    for a, b in ((x, y), (y, x)):
+        is_infinite = (abs(a.lo) == np.inf) | (abs(a.hi) == np.inf)
+        nan = result.nan | (is_infinite & (b.lo <= 0) & (b.hi >= 0))
+        result = result._replace(nan=nan)
+    return result
+
+
+RULES["mul"] = _of_booleans(operator.and_, _product)
 
 
 def _power(node: Node, x: Interval, exponent: Any) -> Interval:
