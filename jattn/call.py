@@ -203,7 +203,7 @@ def of_shapes(
     spec = Spec(
         mask=mask,
         score=score,
-        scale=_check_scale(options.get("scale"), shapes.H),
+        scale=checked_scale(options.get("scale"), shapes.H),
         q_positions=q_positions,
         kv_positions=kv_positions,
         dropout_key=dropout_key if rate else None,
@@ -321,7 +321,7 @@ def _check_dropout(rate: Any, key: Any) -> float:
     return float(rate)
 
 
-def _check_scale(scale: Any, H: int) -> Any:
+def checked_scale(scale: Any, H: int) -> Any:
     if scale is None:
         return 1 / math.sqrt(H)
     if hasattr(scale, "dtype") or is_static(scale):

@@ -22,6 +22,7 @@ from jattn._advised import advised
 from jattn._explicit import QuerySharding, partitioned_by_xla
 from jattn._types import AnyArray, Keys, Output, Queries, Shape, Values, accumulation
 from jattn.attention import attention, attention_weights
+from jattn.call import checked_scale
 from jattn.checks import check_array, check_flag, check_like, check_size, shown
 from jattn.functions import integers
 from jattn.masks import Blocks, Causal, Window
@@ -260,6 +261,7 @@ def native_sparse_attention(
     check_array("value", value, "[*B, S, K, V]", shape=(*key.shape[:-1], value.shape[-1]))
     check_array("gates", gates, "[*B, T, N, 3]", shape=(*shape[:-1], 3))
     check_like("value", value, query)
+    checked_scale(options.get("scale"), shape[-1])
     blocks = key.shape[-3] // kv_block
     if compressed is not None:
         if not isinstance(compressed, tuple | list) or len(compressed) != 2:

@@ -40,7 +40,8 @@ BAD: dict[str, Any] = {
 
 # The values that each kind of argument accepts; it raises for all others. The first accept nothing.
 NOTHING = "array integers size layers rate name function dtype rngs thing cache index devices slow"
-NONE = "array? integers? size? mask score share? precision name? function? dtype? rngs? thing?"
+NONE = "array? integers? size? mask score normalizer share? precision name? function? dtype?"
+NONE += " rngs? thing?"
 TAKES: dict[str, set[str]] = {
     **{kind: set() for kind in (*NOTHING.split(), "tokens_of_devices")},
     **{kind: {"None"} for kind in NONE.split()},
@@ -54,7 +55,7 @@ TAKES: dict[str, set[str]] = {
     "number": {"2**40"},  # any finite one
     "positive": {"2**40"},
     "positive?": {"None", "2**40"},
-    "tokens to stop at": {"list", "empty"},
+    "tokens to stop at": {"list", "integers", "empty"},
     "token": {"minus one"},
     "number?": {"None", "minus one", "2**40"},
     "logit": {"minus one", "2**40"},
@@ -66,8 +67,10 @@ TAKES: dict[str, set[str]] = {
     "length?": {"None", "integers", "minus one", "2**40", "10**400"},
     "distance?": {"None", "2**40", "10**400"},
     "count": {"2**40", "10**400"},
+    "counts": {"integers", "2**40", "10**400"},
     "step": {"2**40", "10**400"},
     "tokens or truths": {"integers", "truths"},
+    "only none": {"None"},
     "dense": {"truths"},
     "block": {"2**40", "10**400"},
     "operand": set(BAD) - {"text", "object", "10**400"},
@@ -209,10 +212,10 @@ ARGUMENTS = {
         "name?": dict.fromkeys(("implementation", "platform", "batch_axis", "head_axis")),
         "flag": {"return_lse": False, "return_weights": False, "pad": False, "reverse": False}
         | {"bidirectional": True, "normalize_qk": False, "rotary": False, "sinks": False}
-        | {"truncate": True, "logits_bias": False, "gated": True, "use_bias": False}
+        | {"truncate": True, "gated": True, "use_bias": False}
         | {"tie_embeddings": False, "scale_embeddings": False, "causal": False}
         | {"normalize": True, "return_state": False},
-        "flag?": {"deterministic": None, "final_norm": True},
+        "flag?": {"deterministic": None, "final_norm": True, "logits_bias": False},
         "rngs?": {"rngs": None},
         "dtype": {"dtype": jnp.float32, "param_dtype": jnp.float32},
         "positive": {"base": 100.0, "factor": 2.0, "fast": 4.0, "cap": 2.0, "t": 2.0}
@@ -266,7 +269,7 @@ FUNCTIONS: dict[str, SweptCall] = {
         function.__name__: call(function)
         for function in (
             *(jattn.attention, jattn.attention_scores, jattn.attention_weights),
-            *(jattn.statistics, jattn.top_weights, jattn.causal_interaction, jattn.chosen_blocks),
+            *(jattn.statistics, jattn.top_weights, jattn.causal_interaction),
             *(scores.SoftCap, scores.Temperature, scores.alibi_slopes),
             *(positions.Linear, positions.NTK, positions.Yarn),
         )
@@ -302,9 +305,14 @@ FUNCTIONS: dict[str, SweptCall] = {
     "native_sparse_attention": call(
         jattn.native_sparse_attention,
         "query key value gates block count window compressed scale precision implementation",
+        named={"query": "key"},
     ),
+    "chosen_blocks": call(jattn.chosen_blocks, named={"query": "key"}, q_positions=NO_POSITIONS),
     "linear_attention": call(
-        jattn.linear_attention, "query key value causal normalize segments valid return_state"
+        jattn.linear_attention,
+        "query key value causal normalize segments valid return_state",
+        named={"query": "key"},
+        causal=Argument("thing", False),  # the sizes T and S differ
     ),
     "LinearState.create": call(
         jattn.LinearState.create,
@@ -329,7 +337,7 @@ FUNCTIONS: dict[str, SweptCall] = {
     "Window": call(masks.Window, left=Argument("distance?", 1), right=Argument("distance?", 2)),
     "Prefix": call(masks.Prefix, length=Argument("length", 2)),
     "Lengths": call(masks.Lengths, q=Argument("length?", 2), kv=Argument("length?", 2)),
-    "Tree": call(masks.Tree, parents=Argument("tokens", -ints(T)), start=Argument("length", 2)),
+    "Tree": call(masks.Tree, parents=Argument("integers", -ints(T)), start=Argument("counts", 2)),
     "Dilated": call(masks.Dilated, step=Argument("step", 2)),
     "Global": call(masks.Global, n=Argument("count", 2)),
     "Segments": call(masks.Segments, q_ids=TOKENS, kv_ids=Argument("tokens?", ints(B, S))),
@@ -376,7 +384,7 @@ FUNCTIONS: dict[str, SweptCall] = {
     "rotary": call(positions.rotary, x=array(B, T, N, H), positions=TOKENS),
     "axial_rotary": call(
         positions.axial_rotary,
-        named={"positions": "rotary"},
+        named={"positions": "coordinates"},
         x=array(B, T, N, 8),
         positions=Argument("array", ints(B, T, 2)),
     ),
@@ -387,17 +395,25 @@ FUNCTIONS: dict[str, SweptCall] = {
         )
         for kind in CACHES
     },
-    "DenseCache.of": call(cache.DenseCache.of, positions=NO_POSITIONS),
+    "DenseCache.of": call(cache.DenseCache.of, positions=NO_POSITIONS, dtype=DTYPE_OR_NONE),
     "LatentCache.create": call(cache.LatentCache.create),
     "LatentCache.append": method(
         cache.LatentCache.append,
         lambda: cache.LatentCache.create(B, L, H, 2),
         key=array(B, T, 1, H + 2),
         value=Argument("only none", None),
+        positions=NO_POSITIONS,
     ),
-    **{f"{kind.__name__}.append": method(kind.append, new(kind), **APPENDED) for kind in CACHES},
+    **{
+        f"{kind.__name__}.append": method(
+            kind.append, new(kind), positions=NO_POSITIONS, **APPENDED
+        )
+        for kind in CACHES
+    },
     **{f"{kind.__name__}.reorder": method(kind.reorder, new(kind)) for kind in CACHES},
-    "next_positions": method(cache.DenseCache.next_positions, new(cache.DenseCache)),
+    "next_positions": method(
+        cache.DenseCache.next_positions, new(cache.DenseCache), positions=NO_POSITIONS
+    ),
     "last_positions": method(cache.DenseCache.last_positions, new(cache.DenseCache)),
     "parallel.attention": call(parallel.attention, named=AXES),
     "parallel.attention_shard": call(
@@ -489,11 +505,22 @@ FUNCTIONS |= {
         f"nn.{row.function.__qualname__}": row
         for row in (
             method(nn.MultiHeadAttention.empty_cache, attend, dtype=DTYPE_OR_NONE),
-            method(nn.MultiHeadAttention.project_memory, attend, positions=NO_POSITIONS),
+            method(
+                nn.MultiHeadAttention.project_memory,
+                attend,
+                positions=NO_POSITIONS,
+                dtype=DTYPE_OR_NONE,
+            ),
             method(nn.MultiHeadAttention.attend_memory, attend, memory=PROJECTED),
             method(nn.TokenEmbedding.attend, lambda: nn.TokenEmbedding(9, D, rngs=nnx.Rngs(0))),
             method(nn.DecoderOnly.start, language_model, dtype=DTYPE_OR_NONE),
-            method(nn.DecoderOnly.step, language_model, named={"tokens": "T"}, caches=STARTED),
+            method(
+                nn.DecoderOnly.step,
+                language_model,
+                named={"tokens": "T"},
+                caches=STARTED,
+                positions=NO_POSITIONS,
+            ),
         )
     },
     "nn.AdditiveAttention()": layer(

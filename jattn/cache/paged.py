@@ -157,12 +157,12 @@ class PagedCache(Cache):
         pages = jnp.take_along_axis(table, m, axis=1)
         pages = jnp.where(self._fits(slots, valid), pages, self.num_pages)
         index = jnp.stack([pages, slots % page_size], axis=-1)
+        new_positions = self.next_positions(T, valid, positions)
         overflowed = self._lost(positions) | (uncapped_lengths > self.capacity) | lacks_pages
         keys = write_pages(self.keys, key, index, copies)
         values = write_pages(self.values, value, index, copies)
-        positions = self.next_positions(T, valid, positions)
-        positions = write_positions(write_pages, self.positions, positions, index, copies)
-        return typed_like(PagedCache(keys, values, table, lengths, overflowed, positions), self)
+        stored = write_positions(write_pages, self.positions, new_positions, index, copies)
+        return typed_like(PagedCache(keys, values, table, lengths, overflowed, stored), self)
 
     def _check_pages(self, lacks_pages: Bool[Array, " B"], owner: str) -> None:
         """Raises ValueError if a batch row lacks a free page, unless this is traced."""

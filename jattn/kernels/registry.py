@@ -106,7 +106,8 @@ names it, or if a call that names nothing has symbolic T or S, which no kernel s
 def check_name(implementation: str | None, *, cached: bool = False) -> None:
     """Raises ValueError for an unknown name; calls on a cache may also name `FEW_QUERIES`."""
     cache_names = (FEW_QUERIES,) if cached else ()
-    advice = '; the implementation in XLA is "blockwise"' if implementation == "xla" else ""
+    is_xla = isinstance(implementation, str) and implementation == "xla"
+    advice = '; the implementation in XLA is "blockwise"' if is_xla else ""
     check_choice("implementation", implementation, (None, *cache_names, *NAMES), advice)
 
 

@@ -123,7 +123,7 @@ class MultiHeadAttention(Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        if use_bias != "qkv":
+        if not isinstance(use_bias, str) or use_bias != "qkv":
             check_flag("use_bias", use_bias)
         check_flag("sinks", sinks)
         _check_options(scale, precision, normalize_qk, rotary, implementation)
