@@ -284,17 +284,19 @@ def test_bounds_of_random_functions_never_lie(count):
 
 
 INFINITE = jnp.asarray([np.inf, *np.ones(S - 1)], jnp.float32)
-NAN_WITHIN_TILES: dict[str, Function] = {  # infinity times 0, where the 0 is no end of its interval
+ZEROS = jnp.asarray([-0.0, *np.zeros(S - 1)], jnp.float32)
+WITHIN_TILES: dict[str, Function] = {  # infinity times a 0 between the ends; the inverse of -0
     "clip": lambda q, kv: jnp.clip(INFINITE[q] * (kv - 3), -1, 1) >= -1,
     "factors in the other order": lambda q, kv: jnp.tanh((q - 3.0) * INFINITE[kv]) <= 2,
     "minus infinity": lambda q, kv: jnp.clip(-INFINITE[q] * (kv - 3), -1, 1) <= 1,
+    "minus 0": lambda q, kv: jax.lax.rsqrt(ZEROS[q]) > kv - 1.0,
 }
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("name", NAN_WITHIN_TILES)
-def test_bounds_of_products_that_are_nan_within_a_tile(name, traced):
-    check_bounds_of(NAN_WITHIN_TILES[name], 0, 0, traced)
+@pytest.mark.parametrize("name", WITHIN_TILES)
+def test_bounds_of_special_numbers_within_a_tile(name, traced):
+    check_bounds_of(WITHIN_TILES[name], 0, 0, traced)
 
 
 def check_bounds_of(function: Function, q_first: int, kv_first: int, traced: bool) -> None:
