@@ -92,10 +92,10 @@ MUTANTS: dict[str, Mutant] = {
     "tile-in-c": mutant(f"{C}/call.h", "const Index g = n ⟦/ (N / K)⇒% K⟧;", "native"),
     # The scale.
     "scale-of-values": mutant(
-        CALL, 'scale=_check_scale(options.get("scale"), shapes.⟦H⇒V⟧)', "contract"
+        CALL, 'scale=checked_scale(options.get("scale"), shapes.⟦H⇒V⟧)', "contract"
     ),
     "scale-of-the-model": mutant(
-        CALL, 'scale=_check_scale(options.get("scale"), shapes.⟦⇒N * shapes.⟧H)', "contract"
+        CALL, 'scale=checked_scale(options.get("scale"), shapes.⟦⇒N * shapes.⟧H)', "contract"
     ),
     "no-scale": mutant(CALL, "return 1⟦ / math.sqrt(H)⇒.0⟧", "contract"),
     # Masks.

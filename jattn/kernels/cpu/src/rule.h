@@ -134,9 +134,9 @@ inline I held(E x) {
 }
 template <typename I, typename V, typename F>
 inline V held_each(F x) {
-  V result;
-  for (int l = 0; l < kLanes; ++l) result[l] = held<I>(x[l]);
-  return result;
+  std::remove_reference_t<decltype(V{}[0])> all[kLanes];  // GCC 12 fails with lanes of a vector
+  for (int l = 0; l < kLanes; ++l) all[l] = held<I>(x[l]);
+  return load<V>(all);
 }
 inline Ints as_i(Vector x) { return held_each<int32_t, Ints>(x); }
 
