@@ -380,7 +380,7 @@ def _check_additive(
         ("w_score", w_score, "[A]"),
     )
     for name, array, letters in arrays:
-        if array is not None or name == "w_score":
+        if array is not None or name != "w_key":
             check_array(name, array, letters)
             check_like(name, array, query)
     _check_shape("w_score", "[A]", w_score.shape, len(w_score.shape) == 1)

@@ -99,8 +99,8 @@ class DenseCache(Cache):
         cache = cls(keys, values, tokens, overflowed, positions_of(positions is not None, (B, S)))
         if positions is None:
             return cache
-        kept = cache.next_positions(S, positions=positions)
-        return dataclasses.replace(cache, positions=kept, overflowed=cache._lost(positions))
+        as_int32 = cache.next_positions(S, positions=positions)
+        return dataclasses.replace(cache, positions=as_int32, overflowed=cache._lost(positions))
 
     def _extended(self, key: Any, value: Any, valid: Valid, positions: Positions) -> "DenseCache":
         slots, extended = self._reserved(key.shape[1], valid, positions)

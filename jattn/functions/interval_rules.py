@@ -456,7 +456,7 @@ def _(node: Node, x: Interval) -> Interval:
 @_rule("rsqrt")
 def _(node: Node, x: Interval) -> Interval:
     lo, hi = (1 / numpy_of(x).sqrt(end) for end in (x.hi, x.lo))
-    contains_0 = (x.lo <= 0) & (x.hi >= 0)  # 0 and -0 have infinities of both signs
+    contains_0 = (x.lo <= 0) & (x.hi >= 0)  # 1 / sqrt(-0) is -infinity
     lo, hi = where(contains_0, -np.inf, lo), where(contains_0, np.inf, hi)
     return _moved_out(Interval(lo, hi, x.nan), node.dtype, 8)
 

@@ -134,7 +134,7 @@ inline I held(E x) {
 }
 template <typename I, typename V, typename F>
 inline V held_each(F x) {
-  std::remove_reference_t<decltype(V{}[0])> all[kLanes];  // GCC 12 fails with lanes of a vector
+  std::remove_reference_t<decltype(V{}[0])> all[kLanes];  // GCC 12 cannot compile lanes here
   for (int l = 0; l < kLanes; ++l) all[l] = held<I>(x[l]);
   return load<V>(all);
 }
