@@ -67,12 +67,12 @@ MASKS = ("full", "causal", "lengths", "dead rows", "array")
 
 def built(name: str, queries: int, keys: int) -> tuple[Any, np.ndarray]:
     """A mask, and as an array `[B or 1, T, S]`."""
-    lengths = jnp.array([keys // 3, keys - 2])
+    lengths = jnp.array([keys // 3, keys - 1])
     mask = {
         "full": None,
         "causal": masks.Causal(),
         "lengths": masks.Lengths(kv=lengths),
-        "dead rows": masks.Window(9, 2) & masks.Lengths(q=queries // 2, kv=lengths),
+        "dead rows": masks.Window(9, 2) & masks.Lengths(q=queries - 1, kv=lengths),
         "array": jnp.asarray((np.outer(np.arange(queries), np.arange(keys)) % 3 > 0)[None, None]),
     }[name]
     return mask, np.reshape(masks.as_mask(mask).dense(queries, keys), (-1, queries, keys))
