@@ -248,19 +248,27 @@ def _cache_arguments(
         # path in the mask that the user passed.
         _check_leaves(Spec(mask, None, 1.0, None, None), shapes, 1, cached=True)
         parts = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, TreeMask))
-        if not cache.slots_in_order and any(isinstance(x, TreeMask) for x in parts):
-            raise NotImplementedError(
-                f"mask: masks.Tree needs slots in the order of tokens, unlike those of a "
-                f"{type(cache).__name__}; use a DenseCache or a PagedCache"
-            )
+        if any(isinstance(x, TreeMask) for x in parts):
+            _check_order("mask: masks.Tree", cache)
         options["mask"] = cache.mask() & mask
     normalizer = as_normalizer(options.get("normalizer"))
     if normalizer is not None:
+        if normalizer.needs_order:
+            _check_order(f"normalizer: {type(normalizer).__name__}", cache)
         options["normalizer"] = normalizer.for_keys(None)
     options["kv_positions"] = cache.kv_positions
     if options.get("q_positions") is None:
         options["q_positions"] = cache.last_positions(shapes.T)
     return shapes, options
+
+
+def _check_order(name: str, cache: Cache) -> None:
+    """Raises NotImplementedError if the cache does not store tokens in order."""
+    if not cache.slots_in_order:
+        raise NotImplementedError(
+            f"{name} needs slots in the order of tokens, unlike those of a {type(cache).__name__} "
+            "that overwrites old tokens; use a DenseCache or a PagedCache"
+        )
 
 
 # --- checks -------------------------------------------------------------------------------------

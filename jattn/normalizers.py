@@ -82,7 +82,12 @@ class NormalizerFunction:
     >>> out = jattn.attention(q, k, v, mask=masks.Causal(), normalizer=tempered)
 
     The first `where` is for the gradient of the temperatures, which would be −inf × 0 = NaN.
+
+    A subclass whose weights depend on the order of the keys sets `needs_order = True`, so that
+    caches that store keys in another order are refused.
     """
+
+    needs_order = False
 
     def weights(self, score: Scores, b: Index, h: Index, rows: Any, columns: Any) -> Scores:
         """Returns the weights `[t, S]` of the scores `[t, S]` of all keys of t queries.
@@ -426,7 +431,7 @@ class Running(NormalizerFunction):
 
         score_j ∘ term_{j+1} ∘ term_{j+2} ∘ … ∘ term_S      over the allowed keys
 
-    in the order in which the keys are stored.
+    in the order in which the keys are stored. Calls on a `RollingCache` raise NotImplementedError.
 
     term: a score function, or a function with its arguments, that maps a score to a term.
     score: the same for score_j in the formula; by default the score itself.
@@ -451,6 +456,7 @@ class Running(NormalizerFunction):
     normalizer: Any = Softmax()
     combine: Any = "add"
     identity: Any = None
+    needs_order = True
 
     def __post_init__(self):
         if self.term is None:
@@ -538,12 +544,15 @@ class StickBreaking(NormalizerFunction):
 
     The last key takes its share β of a stick of length 1, the key before it its share of the rest,
     and so on. Keys count in the order in which they are stored; use it with `masks.Causal`. It is
-    `Running` with sums of log(1 − β) and the normalizer `Exp`.
+    `Running` with sums of log(1 − β) and the normalizer `Exp`. Calls on a `RollingCache` raise
+    NotImplementedError.
 
     >>> w = jattn.attention_weights(0 * q, k, normalizer=normalizers.StickBreaking())
     >>> print(w[0, 0, 0, -3:])
     [0.125 0.25  0.5  ]
     """
+
+    needs_order = True
 
     def weights(self, score, b, h, rows, columns):
         allowed = (score > -jnp.inf) | jnp.isnan(score)

@@ -13,8 +13,8 @@ from flax import nnx
 
 import jattn
 import jattn.nn
-from jattn import masks, positions, scores
-from jattn.cache import Cache, DenseCache, PagedCache, RollingCache
+from jattn import masks, normalizers, positions, scores
+from jattn.cache import Cache, DenseCache, LatentCache, PagedCache, RollingCache
 from tests import oracle
 from tests.conftest import assert_trees_close, expect, normal_arrays, quick_jit
 from tests.kernels import appended
@@ -273,6 +273,28 @@ def test_wrong_arguments_are_named():
     dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
     expect(NotImplementedError, says, cached, query, key, value, rolling, **dropout)
     expect(ValueError, "length: expected length >= 1, got 0", DenseCache.create, B, 0, K, H)
+
+
+def test_rules_that_need_tokens_in_order_refuse_slots_that_are_used_again():
+    rolling = RollingCache.create(B, W, 1, H, 0)
+    stored = LatentCache.create(B, W, H - 1, 1, kind=RollingCache)
+    for cache, name in ((rolling, "RollingCache"), (stored, "LatentCache")):
+        says = f"needs slots in the order of tokens, unlike those of a {name}"
+        query, running = jnp.ones((B, 1, N, H)), normalizers.Running(scores.SoftCap(1.0))
+        for rule in (normalizers.StickBreaking(), running):
+            named = f"normalizer: {type(rule).__name__} {says}"
+            expect(NotImplementedError, named, jattn.attention, query, cache, normalizer=rule)
+        tree = masks.Causal() & masks.Tree(jnp.array([-1]), cache.lengths)
+        expect(
+            NotImplementedError,
+            f"mask: masks.Tree {says}",
+            jattn.attention,
+            query,
+            cache,
+            mask=tree,
+        )
+        keep, places = cache.keep, jnp.zeros((B, 1), int)
+        expect(NotImplementedError, "slots in the order", keep, cache.lengths, places)
 
 
 @pytest.mark.one_in(3)

@@ -457,6 +457,8 @@ def test_capture_of_a_call_or_a_context_leaves_nothing_behind(small):
         nn.capture_weights(model, source, target, no_such_argument=1)
     says = "model: expected an nnx.Module or a method of one"
     expect(TypeError, says, nn.capture_weights, lambda: None)
+    from_outside = jax.jit(lambda ids: nn.capture_weights(model.encode, ids))
+    expect(ValueError, "model: expected an argument of the transformed", from_outside, source)
     for _, module in nnx.iter_modules(model):
         assert not (isinstance(module, nn.WeightsTap) and module.is_open)
         assert not hasattr(module, "__captures__")

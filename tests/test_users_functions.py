@@ -145,9 +145,9 @@ SCORES = {
     ),
     "bytes": UserScore(lambda s, b, h, i, j: s + jnp.asarray(SETTINGS.table)[_bytes(np.uint8)[j]]),
     "signed bytes": UserScore(lambda s, b, h, i, j, t: s + t[_bytes(np.int8)[i]], (table(300),)),
+    # The table is no operand, as JAX 0.10.2 clips the indices of its gradient to 299 % 256 = 43.
     "bytes as starts": UserScore(
-        lambda s, b, h, i, j, t: s + lax.dynamic_slice(t, (_bytes(np.uint8)[j],), (1,))[0],
-        (table(300),),
+        lambda s, b, h, i, j: s + lax.dynamic_slice(table(300), (_bytes(np.uint8)[j],), (1,))[0]
     ),
     "two bytes": UserScore(lambda s, b, h, i, j: s + table(300)[_bytes(np.int16)[j] - np.int16(9)]),
     "attributes and lists": UserScore(

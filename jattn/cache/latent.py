@@ -92,6 +92,11 @@ class LatentCache(Cache):
         return self.stored.capacity
 
     @property
+    def slots_in_order(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether tokens lie in slots in the order in which they were appended."""
+        return self.stored.slots_in_order
+
+    @property
     def kv_positions(self) -> Int[Array, "B S"] | None:
         return self.stored.kv_positions
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, overload
 
 from flax import nnx
+from flax.errors import TraceContextError
 from jaxtyping import Array, Float
 
 from jattn._types import Weights
@@ -61,7 +62,7 @@ def capture_weights(
     with the weights of all calls of the model in the block. So the model's output can be used too.
 
     Raises TypeError if `model` is neither a module nor a method of one, and ValueError if its
-    weights are being captured already.
+    weights are being captured already, or if it comes from outside a transformed function.
 
     >>> encoder = nn.Encoder(1, 8, 2, 16, rngs=nnx.Rngs(0))
     >>> with nn.capture_weights(encoder) as weights:
@@ -91,6 +92,12 @@ def _capturing(module: nnx.Module) -> Iterator[dict[str, Weights]]:
     try:
         for tap in taps.values():  # as `nnx.capture` does
             tap.__captures__ = nnx.data((AttentionWeights({}),))
+    except TraceContextError as error:
+        raise ValueError(
+            "model: expected an argument of the transformed function, got a module from outside; "
+            "or pass nnx.clone(model)"
+        ) from error
+    try:
         yield weights
         for path, tap in taps.items():
             name = "/".join(map(str, path[:-1]))
