@@ -335,6 +335,9 @@ def test_modules_refuse_what_does_not_go_with_a_cache():
         expect(ValueError, says, layer, x, cache=cache, **{name: value})
     says = "valid: expected None in a call without a cache"
     expect(ValueError, says, layer, x, valid=np.ones((1, 2), bool))
+    for wrong in (x[0], jnp.ones((2, 2, 8))):
+        says = f"inputs_q: expected [B, T, D] with B = 1 as in the cache, got {list(wrong.shape)}"
+        expect(ValueError, says, layer, wrong, cache=cache)
     expect(NotImplementedError, "captured", jattn.nn.capture_weights, layer, x, cache=cache)
 
 

@@ -405,6 +405,11 @@ class MultiHeadAttention(Module):
         """Returns the output of self-attention for T further tokens, and the extended cache."""
         self._check_not_captured()
         check_features("inputs_q", inputs_q, "T, D", "in_features", self.in_features)
+        if inputs_q.ndim != 3 or len(inputs_q) != len(cache.lengths):
+            raise ValueError(
+                f"inputs_q: expected [B, T, D] with B = {len(cache.lengths)} as in the cache, got "
+                f"{list(inputs_q.shape)}"
+            )
         positions = call.get("positions")
         new_positions = cache.next_positions(inputs_q.shape[1], valid, positions)
         query, key, value = self._project_step(inputs_q, new_positions)
