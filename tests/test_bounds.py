@@ -423,6 +423,18 @@ def test_undecided_tiles_have_the_kinds_of_their_pairs():
         assert np.array_equal(tile_map(both), tile_map(masks.Causal() & masks.Window(left=20)))
 
 
+def test_bounds_leave_complex_numbers_undecided():
+    turns = jnp.asarray(np.exp(1j * np.pi / 6 * (np.arange(T) // 8)), jnp.complex64)
+    rule = lambda b, h, q, kv: (  # noqa: E731
+        ((q.astype(jnp.complex64) * -1j).imag <= -kv.astype(jnp.float32))
+        & (abs(turns[q] - turns[kv]) < 0.3)
+    )
+    assert np.unique(tile_map(Predicate(rule))).tolist() == [masks.MIXED]
+    with tuning.using(**EVALUATED):
+        want = true_kinds(dense(rule, 0, 0, np.arange(T), np.arange(T - 10)), 16, 32)
+        assert np.array_equal(tile_map(Predicate(rule)), want)
+
+
 @pytest.mark.parametrize("shift", [0, 16])
 def test_pairs_are_evaluated_once(shift):
     """Unless a list that the function reads changes."""

@@ -138,10 +138,11 @@ def _of_node(node: Node, args: list[Interval], scalars: Any, tables: list[Any]) 
     if node.op == "const":
         value = np.asarray(node.param, node.dtype)
         return checked(Interval(value, value), node.dtype)
-    if node.op in operations.READS_TABLE:
+    if node.op in operations.READS_TABLE and kind_of(node.dtype) != "?":
         return checked(table_ranges.looked_up(tables[node.param], args), node.dtype)  # pyright: ignore
     rule = RULES.get(node.op)
-    if rule is None or not all(isinstance(x.dtype, np.dtype) for x in (node, *node.args)):
+    is_ordered = all(kind_of(x.dtype) != "?" for x in (node, *node.args))  # not complex, no key
+    if rule is None or not is_ordered:
         return anything(node.dtype)
     are_numbers = bool(args) and all(x.lo is x.hi for x in args)
     if are_numbers and not is_static(args) and kind_of(node.dtype) in "bi":

@@ -180,7 +180,7 @@ def _forward_head(
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial | None) -> softmax.Partial:
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
             k_j, v_j = slicing.take(k, run.start, run.size), values.slice_keys(run)
-            score, _ = head_tile.modified(tile_products(head_tile, q_i, k_j, v_j), run.masked)
+            score = head_tile.modify(tile_products(head_tile, q_i, k_j, v_j), run.masked)
             partial = softmax.contribution(
                 score, lambda w: dot(head_tile.drop(w), v_j.finite, spec), differentiable=False
             )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jattn import softmax, tile
 from jattn._types import Index, Size, Tree, accumulation
@@ -31,19 +31,16 @@ from jattn.spec import Shapes, Spec, has_mask, parameters, scaled
 from jattn.tuning import Sizes
 
 
-def _scores(
+def _products(
     select: bool, head_tile: slicing.HeadTile, q: Array, k: Array, v: Array
-) -> tuple[Array, Any]:
-    """Returns the scores `[T, S]` of a head, and a function from their cotangent to the cotangents
-    of products and parameters.
+) -> Float[Array, "T S"]:
+    """Computes the products of a head's queries and keys.
 
     With `select` the mask selects scores, and a value that is not finite makes the queries that
     attend to it NaN; otherwise the mask is added.
     """
     products = tile.dot_products(q, k, head_tile.spec.precision)
-    if select:
-        products = products + tile.nan_where_nonfinite(v)[None, :]
-    return head_tile.modified(products, True, select)
+    return products + tile.nan_where_nonfinite(v)[None, :] if select else products
 
 
 def _widened(select: bool, *arrays: Array) -> list[Array]:
@@ -62,7 +59,7 @@ def _forward_head(
     greatest = softmax.greatest(values)
     factor = softmax.overflow_safe_factor(greatest, len(v))
     values = values * factor
-    score, _ = _scores(select, head_tile, q, k, v)
+    score = head_tile.modify(_products(select, head_tile, q, k, v), True, select)
 
     def weigh(weights: Array) -> Array:
         return jnp.dot(head_tile.drop(weights), values, precision=spec.precision)
@@ -102,7 +99,7 @@ def _backward_head(
     q, d_out, delta, *weights = per_query
     spec, q, scale = scaled(head_tile.spec, q)
     head_tile = head_tile._replace(spec=spec)
-    score, pull = _scores(select, head_tile, q, k, v)
+    score, pull = head_tile.modified(_products(select, head_tile, q, k, v), True, select)
     queries, keys, values = _widened(select or not has_mask(spec), q, k, v)
 
     def contract(pattern: str, x: Array, y: Array) -> Array:

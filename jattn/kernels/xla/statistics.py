@@ -30,7 +30,8 @@ from jattn.spec import Shapes, Spec, Tiling, parameter_letters, parameters, scal
 
 
 class _WeightTile(NamedTuple):
-    """The weights of a tile, their logs, their place, and the pullback of their scores."""
+    """The weights of a tile, their logs and their place, and if asked for the pullback of their
+    scores."""
 
     weights: Float[Array, "t s"]
     logs: Float[Array, "t s"]
@@ -90,7 +91,8 @@ class _WeightHead:
 
     def _block_normalizer(self, i: Index) -> Normalizer:
         def add_run(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
-            _, score, _ = self._scores(i, run)
+            place, products = self._products(i, run)
+            score = place.modify(products, run.masked)
             part = softmax.contribution(score, lambda weights: weights[:, :0], differentiable=False)
             return softmax.combine(state, part)
 
@@ -98,19 +100,26 @@ class _WeightHead:
             self.visit(i, add_run, softmax.empty(self.rows, 0, self.dtype))
         )[1]
 
-    def _scores(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.HeadTile, Array, Any]:
-        """Computes the scores of query block i and a run of keys; returns them with their place
-        and their pullback."""
+    def _products(self, i: Index, run: tile_schedule.TileRun) -> tuple[slicing.HeadTile, Array]:
+        """Computes the products of query block i and a run of keys; returns them after their
+        place."""
         place = slicing.HeadTile.at(
             self.question.spec, self.b, self.h, i * self.rows, self.rows, run
         )
         q_i, k_j = self.take(self.q, i), slicing.take(self.k, run.start, run.size)
-        return place, *place.modified(tile.pair_products(place.spec, q_i, k_j), run.masked)
+        return place, tile.pair_products(place.spec, q_i, k_j)
 
-    def tile(self, i: Index, run: tile_schedule.TileRun) -> _WeightTile:
-        """Computes the tile of query block i and a run of keys."""
+    def tile(
+        self, i: Index, run: tile_schedule.TileRun, differentiable: bool = False
+    ) -> _WeightTile:
+        """Computes the tile of query block i and a run of keys; with `differentiable` also the
+        pullback of its scores."""
         keys = self.question.keys
-        place, score, pull = self._scores(i, run)
+        place, products = self._products(i, run)
+        if differentiable:
+            score, pull = place.modified(products, run.masked)
+        else:
+            score, pull = place.modify(products, run.masked), None
         if keys is not None:
             keys = slicing.slice_tile(keys, i * self.rows, self.rows, run.start, run.size)
         maximum, log_total = (self.take(x, i)[:, None] for x in self.normalizer)
@@ -192,7 +201,7 @@ def _gradients(head: _WeightHead, rows: QueryStatistics, cotangents: QueryStatis
 
         def add_run(run: tile_schedule.TileRun, state: Tree) -> Any:
             dq_i, dk, d_params = state
-            weights = head.tile(i, run)
+            weights = head.tile(i, run, differentiable=True)
             places = run.start + jnp.arange(run.size, dtype=jnp.int32)
             d_weights = g["entropy"] * weights.entropies() + g["distance"] * weights.distances()
             is_greatest = take(rows.place)[:, None] == places[None, :]
