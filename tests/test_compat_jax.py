@@ -200,6 +200,21 @@ def test_installed_and_reported():
     assert compat.report() == []
 
 
+def test_contexts_of_threads_may_overlap():
+    theirs, (q, k, v) = jax.nn.dot_product_attention, qkv(B)
+    first, second = compat.installed(), compat.installed(xla="blockwise")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    assert compat.report()[0].implementation == "blockwise"
+    compat.install()
+    second.__exit__(None, None, None)
+    assert jax.nn.dot_product_attention is not theirs  # until `uninstall`
+    compat.uninstall()
+    assert jax.nn.dot_product_attention is theirs
+
+
 def test_xla_is_no_kernel_of_ours():
     """`jax.nn` calls the fallback on all platforms xla: Keras always passes it."""
     q, k, v = qkv(B)

@@ -371,6 +371,27 @@ def test_no_possible_token():
     assert not np.isfinite(searched.log_probs[0]) and abs(searched.log_probs[1]) < 1e-6
 
 
+@pytest.mark.parametrize("stop", [0, V - 1])
+def test_nan_after_a_finished_hypothesis(stop):
+    table = np.zeros((V, V), np.float32)
+    table[:, 2], table[:, stop], table[2, 3], table[3, :] = 3.0, 2.0, 9.0, np.nan
+    model, prompt = Bigram(table), np.array([[1], [2]])
+    generated = jattn.generate(model, prompt, max_tokens=4, stop=stop, beams=2, length_penalty=0)
+    assert generated.tokens.tolist() == [[-1] * 4] * 2 and np.isnan(generated.log_probs).all()
+    best = beam_search(
+        lambda state, tokens: (jnp.asarray(table)[tokens], state),
+        (),
+        jnp.array([1, stop]),
+        Ending(4, (stop,)),
+        beams=2,
+        penalties=length_penalties(4, 0.0),
+        reorder=lambda state, rows: state,
+        n_best=3,
+        active=jnp.array([True, False]),
+    )
+    assert np.isnan(best.scores[0]).all() and np.isneginf(best.scores[1]).all()
+
+
 def test_explicit_mesh():
     mesh = jax.make_mesh((2,), ("data",))
     module = Bigram(TABLE)

@@ -6,6 +6,7 @@ as Flax's modules, gets ours; code that imported the function itself earlier kee
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,8 +35,11 @@ class Ran(NamedTuple):
         return f"{self.calls} × {self.implementation}: {sizes}; {arguments}"
 
 
+_lock = threading.RLock()
 _original: list[Any] = []  # jax.nn's function while ours replaces it
-_xla: list[str | None] = [None]  # the implementation for calls that name "xla"
+# The implementation for calls that name "xla", by context, and by None for `install`. The last
+# entry counts.
+_xla: dict[Any, str | None] = {}
 _ran: dict[Any, tuple[int, str]] = {}
 
 
@@ -53,7 +57,7 @@ def _recorded(
 ) -> Any:
     rules = rules_of(query, key, value, bias, mask, **named)
     if named.get("implementation") == "xla":
-        rules["implementation"] = _xla[0]
+        rules["implementation"] = [None, *_xla.values()][-1]
     result = computed(rules, np.shape(query), scale=scale, return_residual=return_residual)
     explicit = {"bias": bias, "mask": mask, "scale": scale, "return_residual": return_residual}
     arguments = tuple(
@@ -63,11 +67,12 @@ def _recorded(
     )
     dtype = str(rules["query"].dtype)
     kind = (np.shape(query), np.shape(key), dtype, arguments, rules["implementation"])
-    if kind not in _ran:
-        # `explain` answers for the device of the arrays or, in a trace, for JAX's default device.
-        _ran[kind] = 0, rules["implementation"] or explain(**rules).runs
-    calls, implementation = _ran[kind]
-    _ran[kind] = calls + 1, implementation
+    ran = _ran.get(kind)
+    # `explain` answers for the device of the arrays or, in a trace, for JAX's default device.
+    implementation = ran[1] if ran else rules["implementation"] or explain(**rules).runs
+    with _lock:
+        calls, _ = _ran.get(kind, (0, ""))
+        _ran[kind] = calls + 1, implementation
     return result
 
 
@@ -89,11 +94,17 @@ def install(*, xla: str | None = None) -> None:
     >>> jattn.compat.uninstall()
     """
     check_choice("xla", xla, (None, *IMPLEMENTATIONS))
-    _xla[0] = xla
-    if not _original:
-        _ran.clear()
-        _original.append(jax.nn.dot_product_attention)
-        jax.nn.dot_product_attention = _recorded
+    _replace(None, xla)
+
+
+def _replace(key: Any, xla: str | None) -> None:
+    with _lock:
+        if not _original:
+            _ran.clear()
+            _original.append(jax.nn.dot_product_attention)
+            jax.nn.dot_product_attention = _recorded
+        _xla.pop(key, None)
+        _xla[key] = xla
 
 
 def uninstall() -> None:
@@ -102,26 +113,30 @@ def uninstall() -> None:
     >>> jattn.compat.install()
     >>> jattn.compat.uninstall()
     """
-    if _original:
-        jax.nn.dot_product_attention = _original.pop()
+    with _lock:
+        _xla.clear()
+        if _original:
+            jax.nn.dot_product_attention = _original.pop()
 
 
 @contextlib.contextmanager
 def installed(*, xla: str | None = None) -> Iterator[None]:
-    """Replaces `jax.nn.dot_product_attention` by ours within a context; `install` says what `xla`
-    means, and whose calls stay JAX's.
+    """Replaces `jax.nn.dot_product_attention` by ours within a context, for all threads; `install`
+    says what `xla` means, and whose calls stay JAX's. Contexts of several threads may overlap.
 
     >>> with jattn.compat.installed():
     ...     out = jax.nn.dot_product_attention(q, k, v)
     """
-    was_installed, former_xla = bool(_original), _xla[0]
-    install(xla=xla)
+    check_choice("xla", xla, (None, *IMPLEMENTATIONS))
+    key = object()
+    _replace(key, xla)
     try:
         yield
     finally:
-        _xla[0] = former_xla
-        if not was_installed:
-            uninstall()
+        with _lock:
+            _xla.pop(key, None)
+            if not _xla:
+                uninstall()
 
 
 def report() -> list[Ran]:

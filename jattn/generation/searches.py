@@ -215,6 +215,9 @@ def beam_search(
 
     With one beam the search is greedy: it ends at the first stop token and finds one hypothesis.
 
+    If the logits of a beam contain NaN or +∞, as after a cache has overflowed, all hypotheses of
+    its prompt have the log probability NaN.
+
     Args:
         next_logits, first, ending, active: as in `each_token`.
         state: the state for the first call of `next_logits`, with B·K rows, grouped by prompt.
@@ -253,7 +256,7 @@ def beam_search(
     def advance_beams(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         place, alive, finished, state = carry
         logits, state = next_logits(state, alive.last.reshape(-1))
-        parents, longer = _expanded(alive, logits, place, 1 + len(ending.stop))
+        parents, longer, is_nan = _expanded(alive, logits, place, 1 + len(ending.stop))
         stops = ending.is_stop(longer.last)
         new = _hypotheses(stops, longer, place + 1, penalties[place + 1])
         finished = _best(n_best, finished, new)
@@ -261,6 +264,7 @@ def beam_search(
         state = reorder(state, (first_rows + _gathered(parents, chosen)).reshape(-1))
         at_limit = place + 1 >= limits
         finished = _best(n_best, finished, _hypotheses(at_limit, alive, limits, penalties[limits]))
+        finished = _nan_where(is_nan, finished)
         # Log probabilities only fall, so this is an upper bound of the likeliest beam's score.
         next_penalty = penalties[jnp.minimum(place + 2, ending.length)]
         reachable = alive.log_probs[:, :1] / jnp.maximum(penalties[limits], next_penalty)
@@ -310,18 +314,22 @@ def _first_beams(active: Array, first: Array, beams: int, ending: Ending) -> _Be
     )
 
 
-def _expanded(alive: _Beams, logits: Array, place: Array, per_beam: int) -> tuple[Array, _Beams]:
-    """Returns the number of the beam that each continuation extends, `[B, C]`, and the likeliest C
-    continuations at a place; C is K times `per_beam`, or all continuations if there are fewer."""
+def _expanded(
+    alive: _Beams, logits: Array, place: Array, per_beam: int
+) -> tuple[Array, _Beams, Array]:
+    """Returns the number of the beam that each continuation extends, `[B, C]`, the likeliest C
+    continuations at a place, and whether a prompt's log probabilities contain NaN, `[B, 1]`. C is K
+    times `per_beam`, or all continuations if there are fewer."""
     B, K = alive.log_probs.shape
     V = logits.shape[-1]
     totals = alive.log_probs[:, :, None] + log_softmax(logits).reshape(B, K, V)
     # Absent beams stay absent, whatever logits the model returned for them, NaN included.
-    totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT)
-    totals, chosen = jax.lax.top_k(totals.reshape(B, K * V), K * min(per_beam, V))
+    totals = jnp.where(alive.log_probs[:, :, None] > _ABSENT, totals, _ABSENT).reshape(B, K * V)
+    is_nan = jnp.any(jnp.isnan(totals), axis=1, keepdims=True)
+    totals, chosen = jax.lax.top_k(totals, K * min(per_beam, V))
     parents, last = chosen // V, chosen % V
     tokens = _gathered(alive.tokens, parents).at[:, :, place].set(last)
-    return parents, _Beams(tokens, totals, last)
+    return parents, _Beams(tokens, totals, last), is_nan
 
 
 def _hypotheses(present: Array, beams: _Beams, lengths: Array, penalty: Array) -> Hypotheses:
@@ -354,6 +362,12 @@ def _best(count: int, *pools: Hypotheses) -> Hypotheses:
     merged = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *pools)
     chosen = jax.lax.top_k(merged.scores, count)[1]
     return jax.tree.map(lambda array: _gathered(array, chosen), merged)
+
+
+def _nan_where(is_nan: Array, hypotheses: Hypotheses) -> Hypotheses:
+    """Returns the hypotheses, those of the prompts in `is_nan [B, 1]` with NaN as probability."""
+    log_probs, scores = (jnp.where(is_nan, jnp.nan, x) for x in hypotheses[2:])
+    return hypotheses._replace(log_probs=log_probs, scores=scores)
 
 
 def _gathered(array: Array, indices: Array) -> Array:
