@@ -16,7 +16,7 @@ from jattn._advice import DECODER_ONLY_ADVICE, MODEL_CONSTRUCTOR_ADVICE
 from jattn._advised import advised_by
 from jattn.cache import Cache, DenseCache
 from jattn.cache.base import CacheOptions
-from jattn.checks import check_array, check_choice, check_flag, check_number, check_size
+from jattn.checks import check_array, check_choice, check_flag, check_number, check_size, shown
 from jattn.nn import pretrained
 from jattn.nn._types import Ids, SelfOptions, StepOptions, run_options
 from jattn.nn.embedding import (
@@ -315,7 +315,9 @@ class DecoderOnly(Module):
         is each token's number in its batch row.
         """
         if not isinstance(caches, list | tuple) or not all(isinstance(x, Cache) for x in caches):
-            raise TypeError(f"caches: expected a list of caches of jattn.cache, got {caches!r}")
+            raise TypeError(
+                f"caches: expected a list of caches of jattn.cache, got {shown(caches)}"
+            )
         count = len(self.layers)
         if len(caches) != count:
             raise ValueError(f"caches: expected one for each of {count} layers, got {len(caches)}")
