@@ -178,6 +178,16 @@ def test_entmax_near_1_has_the_digits_of_float32(above_1):
     np.testing.assert_allclose(out[0, :, 0], got @ v[0, :, 0], atol=4e-6)
 
 
+@pytest.mark.parametrize("alpha", [1.2, 1.9])
+def test_entmax_has_the_digits_of_float64(alpha):
+    """XLA's log1p has fewer."""
+    logits = np.random.default_rng(0).normal(size=(40, 11)) * 2
+    definition = row_normalizers.entmax(alpha).weights
+    truth = [definition(row.astype(np.longdouble), []) for row in logits]
+    weights: Any = jax.jit(normalizers.Entmax(alpha).weights)
+    np.testing.assert_allclose(weights(logits, 0, 0, None, None), truth, rtol=0, atol=6e-16)
+
+
 @jax.tree_util.register_static
 class OfScores(normalizers.NormalizerFunction):
     def __init__(self, function: Any):

@@ -121,7 +121,7 @@ def _as_float(x: Any) -> Any:
     return numpy_of(x).asarray(x).astype(dtype)
 
 
-def _moved_out(x: Interval, dtype: Any, roundings: int = 2, absolute: float = 0.0) -> Interval:
+def _moved_out(x: Interval, dtype: Any, roundings: Any = 2, absolute: float = 0.0) -> Interval:
     """Moves the ends outwards by roundings, each relative to the end, and an absolute error."""
     limits = jnp.finfo(dtype)
     relative, absolute = roundings * float(limits.eps), max(float(limits.tiny), absolute)
@@ -429,15 +429,24 @@ for _name, _roundings, _absolute in (
     ("ceil", 0, 0.0),
     ("sqrt", 4, 0.0),
     ("exp", 32, 0.0),
-    ("exp2", 32, 0.0),
     ("expm1", 32, 32.0),
     ("log", 32, 32.0),
-    ("log1p", 32, 32.0),
+    ("log1p", 128, 32.0),
     ("tanh", 32, 32.0),
 ):
     RULES[_name] = _increasing(
         _roundings, _absolute, lambda xp, x, name=_name: getattr(xp, name)(x)
     )
+
+
+@_rule("exp2")
+def _(node: Node, x: Interval) -> Interval:
+    """XLA computes exp(x log 2), and the rounding of the product grows with x."""
+    xp = numpy_of(x)
+    roundings = 4 + xp.minimum(xp.maximum(abs(x.lo), abs(x.hi)), 1100)
+    return _moved_out(Interval(xp.exp2(x.lo), xp.exp2(x.hi), x.nan), node.dtype, roundings)
+
+
 RULES["logistic"] = _increasing(32, 32.0, lambda xp, x: 1 / (1 + xp.exp(-x)))
 RULES["round"] = lambda node, x: Interval(  # contains both roundings of halves, up and down
     numpy_of(x).ceil(x.lo - 0.5), numpy_of(x).floor(x.hi + 0.5), x.nan
