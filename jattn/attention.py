@@ -216,7 +216,8 @@ def _matrix(
 def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions]) -> Weights:
     """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64); −inf if masked.
 
-    Options and errors as in `attention`. Memory grows with T × S.
+    Options: mask, score, scale, precision and positions, as in `attention`, with its errors. Memory
+    grows with T × S.
 
     >>> print(jattn.attention_scores(0 * q, k, mask=masks.Causal())[0, 0, :2])
     [[  0. -inf -inf -inf -inf -inf -inf]

@@ -74,7 +74,7 @@ def statistics(
             for the first token, or a mask, such as `masks.Segments(ids)` for the keys of each
             query's segment.
         threshold: a number in [0, 1): `above` sums the weights above it.
-        options: as in `attention`.
+        options: mask, score, scale, precision, positions and normalizer, as in `attention`.
 
     Returns:
         `Statistics` of the weights before any dropout. Memory is linear in T and S, forward and
@@ -103,7 +103,7 @@ def top_weights(
 ) -> tuple[Float[Array, "*B N T n"], Int[Array, "*B N T n"]]:
     """Returns the n greatest weights of each query and head, and the indices of their keys.
 
-    `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `attention`.
+    `query [*B, T, N, H]`, `key [*B, S, K, H]`, n at most S; options as in `statistics`.
 
     Returns:
         The weights `[*B, N, T, n]` in float32 (float64), greatest first, and the keys' indices,

@@ -151,9 +151,11 @@ def test_masks_with_batch_and_heads_are_shown_for_one_of_them():
 def test_labels_show_what_tokens_hide():
     shown = {"\x1b[2J": r"\x1b[2J", " a b ": "▁a b▁", "": "∅", "  ": "▁▁", "\n\t": "↵⇥"}
     shown["\u202e\u2028<b>&"] = r"\u202e\u2028<b>&"
+    shown[b"caf\xe9".decode(errors="surrogateescape")] = r"caf\udce9"
     assert {token: visible(token) for token in shown} == shown
-    axes: Any = viz.heatmap(weights(2, 2), ["$x$", "\u202ey"]).axes[0]
-    assert labels(axes.get_yticklabels()) == ["$x$", r"\u202ey"]
+    tokens = ["$x$", "\u202e\udce9"]
+    axes: Any = viz.heatmap(weights(2, 2), tokens, title="\udce9").axes[0]
+    assert labels(axes.get_yticklabels()) == ["$x$", r"\u202e\udce9"]
     axes.figure.savefig("/dev/null", format="png")  # and they are no formulas
 
 

@@ -14,7 +14,8 @@ from jattn.checks import check_array, shown
 
 _LONGEST_LABEL = 40  # characters
 
-# C0 and C1 controls, line separators, and characters that change the direction of text.
+# C0 and C1 controls, line separators, characters that change the direction of text, and surrogates,
+# which stand for bytes that are not text.
 _CONTROLS = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for code in (
@@ -23,6 +24,7 @@ _CONTROLS = {
         *(0x061C, 0x200E, 0x200F, 0x2028, 0x2029, 0xFEFF),
         *range(0x202A, 0x202F),
         *range(0x2066, 0x206A),
+        *range(0xD800, 0xE000),
     )
 } | {0x09: "\u21e5", 0x0A: "\u21b5"}
 
