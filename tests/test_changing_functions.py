@@ -451,6 +451,23 @@ def test_bounds_that_may_change_are_not_used(read):
         np.testing.assert_allclose(got, plain("mask", number, *x), atol=1e-12)
 
 
+@pytest.mark.parametrize("load", [np.load, jnp.load])
+def test_files_are_read_in_each_call(load, tmp_path):
+    x, path = arrays(9), str(tmp_path / "width.npy")
+    for number in (3, 5):
+        np.save(path, np.int32(number))
+        got = jattn.attention(*x, mask=lambda *at: in_window(load(path), *at))
+        np.testing.assert_allclose(got, plain("mask", number, *x), atol=1e-12)
+
+
+def test_many_snapshots_of_the_same_code_are_transient(monkeypatch):
+    monkeypatch.setattr(snapshots, "MOST_LASTING", 2)
+    functions = [functools.partial(lambda n, x: n + x, n) for n in range(4)]
+    frozen = [snapshots.frozen(x) for x in functions]
+    assert [snapshots.is_transient(x) for x in frozen] == [False, False, True, True]
+    assert snapshots.frozen(functools.partial(functions[0].func, 0)) is frozen[0]
+
+
 def test_what_changes_in_each_reading_is_read_in_each_call():
     x, random, again = arrays(9), *(np.random.default_rng(0) for _ in range(2))
     rule = Predicate(lambda b, h, i, j: j < int(random.integers(1, 9)))
@@ -536,13 +553,16 @@ def test_an_unchanged_array_is_not_traced_again(library):
 
 
 @pytest.mark.one_in(3, slow=True)
-@pytest.mark.parametrize("name", ["list", "numpy in jnp", "jax array"])
+@pytest.mark.parametrize("name", ["list", "numpy in jnp", "jax array", None])
 def test_functions_of_the_past_are_forgotten(name, monkeypatch):
+    """Without a holder, a new function closes over each number."""
     monkeypatch.setattr(snapshots, "_frozen", WeakValueDictionary())
+    monkeypatch.setattr(snapshots, "MOST_LASTING", 0)
     q, k, _ = arrays(2)
-    function, change = HOLDERS[name](in_window)
+    function, change = HOLDERS[name or "list"](in_window)
     for number in range(call._MOST_TRANSIENT + 20):
         change(number)
+        function = function if name else functools.partial(in_window, number)
         jax.eval_shape(functools.partial(jattn.attention_scores, mask=Predicate(function)), q, k)
     gc.collect()
     programs = [x for x in snapshots._frozen.values() if isinstance(x, TracedFunction)]

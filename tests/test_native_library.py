@@ -520,6 +520,32 @@ def test_a_forked_process_builds_rules(built, tmp_path, quick):
     assert said(FORKED + FORK_WHILE_A_RULE_IS_BUILT, home, slow) == "0"
 
 
+INTERRUPTED = """
+import signal, jax.numpy as jnp, jattn
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def interrupt():
+    wait_for(home / "began")
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_for(home / "interrupted")
+    time.sleep(0.2)
+    (home / "go").touch()
+threading.Thread(target=interrupt).start()
+x = jnp.ones((1, 8, 2, 4))
+try:
+    jattn.attention(x, x, x)
+except KeyboardInterrupt:
+    (home / "interrupted").touch()
+    jattn.attention(x, x, x, implementation="native")
+    print(jattn.explain(x, x, x)["native"])
+"""
+
+
+@pytest.mark.slow
+def test_after_an_interrupt_calls_wait_for_a_library_as_before(tmp_path, quick):
+    slow = waits_to_go(tmp_path, quick, "attention.cc")
+    assert said(FORKED + INTERRUPTED, tmp_path, slow) == "None"
+
+
 def waits_to_go(home: Path, compiler: str, source: str) -> str:
     """A compiler that writes a file `began` and waits for `go` before it compiles a source."""
     wait = f"touch {home}/began; while [ ! -e {home}/go ]; do sleep 0.05; done"

@@ -11,6 +11,7 @@ import dis
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -21,6 +22,11 @@ import numpy as np
 from jattn._explicit import is_bound
 
 
+MOST_LASTING = 256
+"""The most snapshots of the same code whose programs are kept for good: a number that a function
+reads may change from call to call."""
+
+_counts: Counter[types.CodeType | None] = Counter()  # the snapshots made so far, by code
 _frozen: WeakValueDictionary[Hashable, Callable[..., Any]] = WeakValueDictionary()
 _transient: WeakSet[Callable[..., Any]] = WeakSet()
 
@@ -41,7 +47,14 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         key = keys.value(function)
     except (Unsure, RecursionError):
         return function
-    return known(key) or kept(key, _copied(function), transient=keys.reads_arrays)
+    if (snapshot := known(key)) is not None:
+        return snapshot
+    copy = _copied(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    _counts[code] += 1
+    return kept(key, copy, transient=keys.reads_arrays or _counts[code] > MOST_LASTING)
 
 
 def is_frozen(function: Callable[..., Any]) -> bool:
@@ -53,8 +66,8 @@ _lasting: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def is_transient(function: Any) -> bool:
-    """Returns whether a function is a snapshot that holds an array, or a program traced in one
-    call, so that the next call may need another one."""
+    """Returns whether a function is a snapshot that holds an array or follows many of the same
+    code, or a program traced in one call, so that the next call may need another one."""
     return function in _transient
 
 
@@ -89,7 +102,7 @@ _IMPURE = {
         """DataSource empty empty_like fromfile fromregex genfromtxt load loadtxt memmap
         open_memmap random""".split()
     ),
-    "jax": frozenset(("config",)),
+    "jax": frozenset(("config", "fromfile", "load")),
 }
 # Instructions by which a function may change state outside of itself.
 _WRITES = frozenset(

@@ -57,12 +57,13 @@ class _Library:
     def __init__(self, *key: str):
         self.began = time.monotonic()
         self.outcome: _Outcome | None = None
+        self.settled = threading.Event()  # a `join` that Ctrl-C interrupts would be the last one
         self.thread = threading.Thread(target=_settle, args=(self, *key), daemon=True)
 
     def wait(self, seconds: float | None = None) -> _Outcome:
         """Waits for the outcome, at most some seconds, and returns it."""
         if self.outcome is None:
-            self.thread.join(seconds)
+            self.settled.wait(seconds)
         return self.outcome or _Outcome(f"its library is still being built, after {PATIENCE:g} s")
 
 
@@ -184,6 +185,7 @@ def _library(function: str, dtype: DTypeLike) -> _Library:
                 library.thread.start()
             except Exception as error:  # if no more threads are allowed
                 library.outcome = _Outcome(_words(error))
+                library.settled.set()
         return _libraries[key]
 
 
@@ -200,6 +202,8 @@ def _settle(target: _Library, source: str, dtype: str, tiles: str, build: bool =
             target.outcome = _Outcome(None, file, library)
     except Exception as error:
         target.outcome = _Outcome(_words(error))
+    finally:
+        target.settled.set()
 
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_int64)
