@@ -83,7 +83,8 @@ def attention(
             axes of size 1 broadcast. In a call on a cache, S is the cache's capacity.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
         scale: the factor of query·key, by default 1/√H: a number; or a float array, a scalar or
-            `[N]` with one factor for each head, which is a differentiable parameter.
+            `[N]` with one factor for each head, which is a differentiable parameter. Programs are
+            compiled for each number, here and in masks and scores, but for all values of an array.
         sink: the logit of an additional key without a value: a float scalar, or `[N]` with one for
             each head. It is a differentiable parameter; see `jattn.softmax.with_sink`.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions with which

@@ -460,6 +460,13 @@ def test_files_are_read_in_each_call(load, tmp_path):
         np.testing.assert_allclose(got, plain("mask", number, *x), atol=1e-12)
 
 
+def test_a_reference_is_refused():
+    reference = jax.new_ref(jnp.int32(3))
+    mask = lambda b, h, q, kv: kv <= reference[...]  # noqa: E731
+    with pytest.raises(TypeError, match=r"expected no jax\.Ref; pass its value"):
+        jattn.attention(*arrays(9), mask=mask)
+
+
 def test_many_snapshots_of_the_same_code_are_transient(monkeypatch):
     monkeypatch.setattr(snapshots, "MOST_LASTING", 2)
     functions = [functools.partial(lambda n, x: n + x, n) for n in range(4)]

@@ -34,6 +34,8 @@ class TracedFunction:
     """A function of scalars and operands, with the state that it had when it was traced."""
 
     def __init__(self, name: str, program: ClosedJaxpr, n_scalars: int, n_arguments: int):
+        if any(isinstance(x, jax.Ref) for x in program.consts):
+            raise TypeError(f"{name}: expected no jax.Ref; pass its value, ref[...], as an operand")
         jaxpr: Any = program.jaxpr
         # None for traced arrays, which are passed as operands.
         constants = [None if is_bound(x) else _with_copies(x) for x in program.consts]
