@@ -83,8 +83,8 @@ def attention(
             axes of size 1 broadcast. In a call on a cache, S is the cache's capacity.
         score: a score function of `jattn.scores`, applied after the scale and before the mask.
         scale: the factor of query·key, by default 1/√H: a number; or a float array, a scalar or
-            `[N]` with one factor for each head, which is a differentiable parameter. Programs are
-            compiled for each number, here and in masks and scores, but for all values of an array.
+            `[N]` with one factor for each head, which is a differentiable parameter. Each
+            new number compiles a new program, here and in masks and scores; an array does not.
         sink: the logit of an additional key without a value: a float scalar, or `[N]` with one for
             each head. It is a differentiable parameter; see `jattn.softmax.with_sink`.
         q_positions: integer `[T]` or `[*B, T]`, by default arange(T): the positions with which
@@ -217,8 +217,8 @@ def _matrix(
 def attention_scores(query: Queries, key: Keys, **options: Unpack[ScoreOptions]) -> Weights:
     """Returns the scores before the softmax, `[*B, N, T, S]` in float32 (float64); −inf if masked.
 
-    Options: mask, score, scale, precision and positions, as in `attention`, with its errors. Memory
-    grows with T × S.
+    The options are mask, score, scale, precision and positions; they and the errors are those of
+    `attention`. Memory grows with T × S.
 
     >>> print(jattn.attention_scores(0 * q, k, mask=masks.Causal())[0, 0, :2])
     [[  0. -inf -inf -inf -inf -inf -inf]

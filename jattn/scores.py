@@ -403,9 +403,9 @@ class Score(ScoreFunction):
     `fn(score, b, h, q_idx, kv_idx, *operands)` gets a score, its batch row (row-major over several
     batch axes), head, query position and key position; it returns the new score. Operands are given
     whole and may be indexed; the float ones are differentiable parameters. Each call of attention
-    uses the current values of other variables that the function reads, see `masks.Predicate`. A
-    program is compiled for each of these values: a number that changes from call to call, such as
-    an annealed temperature, should be an operand, `jnp.asarray(number)`.
+    uses the current values of other variables that the function reads, see `masks.Predicate`.
+    Each new value compiles a new program: pass a number that changes from call to call, such as an
+    annealed temperature, as an operand, `jnp.asarray(number)`.
 
     Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear in the
     cotangent, such as one that clips gradients, apply the function to a whole operand,

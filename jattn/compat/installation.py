@@ -93,11 +93,12 @@ def install(*, xla: str | None = None) -> None:
     (2, 5, 4, 8)
     >>> jattn.compat.uninstall()
     """
-    check_choice("xla", xla, (None, *IMPLEMENTATIONS))
     _replace(None, xla)
 
 
 def _replace(key: Any, xla: str | None) -> None:
+    """Replaces JAX's function until the key is removed from `_xla`."""
+    check_choice("xla", xla, (None, *IMPLEMENTATIONS))
     with _lock:
         if not _original:
             _ran.clear()
@@ -127,7 +128,6 @@ def installed(*, xla: str | None = None) -> Iterator[None]:
     >>> with jattn.compat.installed():
     ...     out = jax.nn.dot_product_attention(q, k, v)
     """
-    check_choice("xla", xla, (None, *IMPLEMENTATIONS))
     key = object()
     _replace(key, xla)
     try:
