@@ -39,8 +39,9 @@ def partitioned_by_xla(results: Callable[..., Any]) -> Callable[[_Function], _Fu
             if not mesh.explicit_axes:
                 return function(*operands, **options)
             auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+            placed = _placed(operands, mesh)
             with jax.sharding.use_abstract_mesh(auto):
-                outputs = function(*in_context_mesh(operands), **options)
+                outputs = function(*in_context_mesh(placed), **options)
             specs = results(*operands, **options)
             if callable(specs):
                 specs = jax.tree.map(specs, outputs)
@@ -50,6 +51,19 @@ def partitioned_by_xla(results: Callable[..., Any]) -> Callable[[_Function], _Fu
         return run  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def _placed(arrays: Any, mesh: AbstractMesh) -> Any:
+    """Returns a tree of arrays, in which float arrays that belong to no mesh by their type become
+    replicated over `mesh`, so that their gradients have the types that JAX expects of them."""
+
+    def placed(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        if not is_float or not jax.typeof(x).sharding.mesh.empty:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
+
+    return jax.tree.map(placed, arrays)
 
 
 def is_bound(x: Any) -> bool:

@@ -36,7 +36,8 @@ from jattn.functions.integers import is_known
 from jattn.kernels import registry
 from jattn.kernels.common.lowering import platform_dependent
 from jattn.kernels.common.partition import partitioned_linear
-from jattn.kernels.xla.linear import Formula, Sums, attend, divided, elu_plus_one
+from jattn.kernels.xla.linear import Formula, Sums, attend, elu_plus_one
+from jattn.softmax import quotient
 
 
 __all__ = ["LinearState", "RandomFeatures", "linear_attention"]
@@ -89,7 +90,8 @@ class RandomFeatures:
     A feature map φ with E[φ(q)·φ(k)] = exp(q·k / √H), so that `linear_attention` approximates
     `attention`: φ(x)_f = exp(w_f·y − |y|²/2) / √F with y = x / H^(1/4). The rows w of
     `projection [F, H]` are orthogonal in groups of H, with the lengths of Gaussian vectors. The
-    error falls as 1/√F, and grows exponentially with the scores q·k / √H.
+    error falls as 1/√F, and grows exponentially with the scores q·k / √H. If |x|² is greater than
+    about 170 √H, features may underflow to 0 in float32, and tokens lose their weights.
 
     >>> features = jattn.RandomFeatures.create(jax.random.key(0), 64, 8)
     >>> jattn.linear_attention(q, k, v, feature_map=features, causal=False).shape
@@ -400,7 +402,7 @@ def _attend(
             numerator, denominator, sums = _sum_earlier(formula, q, k, v, logs, sums)
             later = _sum_later(formula._replace(strict=True), q, k, v, logs)
             numerator, denominator = numerator + later[0], denominator + later[1]
-        out = divided(numerator, denominator) if normalize else numerator
+        out = quotient(numerator, denominator[..., None]) if normalize else numerator
     values, keys = sums[0].reshape(*batch, K, F, V), sums[1].reshape(*batch, K, F)
     return out.reshape(*query.shape[:-1], V), LinearState(values, keys, segment)
 

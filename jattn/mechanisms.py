@@ -138,8 +138,7 @@ def renormalised_causal(weights: Float[Array, "*B T S"]) -> Float[Array, "*B T S
     T, S = weights.shape[-2:]
     allowed = Causal().dense(T, S).astype(weights.dtype)
     causal = weights * allowed.reshape((1,) * (weights.ndim - 2) + (T, S))
-    total = jnp.sum(causal, axis=-1, keepdims=True)
-    return causal / jnp.where(total == 0, 1, total)
+    return softmax.quotient(causal, jnp.sum(causal, axis=-1, keepdims=True))
 
 
 def interaction(

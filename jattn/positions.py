@@ -288,8 +288,9 @@ def rotary(
     angle = angle.reshape((1,) * (x.ndim - angle.ndim - 1) + angle.shape)[..., None, :]
     amplitude: Any = 1.0 if scaling is None else scaling.amplitude
     cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
-    rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style)
-    return jnp.concatenate([rotated.astype(x.dtype), x[..., size:]], axis=-1)
+    rotated = _rotate_pairs(x[..., :size].astype(compute_dtype), cos, sin, style).astype(x.dtype)
+    # JAX makes no empty array on a mesh with explicit axes outside of compiled functions.
+    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
 def axial_rotary(

@@ -407,6 +407,10 @@ class Score(ScoreFunction):
     Each new value compiles a new program: pass a number that changes from call to call, such as an
     annealed temperature, as an operand, `jnp.asarray(number)`.
 
+    `fn` is also evaluated for masked pairs. Its scores there have no influence, but a derivative by
+    an operand that is not finite makes the operand's gradient NaN: write
+    `jnp.log1p(c * jnp.maximum(q_idx - kv_idx, 0))` rather than `jnp.log1p(c * (q_idx - kv_idx))`.
+
     Custom derivative rules are used. If the rule of a `custom_vjp` function is not linear in the
     cotangent, such as one that clips gradients, apply the function to a whole operand,
     `clip(table)[h]`, or to the score. Gradients of `clip(table[h])` raise NotImplementedError: the

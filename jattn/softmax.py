@@ -172,6 +172,23 @@ def finish_without_gradient(partial: Partial) -> tuple[Float[Array, "t V"], Norm
     return partial.weighted / total[:, None], Normalizer(maximum, log_total)
 
 
+@jax.custom_jvp
+def quotient(numerator: Float[Array, "..."], total: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns numerator / total; 0, without gradients, where the total is 0.
+
+    JAX's derivative of a division contains the square of the divisor, which underflows if the
+    divisor is less than 1e-19.
+    """
+    is_zero = total == 0
+    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, total))
+
+
+@quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    out, (d_numerator, d_total) = quotient(*primals), tangents
+    return out, quotient(d_numerator - out * d_total, primals[1])
+
+
 def greatest(values: Float[Array, "..."]) -> Float[Array, ""]:
     """Returns the greatest absolute value, without a gradient, in the accumulation dtype; NaN if
     any value is NaN."""

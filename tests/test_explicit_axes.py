@@ -300,6 +300,23 @@ def test_modules(name, split, mesh):
     assert [jax.typeof(x) for x in jax.tree.leaves(d)] == types
 
 
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_mesh_is_set_or_parameters_are_placed(in_context, mesh):
+    """The embedding is tied: its gradient is a sum over two operations."""
+    sizes: Any = {"features": WIDTH, "num_heads": 1, "feed_forward": 4, "num_layers": 1}
+    model = nn.DecoderOnly(8, **sizes, param_dtype=np.float64, rngs=nnx.Rngs(0))
+    definition, state = nnx.split(model)
+    run = lambda state, ids: nnx.merge(definition, state)(ids, deterministic=True)  # noqa: E731
+    both = with_results(run, jax.grad(lambda *arguments: jnp.sum(run(*arguments) ** 2)))
+    want = quick_jit(both)(state, IDS)
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        ids = place(mesh, IDS, P("rows"))
+        state = state if in_context else jax.tree.map(lambda x: place(mesh, x, P()), state)
+        results = quick_jit(both)(state, ids)
+        assert_trees_close(results, want, rtol=1e-10, atol=1e-11)
+        assert_trees_close(run(state, ids), want[0], rtol=1e-10, atol=1e-11)
+
+
 def test_rows_that_are_cut_are_normalised(mesh):
     left = random(B, T, T)
     normalised = lambda x: jattn.normalised_interaction(x, masks.Causal())  # noqa: E731

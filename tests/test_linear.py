@@ -261,6 +261,23 @@ def test_denominators_and_features_at_the_ends_of_float32():
     assert_accurate(linear(ones, key, ones), ones, 1e-6)
 
 
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_gradients_of_small_denominators(chunk):
+    """Only the first of 64 keys has a feature above 0; its weights decay to 4e-28."""
+
+    def gradients(dtype: Any) -> Any:
+        query = jnp.ones((1, 64, 1, 1), dtype)
+        operands = query, query.at[:, 1:].set(-1), jnp.arange(1, 65, dtype=dtype)[None, :, None, None]
+
+        def total(operands: Any, log_decay: Any) -> Any:
+            options: Any = {"feature_map": jax.nn.relu, "log_decay": log_decay, "chunk": chunk}
+            return jnp.sum(jattn.linear_attention(*operands, **options))
+
+        return jax.grad(total, (0, 1))(operands, jnp.full((1,), -1, dtype))
+
+    assert_accurate(gradients(jnp.float32), gradients(jnp.float64), 1e-6)
+
+
 def test_any_number_of_tokens_is_exported():
     attend = lambda x: jattn.linear_attention(x, x, x)  # noqa: E731
     (tokens,) = export.symbolic_shape("tokens")

@@ -138,6 +138,9 @@ def test_renormalising_equals_masking_by_infinity_and_rows_without_weight_are_ze
     got = jattn.renormalised_causal(weights)
     np.testing.assert_array_equal(got, [[0, 0, 0], [0, 0, 0], [0.25, 0.25, 0.5]])
     assert np.isfinite(jax.grad(lambda w: (jattn.renormalised_causal(w) ** 2).sum())(weights)).all()
+    weights = jnp.array([[1e-25, 1.0], [0.5, 0.5]], jnp.float32)
+    d_weights = jax.grad(lambda w: (jattn.renormalised_causal(w) * w).sum())(weights)
+    np.testing.assert_allclose(d_weights, [[1, 0], [0.5, 0.5]], rtol=1e-6)
 
 
 def test_interaction_is_left_times_x_times_right():

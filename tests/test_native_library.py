@@ -139,6 +139,22 @@ def test_only_what_is_whole_and_safe_is_read(tmp_path):
     assert compiler._read(library) is None
 
 
+@pytest.mark.parametrize("damage", ["empty", "writable by others", "link"])
+def test_a_text_that_is_not_read_is_written_again(damage, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.cache_text("rule.txt", "text")
+    path = tmp_path / "jattn" / "rule.txt"
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "link":
+        path.symlink_to(path.rename(path.with_name("moved.txt")))
+    else:
+        path.chmod(0o664)
+    assert compiler.cached_text("rule.txt") is None
+    compiler.cache_text("rule.txt", "text")
+    assert compiler.cached_text("rule.txt") == "text"
+
+
 def compiled_to(path: Path, text: str) -> Path:
     path.with_suffix(".cc").write_text(text)
     words = [*COMPILER.split(), "-shared", "-fPIC", str(path.with_suffix(".cc")), "-o", str(path)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import masks, scores, tuning
+from jattn import masks, normalizers, scores, tuning
 from jattn.kernels import registry
 from tests.arrays import temporaries
 from tests.conftest import assert_trees_close, quick_jit, users_jit
@@ -154,6 +154,17 @@ def test_statistics_are_differentiated(how):
     with computed(how):
         result = quick_jit(jax.grad(ours, (0, 1, 2)))(*query_and_key(), jnp.asarray(SLOPES))
     assert_trees_close(result, dense_derivatives(), atol=1e-11, rtol=1e-11)
+
+
+def test_gradients_of_statistics_of_small_weights():
+    """Their sums are about 1e-25, whose squares are 0 in float32."""
+
+    def gradient(dtype: Any) -> Any:
+        query, key = (jnp.asarray(x, dtype) for x in query_and_key())
+        options: Any = {"normalizer": normalizers.Exp(), "score": lambda s, b, h, i, j: s - 60}
+        return jax.grad(lambda q: jnp.sum(jattn.statistics(q, key, **options).entropy))(query)
+
+    assert_trees_close(gradient(jnp.float32), gradient(jnp.float64), rtol=1e-4, atol=1e-5)
 
 
 def test_second_derivatives_raise_and_what_has_no_derivative_is_constant():

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jattn import dropout
@@ -89,8 +90,10 @@ def product(
     rows, columns = inputs.shape[: inputs.ndim - inner], kernel.shape[inner:]
     keep_axes = jax.default_backend() != "cpu" or out_sharding is not None or batch or not rows
     if keep_axes or _is_sharded(inputs) or _is_sharded(kernel):
-        if out_sharding is None and not batch and jax.typeof(inputs).sharding.mesh.explicit_axes:
-            out_sharding = joined(sharding_of(inputs)[: len(rows)], sharding_of(kernel)[inner:])
+        mesh = jax.typeof(inputs).sharding.mesh
+        if out_sharding is None and not batch and mesh.explicit_axes:
+            spec = joined(sharding_of(inputs)[: len(rows)], sharding_of(kernel)[inner:])
+            out_sharding = NamedSharding(mesh, spec)
         options["out_sharding"] = out_sharding
         return lax.dot_general(inputs, kernel, dimension_numbers, **options)
     size = math.prod(kernel.shape[:inner])

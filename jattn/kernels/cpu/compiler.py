@@ -447,8 +447,7 @@ def _keep(path: Path, contents: bytes) -> bool:
 
 def cache_text(name: str, text: str) -> None:
     """Writes a text to the cache folder, if there is one, under a name that is its own."""
-    folder = _folder()
-    if folder and not (folder / name).exists():
+    if cached_text(name) is None and (folder := _folder()):
         _keep(folder / name, text.encode())
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn.kernels.protocol import LinearKernel
+from jattn.softmax import quotient
 
 
 Sums = tuple[Float[Array, "B K F V"], Float[Array, "B K F"]]
@@ -43,12 +44,6 @@ class Formula(NamedTuple):
 def elu_plus_one(x: Array) -> Array:
     """Returns elu(x) + 1, computed as exp(x) for x ≤ 0, which loses no digits."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
-
-
-def divided(numerator: Float[Array, "*i V"], denominator: Float[Array, "*i"]) -> Array:
-    """Returns the quotient; 0, without gradients, where the sum of the weights is 0."""
-    is_zero = (denominator == 0)[..., None]
-    return jnp.where(is_zero, 0, numerator / jnp.where(is_zero, 1, denominator[..., None]))
 
 
 def attend(
@@ -89,7 +84,8 @@ def attend(
     by_head, results = lax.scan(step, by_head, jax.tree.map(cut, tokens))
     numerator, denominator = joined(results[0]), joined(results[1][..., None])[..., 0]
     sums = jax.tree.map(lambda x, like: x.reshape(like.shape), by_head, sums)
-    return divided(numerator, denominator) if formula.divides else numerator, denominator, sums
+    out = quotient(numerator, denominator[..., None]) if formula.divides else numerator
+    return out, denominator, sums
 
 
 def _chunk(sums: Any, tokens: Any, *, strict: bool) -> tuple[Any, tuple[Array, Array]]:

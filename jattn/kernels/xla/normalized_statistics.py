@@ -16,6 +16,7 @@ from jattn.kernels.common.slicing import HeadTile
 from jattn.kernels.protocol import QueryStatistics, StatisticsRequest
 from jattn.kernels.xla import normalized
 from jattn.scores import distance
+from jattn.softmax import quotient
 from jattn.spec import Spec, parameters, with_parameters
 
 
@@ -25,8 +26,7 @@ def _of_block(
     """Computes the statistics of a block of queries, and the weight that each key receives."""
     tile, *of_keys = tiles
     weights, allowed = normalized.weights_and_mask(tile, q, k)
-    total = jnp.sum(weights, axis=1, keepdims=True)
-    shares = weights / jnp.where(total == 0, 1, total)
+    shares = quotient(weights, jnp.sum(weights, axis=1, keepdims=True))
     logs = jnp.log(jnp.where(shares == 0, 1, shares))
     distances = distance(tile.rows, tile.columns, weights.dtype)
     first = jnp.argmax(jnp.where(allowed, weights, -jnp.inf), axis=1, keepdims=True)
