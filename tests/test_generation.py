@@ -409,6 +409,7 @@ def test_explicit_mesh():
 
 
 def test_errors():
+    without_start = type("Steps", (nnx.Module,), {"step": len})()
     right: dict[str, Any] = {"prompt": TOKENS[:, :1], "max_tokens": 2, "model": gpt()}
     wrong: Any = (
         ({"prompt": np.zeros((2, 0), int)}, ValueError, r"prompt: .* B, T >= 1, got \[2, 0\]"),
@@ -442,6 +443,8 @@ def test_errors():
         ({"samples": 2, "beams": 2, **DRAWN}, ValueError, "samples: expected 1 with beams > 1"),
         ({"caches": jnp.int8}, TypeError, "caches: expected what model.step gives, got"),
         ({"model": len}, TypeError, "model: expected an nnx.Module with methods start and step"),
+        ({"model": nnx.Module()}, TypeError, "and step, got Module without start and step$"),
+        ({"model": without_start}, TypeError, "start and step, got Steps without start$"),
         ({"max_tokens": 10}, ValueError, "length: expected length <= max_length=9, got 10"),
     )
     for options, error, message in wrong:

@@ -36,9 +36,9 @@ class Numbers(NamedTuple):
 
 def check_model(model: Any, prompt: Any) -> None:
     """Checks for a model that `generate` accepts, and a prompt `[B, T]` that is not empty."""
-    is_model = hasattr(model, "start") and hasattr(model, "step")
-    if not isinstance(model, nnx.Module) or not is_model:
-        got = type(model).__name__
+    missing = [name for name in ("start", "step") if not hasattr(model, name)]
+    if not isinstance(model, nnx.Module) or missing:
+        got = type(model).__name__ + (f" without {' and '.join(missing)}" if missing else "")
         raise TypeError(f"model: expected an nnx.Module with methods start and step, got {got}")
     check_array("prompt", prompt, "[B, T]", "integer")
     if len(prompt.shape) != 2 or 0 in prompt.shape:
