@@ -13,6 +13,7 @@ from typing import Any
 
 from flax import nnx
 
+from jattn.checks import check_number, check_size
 from jattn.masks import Window
 from jattn.nn.attention import MultiHeadAttention
 from jattn.nn.embedding import Rotary, SinusoidalPositions
@@ -45,7 +46,31 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_new": nnx.gelu,
     "gelu_pytorch_tanh": nnx.gelu,
 }
+# Options that must be integers from 1, and those that must be positive numbers.
+_SIZES = frozenset(
+    """d_model decoder_attention_heads decoder_ffn_dim decoder_layers decoder_vocab_size
+    encoder_attention_heads encoder_ffn_dim encoder_layers head_dim hidden_size intermediate_size
+    n_embd n_head n_inner n_layer n_positions num_attention_heads num_hidden_layers
+    num_key_value_heads sliding_window sliding_window_pattern vocab_size""".split()
+)
+_POSITIVE_NUMBERS = frozenset(
+    """attention_factor attn_logit_softcapping beta_fast beta_slow factor final_logit_softcapping
+    high_freq_factor layer_norm_epsilon low_freq_factor query_pre_attn_scalar rms_norm_eps
+    rope_local_base_freq rope_theta""".split()
+)
 _REQUIRED: Any = object()
+
+
+def _check_option(name: str, value: Any) -> None:
+    """Raises ValueError for an option in `_SIZES` or `_POSITIVE_NUMBERS` that is neither null nor
+    such a number."""
+    try:
+        if name in _SIZES and value is not None:
+            check_size(name, value)
+        if name in _POSITIVE_NUMBERS and value is not None:
+            check_number(name, value, positive=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.json: {error}") from error
 
 
 @dataclasses.dataclass
@@ -66,6 +91,7 @@ class Config:
         """Returns an option, or the default if it is absent or null."""
         self.used.add(name)
         value = self.options.get(name)
+        _check_option(name, value)
         if value is None and default is _REQUIRED:
             raise ValueError(f"config.json: expected the option {name}, which is missing")
         return default if value is None else value
@@ -73,6 +99,7 @@ class Config:
     def nullable(self, name: str, default: Any) -> Any:
         """Returns an option, None if it is null, or the default if it is absent."""
         self.used.add(name)
+        _check_option(name, self.options.get(name))
         return self.options.get(name, default)
 
     def expect(self, **values: Any) -> None:
@@ -126,11 +153,11 @@ def _rotary(
     if options.keys() & {"full_attention", "sliding_attention"}:
         options = options.get(kind) or {}
     options = dict(options)
-    base = options.pop("rope_theta", base)
+    base = _number(options, "rope_theta", base)
     scaling = _scaling(config, options)
     share = options.pop("partial_rotary_factor", config("partial_rotary_factor", 1.0))
     config.reject(options | ({} if share == 1 else {"partial_rotary_factor": share}))
-    return Rotary(base=float(base), scaling=scaling)
+    return Rotary(base=base, scaling=scaling)
 
 
 def _scaling(config: Config, options: dict[str, Any]) -> Linear | NTK | Yarn | None:
@@ -180,12 +207,14 @@ def _number(options: dict[str, Any], name: str, default: float | None = None) ->
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json: expected the rotary option {name}, got {options}")
+    _check_option(name, value)
     return float(value)
 
 
 def _yarn_amplitude(options: dict[str, Any], factor: float) -> float:
     """Removes YaRN's options of the amplitude from `options`, and returns the amplitude."""
     amplitude = options.pop("attention_factor", None)
+    _check_option("attention_factor", amplitude)
     scales = options.pop("mscale", None), options.pop("mscale_all_dim", None)
     if amplitude is not None:
         return float(amplitude)
@@ -310,7 +339,7 @@ def _window_by_kind(config: Config, layer: int, is_sliding: bool) -> int | None:
 def _qwen_window(config: Config, layer: int) -> int | None:
     begin = config("max_window_layers", 28)
     if not config("use_sliding_window", False):
-        config("sliding_window", None)
+        config.used.add("sliding_window")
         config.expect(layer_types=["full_attention"] * config("num_hidden_layers"))
         return None
     return _window_by_kind(config, layer, layer >= begin)
