@@ -267,7 +267,11 @@ def test_gradients_of_small_denominators(chunk):
 
     def gradients(dtype: Any) -> Any:
         query = jnp.ones((1, 64, 1, 1), dtype)
-        operands = query, query.at[:, 1:].set(-1), jnp.arange(1, 65, dtype=dtype)[None, :, None, None]
+        operands = (
+            query,
+            query.at[:, 1:].set(-1),
+            jnp.arange(1, 65, dtype=dtype)[None, :, None, None],
+        )
 
         def total(operands: Any, log_decay: Any) -> Any:
             options: Any = {"feature_map": jax.nn.relu, "log_decay": log_decay, "chunk": chunk}

@@ -716,6 +716,24 @@ def test_dtype_of_a_single_layer():
         assert nnx.eval_shape(call, layer, normal(1, 2, 5, 6, dtype=inputs)).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_dtype_is_that_of_the_parameters(positions, dtype):
+    """Whatever it was when the model was made."""
+    sizes: Any = {"features": 6, "num_heads": 3, "feed_forward": 7}
+    ids = jnp.zeros((2, 5), jnp.int32)
+    models = (
+        (made(nn.DecoderOnly, 11, num_layers=1, positions=positions, **sizes), ids),
+        (made(transformer, positions=positions), ids, ids),
+        (made(nn.RNNsearch, 13, 11, features=6), ids, ids),
+    )
+    for model, *inputs in models:
+        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
+        assert nnx.eval_shape(evaluate, model, *inputs).dtype == dtype
+    cache = models[0][0].start(2, 5)[0]
+    assert cache.keys.dtype == dtype
+
+
 def check_graph_and_tree_mode(model, ids, graph, weights_shapes):
     """A model, its copy and its captured weights are the same in either mode of NNX."""
     expected = call(model, *ids)

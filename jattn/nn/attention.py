@@ -396,8 +396,9 @@ class MultiHeadAttention(Module):
         return cache_class.create(batch, length, *sizes, self._cache_dtype(dtype), **options)
 
     def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
-        """Returns the dtype of a cache: by default that of the module."""
-        return next(x for x in (dtype, self.dtype, self.param_dtype) if x is not None)
+        """Returns the dtype of a cache: by default that of the module, or of its parameters."""
+        dtypes = dtype, self.dtype, self.out.kernel[...].dtype
+        return next(x for x in dtypes if x is not None)
 
     def _extend(
         self, inputs_q: Float[Array, "B T D"], cache: _Cache, valid: Valid, call: CallOptions

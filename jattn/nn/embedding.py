@@ -20,7 +20,7 @@ from jattn.checks import (
 )
 from jattn.functions.integers import known_range
 from jattn.nn._types import Ids, Positions
-from jattn.nn.layers import sharded
+from jattn.nn.layers import promote, sharded
 from jattn.nn.module import Module, check_features, check_integers, check_module
 from jattn.positions import NTK, Linear, Yarn, axial_rotary, learned, rotary, sinusoidal
 
@@ -36,8 +36,8 @@ def _table(
     dtype: Dtype | None,
     param_dtype: Dtype,
     rngs: nnx.Rngs,
-) -> tuple[nnx.Param[Array], Any]:
-    """Makes a table `[rows, D]`, and returns it with the dtype of the computation.
+) -> nnx.Param[Array]:
+    """Makes a table `[rows, D]` of a module that computes in `dtype`.
 
     `init` and `sizes` map the names of the caller's arguments, for messages, to the initializer and
     to the two sizes; `axis` is the logical name of the table's first axis.
@@ -45,7 +45,7 @@ def _table(
     check_module(rngs, dtype=dtype, param_dtype=param_dtype, functions=init, **sizes)
     (initializer,) = init.values()
     value = initializer(rngs.params(), tuple(sizes.values()), param_dtype)
-    return nnx.Param(value, **sharded(axis, "embed")), param_dtype if dtype is None else dtype
+    return nnx.Param(value, **sharded(axis, "embed"))
 
 
 def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
@@ -56,6 +56,12 @@ def _check_range(name: str, indices: Ids, letters: str, size: int) -> None:
         raise ValueError(
             f"{name}: expected 0 <= {name} < {letters}={size}, got {least} to {greatest}"
         )
+
+
+def _rows(table: nnx.Param[Array], indices: Ids, dtype: Dtype | None) -> Float[Array, "... D"]:
+    """Returns the rows of a table at these indices, in a dtype, by default that of the table."""
+    (array,) = promote((table[...],), dtype=dtype)
+    return learned(array, jnp.asarray(indices))
 
 
 class TokenEmbedding(Module):
@@ -89,7 +95,8 @@ class TokenEmbedding(Module):
         self.vocabulary = vocabulary
         self.features = features
         self.scale_embeddings = scale_embeddings
-        self.embedding, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
+        self.dtype = dtype
+        self.embedding = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
         self.bias = _bias(use_bias, vocabulary, param_dtype)
 
     @property
@@ -103,10 +110,10 @@ class TokenEmbedding(Module):
         Raises ValueError for concrete ids outside the vocabulary; traced ones give vectors of NaN.
         """
         _check_range("ids", ids, "vocabulary", self.vocabulary)
-        rows = learned(self.embedding[...].astype(self.dtype), jnp.asarray(ids))
+        rows = _rows(self.embedding, ids, self.dtype)
         if not self.scale_embeddings:
             return rows
-        return rows * jnp.asarray(math.sqrt(self.features), self.dtype)
+        return rows * jnp.asarray(math.sqrt(self.features), rows.dtype)
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... vocabulary"]:
         """Returns logits `[*B, T, vocabulary]`: x times the unscaled vectors, plus the bias."""
@@ -138,7 +145,8 @@ class OutputProjection(Module):
         init = {"kernel_init": kernel_init}
         check_flag("use_bias", use_bias)
         self.features = features
-        self.kernel, self.dtype = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
+        self.dtype = dtype
+        self.kernel = _table("vocabulary", init, sizes, dtype, param_dtype, rngs)
         self.bias = _bias(use_bias, vocabulary, param_dtype)
 
     @property
@@ -162,12 +170,11 @@ def _logits(
     x: Float[Array, "... D"],
     table: Float[Array, "vocabulary D"],
     bias: Float[Array, " vocabulary"] | None,
-    dtype: Dtype,
+    dtype: Dtype | None,
 ) -> Float[Array, "... vocabulary"]:
-    logits = jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype))
-    if bias is None:
-        return logits
-    return logits + bias.astype(dtype).reshape((1,) * (logits.ndim - 1) + bias.shape)
+    x, table, bias = promote((x, table, bias), dtype=dtype)
+    logits = jnp.einsum("...d,vd->...v", x, table)
+    return logits if bias is None else logits + bias.reshape((1,) * (logits.ndim - 1) + bias.shape)
 
 
 class LearnedPositions(Module):
@@ -190,7 +197,8 @@ class LearnedPositions(Module):
         init = {"embedding_init": embedding_init}
         sizes = {"max_length": max_length, "features": features}
         self.max_length = max_length
-        self.embedding, self.dtype = _table("positions", init, sizes, dtype, param_dtype, rngs)
+        self.dtype = dtype
+        self.embedding = _table("positions", init, sizes, dtype, param_dtype, rngs)
 
     def __call__(self, positions: Ids) -> Float[Array, "... D"]:
         """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end.
@@ -198,13 +206,14 @@ class LearnedPositions(Module):
         Raises ValueError for concrete positions outside 0..max_length − 1; traced ones give NaN.
         """
         _check_range("positions", positions, "max_length", self.max_length)
-        return learned(self.embedding[...].astype(self.dtype), jnp.asarray(positions))
+        return _rows(self.embedding, positions, self.dtype)
 
 
 class SinusoidalPositions(Module):
     """The sines and cosines of Vaswani et al. 2017, section 3.5: no parameters, any length.
 
-    `style` is that of `jattn.positions.sinusoidal`.
+    `style` is that of `jattn.positions.sinusoidal`. `dtype` is by default that of the vectors of
+    tokens to which a model adds them, and float32 without a model.
 
     >>> nn.SinusoidalPositions(8)(jnp.arange(5)).shape
     (5, 8)
@@ -216,21 +225,24 @@ class SinusoidalPositions(Module):
         *,
         base: float = 10000.0,
         style: Literal["half", "interleaved"] = "interleaved",
-        dtype: Any = jnp.float32,
+        dtype: Dtype | None = None,
     ):
         check_size("features", features)
         check_number("base", base, positive=True)
         check_choice("style", style, ("half", "interleaved"))
-        check_dtype("dtype", dtype)
+        if dtype is not None:
+            check_dtype("dtype", dtype)
         self.features = features
         self.base = base
         self.style: Literal["half", "interleaved"] = style
         self.dtype = dtype
 
-    def __call__(self, positions: Ids) -> Float[Array, "... D"]:
-        """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end."""
-        D, style = self.features, self.style
-        return sinusoidal(positions, D, base=self.base, style=style, dtype=self.dtype)
+    def __call__(self, positions: Ids, dtype: Dtype = jnp.float32) -> Float[Array, "... D"]:
+        """Maps positions `[*B, T]` or `[T]` to vectors, on a further axis D at the end.
+
+        `dtype` is their dtype if the module has none."""
+        dtype = dtype if self.dtype is None else self.dtype
+        return sinusoidal(positions, self.features, base=self.base, style=self.style, dtype=dtype)
 
 
 def position_vectors(
@@ -247,8 +259,7 @@ def position_vectors(
         return SinusoidalPositions(features, base=kind.base, style=kind.style, dtype=kind.dtype)
     if kind == "learned":
         return LearnedPositions(max_length, features, **tables)
-    dtype = tables["param_dtype"] if tables["dtype"] is None else tables["dtype"]
-    return SinusoidalPositions(features, dtype=dtype)
+    return SinusoidalPositions(features, dtype=tables["dtype"])
 
 
 def embedded(
@@ -268,7 +279,8 @@ def embedded(
     if positions.shape not in (ids.shape, ids.shape[-1:]):
         got = list(positions.shape)
         raise ValueError(f"positions: expected [*B, T] = {list(ids.shape)} or [T], got {got}")
-    return x + jnp.broadcast_to(encoding(positions), x.shape)
+    of_tokens = (x.dtype,) if isinstance(encoding, SinusoidalPositions) else ()
+    return x + jnp.broadcast_to(encoding(positions, *of_tokens), x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
