@@ -238,10 +238,10 @@ class Mask:
         return jnp.broadcast_to(allowed, (len(i.places), len(j.places)))
 
     def __and__(self, other: Any) -> "Mask":
-        return And(self, as_mask(other))
+        return _joined(And, self, as_mask(other))
 
     def __or__(self, other: Any) -> "Mask":
-        return Or(self, as_mask(other))
+        return _joined(Or, self, as_mask(other))
 
     def __invert__(self) -> "Mask":
         return Not(self)
@@ -538,6 +538,29 @@ class Or(Mask):
     def bounds(self, tile):
         (any_l, all_l), (any_r, all_r) = self.left.bounds(tile), self.right.bounds(tile)
         return any_l | any_r, all_l | all_r
+
+
+_MOST_LEVELS = 16
+
+
+def _joined(kind: type[And | Or], left: Mask, right: Mask) -> Mask:
+    """Returns `kind(left, right)`. A longer chain than `_MOST_LEVELS` becomes a balanced tree: JAX
+    and Python limit the depth of recursion, and a loop may combine hundreds of masks."""
+    parts: list[Mask] = []
+    deepest, stack = 0, [(kind(left, right), 0)]
+    while stack:
+        mask, level = stack.pop()
+        if isinstance(mask, kind):
+            stack += (mask.right, level + 1), (mask.left, level + 1)
+        else:
+            parts.append(mask)
+            deepest = max(deepest, level)
+    if deepest <= _MOST_LEVELS:
+        return kind(left, right)
+    while len(parts) > 1:
+        last = parts[-1:] if len(parts) % 2 else []
+        parts = [*map(kind, parts[::2], parts[1::2]), *last]
+    return parts[0]
 
 
 @pytree_dataclass

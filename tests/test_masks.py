@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import re
 import timeit
 import tracemalloc
@@ -488,6 +489,22 @@ def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
     assert index
     full = eval(f"mask{index[0]}", {"mask": mask})  # what is advised works
     jax.eval_shape(lambda mask: jattn.attention(q, k, k, mask=mask), full)
+
+
+@pytest.mark.parametrize("kind", ["And", "Or"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_loop_may_combine_hundreds_of_masks(kind, flip):
+    """In order, and in a tree whose depth Python and JAX can traverse."""
+    combine = {"And": operator.and_, "Or": operator.or_}[kind]
+    parts = [masks.Window(n % 3, n) for n in range(500)]
+    mask = functools.reduce(lambda x, y: combine(y, x) if flip else combine(x, y), parts)
+    assert "Window(left=2, right=2)" in repr(mask)
+    is_part = lambda x: isinstance(x, masks.Window)  # noqa: E731
+    assert jax.tree.leaves(mask, is_leaf=is_part) == parts[:: -1 if flip else 1]
+    (want,) = {"And": [parts[0]], "Or": [parts[-1] | masks.Window(2, 0)]}[kind]
+    np.testing.assert_array_equal(mask.dense(5, 5), want.dense(5, 5))
+    q = jnp.ones((1, 5, 1, 4))
+    assert jattn.explain(q, q, q, mask=mask)["blockwise"] is None
 
 
 @pytest.mark.parametrize("rule", [masks.Causal(), ~masks.Full(), scores.SoftCap(2.0)])
