@@ -547,11 +547,12 @@ def _joined(kind: type[And | Or], left: Mask, right: Mask) -> Mask:
     """Returns `kind(left, right)`. A longer chain than `_MOST_LEVELS` becomes a balanced tree: JAX
     and Python limit the depth of recursion, and a loop may combine hundreds of masks."""
     parts: list[Mask] = []
-    deepest, stack = 0, [(kind(left, right), 0)]
+    deepest = 0
+    stack: list[tuple[Mask, int]] = [(kind(left, right), 0)]
     while stack:
         mask, level = stack.pop()
         if isinstance(mask, kind):
-            stack += (mask.right, level + 1), (mask.left, level + 1)
+            stack += [(mask.right, level + 1), (mask.left, level + 1)]
         else:
             parts.append(mask)
             deepest = max(deepest, level)

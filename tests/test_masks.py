@@ -494,7 +494,7 @@ def test_arrays_of_less_than_full_rank_are_advised(shape, advice):
 @pytest.mark.parametrize("kind", ["And", "Or"])
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_loop_may_combine_hundreds_of_masks(kind, flip):
-    """In order, and in a tree whose depth Python and JAX can traverse."""
+    """The tree keeps their order, and Python and JAX can traverse its depth."""
     combine = {"And": operator.and_, "Or": operator.or_}[kind]
     parts = [masks.Window(n % 3, n) for n in range(500)]
     mask = functools.reduce(lambda x, y: combine(y, x) if flip else combine(x, y), parts)
