@@ -272,7 +272,9 @@ def generate(spec: Spec, dtype: Any, gradients: bool = True) -> GeneratedRule:
         gradients_of = [(n, operands[n]) for n, _ in d_operands]
         text += function_of(backward, operands, dtype, gradients_of)
     if len(operands) > MOST_OPERANDS:
-        raise NotImplementedError(f"its functions read {len(operands)} arrays, at most 32 fit")
+        raise NotImplementedError(
+            f"its functions read {len(operands)} arrays, at most {MOST_OPERANDS} fit"
+        )
     by_row, by_head = (x in core.mask_on for x in (BATCH_ROW, HEAD))
     return GeneratedRule(text, operands, differentiated, modifies, keeps, by_row, by_head)
 
