@@ -357,8 +357,9 @@ class Entmax(NormalizerFunction):
 
     α is a number above 1. Near 1 the weights are those of the softmax; the greater α is, the fewer
     keys have a weight above 0. α = 2 is `Sparsemax`. τ is computed up to rounding, by Newton's
-    method for α ≤ 2 and by bisection for larger α. Gradients are those of the implicit function:
-    only keys with a weight above 0 have one.
+    method for α ≤ 2 and by bisection for larger α. The power of a large α also amplifies the
+    rounding of scores, and in float32 weights below 10^(−38/(α − 1)) are 0. Gradients are those of
+    the implicit function: only keys with a weight above 0 have one.
 
     >>> w = jattn.attention_weights(q, k, normalizer=normalizers.Entmax(1.5))
     >>> w.sum(-1).round(5).min().item()
@@ -575,19 +576,24 @@ def _greatest(score: Scores) -> Float[Array, "t 1"]:
 def _entmax(alpha: float, score: Scores) -> Scores:
     """Computes the weights of `Entmax`.
 
-    With z = (α − 1)(score − greatest) and p = 1/(α − 1), the weights are (z − τ)₊^p. Scores with
-    z ≤ −1 have no influence. For α ≤ 2 the weights are computed as
+    With p = 1/(α − 1), the weights are ((α − 1)(score − greatest) − τ)₊^p. Scores that are p or
+    more below the greatest have no influence. For α ≤ 2 the weights are computed as
     (1 + (α − 1)(score − greatest − t))₊^p, because near α = 1 the unknown t = (τ + 1) p keeps the
-    digits that τ loses.
+    digits that τ loses. For α > 2 the power p < 1 amplifies the rounding of τ. So τ is computed as a
+    sum of numbers, each of which is subtracted before the next is solved for. They have the digits
+    of (α − 1)(score − greatest) − τ for weights down to 0.001.
     """
     power = 1 / (alpha - 1)
-    # The least z is −2, as −1 could be rounded up, and would then have a weight.
+    # The least score is −2 p, as −p could be rounded up, and would then have a weight.
     score_below = jnp.maximum(score - _greatest(score), -2 * power)
     if alpha <= 2:
         weights = _raised((alpha - 1) * (score_below - _newton(score_below, alpha)), power)
     else:
-        z = jnp.maximum((alpha - 1) * score_below, -1)
-        weights = jnp.maximum(z - _bisection(z, power), 0) ** power
+        dtype = jnp.finfo(score.dtype)
+        bits = min(10 * (alpha - 1), -int(dtype.minexp))
+        for _ in range(1 + math.ceil(bits / dtype.nmant)):
+            score_below = score_below - _bisection(score_below, alpha)
+        weights = _powered(score_below, alpha)
     has_keys = jnp.any((score > -jnp.inf) | jnp.isnan(score), axis=-1, keepdims=True)
     weights = jnp.where(has_keys, weights, 0)
     # The sum is 1 up to the rounding of τ, which the power may amplify.
@@ -630,23 +636,36 @@ def _newton(score_below: Scores, alpha: float) -> Float[Array, "t 1"]:
     return jax.lax.while_loop(lambda x: x[1] & (x[2] < _MAX_STEPS), step, initial)[0]
 
 
-def _bisection(z: Scores, power: float) -> Float[Array, "t 1"]:
-    """Solves Σ (z − τ)₊^power = 1 by bisection, to the last bit.
+def _powered(x: Scores, alpha: float) -> Scores:
+    """Computes ((α − 1) x)₊^{1/(α − 1)}."""
+    return jnp.maximum((alpha - 1) * x, 0) ** (1 / (alpha - 1))
 
-    The unknown is the greatest weight (−τ)^power, which is 1/S at least. For a power below 1, τ may
-    be so close to 0 that bisection of τ would take hundreds of steps.
+
+def _bisection(score: Scores, alpha: float) -> Float[Array, "t 1"]:
+    """Solves Σ ((α − 1)(score − t))₊^{1/(α − 1)} = 1 for t in [−2, 2] by bisection, to the last bit.
+
+    It bisects the bits of t, as integers in the order of the floats: t may be so close to 0 that
+    bisection of its value would take hundreds of steps.
     """
+    integers = jnp.dtype(f"int{jnp.finfo(score.dtype).bits}")
+    most = jnp.iinfo(integers).max
+
+    def turned(x: Array, dtype: Any) -> Array:
+        """Converts floats to integers in the same order, or back."""
+        bits = jax.lax.bitcast_convert_type(x, integers)
+        return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ most, bits), dtype)
 
     def step(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
-        middle = (low + high) / 2
-        total = jnp.sum(jnp.maximum(z + middle ** (1 / power), 0) ** power, axis=-1, keepdims=True)
-        return jnp.where(total >= 1, low, middle), jnp.where(total >= 1, middle, high)
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        weights = _powered(score - turned(middle, score.dtype), alpha)
+        is_low = jnp.sum(weights, axis=-1, keepdims=True) >= 1
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
-    steps = jnp.finfo(z.dtype).nmant + 8
-    zeros = jnp.zeros((*z.shape[:-1], 1), z.dtype)
-    _, greatest_weight = jax.lax.fori_loop(0, steps, step, (zeros, zeros + 1))
-    return -(greatest_weight ** (1 / power))
+    two = jnp.full_like(score[..., :1], 2)
+    bounds = turned(-two, integers), turned(two, integers)
+    low, _ = jax.lax.fori_loop(0, jnp.iinfo(integers).bits, step, bounds)
+    return turned(low, score.dtype)
 
 
 @_entmax.defjvp

@@ -178,6 +178,25 @@ def test_entmax_near_1_has_the_digits_of_float32(above_1):
     np.testing.assert_allclose(out[0, :, 0], got @ v[0, :, 0], atol=4e-6)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "implementation"),
+    [(3.0, "native"), (5.0, "native"), (5.0, "blockwise"), (9.0, "reference")],
+)
+def test_entmax_of_large_alphas_has_the_digits_of_float32(alpha, implementation):
+    """The power of 1/(α − 1) amplifies the rounding of a threshold that is one number."""
+    rng = np.random.default_rng(0)
+    factors = np.float32([0.01, 0.05, 0.2, 1, -1])
+    scores_of_keys = np.float32(rng.normal(size=40) + 10)
+    q, k = factors[None, :, None, None], scores_of_keys[None, :, None, None]
+    v = np.eye(40, dtype=np.float32)[None, :, None]
+    definition = row_normalizers.entmax(alpha).weights
+    truth = [definition((x * scores_of_keys).astype(np.longdouble), []) for x in factors]
+    normalizer = normalizers.Entmax(alpha)
+    options: Any = {"normalizer": normalizer, "scale": 1.0, "implementation": implementation}
+    got = jattn.attention(q, k, v, **options)[0, :, 0]
+    np.testing.assert_allclose(got, truth, rtol=0, atol=2e-7)
+
+
 @pytest.mark.parametrize("alpha", [1.2, 1.9])
 def test_entmax_has_the_digits_of_float64(alpha):
     """XLA's log1p has fewer."""

@@ -180,8 +180,8 @@ as_weights.register(normalizers.StickBreaking, lambda normalizer: Weights(8))
 
 @as_weights.register
 def _(normalizer: normalizers.Entmax) -> Weights:
-    if normalizer.alpha < 1.1:  # its thresholds lose digits near 1
-        raise NotImplementedError(f"expected an alpha of at least 1.1, got {normalizer.alpha}")
+    if not 1.1 <= normalizer.alpha <= 5:  # its thresholds lose digits beyond
+        raise NotImplementedError(f"expected an alpha from 1.1 to 5, got {normalizer.alpha}")
     return Weights(6, float(normalizer.alpha))
 
 

@@ -88,6 +88,14 @@ struct ScoreRows {
   }
 };
 
+// Converts the bits of numbers to integers in the order of the numbers, or back.
+inline Ints turned(Ints bits) {
+  return bits ^ ((bits >> (8 * sizeof(Int) - 1)) & std::numeric_limits<Int>::max());
+}
+
+// The mean, rounded down, without overflow.
+inline Ints middle_of(Ints a, Ints b) { return (a & b) + ((a ^ b) >> 1); }
+
 // The rule by which the threshold of Entmax follows from scores, and weights from both. Its key is
 // z = (alpha - 1) (score - greatest), and weights are (z - threshold)^power before they are divided by
 // their sum; kPower is the power, 1 / (alpha - 1), or 0 if it is neither 1 nor 2.
@@ -146,15 +154,25 @@ struct EntmaxRule {
     return threshold;
   }
 
-  // The unknown is the greatest weight, as the threshold may be very close to 0.
+  // It bisects the bits of the threshold, which may be very close to 0.
   Key bisection(const T* keys, Index n) const {
-    Vector low = {}, high = all(1);
-    for (int step = 0; step < std::numeric_limits<T>::digits + 7; ++step) {
-      const Vector middle = (low + high) / 2;
-      const Ints enough = total(keys, n, -raised(middle, alpha - 1), Vector{}) >= 1;
-      low = enough ? low : middle, high = enough ? middle : high;
+    constexpr T kLargest = std::numeric_limits<T>::max();
+    Ints low = turned((Ints)all(-kLargest)), high = turned((Ints)all(kLargest));
+    for (size_t step = 0; step <= 8 * sizeof(Int); ++step) {
+      const Ints middle = middle_of(low, high);
+      const Ints enough = total(keys, n, (Vector)turned(middle), Vector{}) >= 1;
+      low = pick(enough, middle, low), high = pick(enough, high, middle);
     }
-    return -raised(high, alpha - 1);
+    return (Vector)turned(low);
+  }
+
+  // A power below 1 amplifies the rounding of a threshold: then it is added to the greatest score,
+  // and solved for again, relative to the sum.
+  bool is_solved_twice() const { return alpha > 2; }
+  Vector shifted(Vector most, Key threshold) const { return most + threshold / (alpha - 1); }
+  Key least(Vector most) const {
+    const Vector size = most > 0 ? most : -most;
+    return -1 - 4 * std::numeric_limits<T>::epsilon() * (alpha - 1) * size;
   }
 
   Ints counts(Vector score, Vector most, Vector threshold) const {
@@ -177,9 +195,6 @@ struct TopKRule {
 
   explicit TopKRule(double k) : k(static_cast<Index>(k)) {}
 
-  static Ints turned(Ints bits) {
-    return bits ^ ((bits >> (8 * sizeof(Int) - 1)) & std::numeric_limits<Int>::max());
-  }
   Key key(Vector score, Vector) const { return turned((Ints)score); }
   Key least() const { return turned((Ints)all(-kInfinity)); }
   Vector threshold(Key key) const { return (Vector)turned(key); }
@@ -197,7 +212,7 @@ struct TopKRule {
     if (n < k) return low;
     Ints high = turned((Ints)(most == most ? most : all(kInfinity))) + 1, done = {};
     for (size_t step = 0; step <= 8 * sizeof(Int); ++step) {
-      const Ints middle = (low & high) + ((low ^ high) >> 1);
+      const Ints middle = middle_of(low, high);
       Ints count = {};
       for (Index s = 0; s < n; ++s) count -= load<Ints>(keys + s * kLanes) >= middle;
       const Ints enough = count >= static_cast<Int>(k);
@@ -213,6 +228,10 @@ struct TopKRule {
     return score < threshold ? Vector{} : exponential(score - most);
   }
   Vector share(Vector, Vector, Vector, Vector weight) const { return weight; }
+
+  bool is_solved_twice() const { return false; }
+  Vector shifted(Vector most, Key) const { return most; }
+  Key least(Vector) const { return least(); }
 };
 
 // A normalizer whose weights are above 0 where scores exceed a threshold of the query.
@@ -222,8 +241,8 @@ struct ByThreshold {
   using Key = typename Rule::Key;
 
   Rule rule;
-  // The greatest score, 0 without keys; the threshold; the factor of weights, NaN in a row that is NaN;
-  // and the mean of the weights' cotangents.
+  // What keys are relative to: the greatest score, 0 without keys, or what `shifted` returns; the
+  // threshold; the factor of weights, NaN in a row that is NaN; the mean of the weights' cotangents.
   alignas(64) T most[kQueries], threshold[kQueries], factor[kQueries], mean[kQueries];
 
   explicit ByThreshold(double number) : rule(number) {}
@@ -231,12 +250,18 @@ struct ByThreshold {
   // The greatest scores of chunks are some of the scores: the solution for them is a lower bound.
   void solve(const ScoreRows& x) {
     for (Index i = 0; i < x.t; i += L) {
-      const Vector top = x.most(i), shift = top == -kInfinity ? Vector{} : top;
+      const Vector top = x.most(i);
+      Vector shift = top == -kInfinity ? Vector{} : top;
       Key key = rule.least();
       Index n = gather(x.tops + i, x.chunks, x.t, shift, key, x.candidates);
       key = rule.solve(x.candidates, n, key, top);
       n = gather(x.scores + i, x.rows, x.t, shift, key, x.candidates);
       key = rule.solve(x.candidates, n, key, top);
+      if (rule.is_solved_twice()) {
+        shift = rule.shifted(shift, key);
+        n = gather(x.scores + i, x.rows, x.t, shift, rule.least(shift), x.candidates);
+        key = rule.solve(x.candidates, n, key, top);
+      }
       const Vector limit = rule.threshold(key), total = rule.total(x.candidates, n, limit, shift);
       store(most + i, shift);
       store(threshold + i, top == top ? limit : all(kNaN));
