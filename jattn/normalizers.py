@@ -491,6 +491,8 @@ class Running(NormalizerFunction):
         allowed = allowed | jnp.isnan(score)
         zeroed = jnp.where(allowed, score, 0)
         combine, identity = _OPERATIONS.get(self.combine, (self.combine, self.identity))
+        if callable(self.combine) and math.isinf(identity):
+            combine = functools.partial(_combine_finite, combine, identity)
         first = zeroed if self.score is None else self.score.evaluate(zeroed, *indices)
         terms = jnp.where(allowed, self.term.evaluate(zeroed, *indices), identity)
         combined = combine(first, _later(combine, identity, terms))
@@ -524,6 +526,19 @@ _OPERATIONS: dict[Any, tuple[Callable[[Any, Any], Any], float]] = {
     "minimum": (jnp.minimum, math.inf),
 }
 """The operations of `Running`, each with its identity."""
+
+
+def _combine_finite(
+    combine: Callable[[Any, Any], Any], identity: float, left: Scores, right: Scores
+) -> Scores:
+    """Combines scores; where one is the identity, which is infinite, returns the other.
+
+    Derivatives at infinite numbers may be NaN, such as those of `logaddexp(-inf, -inf)`.
+    """
+    is_left, is_right = left == identity, right == identity
+    finite_left, finite_right = (jnp.where(is_left | is_right, 0, x) for x in (left, right))
+    combined = combine(finite_left, finite_right)
+    return jnp.where(is_left, right, jnp.where(is_right, left, combined))
 
 
 def _later(combine: Callable[[Any, Any], Any], identity: float, terms: Scores) -> Scores:
@@ -579,9 +594,9 @@ def _entmax(alpha: float, score: Scores) -> Scores:
     With p = 1/(α − 1), the weights are ((α − 1)(score − greatest) − τ)₊^p. Scores that are p or
     more below the greatest have no influence. For α ≤ 2 the weights are computed as
     (1 + (α − 1)(score − greatest − t))₊^p, because near α = 1 the unknown t = (τ + 1) p keeps the
-    digits that τ loses. For α > 2 the power p < 1 amplifies the rounding of τ. So τ is computed as a
-    sum of numbers, each of which is subtracted before the next is solved for. They have the digits
-    of (α − 1)(score − greatest) − τ for weights down to 0.001.
+    digits that τ loses. For α > 2 the power p < 1 amplifies the rounding of τ. So τ is a sum of
+    numbers, each of which is subtracted before the next is solved for. They have the digits of
+    (α − 1)(score − greatest) − τ for weights down to 0.001.
     """
     power = 1 / (alpha - 1)
     # The least score is −2 p, as −p could be rounded up, and would then have a weight.
@@ -642,10 +657,11 @@ def _powered(x: Scores, alpha: float) -> Scores:
 
 
 def _bisection(score: Scores, alpha: float) -> Float[Array, "t 1"]:
-    """Solves Σ ((α − 1)(score − t))₊^{1/(α − 1)} = 1 for t in [−2, 2] by bisection, to the last bit.
+    """Solves Σ ((α − 1)(score − t))₊^{1/(α − 1)} = 1 for t in [−2, 2] by bisection, to the last
+    bit.
 
-    It bisects the bits of t, as integers in the order of the floats: t may be so close to 0 that
-    bisection of its value would take hundreds of steps.
+    It bisects the bits of t, as integers in the order of the floats: t may be so close to 0
+    that bisection of its value would take hundreds of steps.
     """
     integers = jnp.dtype(f"int{jnp.finfo(score.dtype).bits}")
     most = jnp.iinfo(integers).max

@@ -141,6 +141,25 @@ def test_an_operation_of_running_has_the_values_that_its_function_reads_now():
     assert abs(jax.grad(jitted)(0.5) - slope) <= 1e-7 * abs(slope) + 1e-8
 
 
+def test_every_derivative_of_an_operation_with_an_infinite_identity():
+    """JAX's derivative of logaddexp(−inf, −inf), as of masked keys, is NaN."""
+    terms: Any = {"combine": jnp.logaddexp, "identity": -np.inf}
+    normalizer = normalizers.Running(scores.Score(lambda s, *_: 0.3 * s), **terms)
+    x = on_device(inputs(CASES["plain"]))
+
+    def loss(q: Any) -> Any:
+        out = jattn.attention(q, x.k, x.v, mask=masks.Causal(), normalizer=normalizer)
+        return jnp.sum(jnp.sin(out))
+
+    gradient = jax.grad(loss)(x.q)
+    _, tangent = jax.jvp(loss, (x.q,), (gradient,))
+    np.testing.assert_allclose(tangent, jnp.vdot(gradient, gradient), rtol=1e-12)
+    second = jax.grad(lambda q: jnp.vdot(jax.grad(loss)(q), gradient))(x.q)
+    step = 1e-5 * gradient
+    change = jax.grad(loss)(x.q + step) - jax.grad(loss)(x.q - step)
+    np.testing.assert_allclose(second, change / 2e-5, rtol=0, atol=1e-8)
+
+
 def test_a_relu_has_no_slope_at_zero():
     """Also the second derivative of a power between 1 and 2, which grows without bound near 0."""
     for power in (1, 1.5, 2):
@@ -185,10 +204,10 @@ def test_entmax_near_1_has_the_digits_of_float32(above_1):
 def test_entmax_of_large_alphas_has_the_digits_of_float32(alpha, implementation):
     """The power of 1/(α − 1) amplifies the rounding of a threshold that is one number."""
     rng = np.random.default_rng(0)
-    factors = np.float32([0.01, 0.05, 0.2, 1, -1])
-    scores_of_keys = np.float32(rng.normal(size=40) + 10)
+    factors = np.array([0.01, 0.05, 0.2, 1, -1], np.float32)
+    scores_of_keys = np.asarray(rng.normal(size=40) + 10, np.float32)
     q, k = factors[None, :, None, None], scores_of_keys[None, :, None, None]
-    v = np.eye(40, dtype=np.float32)[None, :, None]
+    v: Any = np.eye(40, dtype=np.float32)[None, :, None]
     definition = row_normalizers.entmax(alpha).weights
     truth = [definition((x * scores_of_keys).astype(np.longdouble), []) for x in factors]
     normalizer = normalizers.Entmax(alpha)

@@ -6,8 +6,11 @@ query, the tangents of lse and out are
 
     d_lse = Σ p ds        d_out = Σ drop(p) (ds v + dv) − d_lse out
 
-so that each tile is visited once. For second derivatives, JAX differentiates `_tangent` and
-`_backward` in forward mode.
+so that each tile is visited once. A number that is subtracted from all ds of a query adds to d_lse
+and changes nothing else. So the tangent of the greatest score is subtracted: with large logits ds
+is large too, and what ds leaves of d_out would be lost in rounding.
+
+For second derivatives, JAX differentiates `_tangent` and `_backward` in forward mode.
 
 Both functions recompute the normalizer from their own scores: the kernel of the forward pass may
 have rounded scores differently, and with large logits its normalizer would not fit.
@@ -20,11 +23,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jattn import softmax, tile, tuning
 from jattn._pytree import pytree_dataclass, select_head
-from jattn._types import Index, Output, Tree, accumulation
+from jattn._types import Index, Output, Scores, Tree, accumulation
 from jattn.kernels.common import slicing, tile_schedule, vjp
 from jattn.kernels.common.derivatives import DerivativeFunctions, PerQuery, TangentInputs
 from jattn.kernels.xla import blockwise, normalized
@@ -71,6 +74,44 @@ class _BlockOrder(NamedTuple):
         return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=batch_size))
 
 
+class _Sums(NamedTuple):
+    """Sums over some of the keys for t queries, of tangents relative to `shift`.
+
+    partial: its `weighted` has the columns Σ drop(p) ((ds − shift) v + dv) for each of V, then
+        Σ drop(p) v for each of V, then Σ p (ds − shift).
+    shift: the tangent of the greatest of the scores.
+    """
+
+    partial: softmax.Partial
+    shift: Float[Array, " t"]
+
+    def relative_to(self, shift: Float[Array, " t"]) -> softmax.Partial:
+        """Returns the sums of tangents relative to another number."""
+        change = (self.shift - shift)[:, None]
+        d_out, out, d_lse = _columns(self.partial.weighted)
+        d_out, d_lse = d_out + change * out, d_lse + change * self.partial.total[:, None]
+        return self.partial._replace(weighted=jnp.concatenate([d_out, out, d_lse], axis=1))
+
+
+def _columns(sums: Float[Array, "t 2*V+1"]) -> list[Array]:
+    """Splits the columns of `_Sums`."""
+    V = sums.shape[1] // 2
+    return jnp.split(sums, [V, 2 * V], axis=1)
+
+
+def _tangent_of_greatest(s: Scores, ds: Scores) -> Float[Array, " t"]:
+    """Returns the tangent of the greatest score of each query; the mean of several, 0 of none."""
+    s = lax.stop_gradient(s)
+    is_greatest = (s == jnp.max(s, axis=-1, keepdims=True)) & (s > -jnp.inf)
+    count = jnp.maximum(1, jnp.sum(is_greatest, axis=-1)).astype(ds.dtype)
+    return lax.stop_gradient(jnp.sum(jnp.where(is_greatest, ds, 0), axis=-1) / count)
+
+
+def _combined(a: _Sums, b: _Sums) -> _Sums:
+    shift = jnp.where(a.partial.maximum >= b.partial.maximum, a.shift, b.shift)
+    return _Sums(softmax.combine(a.relative_to(shift), b.relative_to(shift)), shift)
+
+
 def _head_tangents(
     specs: _SpecAndTangent,
     b: Index,
@@ -95,7 +136,7 @@ def _head_tangents(
     def block(i: Index) -> tuple[Array, Array]:
         block_inputs = TangentInputs(*(slicing.take(x, i * block_q, block_q) for x in operands))
 
-        def add_run(run: tile_schedule.TileRun, state: softmax.Partial) -> softmax.Partial:
+        def add_run(run: tile_schedule.TileRun, state: _Sums) -> _Sums:
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
             d_params = parameters(
                 slicing.slice_tile(tangent, i * block_q, block_q, run.start, run.size)
@@ -110,20 +151,23 @@ def _head_tangents(
             primals = (parameters(head_tile.spec), block_inputs.query, k_j)
             s, ds = jax.jvp(score, primals, (d_params, block_inputs.tangent, dk_j))
 
-            def weigh(weights: Array) -> Array:
-                # d_out + d_lse out, and in the last column d_lse, so that one fold sums both.
-                weighted_ds = weights * ds
-                d_out = dot(head_tile.drop(weighted_ds), v_j.finite, spec)
-                d_out = d_out + dot(head_tile.drop(weights), dv_j, spec)
-                return jnp.append(d_out, jnp.sum(weighted_ds, axis=-1)[:, None], axis=1)
+            shift = _tangent_of_greatest(s, ds)
 
-            return softmax.combine(state, softmax.contribution(s, weigh))
+            def weigh(weights: Array) -> Array:
+                weighted_ds = weights * (ds - shift[:, None])
+                both = jnp.concatenate([dv_j, v_j.finite], axis=1)
+                d_out, out = jnp.split(dot(head_tile.drop(weights), both, spec), 2, axis=1)
+                d_out = d_out + dot(head_tile.drop(weighted_ds), v_j.finite, spec)
+                d_lse = jnp.sum(weighted_ds, axis=-1, keepdims=True)
+                return jnp.concatenate([d_out, out, d_lse], axis=1)
+
+            return _combined(state, _Sums(softmax.contribution(s, weigh), shift))
 
         out = block_inputs.out
-        empty = softmax.empty(block_q, out.shape[1] + 1, out.dtype)
-        tangents, _ = softmax.finish(order.visit(i, add_run, empty))
-        d_out, d_lse = tangents[:, :-1], tangents[:, -1]
-        return d_out - d_lse[:, None] * out, d_lse
+        empty = softmax.empty(block_q, 2 * out.shape[1] + 1, out.dtype)
+        sums = order.visit(i, add_run, _Sums(empty, jnp.zeros_like(empty.total)))
+        d_out, _, d_lse = _columns(softmax.finish(sums.partial)[0])
+        return d_out - d_lse * out, d_lse[:, 0] + sums.shift
 
     d_out, d_lse = map(tile_schedule.concatenate_blocks, order.map(block))
     return d_out, d_lse
