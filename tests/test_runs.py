@@ -169,6 +169,15 @@ def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path):
         files.replace(path / "inside", "")
 
 
+def test_a_reason_comes_without_the_details_of_tensorstore():
+    reason = 'NOT_FOUND: Failed to rename "run/a.b" to "run/b"'
+    spec = 'tensorstore_spec=\'{"driver":"zarr"}\''
+    for details in ("", f" [{spec}]", f" [source locations='x.cc:1'] [{spec}]", f". See {spec}"):
+        with pytest.raises(Unwritten) as error, files.writing("run"):
+            raise ValueError(reason + details)
+        assert str(error.value) == f"run could not be written: {reason}"
+
+
 @pytest.fixture
 def events(monkeypatch) -> list[Any]:
     """The files and folders that are synced, and "renamed" when a file is."""

@@ -26,7 +26,7 @@ def writing(what: object) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # tensorstore raises errors of the system as ValueError
-        raise Unwritten(f"{what} could not be written: {_reason(error)}") from error
+        raise Unwritten(f"{what} could not be written: {reason(error)}") from error
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -158,12 +158,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Returns the first sentence of an error's message; the details that tensorstore appends can be
+    thousands of characters long."""
     if isinstance(error, Unwritten) and error.__cause__ is not None:
-        return _reason(error.__cause__)
+        return reason(error.__cause__)
     code = re.search(r"os_error_code='(\d+)'", str(error))  # in tensorstore's messages
     if code:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())
+    return re.split(r" \[[\w ]+='|\. (?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0]
