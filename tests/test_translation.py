@@ -342,7 +342,7 @@ def test_a_loss_that_is_no_number_stops_training_and_keeps_the_last_checkpoint(t
         return state._replace(params=params), measured._replace(loss=measured.loss * factor)
 
     loop = bench().loop(step=poisoned_step, save=lambda state: run.save(state, int(state.step)))
-    expect(training.NonFiniteLoss, f"step {poisoned_at}: | nan", loop.run, bench().init_state())
+    expect(training.Diverged, f"step {poisoned_at}: | nan", loop.run, bench().init_state())
     assert run.steps() == [TINY.checkpoint_every]
     params, _ = run.restore(bench().model.shapes, prefix="params/")
     assert all(np.isfinite(array).all() for array in params.values())

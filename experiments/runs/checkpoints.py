@@ -132,7 +132,7 @@ class Checkpoints(Folder):
 
 @contextlib.contextmanager
 def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.CheckpointManager]:
-    with _without_tracebacks():
+    with without_tracebacks():
         process = jax.process_index()  # each of several processes saves and reads independently
         alone = ocp.options.MultiprocessingOptions(
             primary_host=process, active_processes={process}, barrier_sync_key_prefix=str(process)
@@ -158,7 +158,7 @@ def _manager(directory: Path, *, read_only: bool = False) -> Iterator[ocp.Checkp
 
 
 @contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
+def without_tracebacks() -> Iterator[None]:
     """Silences the tracebacks of orbax's threads, whose errors are raised in this thread as well.
 
     If one array fails, the writes of others fail too or call back too late, some even after the

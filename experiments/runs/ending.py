@@ -25,6 +25,11 @@ class Failure(Exception):
     """An expected failure of a running command; its message is shown in one line."""
 
 
+class Diverged(Failure):
+    """The error of training whose losses, gradients or parameters are not finite; the message names
+    the step."""
+
+
 @contextlib.contextmanager
 def users_part() -> Iterator[None]:
     """Raises ValueError and OSError within the context as `UserError`, because only the user's
@@ -39,6 +44,27 @@ def users_part() -> Iterator[None]:
 
 class Terminated(KeyboardInterrupt):
     """The interrupt of SIGTERM, which ends a command like Ctrl-C but with its own exit status."""
+
+
+@contextlib.contextmanager
+def advising_to_resume(advice: str, last_saved_step: Callable[[], int | None]) -> Iterator[None]:
+    """Adds the last checkpoint, and the advice how to resume from it, to errors raised during
+    training. If training has diverged, it would do so again: only the checkpoint is added."""
+    try:
+        yield
+    except Diverged as error:
+        step = last_saved_step()
+        checkpoint = "none" if step is None else f"that after step {step}"
+        raise Diverged(f"{error}; the last checkpoint is {checkpoint}") from None
+    except BrokenPipeError:
+        raise
+    except (Failure, OSError) as error:
+        step = last_saved_step()
+        state = "there is no checkpoint yet" if step is None else f"checkpoint {step} is whole"
+        kind = Failure if isinstance(error, Failure) else Unwritten
+        raise kind(f"{error}; {state}; {advice}") from error
+    except KeyboardInterrupt as end:
+        raise type(end)(advice) from None
 
 
 def exit_status(command: Callable[[], object]) -> int:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,6 +47,17 @@ def locked(directory: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             file.flush()
         yield
+
+
+def is_vacant(directory: Path, written_first: Iterable[str] = ()) -> bool:
+    """Returns whether a new run can use this directory: it does not exist, is empty, or holds only
+    the first files of a run whose creation was interrupted. Such files come with a lock, which is
+    only ever created in vacant directories and in runs."""
+    if not directory.is_dir():
+        return not directory.exists()
+    names = {path.name for path in directory.iterdir()}
+    ours = {name for name in names if name.endswith(".draft")} | {NAME, *written_first}
+    return not names or (NAME in names and names <= ours)
 
 
 def _acquire(file: BinaryIO, directory: Path) -> None:

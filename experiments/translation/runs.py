@@ -181,14 +181,8 @@ def check_is_run(directory: Path) -> None:
 
 
 def is_vacant(directory: Path) -> bool:
-    """Returns whether a new run can use this directory: it does not exist, is empty, or holds only
-    the first files of a run whose creation was interrupted. Such files come with a lock, which is
-    only ever created in vacant directories and in runs."""
-    if not directory.is_dir():
-        return not directory.exists()
-    names = {path.name for path in directory.iterdir()}
-    ours = {name for name in names if name.endswith(".draft")} | {locking.NAME, *_WRITTEN_FIRST}
-    return not names or (locking.NAME in names and names <= ours)
+    """Returns whether a new run can use this directory; see `locking.is_vacant`."""
+    return locking.is_vacant(directory, _WRITTEN_FIRST)
 
 
 def check_removable(directory: Path) -> None:

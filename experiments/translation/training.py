@@ -22,7 +22,7 @@ from jax import Array
 from tqdm import tqdm
 
 from experiments.runs.console import progress
-from experiments.runs.ending import Failure, interruptible
+from experiments.runs.ending import Diverged, interruptible
 from experiments.translation import corpus, data
 from experiments.translation.batches import (
     AnyBatch,
@@ -300,10 +300,6 @@ def _global_norm(grads: Params) -> Array:
 # ------------------------------------------------------------------------------------------- loop
 
 
-class NonFiniteLoss(Failure):
-    """The error of a loss or gradient norm that is not finite; the message names the step."""
-
-
 @dataclass
 class TrainingLoop:
     """A training loop, which runs the steps and at intervals reports, validates and saves.
@@ -352,7 +348,7 @@ class TrainingLoop:
         """Trains from a state to the last step, or until `stops` returns true.
 
         Raises:
-            NonFiniteLoss: training has diverged. The checkpoints are older than that.
+            Diverged: training has diverged. The checkpoints are older than that.
         """
         first, last = int(state.step), self.total_steps
         rate = learning_rate(self.config, last)
@@ -425,13 +421,13 @@ class _Window:
         """Returns the record of these steps, with the loss per token and the tokens per second.
 
         Raises:
-            NonFiniteLoss: a loss or the norm of a gradient is not finite.
+            Diverged: a loss or the norm of a gradient is not finite.
         """
         losses, unsmoothed_losses, norms = np.asarray(jax.device_get(self._metrics), np.float64).T
         invalid = ~(np.isfinite(losses) & np.isfinite(norms))
         if invalid.any():
             first_bad = int(invalid.argmax())
-            raise NonFiniteLoss(
+            raise Diverged(
                 f"step {self._first + first_bad + 1}: the loss is {losses[first_bad]:g} and the "
                 f"norm of its gradient {norms[first_bad]:g}; training stopped"
             )

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from experiments.runs import processes, stopping
 from experiments.runs.console import Console
-from experiments.runs.ending import Failure, users_part
-from experiments.runs.files import Unwritten
+from experiments.runs.ending import advising_to_resume, users_part
 from experiments.runs.locking import locked
 from experiments.runs.memory import keep_freed_memory
 from experiments.translation import reporting, training
@@ -82,7 +81,8 @@ def _fit(plan: TrainingPlan, console: Console, *, resume: bool) -> TrainedRun:
     if evaluator.cut:
         print(f"{evaluator.cut} validation sides are truncated to {config.max_length} tokens")
     processes.advise(_how_to_go_on(run))
-    with _advising_to_resume(run), processes.noticing_losses():
+    resumable = advising_to_resume(_how_to_go_on(run), run.last_whole_step)
+    with resumable, processes.noticing_losses():
         loop.run(placement.state(state))
     if not processes.leads():
         return TrainedRun(run, model, {}, [])
@@ -101,30 +101,6 @@ def _has_stopped(run: TranslationRun) -> bool:
     """Returns whether training ends early; the leading process reads the metrics and tells all."""
     stopped = processes.leads() and stopping.has_stopped(run.metrics(), run.config.patience)
     return bool(processes.agreed(stopped))
-
-
-@contextlib.contextmanager
-def _advising_to_resume(run: TranslationRun) -> Iterator[None]:
-    """Adds the last checkpoint, and how to resume from it, to errors raised during training."""
-    try:
-        yield
-    except training.NonFiniteLoss as error:
-        saved_step = run.last_whole_step()
-        checkpoint = "none" if saved_step is None else f"that after step {saved_step}"
-        raise training.NonFiniteLoss(f"{error}; the last checkpoint is {checkpoint}") from None
-    except BrokenPipeError:
-        raise
-    except (Failure, OSError) as error:
-        saved_step = run.last_whole_step()
-        checkpoint = (
-            "there is no checkpoint yet"
-            if saved_step is None
-            else f"checkpoint {saved_step} is whole"
-        )
-        kind = Failure if isinstance(error, Failure) else Unwritten
-        raise kind(f"{error}; {checkpoint}; {_how_to_go_on(run)}") from error
-    except KeyboardInterrupt as end:
-        raise type(end)(_how_to_go_on(run)) from None
 
 
 def _how_to_go_on(run: TranslationRun) -> str:
