@@ -1,6 +1,8 @@
 """The language experiment: its text, its loss, and its commands."""
 
+import contextlib
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from experiments.language import model as models
 from experiments.language import text, training
 from experiments.language.runs import LanguageRun
 from experiments.language.settings import LanguageSettings
+from experiments.runs.locking import locked
 from tests.arrays import assert_equal
+from tests.commands import full_after
 from tests.conftest import expect
 from tests.test_translation import assert_refused, set_words
 
@@ -124,8 +128,9 @@ def test_impossible_sizes_and_numbers_are_one_clear_line(file, tmp_path, capsys)
 
 
 def a_run(directory, file) -> LanguageRun:
-    characters = text.Characters.of(file.read_text("utf-8"))
-    run = LanguageRun(directory, LanguageSettings().changed(TINY), characters, str(file))
+    content = file.read_text("utf-8")
+    settings, characters = LanguageSettings().changed(TINY), text.Characters.of(content)
+    run = LanguageRun(directory, settings, characters, str(file), text.fingerprint(content))
     run.create()
     return run
 
@@ -139,6 +144,112 @@ def test_training_interrupted_early_resumes(file, tmp_path, capsys, monkeypatch)
     assert f"goes on with: {command}" in capsys.readouterr().err
     assert run_command("train", "--run", directory, "--resume") == 130
     assert "begins anew: no checkpoint yet" in capsys.readouterr().out
+
+
+def test_one_process_at_a_time_trains_in_a_run(file, tmp_path, capsys, monkeypatch):
+    run, vacant = a_run(tmp_path / "run", file), tmp_path / "vacant"
+
+    def check_locked(*_: object) -> None:
+        for directory in (run.directory, vacant):
+            expect(BlockingIOError, "is in use", locked(directory).__enter__)
+        raise KeyboardInterrupt
+
+    resume = ("train", "--run", run.directory, "--resume")
+    begin = ("train", "--text", file, "--run", vacant, *SET)
+    with locked(run.directory), locked(vacant):
+        assert_refused(resume, f"{run.directory} is in use: process ", capsys, cli.main)
+        assert_refused(begin, f"{vacant} is in use: process ", capsys, cli.main)
+        assert [path.name for path in vacant.iterdir()] == ["lock"]
+    monkeypatch.setattr(training, "_step", check_locked)
+    with locked(vacant):
+        assert run_command(*resume) == 130
+    with locked(run.directory):
+        assert run_command(*begin) == 130
+
+
+def test_what_is_no_run_gets_no_lock(file, tmp_path, capsys):
+    for options in (("--resume",), ("--text", file, *SET)):
+        assert_refused(("train", "--run", tmp_path, *options), "error: run: ", capsys, cli.main)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("name", ["held-out loss is nan", "parameters are not finite"])
+def test_a_diverged_state_is_not_saved(name, file, tmp_path, capsys, monkeypatch):
+    def diverge(settings, definition, state, rows, number):
+        factor = np.float32(np.nan if number == 2 else 1)
+        variables = jax.tree.map(lambda x: x * factor, state.variables)
+        return state._replace(variables=variables), jnp.float32(1)
+
+    monkeypatch.setattr(training, "_step", diverge)
+    if "parameters" in name:
+        monkeypatch.setattr(models, "mean_loss", lambda *_: 1.0)
+    directory = tmp_path / "run"
+    options = set_words(*TINY, "report_every=1")
+    assert run_command("train", "--text", file, "--run", directory, *options) == 1
+    message = "training stopped; the last checkpoint is that after step 1\n"
+    assert capsys.readouterr().err.endswith(f"error: step 2: the {name}; {message}")
+    run = LanguageRun.open(directory)
+    assert run.last_step() == 1 and [record["step"] for record in run.metrics()] == [1]
+
+
+def unchanged(settings, definition, state, rows, number):
+    return state, jnp.float32(1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(
+    file, tmp_path, capfd, caplog, monkeypatch
+):
+    write = LanguageRun.save
+
+    def save(run: LanguageRun, state: object, step: int) -> None:
+        with full_after(1000) if step == 6 else contextlib.nullcontext():
+            write(run, state, step)
+
+    monkeypatch.setattr(training, "_step", unchanged)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageRun, "save", save)
+        assert run_command("train", "--text", file, "--run", run, *SET) == 1
+    reason = "checkpoint 6 could not be written: File too large; checkpoint 3 is whole"
+    advice = f"training goes on with: python -m experiments.language train --run {run} --resume"
+    assert capfd.readouterr().err == f"error: {run}: {reason}; {advice}\n"
+    assert "exception" not in caplog.text
+    assert run_command("train", "--run", run, "--resume") == 0
+    assert "goes on after step 3" in capfd.readouterr().out
+
+
+def test_training_is_not_resumed_on_another_text(file, tmp_path, capsys, monkeypatch):
+    run = a_run(tmp_path / "run", file)
+    resume = ("train", "--run", run.directory, "--resume")
+    file.write_text(TEXT[::-1], "utf-8")
+    message = f"{run.directory} was started differently: the training text"
+    assert_refused(resume, message, capsys, cli.main)
+    file.write_text("quite different characters\n" * 20, "utf-8")
+    assert_refused(resume, message, capsys, cli.main)
+
+    file.write_text(TEXT[::-1], "utf-8")  # runs of earlier versions have no fingerprint
+    monkeypatch.setattr(training, "_step", interrupt)
+    content = json.loads((run.directory / "config.json").read_text("utf-8"))
+    assert content.pop("fingerprint")
+    (run.directory / "config.json").write_text(json.dumps(content), "utf-8")
+    assert run_command(*resume) == 130
+
+
+def test_a_text_that_is_empty_or_no_file_is_one_clear_line(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w") as pipe:
+        pipe.write(TEXT)
+        for path, message in (
+            (empty, f"{empty}: expected text, got an empty file"),
+            (f"/dev/fd/{reader}", f"--text: expected a regular file, got /dev/fd/{reader}"),
+            (tmp_path, f"--text: expected a regular file, got {tmp_path}"),
+            (tmp_path / "none", "No such file"),
+        ):
+            command = ("train", "--text", path, "--run", tmp_path / "run", *SET)
+            assert_refused(command, message, capsys, cli.main)
+    assert not (tmp_path / "run").exists()
 
 
 def test_nothing_in_a_run_leads_elsewhere(file, tmp_path, capsys):

@@ -32,8 +32,15 @@ from experiments.language.settings import LanguageSettings
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser, add_cache_dtype
 from experiments.runs.console import speak_utf8, visible_controls
-from experiments.runs.ending import Failure, exit_status, raise_if_asked_to_end, users_part
+from experiments.runs.ending import (
+    Failure,
+    advising_to_resume,
+    exit_status,
+    raise_if_asked_to_end,
+    users_part,
+)
 from experiments.runs.folder import free_directory
+from experiments.runs.locking import locked
 from experiments.runs.memory import check_fits, keep_freed_memory
 from jattn.nn import DecoderOnly
 
@@ -119,8 +126,17 @@ def _named() -> str:
 def _train(options: argparse.Namespace) -> None:
     keep_freed_memory()
     start = time.perf_counter()
-    with users_part():
-        run, texts = _prepared(options)
+    with contextlib.ExitStack() as locks:
+        with users_part():
+            run, texts = _prepared(options, locks)
+        _fit(run, texts, resume=options.resume)
+        seconds = time.perf_counter() - start
+        print(f"trained in {seconds:.0f} s; losses drawn in {run.draw_losses()}")
+    print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")
+
+
+def _fit(run: LanguageRun, texts: text.LanguageTexts, *, resume: bool) -> None:
+    """Trains from the start or from the last checkpoint."""
     definition, state = training.init_state(run)
     print(
         f"{run.directory}: {len(texts.train):,} characters to train on, "
@@ -130,40 +146,54 @@ def _train(options: argparse.Namespace) -> None:
         flush=True,
     )
     first = 0
-    if options.resume:
+    if resume:
         with users_part():
             state, first = training.resumed(run, state)
         print(f"goes on after step {first:,}" if first else "begins anew: no checkpoint yet")
-    try:
+    command = f"python -m experiments.language train --run {run.directory} --resume"
+    with advising_to_resume(f"training goes on with: {command}", run.last_step):
         training.train(run, texts, _tell, definition, state, first)
-    except KeyboardInterrupt as end:
-        resume_command = f"python -m experiments.language train --run {run.directory} --resume"
-        raise type(end)(f"training goes on with: {resume_command}") from None
-    print(f"trained in {time.perf_counter() - start:.0f} s; losses drawn in {run.draw_losses()}")
-    print(f"now try:\n  python -m experiments.language write --run {run.directory} --prompt TEXT")
 
 
-def _prepared(options: argparse.Namespace) -> tuple[LanguageRun, text.LanguageTexts]:
-    """Creates the run, or opens it to resume, and returns it with its text."""
-    if options.resume:
-        if options.run is None:
-            raise ValueError("--resume: expected --run DIR with it")
-        run = LanguageRun.open(options.run)
-        if options.set or options.text:
-            raise ValueError("--resume: expected no --set and no --text with it")
-        content = text.read(_checked_text(run))
-    else:
-        path = None if options.text is None else options.text.resolve()
-        content = text.read(path)
-        settings = LanguageSettings().changed(options.set)
-        directory = options.run or free_directory(_USUAL)
-        characters = text.Characters.of(content)
-        run = LanguageRun(directory, settings, characters, None if path is None else str(path))
+def _prepared(
+    options: argparse.Namespace, locks: contextlib.ExitStack
+) -> tuple[LanguageRun, text.LanguageTexts]:
+    """Creates the run, or opens it to resume, and returns it with its text. Until `locks` closes,
+    no other process can train in the run's directory."""
+    run, content = _to_resume(options, locks) if options.resume else _new(options)
     check_fits(models.size(run.settings, len(run.characters.alphabet)))
     texts = text.split(run.characters.encode(content), run.settings.length)
     if not options.resume:
+        run.check_vacant()  # only runs and vacant directories get a lock
+        locks.enter_context(locked(run.directory))
         run.create()
     return run, texts
+
+
+def _to_resume(options: argparse.Namespace, locks: contextlib.ExitStack) -> tuple[LanguageRun, str]:
+    """Locks and opens the run to resume, and reads its text."""
+    if options.run is None:
+        raise ValueError("--resume: expected --run DIR with it")
+    run = LanguageRun.open(options.run)
+    if options.set or options.text:
+        raise ValueError("--resume: expected no --set and no --text with it")
+    locks.enter_context(locked(run.directory))
+    content = text.read(_checked_text(run))
+    run.check_same_text(content)
+    return run, content
+
+
+def _new(options: argparse.Namespace) -> tuple[LanguageRun, str]:
+    """Returns a new run, which is not created yet, and its text."""
+    path = options.text
+    if path is not None and path.exists() and not path.is_file():  # as resuming reads it again
+        raise ValueError(f"--text: expected a regular file, got {path}")
+    content = text.read(path)
+    settings = LanguageSettings().changed(options.set)
+    directory = options.run or free_directory(_USUAL)
+    characters, digest = text.Characters.of(content), text.fingerprint(content)
+    saved_path = None if path is None else str(path.resolve())
+    return LanguageRun(directory, settings, characters, saved_path, digest), content
 
 
 def _checked_text(run: LanguageRun) -> Path | None:

@@ -1,16 +1,18 @@
 """A run's directory, with its settings, alphabet, metrics and last checkpoint. It may come from
 somebody else, so links, pipes and devices in it, which would lead elsewhere, are rejected.
 
-config.json      the settings, the alphabet and the text's path
+config.json      the settings, the alphabet, and the text's path and fingerprint
 metrics.jsonl    a line for each report while training
 checkpoints/N    the state after N steps, written by orbax
 loss.png         the losses over the steps
+lock             the process that trains, or trained last (`experiments.runs.locking`)
 """
 
+import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 
 from experiments.language.settings import LanguageSettings
-from experiments.language.text import Characters
-from experiments.runs.files import check_plain, inside, parsed, replace, writing
+from experiments.language.text import Characters, fingerprint
+from experiments.runs.checkpoints import without_tracebacks
+from experiments.runs.files import check_plain, inside, parsed, reason, replace, writing
 from experiments.runs.folder import Folder
+from experiments.runs.locking import is_vacant
 
 
 _FORMAT = "jattn-language-run"
@@ -29,12 +33,19 @@ _FORMAT = "jattn-language-run"
 
 @dataclass(frozen=True)
 class LanguageRun(Folder):
-    """A run in `directory`; `text` is the path of its training text, or None for generated
-    sentences."""
+    """A run in `directory`.
+
+    Attributes:
+        settings: the settings.
+        characters: the vocabulary.
+        text: the path of the training text, or None for generated sentences.
+        fingerprint: the digest of the training text; None in runs of earlier versions.
+    """
 
     settings: LanguageSettings
     characters: Characters
     text: str | None
+    fingerprint: str | None = None
 
     @classmethod
     def open(cls, directory: Path) -> "LanguageRun":
@@ -56,25 +67,43 @@ class LanguageRun(Folder):
                 "settings": dict() as settings,
                 "alphabet": str(alphabet),
                 "text": (str() | None) as text,
-            }:
-                return cls(
-                    directory, LanguageSettings.from_json(settings), Characters(alphabet), text
-                )
+                **others,
+            } if isinstance(digest := others.get("fingerprint"), str | None):
+                checked = LanguageSettings.from_json(settings)
+                return cls(directory, checked, Characters(alphabet), text, digest)
         raise ValueError(f"{path}: expected what training writes there")
+
+    def check_vacant(self) -> None:
+        """Checks that the directory is free for a new run.
+
+        Raises:
+            FileExistsError: the directory exists and contains more than a lock.
+        """
+        if not is_vacant(self.directory):
+            raise FileExistsError(f"run: {self.directory} exists already and is not empty")
+
+    def check_same_text(self, content: str) -> None:
+        """Checks that this run was started with a text.
+
+        Raises:
+            ValueError: the run was started with another text.
+        """
+        if self.fingerprint not in (None, fingerprint(content)):
+            raise ValueError(f"{self.directory} was started differently: the training text")
 
     def create(self) -> None:
         """Makes the directory and writes the file that `open` reads.
 
         Raises:
-            FileExistsError: the directory exists and is not empty.
+            FileExistsError: for the same reason as `check_vacant`.
         """
-        if self.directory.exists() and any(self.directory.iterdir()):
-            raise FileExistsError(f"run: {self.directory} exists already and is not empty")
+        self.check_vacant()
         content = {
             "format": _FORMAT,
             "settings": dataclasses.asdict(self.settings),
             "alphabet": self.characters.alphabet,
             "text": self.text,
+            "fingerprint": self.fingerprint,
         }
         self.write("config.json", json.dumps(content, indent=2) + "\n")
 
@@ -83,12 +112,12 @@ class LanguageRun(Folder):
         with writing(f"{self.directory}: checkpoint {step}"), self._manager() as manager:
             manager.save(step, args=ocp.args.StandardSave(state))
 
-    def has_checkpoint(self) -> bool:
-        """Returns whether there is a checkpoint to resume from."""
+    def last_step(self) -> int | None:
+        """Returns the step of the checkpoint to resume from, or None if there is none yet."""
         if not self.path("checkpoints").is_dir():
-            return False
+            return None
         with self._manager() as manager:
-            return manager.latest_step() is not None
+            return manager.latest_step()
 
     def restore(self, like: Any) -> tuple[Any, int]:
         """Returns the last checkpoint as a tree with the structure of `like`, and its step.
@@ -97,22 +126,26 @@ class LanguageRun(Folder):
             FileNotFoundError: there is no checkpoint.
             ValueError: the checkpoint is damaged or of another model.
         """
-        if not self.has_checkpoint():
+        step = self.last_step()
+        if step is None:
             raise FileNotFoundError(f"{self.directory}: no checkpoint yet")
         with self._manager() as manager:
-            step = manager.latest_step()
             try:
                 return manager.restore(step, args=ocp.args.StandardRestore(like)), step
             except (
                 Exception
             ) as error:  # orbax raises many kinds of errors for unreadable checkpoints
                 raise ValueError(
-                    f"{self.directory}: checkpoint {step} is damaged or of another model: {error}"
+                    f"{self.directory}: checkpoint {step} is damaged or of another model: "
+                    f"{reason(error)}"
                 ) from error
 
-    def _manager(self) -> ocp.CheckpointManager:
+    @contextlib.contextmanager
+    def _manager(self) -> Iterator[ocp.CheckpointManager]:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        return ocp.CheckpointManager(self.path("checkpoints").resolve(), options=options)
+        directory = self.path("checkpoints").resolve()
+        with without_tracebacks(), ocp.CheckpointManager(directory, options=options) as manager:
+            yield manager
 
     def draw_losses(self) -> Path:
         """Plots the losses over the steps, and returns the file's path."""

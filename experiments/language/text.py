@@ -1,5 +1,6 @@
 """Text as tokens: a vocabulary of characters, and batches of rows from random places of a text."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +63,23 @@ def read(path: Path | None) -> str:
     the grammar of `experiments.translation`.
 
     Raises:
-        ValueError: the file is not UTF-8.
+        ValueError: the file is not UTF-8, or is empty.
     """
     if path is None:
         pairs = corpus.generate(_SENTENCES, seed=0)
         return "".join(pair.target + "\n" for pair in pairs)
     try:
-        return path.read_text("utf-8")
+        content = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected text in UTF-8: {error}") from None
+    if not content:
+        raise ValueError(f"{path}: expected text, got an empty file")
+    return content
+
+
+def fingerprint(text: str) -> str:
+    """Returns a digest of a text."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def split(tokens: np.ndarray, length: int) -> LanguageTexts:

@@ -21,7 +21,7 @@ from experiments.language.runs import LanguageRun
 from experiments.language.settings import LanguageSettings
 from experiments.language.text import LanguageTexts, batch, in_order
 from experiments.runs.console import progress
-from experiments.runs.ending import Failure, interruptible
+from experiments.runs.ending import Diverged, interruptible
 
 
 _VALIDATION_ROWS = 64
@@ -79,7 +79,7 @@ def resumed(run: LanguageRun, state: LanguageState) -> tuple[LanguageState, int]
         ValueError: the checkpoint is damaged or of another model.
     """
     step = 0
-    if run.has_checkpoint():
+    if run.last_step() is not None:
         state, step = run.restore(state)
     run.forget_metrics_after(step)
     return state, step
@@ -97,7 +97,7 @@ def train(
     run's directory.
 
     Raises:
-        Failure: the loss is not finite.
+        Diverged: a loss or a parameter is not finite. The checkpoint is older than that.
     """
     settings = run.settings
     held_out = in_order(texts.validation, settings.length, _VALIDATION_ROWS)
@@ -116,6 +116,7 @@ def train(
             record["validation_loss"] = float(
                 models.mean_loss(definition, state.variables, held_out)
             )
+            _check_finite(number, record["validation_loss"], state)
             bar.set_postfix(loss=f"{record['loss']:.3f}")
             run.report(record)
             run.save(state, number)
@@ -130,7 +131,16 @@ def _record(
     """Summarizes the steps since the last report: mean loss, time and speed."""
     loss = float(np.mean(jax.device_get(losses)))
     if not np.isfinite(loss):
-        raise Failure(f"step {number}: the loss is {loss:g}; training stopped")
+        raise Diverged(f"step {number}: the loss is {loss:g}; training stopped")
     characters = len(losses) * settings.rows * settings.length
     speed = characters / seconds
     return {"step": number, "loss": loss, "seconds": seconds, "characters_per_second": speed}
+
+
+def _check_finite(number: int, validation_loss: float, state: LanguageState) -> None:
+    """Raises Diverged if the held-out loss or a parameter is not finite."""
+    if not np.isfinite(validation_loss):
+        raise Diverged(f"step {number}: the held-out loss is {validation_loss:g}; training stopped")
+    params = nnx.filter_state(state.variables, nnx.Param)
+    if not all(np.all(np.isfinite(array)) for array in jax.tree.leaves(params)):
+        raise Diverged(f"step {number}: the parameters are not finite; training stopped")
