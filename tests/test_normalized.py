@@ -206,7 +206,8 @@ def test_entmax_of_large_alphas_has_the_digits_of_float32(alpha, implementation)
     rng = np.random.default_rng(0)
     factors = np.array([0.01, 0.05, 0.2, 1, -1], np.float32)
     scores_of_keys = np.asarray(rng.normal(size=40) + 10, np.float32)
-    q, k = factors[None, :, None, None], scores_of_keys[None, :, None, None]
+    q: Any = factors[None, :, None, None]
+    k: Any = scores_of_keys[None, :, None, None]
     v: Any = np.eye(40, dtype=np.float32)[None, :, None]
     definition = row_normalizers.entmax(alpha).weights
     truth = [definition((x * scores_of_keys).astype(np.longdouble), []) for x in factors]
