@@ -274,6 +274,9 @@ def relative_bucket(
     Raffel et al. 2020, section 2.1. If bidirectional, each direction has half of the buckets;
     otherwise all keys after the query share the first bucket.
 
+    Raises ValueError for less than 4 buckets, 2 unless bidirectional, and for a `max_distance` that
+    has a bucket of its own.
+
     >>> distance = jnp.array([-20, -2, -1, 0, 1, 2, 20])
     >>> print(scores.relative_bucket(distance, 8, bidirectional=True, max_distance=16))
     [3 2 1 0 5 6 7]
@@ -282,6 +285,7 @@ def relative_bucket(
     check_flag("bidirectional", bidirectional)
     check_size("max_distance", max_distance)
     check_size("buckets", buckets)
+    _check_buckets("relative_bucket", buckets, bidirectional, max_distance)
     offset = jnp.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -290,10 +294,22 @@ def relative_bucket(
     else:
         distance = -jnp.minimum(distance, 0)
     n_exact = buckets // 2  # distances with a bucket of their own
-    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / max(n_exact, 1))
-    steps = log_ratio / math.log(max_distance / max(n_exact, 1)) * (buckets - n_exact)
+    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / n_exact)
+    # Rounding must not move the first distance of a bucket to the bucket before it.
+    scale = (1 + 2**-21) * (buckets - n_exact) / math.log(max_distance / n_exact)
+    steps = log_ratio * scale
     log_bucket = jnp.minimum(n_exact + steps.astype(distance.dtype), buckets - 1)
     return offset + jnp.where(distance < n_exact, distance, log_bucket)
+
+
+def _check_buckets(name: str, buckets: int, bidirectional: bool, max_distance: int) -> None:
+    """Raises ValueError unless distances have buckets of their own, and `max_distance` does not."""
+    least = 4 if bidirectional else 2
+    if buckets < least or max_distance <= buckets // least:
+        raise ValueError(
+            f"{name}: expected at least {least} buckets, and max_distance > buckets // {least}, "
+            f"got {buckets} buckets and max_distance {max_distance}"
+        )
 
 
 def _difference(kv: Int[Array, "#t #s"], q: Int[Array, "#t #s"]) -> Int[Array, "t s"]:
@@ -324,14 +340,8 @@ class RelativeBias(ScoreFunction):
         check_array("RelativeBias: table", self.table, "[buckets, N]", rank=2)
         check_flag("RelativeBias: bidirectional", self.bidirectional)
         check_size("RelativeBias: max_distance", self.max_distance)
-        least = 4 if self.bidirectional else 2
-        n_exact = self.table.shape[0] // least
-        if n_exact < 1 or self.max_distance <= n_exact:
-            raise ValueError(
-                f"RelativeBias: expected a table of at least {least} buckets, and max_distance > "
-                f"buckets // {least}, got {self.table.shape[0]} buckets and max_distance "
-                f"{self.max_distance}"
-            )
+        buckets = self.table.shape[0]
+        _check_buckets("RelativeBias", buckets, self.bidirectional, self.max_distance)
 
     def bucket(self, distance: Int[Array, "..."]) -> Int[Array, "..."]:
         """Returns the bucket of each distance kv − q."""

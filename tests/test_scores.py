@@ -69,15 +69,27 @@ def test_slopes_of_the_paper():
 
 @pytest.mark.parametrize(
     "buckets, bidirectional, max_distance",
-    [(32, True, 128), (32, False, 128), (12, True, 20), (10, False, 30), (4, True, 64)],
+    [
+        *((32, True, 128), (32, False, 128), (12, True, 20), (10, False, 30), (4, True, 64)),
+        *((6, True, 100), (20, False, 1000), (51, False, 64)),  # with distances that are boundaries
+    ],
 )
 def test_t5_buckets(buckets, bidirectional, max_distance):
-    distances, rules = range(-300, 301), {"bidirectional": bidirectional}
+    distances, rules = range(-1100, 301), {"bidirectional": bidirectional}
     rules["max_distance"] = max_distance
     got = scores.relative_bucket(jnp.array(distances), buckets, **rules)
     want = [bucket(x, buckets, **rules) for x in distances]
     assert got.tolist() == want
     assert set(want) == set(range(buckets)) - ({buckets // 2} if bidirectional else set())
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(1, 128), (3, 128), (32, 8)])
+def test_t5_buckets_that_do_not_exist(buckets, max_distance):
+    with pytest.raises(
+        ValueError, match=r"relative_bucket: expected at least 4 buckets, and max_d"
+    ):
+        options: Any = {"bidirectional": True, "max_distance": max_distance}
+        scores.relative_bucket(jnp.arange(3), buckets, **options)
 
 
 def test_t5_buckets_that_are_known():
