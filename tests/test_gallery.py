@@ -173,6 +173,16 @@ def test_the_command_says_what_is_wrong_and_which_variants_there_are(capsys):
     assert all(group in said for group in GROUPS)
 
 
+@pytest.mark.parametrize("options", [[], ["--train"]])
+def test_the_command_creates_its_folder_before_it_computes(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "measure", None)
+    monkeypatch.setattr(training, "compare", None)
+    (tmp_path / "file").touch()
+    assert cli.main(["alibi", *options, "--out", str(tmp_path / "file")]) == 1
+    said = capsys.readouterr()
+    assert not said.out and said.err.endswith("/file could not be written: File exists\n")
+
+
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", ["softmax", *TRAINABLE])
 def test_layers_are_causal_and_train(name):

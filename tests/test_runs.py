@@ -178,6 +178,24 @@ def test_a_reason_comes_without_the_details_of_tensorstore():
         assert str(error.value) == f"run could not be written: {reason}"
 
 
+def test_old_results_stay_until_there_is_a_first_row(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    results = files.ResultsFile(path)
+    assert contents(tmp_path) == {} and path.parent.is_dir()
+    results.add({"x": 1})
+    results.add({"x": "é"})
+    written = b'{"x": 1}\n{"x": "\\u00e9"}\n'
+    assert path.read_bytes() == written
+    results = files.ResultsFile(path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        results.add({"x": float("nan")})
+    assert contents(tmp_path) == {"new/results.jsonl": written}
+    results.add({"x": 2})
+    assert path.read_bytes() == b'{"x": 2}\n'
+    with pytest.raises(Unwritten, match=r"results.jsonl could not be written: File exists"):
+        files.ResultsFile(path / "results.jsonl")
+
+
 @pytest.fixture
 def events(monkeypatch) -> list[Any]:
     """The files and folders that are synced, and "renamed" when a file is."""

@@ -3,6 +3,7 @@
 import functools
 import json
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from experiments.offline import targets
+from experiments.runs.ending import Failure
 from experiments.scaling import __main__ as scaling
 from experiments.scaling import plan, programs
 from experiments.scaling.cases import SCHEMES, ScalingCase
@@ -18,6 +20,7 @@ from jattn import masks, parallel, scores, tuning
 from tests.commands import environment, run_python
 from tests.conftest import quick_jit
 from tests.devices import mesh_of
+from tests.test_translation import assert_refused
 
 
 DEVICES, T, N, K, H, V = 4, 64, 8, 2, 6, 3
@@ -143,6 +146,18 @@ def test_ten_million_tokens_on_a_thousand_devices(capsys):
     pairs = 4096 * 4097 // 2 + (10_000_384 - 4096) * 4096
     assert planned.compute_seconds == pytest.approx(pairs * 64 * 128 * 14 / 1024 / 400e12)
     assert planned.seconds == max(planned.compute_seconds, planned.send_seconds)
+
+
+def test_old_results_stay_if_no_case_can_run(tmp_path, capsys, monkeypatch):
+    results = tmp_path / "results.jsonl"
+    results.write_text("old\n")
+    options = ["measure", "--lengths", "64", "--out", str(tmp_path), "--devices"]
+    message = "no case is possible: 3 devices cannot share 64 tokens, but 66"
+    assert_refused([*options, "3", "3"], message, capsys, scaling.main)
+    monkeypatch.setattr(scaling.job, "run", mock.Mock(side_effect=Failure("no such platform")))
+    assert scaling.main([*options, "1", "--platform", "tpu"]) == 1
+    assert "no such platform" in capsys.readouterr().err
+    assert results.read_text() == "old\n"
 
 
 @pytest.mark.slow

@@ -341,6 +341,10 @@ def test_the_command_tells_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert main(["--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: broken: this did not hold: one is two\n"
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    assert main(["--out", str(tmp_path / "file")]) == 1
+    said = capsys.readouterr()
+    assert not said.out and said.err.endswith("/file could not be written: File exists\n")
 
 
 COMMAND = """

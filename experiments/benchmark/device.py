@@ -21,7 +21,6 @@ CPU, use small sizes: `--tokens 128 --lengths 64 --heads 16`.
 import argparse
 import functools
 import importlib.metadata
-import json
 import math
 import os
 import pathlib
@@ -42,7 +41,7 @@ from experiments.benchmark.predictions import predicted
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.ending import UserError, interruptible, one_line
-from experiments.runs.files import append, replace
+from experiments.runs.files import ResultsFile
 
 
 PATTERNS = ("full", "causal", "window", "documents")
@@ -302,8 +301,7 @@ def main(argv: list[str]) -> None:
     """
     arguments = _arguments(argv)
     implementations = _implementations(arguments)
-    results, rows, reported = arguments.out / "results.jsonl", [], set()
-    replace(results, "")
+    results, rows, reported = ResultsFile(arguments.out / "results.jsonl"), [], set()
     print(f"{jax.devices()[0].device_kind}, {arguments.dtype}, {versions()}")
     print(_TITLES, flush=True)
     passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
@@ -312,11 +310,11 @@ def main(argv: list[str]) -> None:
         for backward in passes:
             task = Task(case, backward, arguments.dtype, inputs)
             row = measure(task, implementations, arguments.peers, arguments.seconds)
-            append(results, json.dumps(row, allow_nan=False))
+            results.add(row)
             rows.append(row)
             for name, reason in row["left_out"].items():
                 if (name, reason) not in reported:
                     tqdm.write(f"{case.name:<22} {row['pass']:<9} {name} is left out: {reason}")
             reported |= set(row["left_out"].items())
             tqdm.write("\n".join(lines(row)))
-    print("\n".join(["", *floor_lines(rows), f"results: {results}"]))
+    print("\n".join(["", *floor_lines(rows), f"results: {results.path}"]))

@@ -26,7 +26,7 @@ import numpy as np
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
-from experiments.runs.files import replace
+from experiments.runs.files import make_folder, replace
 from experiments.runs.memory import keep_freed_memory
 from experiments.translation.batches import (
     AnyBatch,
@@ -128,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=bounds.count, default=7, help="turns of each competitor")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/benchmark"))
     arguments = parser.parse_args(argv)
+    make_folder(arguments.out)
     keep_freed_memory()  # as the `train` command does
     trainers = competitors()
     seconds = _in_turn(trainers, arguments.rounds)

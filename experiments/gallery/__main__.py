@@ -23,8 +23,9 @@ from experiments.gallery.variant import Language, Variant
 from experiments.gallery.variants import GROUPS, NAMES, load
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser, nearest
+from experiments.runs.console import speak_utf8
 from experiments.runs.ending import Failure, UserError, exit_status, interruptible
-from experiments.runs.files import replace
+from experiments.runs.files import make_folder, replace
 from experiments.runs.folder import free_directory
 
 
@@ -69,6 +70,7 @@ def run_all(names: Sequence[str], out: Path) -> None:
     Raises:
         Failure: results differ from those of dense formulas; the page has the other variants.
     """
+    make_folder(out)
     start, measurements, wrong = time.perf_counter(), {}, []
     columns = "".join(f"{f'{T:,}':>9}" for T in LENGTHS)
     print(
@@ -118,12 +120,14 @@ def command(options: argparse.Namespace) -> None:
         run_all(chosen(options.variants), options.out)
         return
     name, variant = trainable(options.variants)
+    make_folder(options.out)
     directory = free_directory(options.out / f"{name}-training")
     print(f"losses drawn in {training.compare(name, variant, directory, options.minutes)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    speak_utf8()
     options = _parser().parse_args(arguments)
     return exit_status(lambda: command(options))
 

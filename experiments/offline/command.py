@@ -24,7 +24,6 @@ figure is worse than in `--against`, and 2 if the command is wrong or the compil
 """
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
@@ -36,7 +35,7 @@ from experiments.offline.machine_code import MachineLoop
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.ending import Failure, UserError, interruptible
-from experiments.runs.files import append, replace
+from experiments.runs.files import ResultsFile
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -64,12 +63,12 @@ def main(argv: list[str]) -> None:
     reason = targets.missing(target)
     if reason:
         raise UserError(reason)
-    replace(options.out, "")
+    results = ResultsFile(options.out)
     print(titles(target, bool(options.lengths)))
     failed = unsupported = spilled = worse = 0
     for each_job in interruptible(tqdm(jobs, disable=None, leave=False)):
         row = job.run(each_job, options.seconds)
-        append(options.out, json.dumps(row, allow_nan=False))
+        results.add(row)
         tqdm.write("\n".join(lines(row)))
         for difference in kept.worse(old_rows[each_job], row) if old_rows else ():
             tqdm.write(f"    worse than it was: {difference}")

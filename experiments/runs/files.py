@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,46 @@ def append(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder if it is missing, and checks that files can be created in it.
+
+    Commands call this before they compute results, so that none are lost.
+
+    Raises:
+        Unwritten: the folder, or a file in it, cannot be created.
+    """
+    with writing(folder):
+        folder.resolve().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+class ResultsFile:
+    """A file of results, one JSON object in a line. An older file stays until the first row.
+
+    Raises:
+        Unwritten: the system refuses to create files in the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        make_folder(path.parent)
+        self.path = path
+        self._has_rows = False
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Appends a row; the first one replaces an older file.
+
+        Raises:
+            Unwritten: the system refuses to write.
+        """
+        line = json.dumps(row, allow_nan=False)
+        if self._has_rows:
+            append(self.path, line)
+        else:
+            replace(self.path, f"{line}\n")
+        self._has_rows = True
 
 
 def open_in_place(path: Path, flags: int) -> int:

@@ -30,14 +30,16 @@ from tqdm import tqdm
 from experiments.offline import targets
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
+from experiments.runs.console import speak_utf8
 from experiments.runs.ending import UserError, exit_status, interruptible
-from experiments.runs.files import append, replace
+from experiments.runs.files import ResultsFile, replace
 from experiments.scaling import job, plan
 from experiments.scaling.cases import DTYPES, ORDERS, SCHEMES, ScalingCase
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
+    speak_utf8()
     arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     return exit_status(lambda: arguments.command(arguments))
 
@@ -131,8 +133,9 @@ def _measure(arguments: argparse.Namespace) -> None:
         for scheme in arguments.schemes
     ]
     impossible = {case: reason for case in cases if (reason := plan.impossible(case))}
-    results = arguments.out / "results.jsonl"
-    replace(results, "")
+    if impossible.keys() >= set(cases):
+        raise UserError(f"no case is possible: {'; '.join(dict.fromkeys(impossible.values()))}")
+    results = ResultsFile(arguments.out / "results.jsonl")
     print(_ROW.format(*_TITLES))
     rows = []
     for case in interruptible(tqdm(cases, disable=None, leave=False)):
@@ -140,14 +143,13 @@ def _measure(arguments: argparse.Namespace) -> None:
             tqdm.write(f"{case.scheme:<11} {case.devices:>7} {case.length:>10} {impossible[case]}")
             continue
         row = job.run(case, arguments.seconds, arguments.platform)
-        append(results, json.dumps(row, allow_nan=False))
+        results.add(row)
         rows.append(row)
         tqdm.write(_line(row))
-    if rows:
-        picture = arguments.out / "scaling.png"
-        replace(picture, _picture(rows))
-        print(f"plot: {picture}")
-    print(f"results: {results}")
+    picture = arguments.out / "scaling.png"
+    replace(picture, _picture(rows))
+    print(f"plot: {picture}")
+    print(f"results: {results.path}")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -14,8 +14,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.runs.console import speak_utf8
 from experiments.runs.ending import Failure, UserError, exit_status, interruptible
-from experiments.runs.files import replace
+from experiments.runs.files import make_folder, replace
 from experiments.walkthrough import page
 from experiments.walkthrough.formulas import Formula
 from experiments.walkthrough.running import Result, run
@@ -93,6 +94,7 @@ def command(options: argparse.Namespace) -> None:
             print(f"{number:2}  {step.name:24}{step.title}")
         return
     steps = chosen(options.steps)
+    make_folder(options.out)
     results = [run_aloud(step, STEPS.index(step) + 1) for step in interruptible(steps)]
     if not options.steps:
         path = options.out / "index.html"
@@ -106,6 +108,7 @@ def command(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    speak_utf8()
     options = parser().parse_args(arguments)
     return exit_status(lambda: command(options))
 
