@@ -1,6 +1,7 @@
 """What commands print: JSON lines for programs, words for people, no controls in files."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -181,6 +182,15 @@ def test_words_are_utf8_whatever_the_platform_says():
     changes = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = run_python("-c", code, env=environment(**changes), encoding="utf-8", check=True)
     assert (done.stdout, done.stderr) == ("ü ☃\n", "é\n")
+
+
+@pytest.mark.parametrize("name", ["benchmark", "gallery", "scaling", "walkthrough"])
+def test_experiments_print_utf8_whatever_the_platform_says(name, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"experiments.{name}.__main__").main(["--help"])
+    assert stream.encoding == "utf-8"
 
 
 HOSTILE = "a\tb\x1b]0;title\x07\r\x9b2J\x7f\u202eesrever\u2066\u2028größe ☃\n"

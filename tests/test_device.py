@@ -1,16 +1,23 @@
 """The benchmarks of engines and of GPUs, on a CPU with tiny sizes: results, floors, predictions."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
 
 from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import cases, device, engines, peers, timing
+from experiments.benchmark import cases, device, engines, gym, peers, timing
 from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.device_peers import CUDNN, DENSE, FLEX, PEERS
+from experiments.benchmark.options import use_device
 from experiments.benchmark.predictions import predicted
+from experiments.runs.ending import UserError
+from tests.commands import run_python
+from tests.test_translation import assert_refused
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -79,6 +86,84 @@ def test_caches_are_compared(monkeypatch, capsys):
 def test_unknown_names_are_refused(capsys):
     assert benchmark.main(["device", "--implementations", "flash"]) == 2
     assert "unknown implementations ['flash']; there are cudnn" in capsys.readouterr().err
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A folder with results, which have to stay; every measurement is interrupted."""
+    for module in (benchmark, engines, gym, device):
+        monkeypatch.setattr(module, "measure", mock.Mock(side_effect=KeyboardInterrupt))
+    for name in ("matrix_peak", "copy_bandwidth"):
+        monkeypatch.setattr(benchmark, name, lambda: 1.0)
+    files = [tmp_path / name for name in ("results.jsonl", "engines.jsonl", "gym.jsonl")]
+    for path in files:
+        path.write_text("old\n")
+    yield tmp_path
+    assert [path.read_text() for path in files] == ["old\n"] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--only causal", "--only goes with --gym"),
+        ("--lengths 64 --growing --gym", "--growing does not go with --gym"),
+        ("--lengths 64", "--lengths goes with --growing or --gym"),
+        ("--lengths 64 --peers", "--lengths goes with --growing or --gym"),
+        (
+            "--dtype bfloat16 --peers jax.nn",
+            "--dtype goes with --peers without a name, and not with",
+        ),
+        ("--dtype bfloat16 --peers --growing", "--dtype goes with --peers without a name, and"),
+        ("--growing --cases short", "--cases goes with neither --growing nor --gym"),
+        ("--gym --cases short", "--cases goes with neither --growing nor --gym"),
+        ("--gym --pass forward", "--pass does not go with --gym"),
+        ("--cases decode --pass backward", "nothing to measure: cases of decoding"),
+        ("--peers --cases decode --pass backward", "nothing to measure: cases of decoding"),
+        ("--gym --lengths 64", "nothing to measure: the rules have lengths of 2048, "),
+        (
+            "--gym --only tree --lengths 64",
+            "nothing to measure: the rules have lengths of 2048, 8192",
+        ),
+    ],
+)
+def test_options_without_effect_or_without_rows_are_refused(options, message, old, capsys):
+    assert_refused([*options.split(), "--out", old], message, capsys, benchmark.main)
+
+
+@pytest.mark.parametrize(
+    "options", ["--growing", "--peers", "--gym --peers", "device --lengths 64 --tokens 64"]
+)
+def test_an_interrupt_before_the_first_row_leaves_old_results(options, old):
+    assert benchmark.main([*options.split(), "--out", str(old)]) == 130
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_only_measured_passes_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "TURN", 0.001)
+    for name in ("matrix_peak", "copy_bandwidth"):
+        monkeypatch.setattr(benchmark, name, lambda: 1.0)
+    options = "--growing --lengths 16 --pass forward --seconds 0 --peers jax.nn --out".split()
+    assert benchmark.main([*options, str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"forward.png", "results.jsonl"}
+
+
+@pytest.mark.parametrize("options", ["--cases short --out", "tune"])
+def test_an_absent_device_is_one_clear_line(options, tmp_path):
+    command = [*options.split(), *([tmp_path] if options != "tune" else []), "--device", "gpux"]
+    done = run_python("-m", "experiments.benchmark", *command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --device gpux is not available: ")
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_jax_that_finds_no_device_is_one_clear_line(monkeypatch):
+    """JAX fails with an assertion without text if a backend's plugin is not installed."""
+    update = mock.Mock()
+    monkeypatch.setattr(jax.config, "update", update)
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=AssertionError))
+    with pytest.raises(UserError, match="--device gpu is not available: JAX has no such backend"):
+        use_device("gpu")
+    update.assert_called_once_with("jax_platforms", "cuda")
 
 
 def row(pattern: str, which: str, teraflops: float, **ratio: float) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import argparse
 import importlib
 import importlib.util
 import io
-import json
 import pathlib
 import sys
 import time
@@ -40,6 +39,7 @@ from experiments.benchmark import (
     engines,
     gym,
     normalizing,
+    options,
     peers,
     recurrent,
     timing,
@@ -50,8 +50,12 @@ from experiments.benchmark.rules import RULES
 from experiments.offline import command as offline
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser, nearest
+from experiments.runs.console import speak_utf8
 from experiments.runs.ending import UserError, exit_status, interruptible
-from experiments.runs.files import append, replace
+from experiments.runs.files import ResultsFile, replace
+
+
+_LENGTHS = 512, 1024, 2048, 4096, 8192
 
 
 def available(names: list[str] | None) -> dict[str, peers.Peer]:
@@ -136,10 +140,10 @@ def _line(row: dict[str, Any], names: list[str]) -> str:
 
 
 def _plot(rows: list[dict[str, Any]], out: pathlib.Path) -> list[pathlib.Path]:
-    """Plots time and temporary memory over T, in one picture for each pass."""
+    """Plots time and temporary memory over T, in one picture for each measured pass."""
     written, lengths = [], sorted({row["T"] for row in rows})
     names = sorted({name for row in rows for name in row["milliseconds"]})
-    for pass_name in ("forward", "forward+backward"):
+    for pass_name in dict.fromkeys(row["pass"] for row in rows):
         chosen = [row for row in rows if row["pass"] == pass_name]
         figure = Figure(figsize=(10, 4), layout="constrained")
         axes = figure.subplots(1, 2)
@@ -189,7 +193,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gym", action="store_true", help="rules of FlexAttention's users")
     parser.add_argument("--only", nargs="+", choices=rules, metavar="RULE", help=", ".join(rules))
     parser.add_argument(
-        "--lengths", type=bounds.count, nargs="+", default=[512, 1024, 2048, 4096, 8192]
+        "--lengths", type=bounds.count, nargs="+", metavar="T", help="of --growing and --gym"
     )
     parser.add_argument("--seconds", type=bounds.seconds, default=5.0, help="for each row")
     parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
@@ -210,6 +214,7 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
+    speak_utf8()
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0].startswith("-"):
         return exit_status(lambda: _measure_all(_arguments(words)))
@@ -221,8 +226,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure_all(arguments: argparse.Namespace) -> None:
     """Runs the measurements, prints a table, and writes JSON lines and plots."""
-    if arguments.device:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
+    options.check_together(arguments)
+    options.use_device(arguments.device)
+    arguments.lengths = arguments.lengths or _LENGTHS
     if arguments.gym:
         return gym.measure_all(arguments)
     if arguments.peers == [] and not arguments.growing:
@@ -234,9 +240,8 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     chosen = cases.named(arguments.cases, cases.CASES)
     if arguments.growing:
         chosen = cases.growing(tuple(arguments.lengths))
-    passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
-    results = arguments.out / "results.jsonl"
-    replace(results, "")
+    work = cases.with_passes(chosen, arguments.which)
+    results = ResultsFile(arguments.out / "results.jsonl")
     names = list(competitors)
     peer_titles = " ".join(f"{name:>11}" for name in names if name != "jattn")
     peak = matrix_peak()
@@ -246,7 +251,6 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     titles = f"{'jattn ms':>9} {'GFLOP/s':>8} {'of peak':>7} {'temp MiB':>8}"
     print(f"{'case':<16} {'pass':<17} {titles} {peer_titles}")
     rows = []
-    work = [(case, backward) for case in chosen for backward in passes if not (case.S and backward)]
     bandwidth = copy_bandwidth()
     for case, backward in interruptible(tqdm(work, disable=None, leave=False)):
         row: dict[str, Any] = measure(case, backward, competitors, arguments.seconds, peak) | {
@@ -255,7 +259,7 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         if case.S:
             row["gigabytes_per_second"] = case.bytes_held() / row["milliseconds"]["jattn"] / 1e6
             row["copy_gigabytes_per_second"] = bandwidth
-        append(results, json.dumps(row, allow_nan=False))
+        results.add(row)
         rows.append(row)
         tqdm.write(_line(row, names))
         if case.S:
@@ -265,7 +269,7 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     if arguments.growing:
         for path in _plot(rows, arguments.out):
             print(f"plot: {path}")
-    print(f"results: {results}")
+    print(f"results: {results.path}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ A case defines its mask and score function as jattn's; `peers.py` translates the
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.runs.ending import UserError
 from jattn import masks, scores
 
 
@@ -157,6 +159,22 @@ NAMED = {case.name: case for case in (*CASES, *ENGINE_CASES)}
 def named(names: list[str] | None, default: tuple[BenchmarkCase, ...]) -> tuple[BenchmarkCase, ...]:
     """Returns the cases of these names, or without names the default ones."""
     return default if names is None else tuple(NAMED[name] for name in NAMED if name in names)
+
+
+def with_passes(
+    chosen: Iterable[BenchmarkCase], which: str | None
+) -> list[tuple[BenchmarkCase, bool]]:
+    """Returns each case with each pass of the option `--pass`: False is forward, True with
+    gradients. Cases of decoding run forward only.
+
+    Raises:
+        UserError: no case has such a pass.
+    """
+    passes = {"forward": [False], "backward": [True]}.get(which or "both", [False, True])
+    work = [(case, backward) for case in chosen for backward in passes if not (case.S and backward)]
+    if not work:
+        raise UserError("nothing to measure: cases of decoding run forward only")
+    return work
 
 
 def growing(lengths: tuple[int, ...]) -> tuple[BenchmarkCase, ...]:

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import os
 import sys
@@ -26,7 +25,7 @@ from experiments.benchmark import cases, peers, timing
 from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.peers import Runnable
 from experiments.runs.ending import Failure, interruptible, one_line
-from experiments.runs.files import append, replace
+from experiments.runs.files import ResultsFile
 
 
 DTYPES = "float32", "bfloat16"
@@ -298,10 +297,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 def measure_all(arguments: argparse.Namespace) -> None:
     """Runs the measurements, prints a table for each dtype and writes JSON lines."""
     chosen = cases.named(arguments.cases, cases.ENGINE_CASES)
-    passes = {"forward": [False], "backward": [True]}.get(arguments.which, [False, True])
-    work = [(case, backward) for case in chosen for backward in passes if not (case.S and backward)]
-    results = arguments.out / "engines.jsonl"
-    replace(results, "")
+    work = cases.with_passes(chosen, arguments.which)
+    results = ResultsFile(arguments.out / "engines.jsonl")
     engines = _available()
     names = [name for name in engines if name != "jattn"]
     wrong = 0
@@ -312,13 +309,13 @@ def measure_all(arguments: argparse.Namespace) -> None:
         for case, backward in interruptible(tqdm(work, disable=None, leave=False)):
             in_dtype = dataclasses.replace(case, dtype=dtype)
             row = measure(in_dtype, backward, engines, arguments.seconds)
-            append(results, json.dumps(row, allow_nan=False))
+            results.add(row)
             rows.append(row)
             tqdm.write(_line(row, names))
             for name, error in row["errors"].items():
                 tqdm.write(f"  FAILED: {name} differs from jattn by {error} of the maximum")
             wrong += len(row["errors"])
         print(_summary(rows))
-    print(f"results: {results}")
+    print(f"results: {results.path}")
     if wrong:
         raise Failure(f"results that differ from jattn's: {wrong}")

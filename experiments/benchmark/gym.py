@@ -13,7 +13,6 @@ with the time to build its block mask.
 import argparse
 import importlib
 import importlib.util
-import json
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ import jattn
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import BenchmarkCase
 from experiments.benchmark.rules import HEADS, RULES, BenchmarkRule
-from experiments.runs.ending import interruptible
-from experiments.runs.files import append, replace
+from experiments.runs.ending import UserError, interruptible
+from experiments.runs.files import ResultsFile
 from jattn import masks, scores
 
 
@@ -130,22 +129,29 @@ def line(row: GymRow) -> str:
     )
 
 
+def _chosen(arguments: argparse.Namespace) -> list[tuple[BenchmarkRule, int]]:
+    """Returns the rules to measure, each with a length.
+
+    Raises:
+        UserError: no rule has one of the lengths.
+    """
+    rules = [rule for rule in RULES if not arguments.only or rule.name in arguments.only]
+    work = [(rule, T) for rule in rules for T in rule.lengths if T in arguments.lengths]
+    if not work:
+        lengths = sorted({T for rule in rules for T in rule.lengths})
+        raise UserError(f"nothing to measure: the rules have lengths of {str(lengths)[1:-1]}")
+    return work
+
+
 def measure_all(arguments: argparse.Namespace) -> None:
     """Runs the measurements, prints a table and writes JSON lines."""
     with_torch = arguments.peers is None or "torch flex" in arguments.peers
     with_torch = with_torch and importlib.util.find_spec("torch") is not None
-    results = arguments.out / "gym.jsonl"
-    replace(results, "")
+    work = _chosen(arguments)
+    results = ResultsFile(arguments.out / "gym.jsonl")
     print(_TITLES, flush=True)
-    work = [
-        (rule, T)
-        for rule in RULES
-        if not arguments.only or rule.name in arguments.only
-        for T in rule.lengths
-        if T in arguments.lengths
-    ]
     for rule, T in interruptible(tqdm(work, disable=None, leave=False)):
         row = measure(rule, T, with_torch, arguments.seconds)
-        append(results, json.dumps(row._asdict(), allow_nan=False))
+        results.add(row._asdict())
         tqdm.write(line(row))
-    print(f"results: {results}")
+    print(f"results: {results.path}")

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from experiments.benchmark import peers, timing
 from experiments.benchmark.cases import BenchmarkCase
+from experiments.benchmark.options import use_device
 from experiments.runs import bounds
 from experiments.runs.command_line import Parser
 from experiments.runs.ending import interruptible
@@ -109,8 +110,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--device", default=None, help="cpu, gpu or tpu; default: JAX's own")
     arguments = parser.parse_args(argv)
-    if arguments.device:
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(arguments.device, arguments.device))
+    use_device(arguments.device)
     kind = jax.devices()[0].device_kind
     row = tuning.TABLE.get(kind, tuning.DEFAULT)
     for question in QUESTIONS:
