@@ -17,6 +17,7 @@ have rounded scores differently, and with large logits its normalizer would not 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,42 +75,20 @@ class _BlockOrder(NamedTuple):
         return cls(band.rows, visit, lambda block: lax.map(block, indices, batch_size=batch_size))
 
 
-class _Sums(NamedTuple):
-    """Sums over some of the keys for t queries, of tangents relative to `shift`.
+def _subtrahend(
+    s: Scores, ds: Scores, maximum: Float[Array, " t"], earlier: Float[Array, " t"]
+) -> Float[Array, " t"]:
+    """Returns what is subtracted from the tangents of a tile's scores: for each query that of the
+    greatest score.
 
-    partial: its `weighted` has the columns Σ drop(p) ((ds − shift) v + dv) for each of V, then
-        Σ drop(p) v for each of V, then Σ p (ds − shift).
-    shift: the tangent of the greatest of the scores.
+    It is `earlier`, the result for earlier tiles, unless the score exceeds their `maximum` by so
+    much that they have no weight: sums of tangents relative to different numbers cannot be added.
     """
-
-    partial: softmax.Partial
-    shift: Float[Array, " t"]
-
-    def relative_to(self, shift: Float[Array, " t"]) -> softmax.Partial:
-        """Returns the sums of tangents relative to another number."""
-        change = (self.shift - shift)[:, None]
-        d_out, out, d_lse = _columns(self.partial.weighted)
-        d_out, d_lse = d_out + change * out, d_lse + change * self.partial.total[:, None]
-        return self.partial._replace(weighted=jnp.concatenate([d_out, out, d_lse], axis=1))
-
-
-def _columns(sums: Float[Array, "t 2*V+1"]) -> list[Array]:
-    """Splits the columns of `_Sums`."""
-    V = sums.shape[1] // 2
-    return jnp.split(sums, [V, 2 * V], axis=1)
-
-
-def _tangent_of_greatest(s: Scores, ds: Scores) -> Float[Array, " t"]:
-    """Returns the tangent of the greatest score of each query; the mean of several, 0 of none."""
-    s = lax.stop_gradient(s)
-    is_greatest = (s == jnp.max(s, axis=-1, keepdims=True)) & (s > -jnp.inf)
-    count = jnp.maximum(1, jnp.sum(is_greatest, axis=-1)).astype(ds.dtype)
-    return lax.stop_gradient(jnp.sum(jnp.where(is_greatest, ds, 0), axis=-1) / count)
-
-
-def _combined(a: _Sums, b: _Sums) -> _Sums:
-    shift = jnp.where(a.partial.maximum >= b.partial.maximum, a.shift, b.shift)
-    return _Sums(softmax.combine(a.relative_to(shift), b.relative_to(shift)), shift)
+    s, ds = lax.stop_gradient((s, ds))
+    greatest = jnp.max(s, axis=-1, initial=-jnp.inf)
+    tangent = jnp.max(ds, axis=-1, initial=-jnp.inf, where=s == greatest[:, None])
+    is_alone = greatest - maximum > -2 * math.log(jnp.finfo(s.dtype).eps)
+    return jnp.where(is_alone & jnp.isfinite(tangent), tangent, earlier)
 
 
 def _head_tangents(
@@ -136,7 +115,10 @@ def _head_tangents(
     def block(i: Index) -> tuple[Array, Array]:
         block_inputs = TangentInputs(*(slicing.take(x, i * block_q, block_q) for x in operands))
 
-        def add_run(run: tile_schedule.TileRun, state: _Sums) -> _Sums:
+        def add_run(
+            run: tile_schedule.TileRun, state: tuple[softmax.Partial, Array]
+        ) -> tuple[softmax.Partial, Array]:
+            sums, subtrahend = state
             head_tile = slicing.HeadTile.at(spec, b, h, i * block_q, block_q, run)
             d_params = parameters(
                 slicing.slice_tile(tangent, i * block_q, block_q, run.start, run.size)
@@ -151,23 +133,23 @@ def _head_tangents(
             primals = (parameters(head_tile.spec), block_inputs.query, k_j)
             s, ds = jax.jvp(score, primals, (d_params, block_inputs.tangent, dk_j))
 
-            shift = _tangent_of_greatest(s, ds)
+            subtrahend = _subtrahend(s, ds, sums.maximum, subtrahend)
 
             def weigh(weights: Array) -> Array:
-                weighted_ds = weights * (ds - shift[:, None])
-                both = jnp.concatenate([dv_j, v_j.finite], axis=1)
-                d_out, out = jnp.split(dot(head_tile.drop(weights), both, spec), 2, axis=1)
-                d_out = d_out + dot(head_tile.drop(weighted_ds), v_j.finite, spec)
-                d_lse = jnp.sum(weighted_ds, axis=-1, keepdims=True)
-                return jnp.concatenate([d_out, out, d_lse], axis=1)
+                # d_out + d_lse out, and in the last column d_lse, so that one fold sums both.
+                weighted_ds = weights * (ds - subtrahend[:, None])
+                d_out = dot(head_tile.drop(weighted_ds), v_j.finite, spec)
+                d_out = d_out + dot(head_tile.drop(weights), dv_j, spec)
+                return jnp.append(d_out, jnp.sum(weighted_ds, axis=-1)[:, None], axis=1)
 
-            return _combined(state, _Sums(softmax.contribution(s, weigh), shift))
+            return softmax.combine(sums, softmax.contribution(s, weigh)), subtrahend
 
         out = block_inputs.out
-        empty = softmax.empty(block_q, 2 * out.shape[1] + 1, out.dtype)
-        sums = order.visit(i, add_run, _Sums(empty, jnp.zeros_like(empty.total)))
-        d_out, _, d_lse = _columns(softmax.finish(sums.partial)[0])
-        return d_out - d_lse * out, d_lse[:, 0] + sums.shift
+        empty = softmax.empty(block_q, out.shape[1] + 1, out.dtype)
+        sums, subtrahend = order.visit(i, add_run, (empty, jnp.zeros_like(empty.total)))
+        tangents, _ = softmax.finish(sums)
+        d_out, d_lse = tangents[:, :-1], tangents[:, -1]
+        return d_out - d_lse[:, None] * out, d_lse + subtrahend
 
     d_out, d_lse = map(tile_schedule.concatenate_blocks, order.map(block))
     return d_out, d_lse
