@@ -40,6 +40,7 @@ from jattn.checks import (
     shown,
 )
 from jattn.scores import Score, ScoreFunction, as_score
+from jattn.softmax import quotient
 
 
 __all__ = [
@@ -329,8 +330,7 @@ class Softmax(NormalizerFunction):
         greatest = _greatest(score)
         weights = jnp.exp(jnp.where(allowed | jnp.isnan(score), score, greatest) - greatest)
         weights = jnp.where(allowed | jnp.isnan(score), weights, 0)
-        total = weights.sum(axis=-1, keepdims=True)
-        return weights / jnp.where(total == 0, 1, total)
+        return quotient(weights, weights.sum(axis=-1, keepdims=True))
 
 
 @pytree_dataclass
@@ -694,5 +694,5 @@ def _entmax_jvp(alpha: float, primals: Any, tangents: Any) -> tuple[Scores, Scor
     shares = jnp.where(has_weight, jnp.where(has_weight, weights, 1) ** (2 - alpha), 0)
     total = shares.sum(axis=-1, keepdims=True)
     d_score = jnp.where(has_weight, d_score, 0)
-    mean = jnp.sum(shares * d_score, axis=-1, keepdims=True) / jnp.where(total == 0, 1, total)
+    mean = quotient(jnp.sum(shares * d_score, axis=-1, keepdims=True), total)
     return weights, shares * (d_score - mean)
