@@ -230,18 +230,23 @@ def test_gradients_are_of_the_arrays_of_the_call(name):
 
 @pytest.mark.parametrize("implementation", ["native", "blockwise"])
 def test_tangents_of_large_logits(implementation):
-    """Each query attends to one key, in any tile, and the tangents of its scores are 1e6."""
+    """Each query attends to one key, in any tile, and the tangents of its scores are 1e6.
+
+    Lengths in an array make a loop over tiles, not a band."""
     rng = np.random.default_rng(0)
-    key, (value, d_value) = rng.permutation(50) + 1, rng.standard_normal((2, 50, 3))
-    query = rng.choice([-1, 1], 9)
+    key, (value, d_value) = rng.permutation(400) + 1, rng.standard_normal((2, 400, 3))
+    query = rng.choice([-1, 1], 90)
     q, k, v, dv = (
         jnp.asarray(x, jnp.float32)[None, :, None]
         for x in (query[:, None], key[:, None], value, d_value)
     )
-    attend = functools.partial(jattn.attention, scale=1e4, implementation=implementation)
-    _, got = jax.jvp(attend, (q, k, v), (1.7 * q, 0 * k, dv))
+    options: Any = {"scale": 1e4, "implementation": implementation, "return_lse": True}
+    mask = masks.Lengths(kv=jnp.array([400]))
+    attend = functools.partial(jattn.attention, mask=mask, **options)
+    _, (d_out, d_lse) = jax.jvp(attend, (q, k, v), (1.7 * q, 0 * k, dv))
     chosen = np.where(query > 0, np.argmax(key), np.argmin(key))
-    np.testing.assert_allclose(got[0, :, 0], d_value[chosen], rtol=1e-6)
+    np.testing.assert_allclose(d_out[0, :, 0], d_value[chosen], rtol=1e-6)
+    np.testing.assert_allclose(d_lse[0, 0], 1.7e4 * query * key[chosen], rtol=1e-6)
 
 
 def test_third_derivatives_name_the_implementation_that_has_them():
